@@ -9,8 +9,14 @@ import torch
 from families import SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny, without_tree
 from messages import says
 from multimodal import IMAGE, MULTIMODAL, TEXT, multimodal
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BatchEncoding, PreTrainedModel
+from transformers import (
+    BatchEncoding,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+    PreTrainedModel,
+)
 
 import triforce_tree
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy
@@ -63,6 +69,20 @@ def test_layers_are_those_of_the_decoder(name: str) -> None:
     assert any(isinstance(module, FewRowLinear) for module in copy.get_decoder().modules())
     encoder = copy.get_encoder(modality="image")
     assert not any(isinstance(module, FewRowLinear) for module in encoder.modules())
+
+
+def test_layers_of_a_model_that_calls_its_output_layer_decoder() -> None:
+    config = ModernBertDecoderConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        pad_token_id=0,
+    )
+    made = ModernBertDecoderForCausalLM(config)
+    assert isinstance(made.get_decoder(), nn.Linear)
+    assert decoder_layers(made) is made.model.layers
 
 
 class HostReads(TorchDispatchMode):

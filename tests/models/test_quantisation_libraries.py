@@ -1,5 +1,6 @@
 """Models that quantisation libraries made, where those are installed (`make test-real` installs them)."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -138,24 +139,149 @@ def test_fine_grained_fp8_is_unpacked_on_a_cpu(folder: Path, plain: PreTrainedMo
     decodes_exactly(target, plain)
 
 
-def test_compressed_tensors(folder: Path, plain: PreTrainedModel) -> None:
-    pytest.importorskip("compressed_tensors")
+def _float8_rows(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    return {name: (weight / scale).to(torch.float8_e4m3fn), name + "_scale": scale}
 
-    def rows(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = weight.abs().amax(1, keepdim=True) / 448
-        return {name: (weight / scale).to(torch.float8_e4m3fn), name + "_scale": scale}
 
-    kind = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": kind | {"strategy": "channel"},
-        "input_activations": kind | {"strategy": "token", "dynamic": True},
+def _int8_rows(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return {name: (weight / scale).round().to(torch.int8), name + "_scale": scale}
+
+
+def _int4_groups(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    groups = weight.unflatten(1, (-1, 64))
+    scale = groups.abs().amax(2) / 7
+    codes = (groups / scale[:, :, None]).round().flatten(1) + 8
+    return {
+        name + "_packed": _packed(codes),
+        name + "_scale": scale,
+        name + "_shape": torch.tensor(weight.shape),
     }
+
+
+@pytest.mark.parametrize(
+    "form, change, weights, inputs, error",
+    [
+        (
+            "float-quantized",
+            _float8_rows,
+            {"num_bits": 8, "type": "float", "strategy": "channel"},
+            "float",
+            0.25,
+        ),
+        ("int-quantized", _int8_rows, {"num_bits": 8, "type": "int", "strategy": "channel"}, "int", 0.1),
+        (
+            "pack-quantized",
+            _int4_groups,
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64},
+            None,
+            0.5,
+        ),
+    ],
+    ids=["float8", "int8", "int4"],
+)
+def test_compressed_tensors(
+    form: str,
+    change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]],
+    weights: dict[str, Any],
+    inputs: str | None,
+    error: float,
+    folder: Path,
+    plain: PreTrainedModel,
+) -> None:
+    """Inputs of 8 bits have a scale for each token, so that tokens are independent."""
+    pytest.importorskip("compressed_tensors")
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": weights | {"symmetric": True}}
+    if inputs is not None:
+        token = {"num_bits": 8, "type": inputs, "symmetric": True, "strategy": "token", "dynamic": True}
+        group["input_activations"] = token
     _stored(
-        folder, rows, quant_method="compressed-tensors", format="float-quantized",
-        quantization_status="compressed", config_groups={"group_0": group}, ignore=["lm_head"],
+        folder, change, quant_method="compressed-tensors", format=form, quantization_status="compressed",
+        config_groups={"group_0": group}, ignore=["lm_head"],
     )  # fmt: skip
     target = load_model(folder)
     assert quantisation(target) == "compressed-tensors"
+    ids = torch.tensor([prompt_of(60)])
+    with torch.no_grad():
+        theirs, ours = plain(ids).logits, target(ids).logits
+    assert 0 < (theirs - ours).norm() < error * theirs.norm()
     for options in ({"levels": 3}, {"levels": 3, "offload": True}):
         decodes_exactly(target, plain, **options)
+
+
+def _in_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes ``[in, out]``, zeros and scales ``[in / 64, out]``: a weight is ``(code - zero) * scale``."""
+    groups = weight.T.unflatten(0, (-1, 64))
+    low, high = groups.amin(1), groups.amax(1)
+    scale = ((high - low) / 15).half()
+    zero = (-low / scale).round().clamp(1, 15)
+    codes = ((groups / scale[:, None]).round() + zero[:, None]).clamp(0, 15)
+    return codes.flatten(0, 1), zero, scale
+
+
+def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight codes of a row in each int32, the one in column ``order[i]`` at bit ``4 * i``."""
+    columns = codes.long().unflatten(1, (-1, 8))[:, :, list(order)]
+    return (columns << torch.arange(0, 32, 4)).sum(2).to(torch.int32)
+
+
+def _gptq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes, zero, scale = _in_4_bits(weight)
+    parts = {
+        "qweight": _packed(codes.T).T.contiguous(),
+        "qzeros": _packed(zero - 1),
+        "g_idx": torch.arange(len(codes), dtype=torch.int32) // 64,
+        "scales": scale,
+    }
+    return {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+
+
+def _awq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes, zero, scale = _in_4_bits(weight)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {"qweight": _packed(codes, order), "qzeros": _packed(zero, order), "scales": scale}
+    return {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+
+
+@pytest.mark.parametrize(
+    "method, change, settings",
+    [
+        ("gptq", _gptq, {"desc_act": False, "sym": False, "checkpoint_format": "gptq"}),
+        ("awq", _awq, {"zero_point": True, "version": "gemm"}),
+    ],
+    ids=["gptq", "awq"],
+)
+def test_gptq_and_awq(
+    method: str,
+    change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]],
+    settings: dict[str, Any],
+    folder: Path,
+    plain: PreTrainedModel,
+) -> None:
+    """The first run compiles a kernel of the library, which takes a minute."""
+    pytest.importorskip("gptqmodel")
+    pytest.importorskip("optimum.gptq")
+    _stored(folder, change, quant_method=method, bits=4, group_size=64, **settings)
+    target = load_model(folder)
+    assert quantisation(target) == method
+    unpacked = copy.deepcopy(plain)
+    with torch.no_grad():
+        for name, weight in unpacked.named_parameters():
+            if "_proj" in name:
+                codes, zero, scale = _in_4_bits(weight)
+                groups = codes.unflatten(0, (-1, 64)) - zero[:, None]
+                weight.copy_((groups * scale[:, None]).flatten(0, 1).T)
+    ids = torch.tensor([prompt_of(60)])
+    with torch.no_grad():
+        theirs, ours = unpacked(ids).logits, target(ids).logits
+    assert (theirs - ours).norm() < 0.02 * theirs.norm() < 0.2 * (theirs - plain(ids).logits).norm()
+    for options in ({"levels": 3}, {"levels": 2}, {"levels": 3, "offload": True}):
+        decodes_exactly(target, plain, **options)
+    engine = triforce_tree.load(folder, perturbed(plain, 0.1), **SMALL)
+    outs = engine.generate([prompt_of(60), prompt_of(48)], max_new_tokens=6, do_sample=False)
+    for length, out in zip((60, 48), outs.sequences.tolist(), strict=True):
+        assert out[-6:] == greedy(target, prompt_of(length), 6)
+    for refused in ({"retrieval_weight_bits": 8}, {"offload_weights": True, "retrieval_weight_bits": 8}):
+        with pytest.raises(ValueError, match=says(f"quantised ({method})")):
+            triforce_tree.load(folder, **refused)

@@ -10,7 +10,13 @@ from families import greedy, perturbed, prompt_of, small, tiny
 from messages import says
 from model_folders import settings
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 import triforce_tree
 from triforce_tree.loading.checkpoints import load_model
@@ -97,6 +103,46 @@ def test_an_unknown_quantisation_method_is_refused(tmp_path: Path) -> None:
     TARGET.save_pretrained(tmp_path)
     settings(quantization_config={"quant_method": "abacus"})(tmp_path)
     with pytest.raises(ValueError, match=says("quantisation method that", "abacus", "16 bits")):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method, asked, packages",
+    [
+        ("gptq", "quantizer_gptq.is_optimum_available", "gptqmodel optimum"),
+        ("awq", "quantizer_awq.is_gptqmodel_available", "gptqmodel"),
+        ("compressed-tensors", "quantizer_compressed_tensors.is_compressed_tensors_available", "compressed-"),
+        ("fbgemm_fp8", "quantizer_fbgemm_fp8.is_kernels_available", None),
+    ],
+)
+def test_a_method_whose_package_is_not_installed_is_refused(
+    method: str, asked: str, packages: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TARGET.save_pretrained(tmp_path)
+    own = {"bits": 4, "group_size": 64} if method in ("gptq", "awq") else {}
+    settings(quantization_config={"quant_method": method, **own})(tmp_path)
+    monkeypatch.setattr(f"transformers.quantizers.{asked}", lambda *_, **__: False)
+    said = (
+        says(tmp_path, f"quantised ({method})", "not installed", f"pip install {packages}", "16 bits")
+        if packages
+        else says(tmp_path, "needs a package that is not installed", "install it")
+    )
+    for load in (load_model, triforce_tree.load):
+        with pytest.raises(ValueError, match=said):
+            load(tmp_path)
+
+
+def test_a_library_that_refuses_the_machine_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TARGET.save_pretrained(tmp_path)
+    settings(quantization_config={"quant_method": "gptq", "bits": 4})(tmp_path)
+
+    def refuses(**_: Any) -> None:
+        raise RuntimeError("GPU is required")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuses)
+    with pytest.raises(ValueError, match=says("quantised, gptq", "GPU is required", "supports", "16 bits")):
         load_model(tmp_path)
 
 

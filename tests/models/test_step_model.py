@@ -3,15 +3,17 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import families
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from triforce_tree.models import step_model
+from triforce_tree.models.attention import keep_chunks
 from triforce_tree.models.step_model import StepModel
 
 TOKENS = torch.arange(3)[None]
@@ -135,3 +137,15 @@ def test_layers_share_versions_and_one_serves_all_lengths_but_one(
             found, expected = (step(tokens, tokens, queries) for step in pair)
             torch.testing.assert_close(found, expected)
     assert any_length == [True] * versions + [False] * versions
+
+
+@pytest.mark.parametrize("index, layers, chunk", [(1, 3, 8), (-2, 3, 0), (-2, 0, 0), (3, 3, 0)])
+def test_an_index_counted_from_the_last_layer_is_none_of_the_decoder(
+    index: int, layers: int, chunk: int
+) -> None:
+    """Encoders of Phi-4-multimodal have one."""
+    module: Any = nn.Module()
+    module.layer_idx = index
+    module.config = SimpleNamespace(layer_types=("chunked_attention",) * layers, attention_chunk_size=8)
+    keep_chunks(nn.ModuleList([module]))
+    assert module.triforce_chunk == chunk

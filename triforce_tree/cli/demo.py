@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     alone = [token for piece in pieces for token in piece.alone]
     greedy = args.temperature == 0
     differs = greedy and ours != alone
-    found = judged(engine, prompt, ours, alone) if differs else None
+    found = judged(engine, prompt, ours, alone, to_probs) if differs else None
     speeds = Speeds.of(pieces)
     show.print(levels_table(pair.levels))
     _show_tree(engine, pair.trees)

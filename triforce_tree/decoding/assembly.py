@@ -22,7 +22,7 @@ from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.recurrent.limits import refuse_offload, within_limits
+from triforce_tree.models.recurrent.limits import within_limits
 from triforce_tree.models.settings import check_settings
 from triforce_tree.planning import memory_map, memory_plan
 from triforce_tree.planning.machine import host_rate, measured
@@ -190,8 +190,6 @@ class Hierarchy:
         self._planned = (key, plan)
         if plan.offload is None:
             return plan
-        if self.target.states is not None:
-            refuse_offload(self.target.name)
         one_shape(self.target)
         levels = self._levels_under(plan, lengths, new_tokens)
         # The cache of a shorter prompt is small, and stays on the device.

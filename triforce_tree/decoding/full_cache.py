@@ -209,7 +209,9 @@ class FullCache:
         try:
             with self._target.active():
                 if self.offloaded is not None:
-                    self.offloaded.prefill(prompts, self._prefill_chunk, progress, starts, features)
+                    self.offloaded.prefill(
+                        prompts, self._prefill_chunk, progress, starts, features, self.states
+                    )
                 else:
                     assert self.store is not None
                     rows = partial(SplitSequenceRows, self.split) if self.split else SequenceRows

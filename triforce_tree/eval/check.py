@@ -26,11 +26,18 @@ from triforce_tree.decoding.stages import ChainVerifyStage, RetrievalVerifyStage
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.engine import Engine
 from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p, detectable, shift, shift_p
-from triforce_tree.eval.own_forward import as_ids, last_logits, last_position_logits, own_decoding
+from triforce_tree.eval.own_forward import (
+    as_ids,
+    greedy_scores,
+    last_logits,
+    last_position_logits,
+    own_decoding,
+)
 from triforce_tree.eval.ties import (
     NOISE_POSITIONS,
     chain_logits,
     forward_noise,
+    scores_after,
 )
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.loading.rounding import relative_error
@@ -67,7 +74,7 @@ class Forward:
 class Greedy:
     """Greedy decoding of one prompt, compared with transformers' own.
 
-    ``ties``: positions where the tokens differ and the target's two best logits are closer together than
+    ``ties``: positions where the tokens differ and the target's two best scores are closer together than
     ``noise`` (:func:`triforce_tree.eval.ties.forward_noise`). After each the comparison continues from the
     target's own tokens. ``failures``: positions where they differ by more.
     """
@@ -156,7 +163,8 @@ def greedy(
 ) -> Greedy:
     """Compare with transformers' own greedy decoding of the same model."""
     expected = own_decoding(engine, prompt, new_tokens, stop)
-    noise = forward_noise(engine, [*prompt, *expected])
+    to_scores = greedy_scores(engine, prompt, new_tokens)
+    noise = forward_noise(engine, [*prompt, *expected], to_scores)
     runner = engine.with_options(levels=levels)
     at = ties = failures = 0
     widest = 0.0
@@ -170,8 +178,9 @@ def greedy(
         at += same
         if at == len(expected) or same == len(ours):
             break
-        logits = last_logits(engine, [*prompt, *expected[:at]])
-        gap = float(logits.max() - logits[ours[same]])
+        tokens = [*prompt, *expected[:at]]
+        scores = scores_after(to_scores, last_logits(engine, tokens), tokens)
+        gap = float(scores.max() - scores[ours[same]])
         widest = max(widest, gap)
         if gap < noise:
             ties += 1

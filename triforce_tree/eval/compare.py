@@ -10,6 +10,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.eval.ties import Difference, first_difference
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 def token_count(out: GenerateOutput) -> int:
@@ -96,26 +97,38 @@ def difference_verdict(token: int, found: Difference | None) -> str:
 
 
 def compared(
-    engine: Engine, prompt: Sequence[int], ours: GenerateOutput, baseline: GenerateOutput, greedy: bool
+    engine: Engine,
+    prompt: Sequence[int],
+    ours: GenerateOutput,
+    baseline: GenerateOutput,
+    greedy: bool,
+    to_scores: ProbsFromLogits | None = None,
 ) -> Comparison:
     """Judge two generations of a prompt by the same models.
 
     Args:
         ours: by the hierarchy; ``baseline``: by the target alone.
         greedy: both took the most probable token at each position.
+        to_scores: their logits processors; see :func:`triforce_tree.eval.ties.first_difference`.
     """
     result = Comparison(ours, baseline, greedy)
     if result.identical is not False:
         return result
-    return Comparison(ours, baseline, greedy, judged(engine, prompt, new_ids(ours), new_ids(baseline)))
+    return Comparison(
+        ours, baseline, greedy, judged(engine, prompt, new_ids(ours), new_ids(baseline), to_scores)
+    )
 
 
 def judged(
-    engine: Engine, prompt: Sequence[int], ours: Sequence[int], baseline: Sequence[int]
+    engine: Engine,
+    prompt: Sequence[int],
+    ours: Sequence[int],
+    baseline: Sequence[int],
+    to_scores: ProbsFromLogits | None = None,
 ) -> Difference | None:
     """The first difference of two texts; None where there is none, and where memory was short for judging."""
     try:
-        return first_difference(engine, prompt, ours, baseline)
+        return first_difference(engine, prompt, ours, baseline, to_scores)
     except torch.OutOfMemoryError:
         return None
 

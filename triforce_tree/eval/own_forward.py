@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 from triforce_tree.engine import Engine
+from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
 from triforce_tree.models.length_rope import LengthRope
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 _CHUNK = 2048  # tokens of a prompt in one forward
 
@@ -78,6 +80,30 @@ def own_decoding(
     )
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
+
+
+def greedy_scores(engine: Engine, prompt: Sequence[int], new_tokens: int, **options: Any) -> ProbsFromLogits:
+    """Logits to the scores whose largest a greedy generation takes, by processors that transformers makes.
+
+    Args:
+        options: of :meth:`Engine.generate`; without any, the model's ``generation_config`` decides alone.
+    """
+    model = without_settings(engine.hierarchy.target.model)
+
+    def read(
+        _: Any, __: Tensor, logits_processor: LogitsProcessorList, *___: Any, **____: Any
+    ) -> ProbsFromLogits:
+        return ProbsFromLogits(logits_processor, greedy=True)
+
+    ids = as_ids(model, prompt)
+    found: ProbsFromLogits = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        custom_generate=read,
+        **{**options, "do_sample": False},
+    )
+    return found
 
 
 def last_position_logits(engine: Engine, tokens: Sequence[int], positions: int) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.prefill import causal_attention
@@ -162,7 +162,8 @@ def prefill(
     if features is not None:
         features.begin(sequence, start)
     layers = features.layers if features is not None else ()
-    with hidden_states(model.running, decoder_layers(model.running), layers) as hidden:
+    stack = decoder_layers(model.running) if layers else nn.ModuleList()
+    with hidden_states(model.running, stack, layers) as hidden:
         for first in range(start, len(tokens), chunk):
             part = tokens[first : first + chunk]
             model.forward(part, cache, last_only=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.model_copy import decoder_layers
+from triforce_tree.models.model_copy import decoder_layers, listed_layers
 
 _MOST_KINDS = 6
 
@@ -37,7 +37,7 @@ class LayerSlice:
         self.shares_kv = any(
             getattr(call.module, "is_kv_shared_layer", False) for call in model.calls.values()
         )
-        self._stack = _stack(model)
+        self._stack = listed_layers(model.model)
         self.layers = tuple(self._representatives(model))
         modules = [self._stack[i] for i in self.layers] if self._stack is not None else [model.model]
         self.parameters = model.vocab_size * model.model.config.get_text_config(decoder=True).hidden_size
@@ -88,13 +88,6 @@ class LayerSlice:
             first.setdefault((kinds and kinds[index], how, parts, tuple(settings.items()), call.heads), index)
         chosen = set(sorted(first.values())[:_MOST_KINDS])
         return sorted(chosen | set(every[:2]))
-
-
-def _stack(model: HFModel) -> nn.ModuleList | None:
-    try:
-        return decoder_layers(model.model)
-    except ValueError:
-        return None
 
 
 def _weight_copy(streamed: Streamed) -> Callable[[nn.Module, Any], None]:

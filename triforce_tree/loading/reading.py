@@ -16,6 +16,15 @@ from triforce_tree.loading.gguf import gguf_arguments, gguf_configuration, is_gg
 from triforce_tree.loading.model_files import Checkpoint, auto_class, checked, in_one_line, skeleton
 from triforce_tree.models.model_copy import text_decoder
 
+# What transformers asks for one after the other.
+_PACKAGES = {
+    "awq": "gptqmodel",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "gptq": "gptqmodel optimum",
+    "quanto": "optimum-quanto",
+    "torchao": "torchao",
+}
 _REMEDY = "free host memory, use a smaller model, or fewer bits (dtype, or a quantised checkpoint)"
 
 
@@ -94,14 +103,18 @@ class ModelFiles:
         except torch.OutOfMemoryError:
             raise
         except ImportError as error:
-            raise ValueError(
-                f"the model in {str(self.source)!r} needs a package that is not installed "
-                f"({in_one_line(error)}); install it, or give another model"
-            ) from error
+            raise self._lacks_package(error) from error
         except Exception as error:  # third-party code on files of unknown origin
-            why = (self._checkpoint and self._checkpoint.mismatch()) or in_one_line(error)
+            why, remedy = in_one_line(error), "copy or download it again"
+            if self.quantised is not None:
+                why = f"its weights are quantised, {self.quantised}: {why}"
+                remedy = (
+                    f"{remedy}, use a machine that its library supports, or give the checkpoint of 16 bits"
+                )
+            elif mismatch := self._checkpoint and self._checkpoint.mismatch():
+                why = mismatch
             raise ValueError(
-                f"the model in {str(self.source)!r} cannot be loaded ({why}); copy or download it again"
+                f"the model in {str(self.source)!r} cannot be loaded ({why}); {remedy}"
             ) from error
         model, report = loaded
         if missing := sorted(report["missing_keys"]):
@@ -119,6 +132,19 @@ class ModelFiles:
         ready: PreTrainedModel = model.eval()
         _leave_out_encoders(ready)
         return ready
+
+    def _lacks_package(self, error: ImportError) -> ValueError:
+        packages = _PACKAGES.get(self.quantised or "")
+        if packages is None:
+            return ValueError(
+                f"the model in {str(self.source)!r} needs a package that is not installed "
+                f"({in_one_line(error)}); install it, or give another model"
+            )
+        return ValueError(
+            f"the weights of {str(self.source)!r} are quantised ({self.quantised}), and a package that reads "
+            f"them is not installed ({in_one_line(error)}); pip install {packages}, or give the checkpoint "
+            "of 16 bits"
+        )
 
     def _check_host(self) -> None:
         # Files are mapped, not copied, but a model that memory does not hold is read from disk in every pass.

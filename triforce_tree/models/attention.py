@@ -63,7 +63,8 @@ def _chunk_of(module: nn.Module) -> int:
     config: Any = getattr(module, "config", None)
     kinds: Any = getattr(config, "layer_types", None) or ()
     index = getattr(module, "layer_idx", None)
-    if isinstance(index, int) and index < len(kinds) and kinds[index] == "chunked_attention":
+    # Phi-4-multimodal calls the layer of an encoder so, counted from the last one.
+    if isinstance(index, int) and 0 <= index < len(kinds) and kinds[index] == "chunked_attention":
         return int(config.attention_chunk_size)
     return 0
 

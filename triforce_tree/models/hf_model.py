@@ -120,6 +120,7 @@ class HFModel:
         calls: how each layer with attention attends, by its index.
         kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
         states: shapes of the states of recurrent layers; None if there are none.
+        layer_outputs: see ``Recorder.outputs``.
 
     Raises:
         UnsupportedModelError: the family ignores the attention interface or keeps other state.
@@ -316,14 +317,14 @@ class HFModel:
                 ) from error
 
     def _probe(self) -> None:
-        recorder = Recorder()
-        problem = None
+        recorder, problem = Recorder(), None
         try:
             with self.active():
+                recorder.watch(self.running)
                 self.forward([1], recorder, whole=False)
         except Exception as error:  # third-party code: any failure means unsupported
             problem = f"{type(error).__name__}: {error}"
-        self.states = recorder.states.shapes
+        self.states, self.layer_outputs = recorder.states.shapes, recorder.outputs
         attending = len(recorder.calls)
         if problem is None and self.states is not None and not attending:
             refuse_without_attention(self.name)

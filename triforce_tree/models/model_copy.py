@@ -1,4 +1,4 @@
-"""The part of a model that decodes text, and copies of models over shared tensors.
+"""The part of a model that decodes text, its layers, and copies of models over shared tensors.
 
 Copies have new module objects, so the user's model is never changed.
 """
@@ -15,7 +15,9 @@ from transformers.configuration_utils import PreTrainedConfig
 
 def text_decoder(model: nn.Module) -> nn.Module:
     """The part of a multimodal model that decodes text, without its encoders; else the model itself."""
-    return model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    # Some call their output layer so (ModernBERT's decoder).
+    return model if isinstance(decoder, nn.Linear) else decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -31,6 +33,14 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         # Modules that cache keys and values know their layer's index; those of encoders do not.
         return max(found, key=lambda layers: _indexed(layers[0]))
     raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers")
+
+
+def listed_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """:func:`decoder_layers`; None without such a list (LongCat attends twice in each of its layers)."""
+    try:
+        return decoder_layers(model)
+    except ValueError:
+        return None
 
 
 def _indexed(layer: nn.Module) -> bool:

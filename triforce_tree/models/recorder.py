@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.models.attention import AttentionParams
+from triforce_tree.models.model_copy import listed_layers
 from triforce_tree.models.recurrent.running import ChunkPass, Rows, StateShapes
 
 
@@ -21,12 +23,26 @@ class LayerCall:
 
 
 class Recorder:
-    """A ``KVCache`` that records each layer's call, by layer index."""
+    """A ``KVCache`` that records each layer's call, by layer index.
+
+    Attributes:
+        outputs: length of the tuples that decoder layers return; 0 where they return the hidden state alone.
+    """
 
     def __init__(self) -> None:
+        self.outputs = 0
         self.states = StateRecorder()
         self.recurrent: ChunkPass | None = self.states
         self.calls: dict[int, LayerCall] = {}
+
+    def watch(self, model: PreTrainedModel) -> None:
+        """Note in forwards of a copy of a model what its decoder layers return; it is changed for good."""
+
+        def note(layer: nn.Module, args: Any, out: Any) -> None:
+            self.outputs = len(out) if isinstance(out, tuple) else 0
+
+        if layers := listed_layers(model):
+            layers[0].register_forward_hook(note)
 
     def positions(self, count: int) -> Tensor:
         return torch.arange(count)

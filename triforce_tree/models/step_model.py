@@ -34,7 +34,7 @@ from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import decoder_layers, shallow_copy
+from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import PassThrough
 from triforce_tree.models.recurrent.running import RecurrentPass, running
@@ -180,7 +180,7 @@ class StepModel:
         self._recompile_limit: Callable[[], AbstractContextManager[Any]] = nullcontext
         if compiled:
             self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
-            for layer in decoder_layers(clone):
+            for layer in listed_layers(clone) or ():
                 layer.forward = _compiled(layer.forward, fused_exactly if exact else fused)
         if features:
             keep_hidden(clone, decoder_layers(clone), features, self.hidden.__setitem__)

@@ -44,7 +44,7 @@ def first_fitting(
         ValueError: the retrieval model would run on streamed weights.
     """
     tried: list[MemoryPlan] = []
-    if "tree" not in given:
+    if "tree" not in given and not sizes.states:
         config = with_options(config, tree=_TREE)
     for choice, split in _choices(config, given, workload.prompt, bool(sizes.streamed)):
         plan = offloaded(sizes, machine, choice, split, given, workload)

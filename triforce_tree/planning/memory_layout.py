@@ -205,7 +205,7 @@ def offloaded(
         **drafter_memory.uses(sizes, config, levels, max_seq_len, batch),
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "level 1: chunks and window": store,
-        **_windows(sizes, config, levels, workload),
+        **_states_and_windows(sizes, config, levels, workload),
         "chunk means": means,
         "ring": split.buffers * piece,
         "prefill": memory_map.prefill(sizes, config, workload.prompt, store, recent_slots, split),
@@ -261,10 +261,13 @@ def _keep_experts(device: dict[str, int], sizes: Sizes, machine: Machine) -> int
     return kept + 1 if kept == sizes.experts.layers - 1 else kept
 
 
-def _windows(sizes: Sizes, config: HierarchyConfig, levels: int, workload: Workload) -> dict[str, int]:
-    """The map's entry for layers with a window, if there are any."""
+def _states_and_windows(
+    sizes: Sizes, config: HierarchyConfig, levels: int, workload: Workload
+) -> dict[str, int]:
+    """The map's entries for recurrent layers and for layers with a window, if there are any."""
+    states = {"recurrent states": sizes.states * workload.batch} if sizes.states else {}
     size = memory_map.rings(sizes, config, levels, workload.max_seq_len, workload.batch)
-    return {"layers with windows": size} if sizes.windowed else {}
+    return states | ({"layers with windows": size} if sizes.windowed else {})
 
 
 def _on_host(host: Mapping[str, int], weight_bytes: int, machine: Machine) -> HostKV:
@@ -289,8 +292,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         **drafter_memory.uses(sizes, config, levels, workload.max_seq_len, workload.batch),
         "low-bit weights": memory_map.low_bit(sizes, config, levels),
         "KV": full,
-        **({"recurrent states": sizes.states * workload.batch} if sizes.states else {}),
-        **_windows(sizes, config, levels, workload),
+        **_states_and_windows(sizes, config, levels, workload),
         "chunk means": means,
         "prefill": chunk * memory_map.activations(sizes)
         + workload.prompt * sizes.prefill_row

@@ -2,6 +2,7 @@
 
     python -m scripts.checks.models --jobs 2                       # all; goes on where it was ended
     python -m scripts.checks.models --only llama gemma3 --paths "2 levels" batch --out /tmp/models.json
+    python -m scripts.checks.models --keep --only jamba lfm2       # these anew, all other rows as they are
     python -m scripts.checks.models --device cuda --out docs/results/models_gpu.json
     python -m scripts.benchmarks tables                            # docs/models.md from the results
 
@@ -16,6 +17,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,24 +52,34 @@ class File:
     Args:
         path: where it is.
         device: where the models ran.
+        keep: keep them, with the commit that they were measured at.
+
+    Attributes:
+        older: keys of the rows that were kept.
     """
 
-    def __init__(self, path: Path, device: str) -> None:
+    def __init__(self, path: Path, device: str, keep: bool = False) -> None:
         self.path = check_writable(path)
         self.head: dict[str, Any] = header(0, "api") | {"models": zoo_digest(), "device": device}
         self.rows: dict[tuple[str, str, str], Row] = {}
-        self.dropped = 0
+        self.dropped, self.older = 0, set[tuple[str, str, str]]()
         if path.exists() and path.stat().st_size:
             held = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(held, dict) or "rows" not in held:
                 raise SystemExit(f"{path} is no results file of this command; give another path")
             same = all(held.get(name) == self.head[name] for name in ("code", "models", "versions", "device"))
             rows = [Row.from_dict(row) for row in held["rows"]]
+            alike = all(held.get(name) == self.head[name] for name in ("versions", "device"))
+            if keep and alike and not same:
+                rows = [replace(row, commit=row.commit or held["commit"]) for row in rows]
+                same = True
             self.rows = {row.key: row for row in rows} if same else {}
+            self.older = {row.key for row in self.rows.values() if row.commit}
             self.dropped = 0 if same else len(rows)
 
     def add(self, rows: Sequence[Row]) -> None:
         self.rows |= {row.key: row for row in rows}
+        self.older -= {row.key for row in rows}
         ordered = [self.rows[key].as_dict() for key in sorted(self.rows)]
         write(self.path, self.head | {"paths": list(PATHS), "rows": ordered})
 
@@ -95,6 +107,11 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where the models run")
     add("--jobs", type=int, default=1, help="processes")
     add("--limit", type=float, default=120, help="seconds for one path of a model")
+    add(
+        "--keep",
+        action="store_true",
+        help="keep rows of other code, with their commit, and do what is named anew",
+    )
     add("--json", action="store_true", help="print one line of JSON alone")
     return tried(made.parse_args(words))
 
@@ -102,7 +119,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def tried(args: argparse.Namespace) -> int:
     """Try what the file lacks, and print the counts."""
     console = Console(stderr=True)
-    file = File(args.out, args.device)
+    file = File(args.out, args.device, args.keep)
     if file.dropped:
         console.print(f"{args.out}: {file.dropped} rows of other code are dropped")
     keys: set[tuple[str, str, str]] = set()
@@ -111,7 +128,7 @@ def tried(args: argparse.Namespace) -> int:
         for feature_set in variants_of(family):
             of = {(family.name, feature_set, path): path for path in args.paths}
             keys |= of.keys()
-            if left := tuple(path for key, path in of.items() if key not in file.rows):
+            if left := tuple(path for key, path in of.items() if key not in file.rows or key in file.older):
                 jobs.append(workers.Job(family.name, family.model_type, feature_set, left))
     columns = (
         TextColumn("{task.description:<40.40}"),

@@ -14,7 +14,10 @@ BAD = (DIFFERS, CRASHES)
 
 @dataclass(frozen=True)
 class Row:
-    """One path of one feature set of a class; ``features`` are what is special about the tiny model."""
+    """One path of one feature set of a class; ``features`` are what is special about the tiny model.
+
+    ``commit`` is that of older code which the row was kept from; empty for the file's own.
+    """
 
     model_type: str
     model_class: str
@@ -23,6 +26,7 @@ class Row:
     outcome: str
     reason: str = ""
     features: str = ""
+    commit: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -30,7 +34,7 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """As it is in the results file, where the class is named ``class``."""
-        found = asdict(self)
+        found = {name: value for name, value in asdict(self).items() if value or name != "commit"}
         return {"class" if name == "model_class" else name: value for name, value in found.items()}
 
     @classmethod

@@ -52,7 +52,12 @@ _INDEXER: Settings = {
     "split_ngram_parts": 4,
 }  # fmt: skip
 
-_DOTS3: Settings = {"per_layer_config": {}}
+# As wide as the parts of its keys with and without rotary positions.
+_DOTS3: Settings = {"per_layer_config": {}, "head_dim": 12}
+_VQ: Settings = {
+    "base_channels": 32, "channel_multiplier": [1], "num_embeddings": 16, "latent_channels": 8,
+    "embed_dim": 8,
+}  # fmt: skip
 _DOTS3_VISION: Settings = {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN}
 _DOTS3_AUDIO: Settings = {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN}
 # By the class of the configuration. ``__base__``: what the default configuration cannot be made without.
@@ -71,17 +76,20 @@ BY_CONFIG: dict[str, Settings] = {
     "UnlimitedOcrConfig": {"vision_config": {"sam_config": {**_SAM, "downsample_channels": [8, 8]}}},
     "PPFormulaNetConfig": {"vision_config": {
         **_SAM, "post_conv_out_channels": 8, "post_conv_mid_channels": 8}},
-    "Ernie4_5_VLMoeConfig": {"text_config": {"moe_intermediate_size": [16, 16]}},
+    "Ernie4_5_VLMoeConfig": {"text_config": {
+        "moe_intermediate_size": [16, 16], "rope_parameters": {**_THETA, "mrope_section": [1, 1, 2]}}},
     "DiffusionGemmaConfig": {"text_config": {
         "global_head_dim": 16, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
     "MuseSparkConfig": {"audio_config": {
         "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "num_hidden_layers": 4}},
-    "NemotronH_Omni_Reasoning_V3_Config": {"video_temporal_patch_size": DROP, "text_config": {
+    "NemotronH_Omni_Reasoning_V3_Config": {
+        "video_temporal_patch_size": DROP, "vision_config": {"video_temporal_patch_size": 2}, "text_config": {
         "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16}},
     "Step3p7Config": {"text_config": {"sliding_window": WINDOW}},
     "HunYuanVLConfig": {"text_config": {"rope_parameters": {**_THETA, "mrope_section": [1, 1, 1, 1]}}},
-    "Emu3Config": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
-    "ChameleonConfig": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
+    "Emu3Config": {"vocabulary_map": {"<image>": VOCABULARY - 1}, "vq_config": {
+        **_VQ, "codebook_size": 16, "hidden_size": HIDDEN}},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": VOCABULARY - 1}, "vq_config": _VQ},
     "CodeGenConfig": {"rotary_dim": 4},
     "CohereCompassTextConfig": _BY_KIND,
     "CohereCompassConfig": {"text_config": _BY_KIND},
@@ -108,10 +116,10 @@ BY_CONFIG: dict[str, Settings] = {
                                "layer_types": ["linear_attention", "full_attention"] * 2},
     "Granite4VisionConfig": {"spatial_target_layers": [0], "deepstack_layer_map": [[-1, 0]],
                              "downsample_rate": "1/2",
+                             "vision_config": {"hidden_size": 64},
                              "qformer_config": {"cross_attention_frequency": 1, "num_attention_heads": 4}},
     "JambaConfig": {**_MAMBA, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "JanusConfig": {"vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_embeddings": 16,
-                                  "latent_channels": 8, "embed_dim": 8}},
+    "JanusConfig": {"vq_config": _VQ},
     "Lfm2MoeConfig": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
                       "num_dense_layers": 1},
     "LongcatFlashConfig": {"zero_expert_num": 2},
@@ -120,6 +128,9 @@ BY_CONFIG: dict[str, Settings] = {
     "Molmo2Config": {"adapter_config": {"vision_feature_layer": [0, 1]}},
     "NemotronHConfig": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8,
                         "chunk_size": 16, "expand": 2},
+    "Phi4MultimodalConfig": {"vision_config": {"crop_size": 28}, "audio_config": {
+        "num_blocks": 1, "ext_pw_out_channel": HIDDEN, "depthwise_separable_out_channel": HIDDEN,
+        "nemo_conv_channels": HIDDEN}},
     "PaddleOCRVLConfig": {"text_config": _MROPE},
     "Qwen2_5_VLConfig": {"text_config": _MROPE},
     "Qwen2VLConfig": {"text_config": _MROPE},

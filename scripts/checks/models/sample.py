@@ -16,6 +16,7 @@ SAMPLE = (
     "Gemma4ForCausalLM",  # heads of two sizes
     "GptOssForCausalLM",  # attention sinks, windows, experts
     "GraniteMoeHybridForCausalLM",  # recurrent
+    "LongcatFlashForCausalLM",  # two attentions in a layer, so that there is no list of them
     "Llama4ForCausalLM",  # chunks, queries scaled by position
     "LlamaForCausalLM",
     "MBartForCausalLM",  # positions by the cache's length

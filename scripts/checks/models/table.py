@@ -37,7 +37,13 @@ def models(content: Record) -> str:
         table.append([f"`{name}`", what, *(cells.get(path, "") for path in paths)])
     footnotes = "".join(f"{number}. {reason}\n" for reason, number in notes.items())
     parts = (summary(content, paths), grid(["class", "special", *paths], table, 2), footnotes)
-    return "\n".join([*parts, noted(_NOTE, FILE)(content, [])])
+    return "\n".join([*parts, _older(content) + noted(_NOTE, FILE)(content, [])])
+
+
+def _older(content: Record) -> str:
+    """How many rows were kept from which older commits, where there are any."""
+    counts = Counter(row["commit"] for row in content["rows"] if row.get("commit"))
+    return "".join(f"{count:,} rows of commit {commit}. " for commit, count in counts.most_common())
 
 
 def summary(content: Record, paths: list[str]) -> str:

@@ -19,15 +19,17 @@ REFUSED = {
 # Listed by name, so that pytest collects them without transformers.
 SAMPLE = [
     "Afmoe", "Apertus", "Bert", "Bloom", "Cohere2", "DeepseekV3", "Exaone4", "Falcon", "GPT2", "Gemma2",
-    "Gemma3", "Gemma3n", "Gemma4", "GptOss", "GraniteMoeHybrid", "Llama4", "Llama", "MBart", "Ministral3",
-    "Mistral", "Mixtral", "Nemotron", "OPT", "Phi3", "Qwen2", "Qwen2_5_VL", "Qwen3Moe", "Qwen3Next",
-    "SmolLM3", "StableLm",
+    "Gemma3", "Gemma3n", "Gemma4", "GptOss", "GraniteMoeHybrid", "Llama4", "Llama", "LongcatFlash", "MBart",
+    "Ministral3", "Mistral", "Mixtral", "Nemotron", "OPT", "Phi3", "Qwen2", "Qwen2_5_VL", "Qwen3Moe",
+    "Qwen3Next", "SmolLM3", "StableLm",
 ]  # fmt: skip
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
 @pytest.mark.parametrize("stem", SAMPLE)
 def test_a_class_gives_its_own_text_or_is_refused_with_the_reason(stem: str, script: Any) -> None:
+    from triforce_tree.models.model_copy import listed_layers
+
     build, paths = script("checks.models.build"), script("checks.models.paths")
     [name] = {stem + head for head in _HEADS} & {*script("checks.models.sample").SAMPLE}
     family = script("checks.models.classes").families()[name]
@@ -42,7 +44,8 @@ def test_a_class_gives_its_own_text_or_is_refused_with_the_reason(stem: str, scr
             continue
         assert refusal is None, refusal
         assert len(set(trial.expected(paths.PROMPTS[0]))) > 3, "a text that varies"
-        path = "offloaded" if variant == build.DEFAULT and not trial.recurrent else "2 levels"
+        listed = listed_layers(trial.model) is not None
+        path = "offloaded" if variant == build.DEFAULT and listed else "2 levels"
         assert trial.run(path) == paths.Outcome("equal"), (variant, path)
 
 
@@ -91,8 +94,18 @@ def test_the_command(
     held["models"] = "other"
     out.write_text(json.dumps(held))
     made.clear()
-    assert models.main(words) == 0
-    assert len(made) == 2
+    assert models.main([*words[:3], "batch", "--keep", *words[5:]]) == 0
+    assert [job.paths for job in made] == [("batch",)] * 2
+    kept = json.loads(out.read_text())
+    assert [row.get("commit") for row in kept["rows"]] == [held["commit"], None, held["commit"]] * 2
+    assert f"4 rows of commit {held['commit']}. " in script("checks.models.table").models(kept)
+    kept["versions"] = {}
+    for content in (kept, held):
+        out.write_text(json.dumps(content))
+        made.clear()
+        assert models.main([*words, *(["--keep"] if content is kept else [])]) == 0
+        assert len(made) == 2
+        assert len(json.loads(out.read_text())["rows"]) == 4
     text = script("checks.models.table").models(json.loads(out.read_text()))
     assert "| `Llama4ForCausalLM` |" in text
     assert "1. is not for this\n" in text

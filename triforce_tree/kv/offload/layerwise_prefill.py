@@ -23,6 +23,7 @@ from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.model_copy import decoder_layers
+from triforce_tree.models.recurrent.running import ChunkPass, reached, running
 from triforce_tree.runtime.stats import Progress
 
 
@@ -31,14 +32,14 @@ class Sink(Protocol):
 
     Attributes:
         host_layers: of each layer of the model, the index that the sink knows it by; None for one with a
-            window.
+            window, and for one without attention.
     """
 
     @property
     def host_layers(self) -> Sequence[int | None]: ...
 
     def rings(self) -> SequenceRows:
-        """The cache of layers with a window."""
+        """The cache of layers with a window, and the states of recurrent layers."""
 
     def buffer(self, tokens: int) -> Tensor:
         """Memory for one layer, ``[tokens, row]`` (``Heads.split``); layers without a window overwrite it."""
@@ -154,13 +155,12 @@ class _LayerKV:
 
     Args:
         buffer: of layers without a window.
-        rings: of the others.
+        rings: of the others, and of recurrent layers.
     """
-
-    recurrent = None
 
     def __init__(self, buffer: Tensor | None, rings: SequenceRows) -> None:
         self.buffer, self.rings, self.length = buffer, rings, 0
+        self.recurrent: ChunkPass | None = rings.recurrent
 
     def positions(self, count: int) -> Tensor:
         return torch.arange(self.length, self.length + count)
@@ -183,10 +183,14 @@ class _LayerKV:
 
 
 class _Calls:
-    """The arguments with which the model calls its layers for each chunk, and the first layer's input."""
+    """The arguments with which the model calls its layers for each chunk, and the first layer's input.
 
-    def __init__(self, layers: nn.ModuleList, states: States) -> None:
-        self.layers, self.states = layers, states
+    Args:
+        outputs: length of the tuples that layers return; 0 for the hidden state alone.
+    """
+
+    def __init__(self, layers: nn.ModuleList, states: States, outputs: int) -> None:
+        self.layers, self.states, self._outputs = layers, states, outputs
         self._calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
 
     def recorded(self) -> AbstractContextManager[None]:
@@ -195,10 +199,10 @@ class _Calls:
 
     def returning(self, hidden: Tensor) -> AbstractContextManager[None]:
         """Inside, layers compute nothing, and the model goes on with ``hidden`` after the last."""
-        return self._replaced(lambda index: lambda *args, **kwargs: hidden)
+        return self._replaced(lambda index: lambda *args, **kwargs: self._output(hidden))
 
     @contextmanager
-    def _replaced(self, instead: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
+    def _replaced(self, instead: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
         forwards = [layer.__dict__.get("forward") for layer in self.layers]
         try:
             for index, layer in enumerate(self.layers):
@@ -211,13 +215,16 @@ class _Calls:
                 else:
                     layer.forward = forward
 
-    def _recorder(self, index: int) -> Callable[..., Tensor]:
-        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _output(self, hidden: Tensor) -> Any:
+        return (hidden, *[None] * (self._outputs - 1)) if self._outputs else hidden
+
+    def _recorder(self, index: int) -> Callable[..., Any]:
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             if index == 0:
                 self.states.put(len(self._calls), hidden_states)
                 self._calls.append([])
             self._calls[-1].append((args, kwargs))
-            return hidden_states
+            return self._output(hidden_states)
 
         return forward
 
@@ -270,7 +277,7 @@ def prefill_by_layers(
     whole = any(index is not None for index in sink.host_layers)
     buffer = sink.buffer(len(tokens)) if whole else None
     cache = _LayerKV(buffer, sink.rings())
-    calls = _Calls(decoder_layers(model.running), states or DeviceStates())
+    calls = _Calls(decoder_layers(model.running), states or DeviceStates(), model.layer_outputs)
     starts = range(first, len(tokens), chunk)
     with calls.recorded(), model.streamed.paused() if model.streamed is not None else nullcontext():
         for start in starts:
@@ -279,6 +286,7 @@ def prefill_by_layers(
             model.forward(part, cache, last_only=True, whole=False)
     free: list[Callable[[], None]] = []
     reported = done = 0
+    numbers = 0, 0
     for layer, index in enumerate(sink.host_layers):
         # A layer with a window does not write to the buffer: the next one that does waits for the copies.
         waiting, free = (free, []) if index is not None else ([], free)
@@ -288,7 +296,8 @@ def prefill_by_layers(
             if waiting:
                 waiting[number]()
             cache.length = start
-            with model.attending(cache):
+            # Every chunk of a layer uses the same states.
+            with model.attending(cache), running(cache.recurrent, numbers):
                 hidden = calls.run(layer, number)
             stop = min(start + chunk, len(tokens))
             if keep is not None and layer in features:
@@ -301,5 +310,6 @@ def prefill_by_layers(
             if progress and done // model.layers > reported:
                 progress(done // model.layers - reported)
                 reported = done // model.layers
+        numbers = reached()
         if index is not None and buffer is not None:
             sink.layer_done(index, buffer)

@@ -8,7 +8,8 @@ and merges by log-sum-exp; meanwhile the CPU may attend to a share of the slots 
 values stay in the window until they are committed and no longer recent; then they are copied to the host,
 beside the computation.
 
-All this concerns layers without a window. Layers with one keep it in a ring on the device (``kv/store.py``).
+All this concerns layers without a window. Layers with one keep it in a ring on the device (``kv/store.py``),
+recurrent layers their states (``kv/recurrent_states.py``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from triforce_tree.kv.offload.host_store import HostStore, Offload
 from triforce_tree.kv.offload.layerwise_prefill import HostStates, ReservedStates, prefill_by_layers
 from triforce_tree.kv.offload.layout import eviction_block, window_slots
 from triforce_tree.kv.offload.offloaded_prefill import OffloadedPrefill
+from triforce_tree.kv.recurrent_states import RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
@@ -48,7 +50,8 @@ class OffloadedCache:
         progress: called with bytes of host memory as they are allocated.
 
     Attributes:
-        host_layers: of each layer of the model, its layer of the host store; None for one with a window.
+        host_layers: of each layer of the model, its layer of the host store; None for one with a window, and
+            for one without attention.
         rings: keys and values of the layers with a window.
         store: gathered chunks and window of the others, slots + W KV slots, which the retrieval model attends
             to.
@@ -81,7 +84,7 @@ class OffloadedCache:
         self.model, self.recent, self.chunk, self.closed = model, recent, chunk, False
         device, dtype = model.device, model.dtype
         heads = one_shape(model)
-        whole, windowed = _by_window(model.kv_shapes)
+        whole, windowed = _by_window(model.kv_layers)
         offloaded = [layer for layer, shape in enumerate(whole) if shape is not None]
         self.host_layers = [
             offloaded.index(layer) if layer in offloaded else None for layer in range(len(whole))
@@ -122,7 +125,7 @@ class OffloadedCache:
 
         ``tokens`` are committed before it.
         """
-        slot = self.model.layers * self.model.heads.row * self.model.dtype.itemsize
+        slot = self.host.layers * self.host.slot_bytes
         on_host = max(0, len(self.lengths) * tokens * slot - self.host.resident_bytes)
         return int((1 - self.share(queries)) * on_host)
 
@@ -133,12 +136,14 @@ class OffloadedCache:
         progress: Progress | None = None,
         starts: Sequence[int] | None = None,
         features: Features | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         """Store keys and values of all but the last token of each prompt, and their hidden states.
 
         Args:
             starts: tokens of each prompt that are in the cache already, and stay.
             features: where hidden states are kept, if a drafter reads any.
+            states: of recurrent layers, if there are any; they hold the first ``starts`` tokens.
         """
         starts = starts or [0] * len(prompts)
         # Before the first of these positions chunk means are known, and stay.
@@ -154,8 +159,10 @@ class OffloadedCache:
             self.rings.fed(b, len(tokens))
             self.lengths[b] = len(tokens)
             self.host.base[b] = self._base_after(len(tokens))
-            prefills.append(OffloadedPrefill(self, b, start, with_means[b]))
+            prefills.append(OffloadedPrefill(self, b, start, with_means[b], states))
             self._prefill_one(b, tokens, chunk, prefills[-1], progress, features)
+            if states is not None:
+                states.lengths[b] = len(tokens)
             # The last layer's keys and values are copied out of memory that the next prefill overwrites.
             self.host.to_host.join()
         for one in prefills:
@@ -296,10 +303,12 @@ class OffloadedCache:
         self.host.close()
 
 
-def _by_window(shapes: Sequence[KVShape]) -> tuple[list[KVShape | None], list[KVShape | None]]:
-    """The layers without a window, and those with one, each list with None in place of the others."""
-    whole = [None if shape.window is not None else shape for shape in shapes]
-    return whole, [shape if shape.window is not None else None for shape in shapes]
+def _by_window(
+    shapes: Sequence[KVShape | None],
+) -> tuple[list[KVShape | None], list[KVShape | None]]:
+    """The layers without a window, and those with one, each list with None in place of all other layers."""
+    whole = [None if shape is None or shape.window is not None else shape for shape in shapes]
+    return whole, [None if shape is None or shape.window is None else shape for shape in shapes]
 
 
 def one_shape(model: HFModel) -> Heads:

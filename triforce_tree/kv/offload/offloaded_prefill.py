@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.recurrent_states import RecurrentStates
 
 if TYPE_CHECKING:
     from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
@@ -23,10 +24,18 @@ class OffloadedPrefill:
         cache: whose sequence ``b`` is prefilled.
         start: its tokens that are in the cache already.
         with_means: tokens of whole chunks before this one have their chunk means already.
+        states: of recurrent layers, if there are any.
     """
 
-    def __init__(self, cache: "OffloadedCache", b: int, start: int = 0, with_means: int = 0) -> None:
-        self.cache, self.b, self.start = cache, b, start
+    def __init__(
+        self,
+        cache: "OffloadedCache",
+        b: int,
+        start: int = 0,
+        with_means: int = 0,
+        states: RecurrentStates | None = None,
+    ) -> None:
+        self.cache, self.b, self.start, self._states = cache, b, start, states
         self._first_mean = with_means // cache.chunk * cache.chunk if cache.chunk else 0
         self._last: Tensor | None = None
         if start and cache.host.last_resident:
@@ -42,8 +51,8 @@ class OffloadedPrefill:
         return self.cache.host_layers
 
     def rings(self) -> SequenceRows:
-        """The cache of layers with a window."""
-        return SequenceRows(self.cache.rings, self.b)
+        """The cache of layers with a window, and the states of recurrent layers."""
+        return SequenceRows(self.cache.rings, self.b, self._states, self.start)
 
     def buffer(self, tokens: int) -> Tensor:
         """Memory for one layer's rows ``[tokens, row]``."""

@@ -1,4 +1,4 @@
-"""What recurrent layers are limited to: targets of two levels, chains of proposed tokens, no offloading."""
+"""What recurrent layers are limited to: targets of two levels, chains of proposed tokens."""
 
 from dataclasses import replace
 from typing import NoReturn
@@ -49,14 +49,6 @@ def refuse_draft(name: str) -> NoReturn:
     raise UnsupportedModelError(
         f"{name} keeps recurrent state, and a draft sees a window of the newest tokens, which a state cannot "
         "be cut to; use a draft without such layers, or none (suffix matching)"
-    )
-
-
-def refuse_offload(name: str) -> NoReturn:
-    """Raise ValueError: a KV cache beside recurrent layers would have to be offloaded."""
-    raise ValueError(
-        f"the KV cache of {name} cannot be offloaded: it has recurrent layers, which a prefill layer by "
-        "layer does not support; leave offload and offload_weights out, or shorten the prompt"
     )
 
 

@@ -82,13 +82,22 @@ _running = _Running()
 
 
 @contextmanager
-def running(states: RecurrentPass | None) -> Iterator[None]:
-    """Inside, the recurrent layers of a forward use these states."""
-    _running.states, _running.convolutions, _running.recurrences = states, 0, 0
+def running(states: RecurrentPass | None, first: tuple[int, int] = (0, 0)) -> Iterator[None]:
+    """Inside, the recurrent layers of a forward use these states.
+
+    Args:
+        first: numbers of the next convolution and recurrence, where a forward does not begin at layer 0.
+    """
+    _running.states, (_running.convolutions, _running.recurrences) = states, first
     try:
         yield
     finally:
         _running.states = None
+
+
+def reached() -> tuple[int, int]:
+    """Numbers of the next convolution and recurrence after the layers that ran last in :func:`running`."""
+    return _running.convolutions, _running.recurrences
 
 
 def _states() -> RecurrentPass:
