@@ -21,6 +21,12 @@ def _within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> No
         raise ValueError(f"{name}={value!r} must be an integer of at least {least} and at most {most}")
 
 
+def _alone(option: str, refused: dict[str, object]) -> None:
+    """Raise where any of these is given beside an option."""
+    if named := [name for name, given in refused.items() if given]:
+        raise ValueError(f"{option} does not work with {named[0]}; leave one of them out")
+
+
 @dataclass(frozen=True)
 class StreamingConfig:
     """The draft model's cache: ``sinks`` first tokens and a window of recent ones (StreamingLLM).
@@ -123,6 +129,10 @@ class HierarchyConfig:
     target's own dtype. Output then follows exactly the distribution of the target with that cache, as plain
     decoding (``levels=1``) with the same ``kv_bits`` does.
 
+    ``exact`` True computes the target so that a token's logits do not depend, to the last bit, on the tokens
+    verified with it: greedy text is that of plain decoding (``levels=1``) with ``exact``, ties of equal
+    logits included, in 16 bits too (docs/losslessness.md).
+
     ``context_parallel`` C splits the keys and values of every sequence by position over C of the W
     processes that torchrun started, where C divides W; W / C processes each split the target's heads.
 
@@ -154,6 +164,7 @@ class HierarchyConfig:
     rounds: int | None = None
     prefill_chunk: int | None = None
     kv_bits: int = 16
+    exact: bool = False
     prefix_cache: bool | int | str = True
     context_parallel: int = 1
     offload: bool | str | None = None
@@ -223,14 +234,15 @@ class HierarchyConfig:
         if self.kv_bits != 16 and self.offloads is True:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
         _within("context_parallel", self.context_parallel, 1)
-        refused = {
-            "an offloaded cache (offload, gpu_memory, host_memory, offload_weights)": self.offloads,
-            f"kv_bits={self.kv_bits}": self.kv_bits != 16,
-            "select_chunks": self.retrieval.select_chunks,
-        }
-        if self.context_parallel > 1 and (named := [name for name, given in refused.items() if given]):
-            split = f"context_parallel={self.context_parallel}"
-            raise ValueError(f"{split} does not work with {named[0]}; leave one of them out")
+        if not isinstance(self.exact, bool):
+            raise ValueError(f"exact={self.exact!r} must be True or False")
+        offloaded = "an offloaded cache (offload, gpu_memory, host_memory, offload_weights)"
+        refused = {offloaded: self.offloads, f"kv_bits={self.kv_bits}": self.kv_bits != 16}
+        split = {f"context_parallel={self.context_parallel}": self.context_parallel > 1}
+        if self.context_parallel > 1:
+            _alone(next(iter(split)), {**refused, "select_chunks": self.retrieval.select_chunks})
+        if self.exact:
+            _alone("exact=True", {**refused, **split})
 
     def matched_tokens(self, draft_model: bool) -> int:
         """Most tokens that suffix matching proposes in a pass, alone or beside a draft model's trees.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scripts.checks.exact import variants as exact
 from triforce_tree.kernels.attention import launch, merge
 from triforce_tree.kernels.attention.configs import choose as choose_attention
 from triforce_tree.kernels.attention.plan import Heads, plan_nodes, plan_trees
@@ -54,7 +55,9 @@ def variants(device: Device) -> Iterator[Variant]:
     """All variants for a GPU, whose tiles decide which row counts differ."""
     yield from _attention(device)
     yield from _linears(device)
-    for always in (_int8, _merges, _kv_slots, _retrieval, _acceptance, _growth, _exchange, _experts, _states):
+    for always in (_exact, _int8, _merges, _kv_slots, _retrieval, _acceptance, _growth, _exchange):
+        yield from always()
+    for always in (_experts, _states):
         yield from always()
 
 
@@ -113,6 +116,11 @@ def _attend(kind: str, dtype: torch.dtype, heads: Heads, queries: int, int8: boo
     launch.run(
         q, k, v, plan, scale=0.1, table=table, first=first, softcap=softcap, sinks=sinks, scales=scales
     )
+
+
+def _exact() -> Iterator[Variant]:
+    """Kernels of bit-exact mode."""
+    yield from (Variant(*each) for each in exact.variants(WIDTHS))
 
 
 def _int8() -> Iterator[Variant]:

@@ -102,11 +102,18 @@ def test_options_reach_the_engine(pair: TinyPair) -> None:
     for name, (word, _) in GIVEN.items():
         words += [f"--{name.replace('_', '-')}"] + ([word] if word else [])
     engine = options.engine_of(arguments.parser().parse_args(words))
-    assert GIVEN.keys() | {"lookup"} == set(groups.ENGINE_OPTIONS)
+    # ``exact`` does not go with ``kv_bits``.
+    assert GIVEN.keys() | {"lookup", "exact"} == set(groups.ENGINE_OPTIONS)
     found = engine.hierarchy.config.as_options()
     assert {name: found[name] for name in GIVEN} == {name: value for name, (_, value) in GIVEN.items()}
     assert engine.tokenizer is not None
     assert Path(engine.tokenizer.name_or_path) == Path(pair.draft)
+
+
+def test_exact_reaches_the_engine(pair: TinyPair) -> None:
+    words = ["generate", "--target", pair.target, "--device", "cpu", "--exact"]
+    engine = options.engine_of(arguments.parser().parse_args(words))
+    assert engine.hierarchy.config.exact is True
 
 
 def test_lookup_reaches_an_engine_without_a_draft(pair: TinyPair) -> None:

@@ -32,6 +32,8 @@ def check_engine(engine: "Engine") -> None:
         )
     if config.kv_bits != 16:
         raise ValueError(f"kv_bits={config.kv_bits} is not supported by a tree; leave it out")
+    if config.exact:
+        raise ValueError("exact=True is not supported by a tree, beams or several samples; leave it out")
     if config.offloads is True or config.streams is True:
         raise ValueError("a tree keeps its keys and values on the device; leave out offload")
     if distributed.current() is not None:

@@ -37,6 +37,7 @@ ENGINE_OPTIONS = (
     "window",
     "prefill_chunk",
     "kv_bits",
+    "exact",
     "prefix_cache",
 )
 DRAFTERS = ("model", "lookup")
@@ -153,6 +154,11 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             int,
             "bits of the target's keys and values, 16 (its own dtype) or 8: the text is exact for the target "
             "with that cache",
+        ),
+        "exact": (
+            None,
+            "bit-exact: greedy text is that of plain decoding with --exact bit by bit, ties included, in 16 "
+            "bits too; a little slower",
         ),
         "prefix_cache": (
             None,

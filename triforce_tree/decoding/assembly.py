@@ -21,9 +21,9 @@ from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.kept_prefixes import KeptPrefixes
 from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.loading.load_guard import compare_at_load
-from triforce_tree.models.few_row import check_low_bits
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.limits import within_limits
+from triforce_tree.models.settings import check_settings
 from triforce_tree.planning.memory_layout import Workload, levels_of
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
@@ -76,7 +76,7 @@ class Hierarchy:
         self.prefixes = KeptPrefixes()  # of texts that buffers held before, shared likewise
         # The program whose state a user's drafter is bound to, shared by all configurations as well.
         self._bound: list[weakref.ref[DecodingProgram]] = []
-        check_low_bits(target.model, config.level_one_bits)
+        check_settings(target, config)
         self.guard = compare_at_load(target)
 
     @property
@@ -97,7 +97,7 @@ class Hierarchy:
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
         """The same checked models under another configuration."""
-        check_low_bits(self.target.model, config.level_one_bits)
+        check_settings(self.target, config)
         other = copy.copy(self)
         other.config = config
         other.memory = other._planned = other._program = None

@@ -10,6 +10,7 @@ from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS
 from triforce_tree.decoding.stages import FullView
 from triforce_tree.drafters.base import Drafter, features_of
+from triforce_tree.kv.exact_view import ExactView
 from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
@@ -89,7 +90,8 @@ def device_slots(
     own = store.in_pages(page)
 
     def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> TreeAttentionView:
-        return TreeAttentionView(own, queries, mask=mask, depths=depths)
+        made = ExactView if config.exact else TreeAttentionView
+        return made(own, queries, mask=mask, depths=depths)
 
     retrieval_view = None
     if levels == 3:

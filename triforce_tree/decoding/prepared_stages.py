@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from triforce_tree.decoding.choice.timings import StageTimings
 from triforce_tree.decoding.stage_set import stages_of, tree_stages
-from triforce_tree.decoding.stages import Stage
+from triforce_tree.decoding.stages import ChainVerifyStage, Stage, TreeVerifyStage
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import executor
 from triforce_tree.verify.probs import DeviceProbs
+from triforce_tree.verify.row_bits import check_row_bits
 from triforce_tree.verify.seeded import Seeded
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStage
     """
     start, device = time.perf_counter(), program.device
     stages = stages_of(program, to_probs)
+    if program.config.exact:
+        _check_exact(program, stages)
     runs: dict[str, Callable[[], None]] = {}
     if device.type != "cuda":
         runs = {name: executor(stage.steps(), device) for name, stage in stages.items()}
@@ -82,6 +85,16 @@ def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStage
                 # These are called directly: one run compiles their kernels now, not while decoding.
                 runs[name]()
     return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
+
+
+def _check_exact(program: "DecodingProgram", stages: dict[str, Stage]) -> None:
+    """Raise UnsupportedModelError where the target's rows depend on how many stages compute together."""
+    verified = [s.tree.nodes for s in stages.values() if isinstance(s, ChainVerifyStage | TreeVerifyStage)]
+    vocabulary = program.target.vocab_size
+    with program.trial(0):
+        for nodes in sorted({*verified} or {program.batch}):
+            name = program.target.name
+            check_row_bits(program.full, program.full_view, program.batch, nodes, vocabulary, name)
 
 
 def seeded(program: "DecodingProgram") -> Seeded:

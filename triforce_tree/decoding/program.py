@@ -116,7 +116,7 @@ class DecodingProgram:
         self.state = new_state(target, self.drafter, extent, batch, max_seq_len, levels, self.shapes)
         if self.states is not None:
             self.state.recurrent = self.states.buffers
-        self.full = step_model(target, compiled, features)
+        self.full = step_model(target, compiled, features, config.exact)
         if self.drafter is not None:
             self.drafter.bind(self.state)
         if levels == 3:

@@ -20,7 +20,18 @@ from triforce_tree.kernels.linear.configs import MOST_FUSED
 _SINGLE = "triforce_tree.few_row_linear.default"
 
 
-def fused(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+def fused_exactly(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """:func:`fused`, with the roundings of uncompiled layers.
+
+    Which operations one kernel computes may depend on the shape, and by default values between them stay in
+    fp32: the bits of a row would depend on the number of rows.
+    """
+    return fused(graph, inputs, {"emulate_precision_casts": True})
+
+
+def fused(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], more: dict[str, Any] | None = None
+) -> Callable[..., Any]:
     """A backend of ``torch.compile``: the default one, applied after ``fuse_linears``.
 
     On a Hopper GPU torch's kernels use programmatic dependent launch (``TORCHINDUCTOR_ENABLE_PDL=0`` turns it
@@ -37,8 +48,8 @@ def fused(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]
         and torch.cuda.is_available()
         and describe("cuda").dependent_launch
     )
-    patches = {"triton.enable_pdl": True} if dependent_launch else None
-    compiled: Any = compile_fx(fuse_linears(graph), list(inputs), config_patches=patches)
+    patches = {**(more or {}), **({"triton.enable_pdl": True} if dependent_launch else {})}
+    compiled: Any = compile_fx(fuse_linears(graph), list(inputs), config_patches=patches or None)
     run: Callable[..., Any] = compiled
     return run
 

@@ -23,10 +23,12 @@ from triforce_tree.models.attention import (
     scales_queries,
     take_over_query_scales,
 )
+from triforce_tree.models.exact.device import exact_copy
+from triforce_tree.models.exact.host import use_exact_modules
 from triforce_tree.models.experts.few_row import use_capturable_experts
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
-from triforce_tree.models.fused_linears import fused, mark_lengths
+from triforce_tree.models.fused_linears import fused, fused_exactly, mark_lengths
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.layers import use_fused_layers
@@ -145,6 +147,7 @@ class StepModel:
         max_positions: size of a learned position table, to which positions are clamped; None for no limit.
             Passes reach beyond the longest sequence; those results are never read, but need some position.
         layers: indices of the layers with attention, in their order; by default all.
+        exact: compiled layers round as uncompiled ones do.
 
     Attributes:
         capturable: whether a CUDA graph can capture a call.
@@ -159,6 +162,7 @@ class StepModel:
         features: Sequence[int] = (),
         max_positions: int | None = None,
         layers: Sequence[int] | None = None,
+        exact: bool = False,
     ) -> None:
         self.model, self._max_positions = clone.eval(), max_positions
         text_config = clone.config.get_text_config(decoder=True)
@@ -177,7 +181,7 @@ class StepModel:
         if compiled:
             self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
             for layer in listed_layers(clone) or ():
-                layer.forward = _compiled(layer.forward)
+                layer.forward = _compiled(layer.forward, fused_exactly if exact else fused)
         if features:
             keep_hidden(clone, decoder_layers(clone), features, self.hidden.__setitem__)
 
@@ -223,12 +227,15 @@ class StepModel:
         return broadcast_tensor(logits.contiguous())
 
 
-def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> StepModel:
+def step_model(
+    model: HFModel, compiled: bool, features: Sequence[int] = (), exact: bool = False
+) -> StepModel:
     """A model's forwards over fixed buffers, with few-row linear layers where they can be replaced.
 
     Args:
         compiled: see :class:`StepModel`.
         features: hidden states that are kept.
+        exact: a row's bits do not depend on the rows beside it, see ``exact.check``.
     """
     on_gpu = model.device.type == "cuda"
     replaced = on_gpu and why_not_replaceable(model.model) is None
@@ -238,19 +245,29 @@ def step_model(model: HFModel, compiled: bool, features: Sequence[int] = ()) -> 
     )
     if on_gpu and not waits and model.capturable is None:
         model.capturable = captures(model, replaced)
-    clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
-    if not on_gpu:
-        use_fused_layers(clone, use_few_row_linears(clone))
+    if exact:
+        clone = exact_copy(model.model) if on_gpu else use_exact_modules(shallow_copy(model.model))
+    else:
+        clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
+        if not on_gpu:
+            use_fused_layers(clone, use_few_row_linears(clone))
     # The compiler cannot see that streamed experts are overwritten inside a layer. What layers read from the
     # device while they run, it takes for constant.
     compiled = compiled and replaced and not _streams_experts(model) and model.capturable is not False
-    step = _step(clone, model, compiled, features)
+    step = _step(clone, model, compiled, features, exact)
     step.capturable = not waits and model.capturable is not False
     return step
 
 
-def _step(clone: PreTrainedModel, model: HFModel, compiled: bool, features: Sequence[int] = ()) -> StepModel:
-    return StepModel(clone, compiled, model.length_rope, features, model.learned_positions, list(model.calls))
+def _step(
+    clone: PreTrainedModel,
+    model: HFModel,
+    compiled: bool,
+    features: Sequence[int] = (),
+    exact: bool = False,
+) -> StepModel:
+    positions, layers = model.learned_positions, list(model.calls)
+    return StepModel(clone, compiled, model.length_rope, features, positions, layers, exact)
 
 
 def captures(model: HFModel, replaced: bool) -> bool:
@@ -291,12 +308,12 @@ def _streams_experts(model: HFModel) -> bool:
     return model.streamed is not None and bool(expert_modules(model.model))
 
 
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., Any], backend: Callable[..., Any] = fused) -> Callable[..., Any]:
     """``forward`` under torch.compile, or ``forward`` itself once compilation has failed.
 
     One compiled version serves any number of tokens above one, where the layer allows that.
     """
-    fast = torch.compile(forward, backend=fused, fullgraph=True, dynamic=False)
+    fast = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
     failed = False
     lengths: set[int] = set()
 

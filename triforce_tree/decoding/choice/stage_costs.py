@@ -293,6 +293,7 @@ def settings_of(
         "two levels": program.two_levels,
         "batch": program.batch,
         "kv_bits": config.kv_bits,
+        "exact": config.exact,
         # Costs are interpolated between lengths, but graphs and split sizes are made for the longest.
         "context": 1 << (program.max_seq_len - 1).bit_length(),
         "cache on": "device" if transferred is None else "host",

@@ -14,6 +14,7 @@ from triforce_tree.kernels.fitting import fitted, within
 from triforce_tree.kernels.linear.configs import (
     LEAST_BLOCK,
     MOST_FUSED,
+    MOST_PLAIN_ROWS,
     LinearConfig,
     choose,
     row_block,
@@ -38,6 +39,12 @@ def linear(
         config: None for the one from the table.
     """
     return _linear(x, weight, None, bias, counters, 16, _config_numbers(config))
+
+
+def pinned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> Tensor:
+    """:func:`linear` with one choice of tiles and split sizes for any number of rows up to
+    ``MOST_PLAIN_ROWS``, so that a row's bits do not depend on it."""
+    return _linear(x, weight, None, bias, counters, 16, [MOST_PLAIN_ROWS])
 
 
 def low_bit_linear(
@@ -138,10 +145,15 @@ def _launch(
     flat = x.reshape(-1, ins)
     rows = flat.shape[0]
     device = describe(x.device)
-    cfg = LinearConfig(*cast(Any, config)) if config else choose(bits, rows, sum(outs), ins, device)
+    # One number: the rows that tiles are chosen for, and have, so that the products are the same.
+    chosen_for = config[0] if len(config) == 1 else rows
+    if rows > chosen_for:
+        raise ValueError(f"{rows} rows, and tiles pinned for {chosen_for}; split the rows")
+    pinned = len(config) <= 1
+    cfg = choose(bits, chosen_for, sum(outs), ins, device) if pinned else LinearConfig(*cast(Any, config))
     for each in zip(words, scales, counters, strict=True):
         _check(flat, *each, bits)
-    block_m = row_block(rows)
+    block_m = row_block(chosen_for)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     out = torch.empty(rows, sum(outs), dtype=x.dtype, device=x.device)

@@ -16,14 +16,20 @@ def prefix_stored_once(target: HFModel, config: HierarchyConfig, prompts: Sequen
     The prefix has whole chunks of a prefill, and of the retrieval, so that each prompt is computed as alone.
     Copies are stored where nothing of that length is common; with recurrent layers, which have a state and no
     slots; with layers that have a window, whose rings belong to one sequence; where slots are split over
-    ranks or kept in host memory between calls (``prefix_cache`` in bytes); and for a retrieval policy that
-    reads the keys, which expects those of a sequence in one tensor.
+    ranks or kept in host memory between calls (``prefix_cache`` in bytes); for a retrieval policy that
+    reads the keys, which expects those of a sequence in one tensor; and in exact mode, as sums over two parts
+    have other bits.
     """
     if len(prompts) < 2 or target.states is not None:
         return 0
     if any(shape.window is not None for shape in target.kv_shapes):
         return 0
-    if config.context_parallel > 1 or config.prefix_bytes or BoundPolicy(config.retrieval).needs_context:
+    if (
+        config.exact
+        or config.context_parallel > 1
+        or config.prefix_bytes
+        or BoundPolicy(config.retrieval).needs_context
+    ):
         return 0
     first, *others = prompts
     # The last token of a prompt is the root of the first pass.

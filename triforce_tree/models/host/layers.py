@@ -26,12 +26,13 @@ _TOLERANCE = 1e-5
 
 
 @torch.no_grad()
-def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear]) -> None:
+def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bool = False) -> None:
     """Let the modules of a copy of a model whose results ours equal compute by the C library, for good.
 
     Args:
         model: from ``shallow_copy``.
         linears: those whose forwards ``use_few_row_linears`` has replaced.
+        exact: any number of rows, so that a row's bits do not depend on it.
     """
     if library() is None or torch.get_default_device().type == "meta":
         return
@@ -45,7 +46,8 @@ def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear]) -> None:
             _replace(module, partial(_norm, module, eps), module._parameters["weight"].shape[0])  # type: ignore[union-attr]
         elif (parts := _gated_parts(module, few_row)) is not None:
             gate, up, down = parts
-            forward = partial(_mlp, MethodType(own, module), down, few_row_weight(gate), few_row_weight(up))
+            many = None if exact else MethodType(own, module)
+            forward = partial(_mlp, many, down, few_row_weight(gate), few_row_weight(up))
             _replace(module, forward, gate.in_features)
         elif _ROTARY in getattr(getattr(own, "__code__", None), "co_names", ()):
             if type(module) not in rotaries:
@@ -106,10 +108,14 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _mlp(
-    own: Callable[[Tensor], Tensor], down: nn.Linear, gate: FewRowWeight, up: FewRowWeight, x: Tensor
+    many: Callable[[Tensor], Tensor] | None, down: nn.Linear, gate: FewRowWeight, up: FewRowWeight, x: Tensor
 ) -> Tensor:
+    """``many`` computes more than ``MOST_ROWS`` rows; None: ours does too, in parts."""
     if x.numel() > MOST_ROWS * x.shape[-1]:
-        return own(x)
+        if many is not None:
+            return many(x)
+        parts = [gated(rows, gate.matrix(), up.matrix()) for rows in x.flatten(0, -2).split(MOST_ROWS)]
+        return down(torch.cat(parts).view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
     out: Tensor = down(gated(x, gate.matrix(), up.matrix()))
     return out
 

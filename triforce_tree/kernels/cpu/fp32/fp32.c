@@ -7,6 +7,7 @@
 enum { MOST_GATED = 64 }; /* rows of ``gated`` */
 
 #include "attention.h"
+#include "exact.h"
 #include "layers.h"
 #include "linear.h"
 #include "noise.h"

@@ -16,7 +16,10 @@ from triforce_tree.kernels.cpu.cpu_attention import fp32_instructions
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("fp32.c")
-_HEADERS = [_SOURCE.parent / name for name in ("vectors.h", "linear.h", "attention.h", "layers.h", "noise.h")]
+_HEADERS = [
+    _SOURCE.parent / name
+    for name in ("vectors.h", "linear.h", "attention.h", "exact.h", "layers.h", "noise.h")
+]
 _SHARED = _SOURCE.parent.with_name("cpu_shared.h")
 _FUNCTIONS = ("append", "exponential", "gated", "linear", "rms_norm", "rotary")
 
@@ -39,7 +42,8 @@ def library(way: str | None = None) -> ctypes.CDLL | None:
         return None
     for name in _FUNCTIONS:
         getattr(loaded, name).argtypes, getattr(loaded, name).restype = [ctypes.c_char_p], None
-    loaded.attention.argtypes, loaded.attention.restype = [ctypes.c_char_p], ctypes.c_int64
+    for name in ("attention", "exact_attention"):
+        getattr(loaded, name).argtypes, getattr(loaded, name).restype = [ctypes.c_char_p], ctypes.c_int64
     return loaded
 
 

@@ -1,0 +1,1 @@
+"""Checks of bit-exact mode on a GPU."""

@@ -1,0 +1,188 @@
+"""Exact attention: close to fp64, and the same bits wherever keys are stored and whatever else is computed.
+
+By Triton in its interpreter (fp16), and by the C kernel.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import triton_ops
+from torch import Tensor
+from triton_ops import DEVICE
+
+from triforce_tree.kernels.attention.exact import attention as exact
+from triforce_tree.kernels.attention.exact.request import ExactAttention
+from triforce_tree.kernels.attention.plan import pack_mask
+from triforce_tree.kernels.cpu.fp32 import exact as fp32_exact
+from triforce_tree.kernels.cpu.fp32 import library
+from triforce_tree.kv.exact_view import MOST_DEPTH
+from triforce_tree.trees.ancestors import ancestor_mask
+
+# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("poisoned_empty"),
+]
+Attention = Callable[[ExactAttention], Tensor]
+PAGE = 16
+
+
+def triton(request: ExactAttention) -> Tensor:
+    triton_ops.require_triton()
+    from triforce_tree.kernels.attention.exact import launch
+
+    moved = {name: t.to(DEVICE) for name, t in vars(request).items() if isinstance(t, Tensor)}
+    return launch.attention(replace(request, **moved)).cpu()
+
+
+def parents_of(nodes: int) -> list[int]:
+    """A random tree, by depth: parents before children."""
+    depths, parents = [0], [-1]
+    for _ in range(1, nodes):
+        parent = int(torch.randint(len(parents), ()))
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    order = sorted(range(nodes), key=lambda node: depths[node])
+    place = {node: at for at, node in enumerate(order)}
+    return [place[parents[node]] if node else -1 for node in order]
+
+
+def case(
+    lengths: list[int], nodes: int, dims: tuple[int, int], dtype: torch.dtype, slots: int
+) -> ExactAttention:
+    """Trees after prefixes of these lengths, 4 heads on 2 KV heads, and NaN in all slots after them."""
+    mask = pack_mask(ancestor_mask(parents_of(nodes)))
+    k, v = (torch.randn(len(lengths), 2, slots, dim).to(dtype) for dim in dims)
+    for b, length in enumerate(lengths):
+        k[b, :, length + nodes :] = v[b, :, length + nodes :] = torch.nan
+    q = torch.randn(len(lengths) * nodes, 4, dims[0]).to(dtype)
+    return ExactAttention(
+        q, k, v, torch.tensor(lengths, dtype=torch.int32), mask.repeat(len(lengths), 1, 1), scale=0.2
+    )
+
+
+def alone(request: ExactAttention, query: int, slots: int, tokens: int) -> ExactAttention:
+    """The request of one query at the end of a line of ``tokens`` new ones, in another cache.
+
+    Keys are in the slots of their positions, and all earlier ones before the tail.
+    """
+    b = query // request.tokens
+    path = exact.seen_slots(replace(request, window=0))[query][0]
+    tokens = min(tokens, len(path))
+    k, v = (
+        torch.full((1, *t.shape[1:2], slots, t.shape[3]), torch.nan, dtype=t.dtype)
+        for t in (request.k, request.v)
+    )
+    k[0, :, : len(path)], v[0, :, : len(path)] = request.k[b][:, path], request.v[b][:, path]
+    q = torch.randn(tokens, *request.q.shape[1:]).to(request.q.dtype)
+    q[-1] = request.q[query]
+    mask = pack_mask(torch.ones(tokens, tokens, dtype=torch.bool).tril())[None]
+    start = torch.tensor([len(path) - tokens], dtype=torch.int32)
+    return replace(request, q=q, k=k, v=v, lengths=start, mask=mask)
+
+
+def check(attention: Attention, request: ExactAttention, queries: list[int], other_slots: int) -> None:
+    """Compare with fp64, and with each of these queries alone: as a root, and at the end of a line."""
+    out = attention(request)
+    wide = replace(request, q=request.q.double(), k=request.k.double(), v=request.v.double())
+    expected, plain = exact.definition(wide), exact.definition(request)
+    limit = 2 * (plain - expected).abs().max() + torch.finfo(request.q.dtype).eps
+    assert (out - expected).abs().max() <= limit
+    for query in queries:
+        for tokens in (1, 3):
+            own = attention(alone(request, query, other_slots, tokens))
+            assert torch.equal(own[-1], out[query]), (query, tokens)
+
+
+FEATURES = {
+    "plain": {},
+    "softcap and sinks": {"softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+    "window": {"window": 90},
+    "chunks": {"window": 48, "chunked": True},
+}
+
+
+@pytest.mark.skipif(library.library() is None, reason="needs a processor with AVX2, and a C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("features", FEATURES)
+def test_in_c(dtype: torch.dtype, features: str) -> None:
+    """Across the runs of 512 positions, with widths that are no multiple of a vector."""
+    for lengths in ([3, 64], [505, 511]):
+        request = replace(case(lengths, 13, (24, 40), dtype, 600), **FEATURES[features])
+        check(fp32_exact.attention, request, [0, 5, 12, 13, 20, 25], 540)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_in_triton(features: str) -> None:
+    """Across the first two chunks, with more and fewer chunks in the cache than in the tree's."""
+    request = replace(case([130, 313], 12, (16, 16), torch.float16, 520), **FEATURES[features])
+    check(triton, request, [0, 11, 23], 330)
+
+
+def test_near_positions_in_triton() -> None:
+    """The first positions of a text; and a line so deep that a query's near ones are all new."""
+    check(triton, case([1, 5], 7, (16, 32), torch.float16, 300), [6, 13], 20)
+    request = case([70], 66, (16, 16), torch.float16, 300)
+    line = pack_mask(ancestor_mask([*range(-1, 64), 63]))[None]
+    check(triton, replace(request, mask=line), [63, 65], 260)
+
+
+def test_chunks_of_three_sizes() -> None:
+    from triforce_tree.kernels.attention.exact import launch, positions
+
+    starts = [0]
+    while starts[-1] < 40_000:
+        at = starts[-1]
+        starts.append(at + (256 if at < 4096 else 512 if at < 16384 else 1024))
+    for chunk, start in enumerate(starts):
+        assert launch.chunks_of(start) == chunk
+        assert launch.chunks_of(start + 1) == chunk + 1
+    assert positions.TILE.value + positions.DEPTH.value == positions.NEAR.value
+    assert positions.DEPTH.value == MOST_DEPTH
+
+
+@pytest.mark.parametrize("way", ["triton", "c"])
+def test_through_a_table(way: str) -> None:
+    if way == "c" and library.library() is None:
+        pytest.skip("needs a processor with AVX2, and a C compiler")
+    attention = triton if way == "triton" else fp32_exact.attention
+    request = replace(case([100, 201], 9, (16, 16), torch.float16, 224), window=70)
+    out = attention(request)
+    pages = 224 // PAGE
+    order = torch.randperm(2 * pages).view(2, pages)
+    paged = [torch.full((2 * pages, 2, PAGE, 16), torch.nan, dtype=torch.float16) for _ in range(2)]
+    for pool, slots in zip(paged, (request.k, request.v), strict=True):
+        for b in range(2):
+            pool[order[b]] = slots[b].view(2, pages, PAGE, 16).transpose(0, 1)
+    assert torch.equal(attention(replace(request, k=paged[0], v=paged[1], table=order.int())), out)
+
+
+@pytest.mark.parametrize("way", ["triton", "c"])
+def test_queries_that_see_nothing(way: str) -> None:
+    """Unused nodes at the beginning of a text."""
+    if way == "c" and library.library() is None:
+        pytest.skip("needs a processor with AVX2, and a C compiler")
+    request = case([0], 3, (16, 16), torch.float16, 70)
+    out = (triton if way == "triton" else fp32_exact.attention)(
+        replace(request, mask=torch.tensor([[[1], [3], [0]]]))
+    )
+    assert torch.equal(out[2], torch.zeros(4, 16, dtype=torch.float16))
+    assert out.isfinite().all()
+
+
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="the interpreter multiplies bf16 wrongly, and takes minutes for this"
+)
+@pytest.mark.parametrize("dims, heads", [((128, 128), (32, 8)), ((128, 128), (8, 8)), ((256, 256), (8, 4))])
+@pytest.mark.parametrize("length", [100, 5000, 20_000])
+def test_real_shapes_on_a_gpu(dims: tuple[int, int], heads: tuple[int, int], length: int) -> None:
+    """Chunks of all three sizes, a bulk copy of each tile, tiles of more rows than one."""
+    nodes = 40
+    small = case([length], nodes, dims, torch.bfloat16, length + 70)
+    k, v = (torch.randn(1, heads[1], length + 70, dim).bfloat16() for dim in dims)
+    request = replace(
+        small, q=torch.randn(nodes, heads[0], dims[0]).bfloat16(), k=k, v=v, scale=dims[0] ** -0.5
+    )
+    check(triton, request, [0, 17, 39], length + 1500)

@@ -1,0 +1,47 @@
+"""Linear layers and norms of bit-exact mode: a row's bits alone and among others; in the interpreter."""
+
+import pytest
+import torch
+import triton_ops
+from triton_ops import DEVICE
+
+from triforce_tree.kernels.norm import reference
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("poisoned_empty"),
+]
+HALF = torch.float16
+
+
+@pytest.mark.parametrize("outs, ins", [(70, 1100), (130, 300)])
+def test_pinned_linears(outs: int, ins: int) -> None:
+    """Whatever the number of rows: among them those that other tiles would be chosen for."""
+    triton_ops.require_triton()
+    from triforce_tree.kernels.linear import launch
+
+    x, weight = torch.randn(40, ins).to(DEVICE, HALF), (torch.randn(outs, ins) / 30).to(DEVICE, HALF)
+    bias, counters = torch.randn(outs).to(DEVICE, HALF), launch.counters_for(outs, DEVICE)
+    out = launch.pinned_linear(x, weight, bias, counters)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    plain = torch.nn.functional.linear(x, weight, bias)
+    assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-3
+    for rows in (1, 3, 17):
+        assert torch.equal(launch.pinned_linear(x[5 : 5 + rows], weight, bias, counters), out[5 : 5 + rows])
+    with pytest.raises(ValueError, match="70 rows, and tiles pinned for 64"):
+        launch.pinned_linear(torch.zeros(70, ins).to(DEVICE, HALF), weight, bias, counters)
+
+
+@pytest.mark.parametrize("shift, late", [(0.0, False), (1.0, True), (0.0, True)])
+@pytest.mark.parametrize("columns", [8, 72, 640])
+def test_norms(columns: int, shift: float, late: bool) -> None:
+    triton_ops.require_triton()
+    from triforce_tree.kernels.norm import launch
+
+    x, weight = (3 * torch.randn(2, 5, columns)).to(DEVICE, HALF), torch.randn(columns).to(DEVICE, HALF)
+    out = launch.row_rms_norm(x, weight, 1e-5, shift, late)
+    expected = reference.row_rms_norm.definition(x, weight, 1e-5, shift, late)
+    torch.testing.assert_close(out, expected, rtol=2 * torch.finfo(HALF).eps, atol=1e-6)
+    assert torch.equal(launch.row_rms_norm(x[1:, 3:4], weight, 1e-5, shift, late), out[1:, 3:4])
+    with pytest.raises(ValueError, match="rows of 40000 elements; the kernel sums up to 32768"):
+        launch.row_rms_norm(torch.zeros(1, 40_000), weight, 1e-5, 0.0, False)

@@ -1,0 +1,122 @@
+"""Exact attention on a GPU: the slots of near positions once a forward, then two kernels a layer.
+
+Nothing here waits for the device, and lengths and masks are read from device buffers: a captured graph stays
+valid.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from triforce_tree.kernels.attention.configs import KernelConfig, choose, smaller
+from triforce_tree.kernels.attention.exact.combine import exact_combine_kernel
+from triforce_tree.kernels.attention.exact.kernel import exact_kernel
+from triforce_tree.kernels.attention.exact.positions import NEAR, TILE, near_slots_kernel
+from triforce_tree.kernels.attention.exact.request import ExactAttention, Near
+from triforce_tree.kernels.attention.launch import row_views
+from triforce_tree.kernels.device import Device, describe
+from triforce_tree.kernels.fitting import fitted, within
+
+_ROWS = 64
+"""Query rows that the tiles are chosen for, whatever their number."""
+_MOST_DIM = 512
+# Partial results that the merge loads at a time.
+_TOGETHER = 16
+
+
+def chunks_of(positions: int) -> int:
+    """Chunks of so many positions; see ``positions.chunk_start``."""
+    first, second, third = min(positions, 4096), min(positions, 16384) - 4096, positions - 16384
+    return -(-first // 256) + max(0, -(-second // 512)) + max(0, -(-third // 1024))
+
+
+def near(lengths: Tensor, mask: Tensor, tokens: int) -> Near:
+    """Positions of the queries of a forward, and the slots of their near positions.
+
+    Args:
+        lengths, mask: as in ``ExactAttention``.
+        tokens: T.
+    """
+    (batch, planned, words), device = mask.shape, lengths.device
+    positions = torch.empty(batch * tokens, dtype=torch.int32, device=device)
+    slots = torch.empty(batch * tokens, NEAR.value, dtype=torch.int32, device=device)
+    near_slots_kernel[(batch * tokens,)](
+        positions, slots, lengths, mask, tokens, planned, words,
+        BLOCK=triton.next_power_of_2(64 * words),
+    )  # fmt: skip
+    return Near(positions, slots)
+
+
+def configuration(dim: int, value_dim: int, element_bytes: int, device: Device) -> KernelConfig:
+    """The tiles for heads of these widths, whatever the number of queries."""
+    chosen = choose(_ROWS, dim, element_bytes, device, value_dim)
+    return replace(chosen, block_n=min(chosen.block_n, TILE.value))
+
+
+def attention(request: ExactAttention) -> Tensor:
+    """See ``exact.attention``; bf16 and fp16.
+
+    Raises:
+        ValueError: dtypes, shapes or layouts that the kernel does not serve.
+    """
+    q, k, v, table = request.q.contiguous(), request.k, request.v, request.table
+    (queries, q_heads, dim), (kv_heads, value_dim) = q.shape, (k.shape[1], v.shape[3])
+    group, batch, tokens = q_heads // kv_heads, request.lengths.shape[0], request.tokens
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; use bfloat16 or float16")
+    if max(dim, value_dim) > _MOST_DIM:
+        raise ValueError(f"heads of {max(dim, value_dim)} elements; exact attention serves up to {_MOST_DIM}")
+    if k.stride(3) != 1 or v.stride(3) != 1:
+        raise ValueError("the last dimension of k and v must be dense; call .contiguous() on them")
+    found = request.near or near(request.lengths, request.mask, tokens)
+    page = 0 if table is None else k.shape[2]
+    slots = k.shape[2] if table is None else table.shape[-1] * page
+    if table is not None and table.ndim == 2:
+        table = table[:, None].expand(-1, kv_heads, -1)
+    pieces = chunks_of(slots) + 1
+    device, interpreted = describe(q.device), knobs.runtime.interpret
+    launch_pdl = {"launch_pdl": True} if device.dependent_launch else {}
+    partial_out = torch.empty(queries * q_heads * pieces, value_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(queries * q_heads * pieces, dtype=torch.float32, device=q.device)
+    out = torch.empty(queries, q_heads, value_dim, dtype=q.dtype, device=q.device)
+    windowed = request.window > 0
+    value_block = max(16, triton.next_power_of_2(value_dim))
+
+    def attend(cfg: KernelConfig) -> None:
+        views = None
+        if cfg.tma and device.tma and table is None and not windowed:
+            views = row_views(k, v, 0, cfg.block_n, q.itemsize)
+        tma = views is not None and views.k_rest is None
+        blocks = -(-tokens * group // cfg.block_m)
+        units = batch * kv_heads * blocks
+        options: dict[str, Any] = {"num_warps": cfg.warps, **launch_pdl}
+        made = exact_kernel[(queries * kv_heads + units * (pieces - 1),)](
+            q, k, v, *((views.k, views.v) if views is not None and tma else (k, v)),
+            partial_out, partial_lse, found.positions, found.slots,
+            request.lengths if table is None else table,
+            request.scale, request.softcap,
+            *k.stride()[:3], *v.stride()[:3], *((0, 0) if table is None else table.stride()[:2]),
+            *(views.steps if views is not None else (0, 0, 0)),
+            tokens, blocks, pieces, queries * kv_heads, units, request.window,
+            GROUP=group, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_V=value_block,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_G=max(16, triton.next_power_of_2(group)),
+            PAGE=page, TMA=tma, WINDOW=windowed, CHUNKED=request.chunked, SOFTCAP=request.softcap > 0,
+            STAGES=cfg.stages, PDL=device.dependent_launch,
+            **({} if interpreted else options),
+        )  # fmt: skip
+        within(made, device)
+
+    fitted(configuration(dim, value_dim, q.itemsize, device), smaller, attend)
+    options = {"num_warps": max(1, _TOGETHER * value_block // 1024), **launch_pdl}
+    exact_combine_kernel[(queries, q_heads)](
+        out, partial_out, partial_lse, found.positions, request.sinks, pieces, request.window,
+        HEADS=q_heads, DIM=value_dim, BLOCK_D=value_block, TOGETHER=_TOGETHER, WINDOW=windowed,
+        CHUNKED=request.chunked, SINKS=request.sinks is not None, PDL=device.dependent_launch,
+        **({} if interpreted else options),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,1 @@
+"""Norms whose bits do not depend on the number of rows."""

@@ -1,0 +1,71 @@
+"""The view of a KV store on the device for forwards whose rows have the same bits in any company."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from triforce_tree.kernels.attention.exact.attention import attention, near_of
+from triforce_tree.kernels.attention.exact.request import ExactAttention, Near
+from triforce_tree.kernels.attention.plan import Plan
+from triforce_tree.kv.store import KVStore
+from triforce_tree.kv.tree_attention_view import TreeAttentionView
+from triforce_tree.models.attention import AttentionParams, KVShape
+
+MOST_DEPTH = 64
+"""Deepest token of a tree: positions so near to a query may be in any slots."""
+MOST_ROWS = 128
+"""Most new tokens of a sequence on a GPU, as many as compiled layers take."""
+
+
+class ExactView(TreeAttentionView):
+    """:class:`TreeAttentionView` by exact attention; arguments as there, for a tail that is all new.
+
+    Raises:
+        ValueError: a tree is deeper than ``MOST_DEPTH``, or on a GPU larger than ``MOST_ROWS``.
+    """
+
+    def __init__(
+        self, store: KVStore, queries: int, mask: Tensor | None = None, depths: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(store, queries, mask=mask, depths=depths)
+        self._near: Near | None = None
+        if store.device.type == "cuda" and queries > MOST_ROWS:
+            raise ValueError(
+                f"exact=True verifies at most {MOST_ROWS} tokens at a time on a GPU, not {queries}; use a "
+                "smaller tree or gamma"
+            )
+        if depths is not None and max(depths) > MOST_DEPTH:
+            raise ValueError(
+                f"exact=True verifies at most {MOST_DEPTH} tokens in a line, not {max(depths)}; reduce "
+                "gamma, the depth of tree, or lookup"
+            )
+
+    def _write(self, layer: int, k: Tensor, v: Tensor, params: AttentionParams) -> None:
+        super()._write(layer, k, v, params)
+        if layer == self._first_layer:
+            # Not in ``begin``: buffers given to ``follow`` may be filled as late as before the first layer.
+            mask = self.mask.view(self.store.batch, -1, self.mask.shape[1])
+            self._near = near_of(self.lengths, mask, k.shape[2])
+
+    def _attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: Plan,
+        params: AttentionParams,
+        shape: KVShape | None = None,
+        table: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        batch, heads, tokens, dim = q.shape
+        assert scales is None, "8-bit keys and values are refused before"
+        window = shape.window or 0 if shape is not None else 0
+        request = ExactAttention(
+            q.transpose(1, 2).reshape(batch * tokens, heads, dim), keys, values, self.lengths,
+            self.mask.view(batch, -1, self.mask.shape[1]), params.scale, table, window,
+            shape is not None and shape.chunked, params.softcap or 0.0, params.sinks,
+            self._near,
+        )  # fmt: skip
+        out = attention(request)
+        return out.view(batch, tokens, heads, -1)

@@ -1,0 +1,122 @@
+"""A copy of a model on a GPU such that a row's bits do not depend on the rows beside it.
+
+Linear layers, the head too, go through our kernel with one choice of tiles for every number of rows, and
+norms through one that gives each row to one program. Elementwise operations do not depend on the shape;
+compiled layers round between them as uncompiled ones do (``fused_linears.fused_exactly``).
+"""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from triforce_tree.kernels.linear.configs import MOST_PLAIN_ROWS
+from triforce_tree.kernels.norm.reference import MOST_COLUMNS, row_layer_norm, row_rms_norm
+from triforce_tree.models.few_row import FewRowLinear, with_linears
+from triforce_tree.models.host.linears import is_plain_linear
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+# Of the weight, and whether it multiplies before the result is rounded: Llama, Gemma, OLMo 2.
+_KINDS = ((0.0, False), (1.0, True), (0.0, True))
+_TRIED_ROWS = 3
+
+
+class ExactLinear(FewRowLinear):
+    """An ``nn.Linear`` of bf16 or fp16 on a GPU; as many rows as there are, in parts with the same tiles."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
+        from triforce_tree.kernels.linear.launch import pinned_linear
+
+        if x.numel() <= MOST_PLAIN_ROWS * x.shape[-1]:
+            # As it is: layers of the same input are fused into one launch.
+            return pinned_linear(x, self.weight, self.bias, self.counters)
+        rows = x.reshape(-1, x.shape[-1]).split(MOST_PLAIN_ROWS)
+        parts = [pinned_linear(part, self.weight, self.bias, self.counters) for part in rows]
+        return torch.cat(parts).view(*x.shape[:-1], self.out_features)
+
+
+def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy over the same weights; what it cannot replace is left, and found by ``verify.row_bits``."""
+    clone = with_linears(model, ExactLinear)
+    head = clone.get_output_embeddings()
+    if isinstance(head, nn.Linear) and is_plain_linear(head):
+        clone.set_output_embeddings(ExactLinear(head))
+    use_exact_norms(clone)
+    return clone
+
+
+class ExactNorm(nn.Module):
+    """An RMS norm, row by row; it shares the weight.
+
+    Args:
+        norm: the module to replace.
+        eps: added to the mean square.
+        shift, late: see ``row_rms_norm``.
+    """
+
+    def __init__(self, norm: nn.Module, eps: float, shift: float, late: bool) -> None:
+        super().__init__()
+        self.weight = norm._parameters["weight"]
+        self.eps = self.variance_epsilon = eps
+        self._kind = (shift, late)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return row_rms_norm(x, self.weight, self.eps, *self._kind)
+
+
+class ExactLayerNorm(nn.LayerNorm):
+    """A layer norm, row by row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return row_layer_norm(x, self.weight, self.bias, self.eps)
+
+
+@torch.no_grad()
+def use_exact_norms(model: nn.Module) -> None:
+    """Replace the norms of a copy of a model whose results ours equal."""
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            if "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks:
+                continue
+            if type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1:
+                norm.__class__ = ExactLayerNorm
+            elif (eps := _epsilon(norm)) is not None and (kind := _kind(norm, eps)) is not None:
+                setattr(parent, name, ExactNorm(norm, eps, *kind))
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    """The epsilon of what may be an RMS norm; None for other modules."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
+        return None
+    one_input = len(inspect.signature(type(module).forward).parameters) == 2
+    eps = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
+    return eps if one_input and isinstance(eps, float) and weight.numel() <= MOST_COLUMNS else None
+
+
+def _kind(module: nn.Module, eps: float) -> tuple[float, bool] | None:
+    """How a module multiplies by its weight, by its results on random rows; None for something else."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, _TRIED_ROWS, weight.numel(), generator=generator).to(weight.device, weight.dtype)
+    errors = []
+    for shift, late in _KINDS:
+        worst = 0.0
+        # Small numbers show where an epsilon is added.
+        for tried in (x, 1e-3 * x):
+            try:
+                expected = type(module).forward(module, tried)
+            except (TypeError, AttributeError, RuntimeError):
+                return None
+            if not isinstance(expected, Tensor) or expected.shape != tried.shape:
+                return None
+            found = row_rms_norm(tried, weight, eps, shift, late)
+            largest = expected.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+            worst = max(worst, float((found.float() - expected.float()).abs().max() / largest))
+        errors.append(worst)
+    least = min(errors)
+    return _KINDS[errors.index(least)] if least <= torch.finfo(weight.dtype).eps else None
