@@ -72,8 +72,9 @@ def test_a_spare_length_for_later_generations_is_given_up_first(monkeypatch: pyt
     decide, planned = memory_plan.plan, []
 
     def plan(*args: Any) -> MemoryPlan:
-        planned.append(args[-1])
-        if args[-1] > NEW:
+        *_, new, _prefix = args
+        planned.append(new)
+        if new > NEW:
             raise DoesNotFitError("no room for more")
         return decide(*args)
 
