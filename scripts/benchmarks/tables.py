@@ -82,7 +82,7 @@ def front_rows(content: Record) -> list[Record]:
             limited = f"{header['hardware']} limited to {r['gpu_memory_cap_gib']:g} GiB"
             place = {"where": f"{r['context']:,}", "card": f"{limited}: {what}", "text": _OWN_KIND}
             rows.append(r | place | {"origin": (offload.FILE, part, header)})
-    rows += _over_texts(texts.NEVER_SLOWER_CPU) or _on_two_cores()
+    rows += _over_texts(texts.NEVER_SLOWER_CPU, "none: ") or _on_two_cores()
     for r in rows:
         r["size"] = _SIZES[r["shape"]]
         r["plain_ms"] = r.get("attended_baseline_ms_per_token", r["baseline_ms_per_token"])
@@ -90,13 +90,18 @@ def front_rows(content: Record) -> list[Record]:
     return rows
 
 
-def _over_texts(file: str) -> list[Record]:
-    """Medians over texts of all kinds, with default settings; of the longest prompts."""
+def _over_texts(file: str, card: str = "") -> list[Record]:
+    """Medians over texts of all kinds, with default settings; of the longest prompts.
+
+    Args:
+        card: what stands before the machine's name.
+    """
     content = held(file) or NOTHING
     longest = max((r["context"] for r in content["rows"]), default=0)
     return [
         r | {
-            "shape": r["model"], "where": f"{r['context']:,}", "card": r["machine"], "speedup": r["median"],
+            "shape": r["model"], "where": f"{r['context']:,}", "card": card + r["machine"],
+            "speedup": r["median"],
             "text": f"{r['texts']} of {r['kinds']} kinds", "baseline_ms_per_token": r["plain_ms_per_token"],
             "origin": (file, r["part"], content["parts"][r["part"]]),
         }
