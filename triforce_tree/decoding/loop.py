@@ -139,7 +139,6 @@ class Decoder:
         # The caller may append to the prompts meanwhile.
         self._sequences, self._lengths = [list(prompt) for prompt in prompts], list(map(len, prompts))
         self._endings = list(endings)
-        self.controller.bound(max((end.max_new_tokens for end in endings if end), default=0))
         self.finish_reasons = [None if ending is not None else "empty" for ending in endings]
         if None in self._endings:
             self._update_active()
@@ -321,7 +320,8 @@ class Decoder:
         target.emitted += emitted
         target.seconds += seconds["target"]
         if rounds and running:
-            draft, drafter = self.levels[0], self.program.drafter
+            draft = self.levels[0]
+            drafter = self.program.drafter
             assert drafter is not None
             shape = self.program.shapes[kind.shape]
             # A deterministic drafter proposes a whole tree in one forward.

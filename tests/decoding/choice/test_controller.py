@@ -121,26 +121,6 @@ def test_no_acceptance_costs_more_than_the_budget(levels: int) -> None:
                 assert speed >= 0.98
 
 
-@pytest.mark.parametrize("levels", [2, 3, MIXED])
-@pytest.mark.parametrize("tokens", [16, 64, 96, 160])
-def test_short_requests_lose_less_than_2_percent(levels: int, tokens: int) -> None:
-    for acceptance in (0.0, 0.3, 0.6):
-        for cost in COSTS:
-            control = controller(levels, cost)
-            control.bound(tokens)
-            speed, _ = simulated(control, acceptance, tokens, per_token=0.3)
-            assert speed >= 0.98, (acceptance, cost)
-
-
-def test_what_short_requests_may_not_lose_is_kept_for_longer_ones() -> None:
-    short, unbound = controller(), controller()
-    short.bound(96)
-    assert short.learnt({}) == unbound.learnt({})
-    cheap = controller(cost=(0.1, 1.05))
-    cheap.bound(96)
-    assert simulated(cheap, 0.9, 96)[0] > 1.5, "drafts that pay are found"
-
-
 def expected(levels: int, acceptance: float, rounds: int, per_token: float = 0.6) -> float:
     """Tokens of a pass in the mean, by the distribution of the chain's length."""
     if rounds == 0:

@@ -9,17 +9,17 @@ Three rules bound what a choice may cost where it does not pay:
 
 * Loss budget. It is charged with the time by which a drafting pass exceeded plain decoding of the tokens it
   yielded, credited with what a pass gained, and grows with the time of plain decoding. A pass is made only
-  if the budget covers its worst case, one token. So decoding takes at most ``START_BUDGET`` plain passes, or
-  ``START_SHARE`` of a shorter request, and ``REFILL`` of its time more than plain decoding would, whatever is
-  accepted: never more than 2 %.
+  if the budget covers its worst case, one token. So decoding takes at most ``START_BUDGET`` plain passes and
+  ``REFILL`` of its time more than plain decoding would, whatever is accepted: 1.7 % of 256 tokens.
 * Pauses. Where no kind of pass is likely to beat plain decoding, drafting pauses, longer after each trial
   that did not pay, and is then tried again with new estimates: the text may have changed, or the trial may
   have been unlucky.
 * Trials of other numbers of levels and of other shapes of trees are made only where they would be better at
   the upper end of the confidence interval, and cost at most ``TRIALS`` of the tokens together.
 
-A later request may resume from an earlier one's estimates, costs and loss budget, never more than
-``START_BUDGET``: the bound holds for each request and for all together. Pauses end with the request.
+A later request may resume from what an earlier one learnt: its estimates, its costs, and its loss budget,
+never more than ``START_BUDGET``, so that the bound holds for each request and for all of them together.
+Pauses end with the request.
 """
 
 import math
@@ -33,8 +33,6 @@ from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 START_BUDGET = 3.0
 """Plain passes that drafting may lose before it has gained anything."""
-START_SHARE = 0.015
-"""Share of a request's tokens that this budget is at most, in plain passes."""
 REFILL = 0.005
 """Share of the time of plain decoding by which the loss budget grows."""
 TRIALS = 0.02
@@ -47,7 +45,8 @@ _FIRST_PASS = 0.75
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096
 # Share of the prior's weight in later trials of a request.
 _LATER = 0.5
-# Drafting pauses where it is not this much faster than plain decoding at the confidence intervals' upper end.
+# Drafting pauses where it would not be this much faster than plain decoding at the upper end of the
+# confidence intervals: costs are known to a few per cent.
 _MARGIN = 1.02
 # Tokens that trials of the other number of levels may cost at first, and at most.
 _FIRST_TRIALS, _MOST_TRIALS = 1.0, 4.0
@@ -97,11 +96,11 @@ class PassController:
         self._kinds = {1: (), 2: (2,), 3: (2, 3) if two_levels else (3,)}[levels]
         self.preparation = Preparation()
         self._budget = START_BUDGET
-        self._withheld: float | None = None
         self._trials = _FIRST_TRIALS
         self._trial: tuple[PassKind, float] | None = None
         self._paused = self._pause = self._passes = 0
-        self._gained, self._last_plain = 0.0, False
+        self._gained = 0.0
+        self._last_plain = False
         self._most_refilled = START_BUDGET
 
     def expect(self, acceptance: float, tokens_per_round: float) -> None:
@@ -122,16 +121,10 @@ class PassController:
         self.estimates.resume(learnt.estimates)
         self.preparation.missed = dict(learnt.missed)
 
-    def bound(self, tokens: int) -> None:
-        """Bound the first budget of a request of so many new tokens; the rest is kept for later requests."""
-        if self._withheld is None:
-            self._withheld = max(0.0, self._budget - START_SHARE * tokens)
-            self._budget -= self._withheld
-
     def learnt(self, cost_factors: CostFactors) -> LearntChoice:
         """What a later request may :meth:`resume` from, with the caller's cost factors."""
         estimates, missed = self.estimates.learnt(bool(self._passes)), self.preparation.missed
-        return LearntChoice(estimates, self._budget + (self._withheld or 0.0), cost_factors, dict(missed))
+        return LearntChoice(estimates, self._budget, cost_factors, dict(missed))
 
     @property
     def acceptance(self) -> float:
