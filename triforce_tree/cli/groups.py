@@ -275,6 +275,16 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_seed_and_out(parser: argparse.ArgumentParser, drawn: str = "all draws") -> None:
+    """The seed of what is drawn, and the results file of a benchmark."""
+    parser.add_argument("--seed", type=int, default=0, help=f"of {drawn}")
+    parser.add_argument(
+        "--out",
+        help="JSON-lines file for the measurements, with a table (.md) and a plot (.png) beside it; an "
+        "interrupted run continues with the same file",
+    )
+
+
 def add_text_source(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("text (by default the help topics that come with Python)")
     source = group.add_mutually_exclusive_group()

@@ -84,6 +84,11 @@ def seed_of(args: argparse.Namespace) -> int:
     return secrets.randbits(31) if args.seed is None else args.seed
 
 
+def pair_names(args: argparse.Namespace) -> dict[str, str]:
+    """Target and drafter as the command line names them, for a benchmark's settings."""
+    return {"target": args.target or "embedded", "draft": args.draft or args.drafter or "default"}
+
+
 def recorded(args: argparse.Namespace, *omitted: str) -> dict[str, Any]:
     """What a benchmark keeps of its options: the engine's but ``omitted``, profile and tokenizers."""
     settings: dict[str, Any] = {

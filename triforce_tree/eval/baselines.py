@@ -18,6 +18,7 @@ from transformers import (
 from triforce_tree.engine import Engine
 from triforce_tree.eval.ablations import streaming
 from triforce_tree.eval.ablations.no_draft import without_draft
+from triforce_tree.eval.attention.timing import synchronize
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -70,8 +71,7 @@ class Stamps(StoppingCriteria):
         self.passes: list[tuple[float, int]] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         self.passes.append((time.perf_counter(), input_ids.shape[1]))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from triforce_tree.cli.bench.machine import arguments as machine
-from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser, add_text_source
+from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser, add_seed_and_out, add_text_source
 from triforce_tree.cli.parsing import depth, positive, temperature
 
 # The names in eval.baselines.METHODS.
@@ -82,8 +82,7 @@ def _text(kinds: Any) -> None:
         "--temperatures", type=temperature, nargs="+", default=[0.0, 0.8], metavar="T", help="0 is greedy"
     )
     _methods(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    _out(parser)
+    add_seed_and_out(parser)
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)
@@ -145,8 +144,7 @@ def _public(kinds: Any, name: str, what: str, task: str | None) -> None:
             metavar="FILE",
             help="JSON object of prompts by task, with {context} and {input}, in place of our own",
         )
-    parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    _out(parser)
+    add_seed_and_out(parser)
     add_models(parser)
     add_hierarchy(parser)
 
@@ -183,8 +181,7 @@ def _paper(kinds: Any) -> None:
         help="time the embedded pair inflated to this shape, as in llama-2-7b, or none; by default "
         "llama-2-7b on a GPU without --target",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    _out(parser)
+    add_seed_and_out(parser)
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)
@@ -202,14 +199,6 @@ def _verify(kinds: Any) -> None:
     mine.add_argument("--mine", metavar="FILE", help="one's own results, instead of measuring")
     mine.add_argument("--out", help="JSON-lines file for one's own results")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, that of the command")
-
-
-def _out(parser: Any) -> None:
-    parser.add_argument(
-        "--out",
-        help="JSON-lines file for the measurements, with a table (.md) and a plot (.png) beside it; an "
-        "interrupted run continues with the same file",
-    )
 
 
 def _needle(kinds: Any) -> None:
@@ -280,5 +269,4 @@ def _answers(parser: Any, drawn: str) -> None:
         help="decode with all levels, with the target alone, with the target on sinks and a window of the "
         "retrieval budget (lossy), or with several of these",
     )
-    parser.add_argument("--seed", type=int, default=0, help=f"of {drawn}")
-    _out(parser)
+    add_seed_and_out(parser, drawn)

@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
         "budget": sizes.budget,
         "seed": args.seed,
         "text": source,
-        "target": args.target or "embedded",
-        "draft": args.draft or args.drafter or "default",
+        **options.pair_names(args),
         "shape": shape,
         **options.recorded(args),
     }

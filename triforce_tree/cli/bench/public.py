@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
         "metric": None if task is None else task.metric_name,
         "new_tokens": args.new_tokens,
         "seed": args.seed,
-        "target": args.target or "embedded",
-        "draft": args.draft or args.drafter or "default",
+        **options.pair_names(args),
         **options.recorded(args, "levels"),
     }
     records = records_of(args, settings)

@@ -15,6 +15,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.stages import DraftStage
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.engine import Engine
+from triforce_tree.eval.attention.timing import synchronize
 from triforce_tree.runtime.executor import executor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.noise import Noise
@@ -68,7 +69,7 @@ def decode(
         run = executor(stage.steps(), device)
         generator = torch.Generator(device).manual_seed(seed)
         # As in decoding, the first token is not part of prefill.
-        _wait(device)
+        synchronize(device)
         before = time.perf_counter()
         while len(sequence) < len(prompt) + new_tokens:
             for noise in stage.noise:
@@ -83,10 +84,5 @@ def decode(
             if stop is not None and bool(stop(torch.tensor([sequence]), None).any()):
                 break
             drafter.prepare([sequence], resumed=False)
-        _wait(device)
+        synchronize(device)
         return sequence[len(prompt) :], before - start, time.perf_counter() - before
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

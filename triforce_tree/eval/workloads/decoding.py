@@ -10,10 +10,11 @@ from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import slot_bytes
 from triforce_tree.engine import Engine
 from triforce_tree.eval.attention.timing import timed
+from triforce_tree.eval.decoding.batch import counted
 from triforce_tree.eval.results import Record
 from triforce_tree.eval.speed import WARM_UP_PROMPT
 from triforce_tree.eval.workloads.shapes import Workload
-from triforce_tree.kv.offload.pinned import available
+from triforce_tree.planning.batch_size import free_bytes
 
 TREE, BATCH = "engine.tree", "a batch of the texts"
 WAYS = (TREE, BATCH)
@@ -69,25 +70,17 @@ def by_batch(
     texts = texts_of(workload, tokens)
     prompts = [[token for node in path for token in texts[node]] for path in workload.paths]
     size = (sum(map(len, prompts)) + len(prompts) * new) * slot_bytes(target)
-    free = _free_bytes(target.device)
+    free = free_bytes(target.device)
     if size > free * _SHARE:
         return {"reason": f"its keys and values take {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"}
     plain = engine.with_options(levels=1, prefix_cache=False)
     # Time to capture the pass is not part of decoding; its buffers are those of the last prompts alone.
     plain.generate([prompt[:WARM_UP_PROMPT] for prompt in prompts], max_new_tokens=_WARM_UP, **options(stop))
     out = plain.generate(prompts, max_new_tokens=new, **options(stop))
-    counts = out.new_tokens if isinstance(out.new_tokens, list) else [out.new_tokens]
     return {
-        "seconds": out.decode_seconds, "new_tokens": sum(counts), "prefill_seconds": out.prefill_seconds,
+        "seconds": out.decode_seconds, "new_tokens": counted(out), "prefill_seconds": out.prefill_seconds,
         "kv_bytes": size,
     }  # fmt: skip
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return available()[0]
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def texts_of(workload: Workload, tokens: Sequence[int]) -> list[Sequence[int]]:

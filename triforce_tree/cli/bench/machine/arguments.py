@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser, add_text_source
+from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser, add_seed_and_out, add_text_source
 from triforce_tree.cli.parsing import positive, temperature
 
 # The names in eval.workloads.shapes.FAMILIES, and in eval.workloads.measure.PARTS.
@@ -56,19 +56,10 @@ def _decoding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperatures", type=temperature, nargs="+", default=[0.0], metavar="T", help="0 is greedy"
     )
-    _seed_and_out(parser)
+    add_seed_and_out(parser)
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)
-
-
-def _seed_and_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    parser.add_argument(
-        "--out",
-        help="JSON-lines file for the measurements, with a table (.md) and a plot (.png) beside it; an "
-        "interrupted run continues with the same file",
-    )
 
 
 def heads(text: str) -> tuple[int, int, int]:
@@ -139,7 +130,7 @@ def _kernels(kinds: Any) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="without it, float32 on the CPU and bfloat16 elsewhere",
     )
-    _seed_and_out(parser)
+    add_seed_and_out(parser)
 
 
 def _workloads(kinds: Any) -> None:
@@ -172,7 +163,7 @@ def _workloads(kinds: Any) -> None:
         help="nodes have so many times the tokens; by default 1, on a CPU 1/32",
     )
     parser.add_argument("--new-tokens", type=positive, default=32, help="tokens of each text that is decoded")
-    _seed_and_out(parser)
+    add_seed_and_out(parser)
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)

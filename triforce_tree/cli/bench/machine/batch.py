@@ -20,8 +20,7 @@ def run(args: argparse.Namespace) -> int:
         "new_tokens": args.new_tokens,
         "seed": args.seed,
         "text": source,
-        "target": args.target or "embedded",
-        "draft": args.draft or args.drafter or "default",
+        **options.pair_names(args),
         **options.recorded(args, "levels"),
     }
     records = records_of(args, settings)

@@ -22,8 +22,7 @@ def run(args: argparse.Namespace) -> int:
         "plain_tokens": args.plain_tokens,
         "seed": args.seed,
         "text": source,
-        "target": args.target or "embedded",
-        "draft": args.draft or args.drafter or "default",
+        **options.pair_names(args),
         "memory": {name: getattr(args, name) for name in MEMORY_OPTIONS if name in args.given},
         **options.recorded(args, "levels"),
     }
