@@ -8,8 +8,9 @@ from statistics import mean
 import pytest
 from simulated_passes import COSTS, DEPTH, MIXED, MOST, Cost, controller, costs_of, rounds_of, simulated
 
-from triforce_tree.decoding.choice.controller import REFILL, START_BUDGET, PassController
+from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.estimates import acceptance_of, tokens_of
+from triforce_tree.decoding.choice.loss_budget import REFILL, START_BUDGET
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 
 
@@ -222,7 +223,7 @@ def test_a_batch_counts_per_sequence() -> None:
         many.observe(PassKind(3, 3), 4, 32, 4 * accepted, 4)
     assert many.tokens_per_round == pytest.approx(one.tokens_per_round)
     assert many.acceptance == pytest.approx(one.acceptance, abs=0.05)
-    assert many._budget == pytest.approx(one._budget)
+    assert many.budget.left == pytest.approx(one.budget.left)
 
 
 def test_costs_follow_measured_times_and_no_outlier() -> None:

@@ -44,6 +44,10 @@ class Option(NamedTuple):
     seconds: float
     doubt: float = 1.0
 
+    def within(self, remaining: float) -> "Option":
+        """The same where a sequence gets no more than the remaining tokens."""
+        return self._replace(tokens=min(self.tokens, remaining), most_tokens=min(self.most_tokens, remaining))
+
     @property
     def rate(self) -> float:
         """Tokens per second and sequence."""
@@ -53,6 +57,9 @@ class Option(NamedTuple):
     def highest_rate(self) -> float:
         return self.most_tokens / self.seconds
 
+
+# Weight of a newly measured time, which is clamped to this many times the mean, and to its inverse.
+_NEW, _OUTLIER = 0.15, 2.0
 
 CostFactors = dict[str, float]
 """Measured seconds of the stages as multiples of the expected ones, by field of :class:`StageSeconds`."""
@@ -111,6 +118,24 @@ class StageSeconds:
         drafting = self.draft + (self.retrieval if kind.levels == 3 else 0.0) if kind.rounds else 0.0
         return kind.rounds * drafting + self.verification(kind, filled)
 
+    def towards(
+        self, kind: PassKind, filled: float, seconds: Mapping[str, float], resumed: bool
+    ) -> dict[str, float]:
+        """Fields moved towards the measured seconds of one pass; arguments as of ``PassController.refine``.
+
+        Args:
+            filled: as for :meth:`verification`.
+        """
+        drafting = ("draft", "retrieval") if kind.rounds else ()
+        measured = {name: seconds[name] / kind.rounds for name in drafting if seconds.get(name)}
+        factor = seconds["target"] / self.verification(kind, filled)
+        for name in {1: ("plain",), 2: ("tree",), 3: ("chain", "root")}[kind.levels]:
+            if (value := getattr(self, name)) < math.inf:
+                measured[name] = value * factor
+        if self.prepare and resumed and seconds.get("prepare"):
+            measured["prepare"] = seconds["prepare"]
+        return {name: _mean(getattr(self, name), value) for name, value in measured.items()}
+
     def relative_to(self, base: "StageSeconds") -> CostFactors:
         """Its seconds as multiples of those of ``base``, for the stages that have any."""
         own, other = vars(self), vars(base)
@@ -128,3 +153,7 @@ class StageSeconds:
 OF_SHAPE = ("draft", "retrieval", "tree")
 """The stages whose seconds depend on the shape of the trees."""
 STAGE_FIELDS = tuple(field.name for field in fields(StageSeconds))
+
+
+def _mean(old: float, new: float) -> float:
+    return old + _NEW * (min(max(new, old / _OUTLIER), old * _OUTLIER) - old)
