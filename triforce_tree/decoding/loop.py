@@ -42,10 +42,10 @@ class Decoder:
         program: made for this batch size; one decoder uses it at a time.
         to_probs: logits to probabilities.
         seed: of all draws, 0 to 2**63 - 1.
-        repeatable: same seed, same tokens: the choice of passes follows from the table of stage costs and
-            the tokens alone, and each sequence of a batch has draws of its own, those that it has alone with
-            the seed ``draws.sequence_seed``. Else the choice also follows from times measured while decoding,
-            and from what earlier decoders that were not repeatable left (``learnt_table.py``).
+        repeatable: same seed, same tokens: the choice of passes follows from the table of stage costs, the
+            tokens and how many may follow alone, and each sequence of a batch has draws of its own: those it
+            has alone with the seed ``draws.sequence_seed``. Else it also follows from times measured while
+            decoding, and from what earlier decoders that were not repeatable left (``learnt_table.py``).
         attempt: number of earlier decoders of the same generation; each draws new random numbers.
         seeds: of single sequences, see :class:`Draws`; None where no sequence has one or will have.
 
