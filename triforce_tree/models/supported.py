@@ -29,6 +29,17 @@ def refuse_unsupported(model: nn.Module) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} {reason}")
 
 
+def max_positions(text_config: Any) -> int | None:
+    """Positions that a model can take, by its configuration; None where it names none.
+
+    Decoders of speech models without their encoder name it ``max_target_positions``.
+    """
+    for name in ("max_position_embeddings", "max_target_positions"):
+        if (positions := getattr(text_config, name, None)) is not None:
+            return int(positions)
+    return None
+
+
 def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder model; hierarchical decoding needs a causal LM"
