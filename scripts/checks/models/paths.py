@@ -135,7 +135,7 @@ class Trial:
         # Streamed weights are moved out of the model.
         target = copy.deepcopy(self.model) if streams else self.model
         options = {**OPTIONS, **path.options, **(self._tree if path.drafts else {})}
-        if self.recurrent and len(path.options) > 1:
+        if self.recurrent and (path.gpu or len(path.options) > 1):
             options["levels"] = 2  # what else is refused of the path, beside three levels
         engine = triforce_tree.load(target, self.draft if path.drafts else None, **options)
         prompts = [prompt_of(length) for length in lengths]
