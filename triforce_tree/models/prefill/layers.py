@@ -153,11 +153,9 @@ def _activation(module: nn.Module, dtype: torch.dtype) -> str | None:
     if len(inspect.signature(type(module).forward).parameters) != 2:
         return None
     widths = {"gate_proj": _INNER, "up_proj": _INNER, "gate_up_proj": 2 * _INNER}
-    linears: dict[str, Any] = {"down_proj": nn.Linear(_INNER, _WIDTH, bias=False, device="cpu", dtype=dtype)}
-    for name in _SEPARATE[:2] if separate else _TOGETHER[:1]:
-        linears[name] = nn.Linear(_WIDTH, widths[name], bias=False, device="cpu", dtype=dtype)
-    for seed, linear in enumerate(linears.values()):
-        linear.weight.copy_(_random(*linear.weight.shape, dtype=dtype, seed=seed) / 4)
+    shapes = {"down_proj": (_WIDTH, _INNER)}
+    shapes |= {name: (widths[name], _WIDTH) for name in (_SEPARATE[:2] if separate else _TOGETHER[:1])}
+    linears = {name: _linear(*shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
     stand_in, x = _stand_in(module, **linears), _random(1, _ROWS, _WIDTH, dtype=dtype, seed=9)
     try:
         expected = type(module).forward(stand_in, x)
@@ -167,6 +165,13 @@ def _activation(module: nn.Module, dtype: torch.dtype) -> str | None:
         if _same(expected, _mlp(stand_in, separate, partial(gated.definition, activation=name), x)):
             return name
     return None
+
+
+def _linear(outs: int, ins: int, dtype: torch.dtype, seed: int) -> nn.Linear:
+    # On no device, as initial weights would be drawn from the user's generator.
+    made = nn.Linear(ins, outs, bias=False, device="meta")
+    made.weight = nn.Parameter(_random(outs, ins, dtype=dtype, seed=seed) / 4, requires_grad=False)
+    return made
 
 
 def _mlp(module: Any, separate: bool, gate_by: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
