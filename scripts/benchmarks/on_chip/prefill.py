@@ -9,7 +9,8 @@ libraries make their plans; the seconds of both stand in each row. FLOPs are 2 a
 embedding and head, and 2 x 2 a head's element and pair of positions that attend; the roofline is a product of
 8192 x 8192 matrices in bf16, measured in the same run. Parts are timed on the device: attention in all
 layers, linears in one of eight. ``--paths``: "engine" is what the engine does, "eager" has the layers as
-transformers wrote them, "flash" torch's flash attention; all but the first are measured with the first chunk alone.
+transformers wrote them, "flash" torch's flash attention; all but the first of them are measured with the
+first chunk alone.
 """
 
 import statistics
