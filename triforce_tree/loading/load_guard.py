@@ -33,10 +33,11 @@ from triforce_tree.loading.rounding import (
     rounding_limit,
 )
 from triforce_tree.models.attention import AttentionParams, scales_queries
-from triforce_tree.models.hf_model import HFModel, plain_torch_modes
+from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall
 from triforce_tree.models.supported import UnsupportedModelError, likely_cause, max_positions
+from triforce_tree.runtime.devices import plain_torch_modes
 
 # Tokens of two chunks of prefill, and of one tree, which is a chain.
 _CHUNKS = (16, 16, 8)
