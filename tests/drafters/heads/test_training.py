@@ -49,7 +49,8 @@ def test_a_short_training_saves_heads_and_figures(
     main([*words, "--resume", "--results", str(results)])
     kept = json.loads(results.read_text())
     assert [row["kind"] for row in kept["rows"]] == ["another", kind]
-    assert kept["rows"][1]["steps"] == 2 and "heads" in kept["code"]
+    assert kept["rows"][1]["steps"] == 2
+    assert "heads" in kept["code"]
     started = json.loads(capsys.readouterr().out.splitlines()[0])
     assert started["resumed"]
 
