@@ -26,11 +26,17 @@ so that all of them together lose ``START_BUDGET`` and ``REFILL`` at most. Pause
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from triforce_tree.decoding.choice.estimates import Estimates, Learnt, LearntChoice, Ranks, tokens_of
 from triforce_tree.decoding.choice.loss_budget import REFILL, START_BUDGET, LossBudget
-from triforce_tree.decoding.choice.passes import OF_SHAPE, PLAIN, CostFactors, Option, PassKind, StageSeconds
+from triforce_tree.decoding.choice.passes import (
+    PLAIN,
+    CostFactors,
+    Option,
+    PassKind,
+    StageSeconds,
+    refined,
+)  # fmt: skip
 from triforce_tree.decoding.choice.preparation import Preparation
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
@@ -50,9 +56,7 @@ _FIRST_TRIALS, _MOST_TRIALS = 1.0, 4.0
 
 
 class PassController:
-    """Chooses the kind of each pass, without a clock or random numbers.
-
-    The same costs and observations give the same choices.
+    """Chooses the kind of each pass, without clock or random numbers: equal observations give equal choices.
 
     Args:
         levels: most levels of a pass. 3: a round adds what the retrieval level accepted to a chain of draft
@@ -68,7 +72,7 @@ class PassController:
             changed at any time.
         other_costs: with trees of each other shape; None for one that passes must not take.
         estimates: of acceptance, and of what a round brings.
-        preparation: shapes whose stages are not made yet.
+        preparation: shapes whose stages are not made.
         budget: what drafting may lose.
         remaining: tokens that a sequence may still get at most; set before ``choose`` is called.
     """
@@ -96,7 +100,7 @@ class PassController:
         self._trials = _FIRST_TRIALS
         self._trial: tuple[PassKind, float] | None = None
         self._paused = self._pause = self._passes = 0
-        self._gained, self._last_plain = 0.0, False
+        self._gained, self._last_plain, self._measured = 0.0, False, set[tuple[str, int]]()
 
     def expect(self, acceptance: float, tokens_per_round: float) -> None:
         """Begin trials from estimates that were measured earlier; the first one only if none were resumed.
@@ -154,8 +158,7 @@ class PassController:
             best = max(affordable, key=lambda option: option.rate)
             return (self._worth_a_trial(affordable, best) or best).kind
         if self._passes == 0:
-            # The cheapest pass shows whether a longer one would pay.
-            needed, kind = self._cheapest()
+            needed, kind = self._cheapest()  # It shows whether a longer one would pay.
             if not self._repays(useful):
                 self._paused = _REPAID_LATER
                 return PLAIN
@@ -235,7 +238,7 @@ class PassController:
     def refine(
         self, kind: PassKind, gathered: float, seconds: Mapping[str, float], resumed: bool = False
     ) -> None:
-        """Move the costs towards the measured seconds of one pass.
+        """Move the costs towards the measured seconds of one pass, see :func:`refined`.
 
         Args:
             gathered: draft tokens of a sequence that its rounds added.
@@ -245,13 +248,9 @@ class PassController:
         """
         if self.costs is None:
             return
-        old = self._costs_of(kind.shape)
-        new = old.towards(kind, self._filled(kind, gathered), seconds, resumed)
-        common = {name: seconds for name, seconds in new.items() if name not in OF_SHAPE}
-        changed = [
-            None if costs is None else replace(costs, **(new if shape == kind.shape else common))
-            for shape, costs in enumerate((self.costs, *self.other_costs))
-        ]
+        filled = self._filled(kind, gathered)
+        new = self._costs_of(kind.shape).towards(kind, filled, seconds, resumed)
+        changed = refined([self.costs, *self.other_costs], kind, new, self._measured)
         self.costs, self.other_costs = changed[0], changed[1:]
 
     @property

@@ -1,8 +1,8 @@
 """Kinds of passes, and the seconds that they take."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 
@@ -148,6 +148,45 @@ class StageSeconds:
     def scaled(self, factors: Mapping[str, float]) -> "StageSeconds":
         """Each of its seconds times its factor, where there is one."""
         return StageSeconds(**{name: value * factors.get(name, 1.0) for name, value in vars(self).items()})
+
+
+def refined(
+    costs: Sequence[StageSeconds | None],
+    kind: PassKind,
+    new: Mapping[str, float],
+    measured: set[tuple[str, int]],
+) -> list[StageSeconds | None]:
+    """Costs by shape of tree after a pass whose stages now take ``new`` seconds.
+
+    The load of a machine changes the speed of all stages. Those of drafting that no pass has measured yet
+    follow plain passes: these would else seem faster than drafting that was measured when the machine was
+    busy, which would then never be tried.
+
+    Args:
+        kind: of the pass.
+        measured: stages with the number of their shape; those of this pass are added.
+    """
+
+    def place(name: str, shape: int) -> tuple[str, int]:
+        return name, shape if name in OF_SHAPE else 0
+
+    old = costs[kind.shape]
+    assert old is not None, "passes take only trees whose costs are known"
+    drift = new["plain"] / old.plain if kind.levels == 1 else 1.0
+    measured |= {place(name, kind.shape) for name in new}
+    found: list[StageSeconds | None] = []
+    for shape, own in enumerate(costs):
+        if own is None:
+            found.append(None)
+            continue
+        changed = {
+            name: value * drift
+            for name, value in vars(own).items()
+            if 0 < value < math.inf and place(name, shape) not in measured
+        }
+        same = {name: seconds for name, seconds in new.items() if shape == kind.shape or name not in OF_SHAPE}
+        found.append(replace(own, **changed, **same))
+    return found
 
 
 OF_SHAPE = ("draft", "retrieval", "tree")
