@@ -68,7 +68,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@triton.jit(do_not_specialize=["parts"])
+# Not compiled anew for other lengths.
+@triton.jit(do_not_specialize=["parts", "rows", "tokens"])
 def _merge_parts_kernel(
     out_ptr,  # [B, T, H, D]
     lse_ptr,  # fp32 [B, H, T]
