@@ -36,7 +36,7 @@ from triforce_tree.models.recurrent.limits import refuse_without_attention
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import PassThrough
 from triforce_tree.models.recurrent.running import running
-from triforce_tree.models.supported import UnsupportedModelError, refuse_unsupported
+from triforce_tree.models.supported import UnsupportedModelError, max_positions, refuse_unsupported
 from triforce_tree.runtime.devices import plain_torch_modes
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.locks import held
@@ -128,7 +128,7 @@ class HFModel:
             )
         self.layers: int = layers
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.max_positions = max_positions(config)
         refuse_unsupported(model)
         try:
             self.length_rope = LengthRope.of(model)
