@@ -47,14 +47,14 @@ CASES: list[tuple[Any, set[str]]] = [
     (LlamaConfig, LLAMA | {""}),
     (Qwen2Config, LLAMA | {""}),
     (Qwen3Config, LLAMA | HEADS | {""}),
-    (Gemma2Config, LLAMA | BOTH_SIDES),
-    (Gemma3TextConfig, LLAMA | BOTH_SIDES | HEADS),
+    (Gemma2Config, LLAMA | BOTH_SIDES | {""}),
+    (Gemma3TextConfig, LLAMA | BOTH_SIDES | HEADS | {""}),
     # Gate and up in one weight.
     (Phi3Config, LLAMA | {""}),
     # Cosines in fp32, products rounded once.
     (Olmo2Config, {"self_attn", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"} | HEADS),
     # Neighbours are rotated instead of halves.
-    (Glm4Config, LLAMA - {"self_attn"} | {"post_self_attn_layernorm", "post_mlp_layernorm"}),
+    (Glm4Config, LLAMA - {"self_attn"} | {"", "post_self_attn_layernorm", "post_mlp_layernorm"}),
     # A quarter of a head is rotated; the norms subtract the mean.
     (StableLmConfig, {"self_attn", "mlp"}),
     (CohereConfig, {"mlp"}),

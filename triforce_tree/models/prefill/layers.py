@@ -19,7 +19,7 @@ from triforce_tree.kernels.norm.reference import add_rms_norm, row_rms_norm
 from triforce_tree.kernels.pointwise.reference import ACTIVATIONS, gated, rotary
 from triforce_tree.models.exact.device import NORM_KINDS, norm_epsilon
 from triforce_tree.models.model_copy import ROTARY, text_decoder, with_global
-from triforce_tree.models.prefill.residual import forward_by, is_layer, may_be_layer
+from triforce_tree.models.prefill.residual import Structure, forward_by, structure_of
 
 # Sizes of stand-ins: rows, features, and features inside an MLP.
 _ROWS, _WIDTH, _INNER, _HEAD = 5, 64, 48, 16
@@ -63,8 +63,8 @@ class PrefillLayers:
                     rotaries[own] = _with_rotary(own, dtype)
                 if (replaced := rotaries[own]) is not None:
                     make = partial(MethodType, replaced)
-            elif may_be_layer(module):
-                make = _layer_maker(module)
+            elif (structure := structure_of(module, _stand_in)) is not None:
+                make = _layer_maker(module, structure)
             if make is not None:
                 self._found[name] = _Replacement(_types(module), make)
 
@@ -147,18 +147,18 @@ def _norm_forward(eps: float, kind: tuple[float, bool], module: Any) -> Callable
     return forward
 
 
-def _layer_maker(layer: Any) -> Callable[[Any], Callable[..., Any]] | None:
-    """Makes the forward of what may be a decoder layer; None for something else."""
-    norm = layer.post_attention_layernorm
-    if "forward" in vars(norm) or (eps := norm_epsilon(norm)) is None:
+def _layer_maker(layer: nn.Module, structure: Structure) -> Callable[[Any], Callable[..., Any]] | None:
+    """Makes the forward of a decoder layer; None where its middle norm is not ours."""
+    norm = getattr(layer, structure.middle)
+    if "forward" in vars(norm) or (eps := norm_epsilon(norm)) is None or (kind := _norm_kind(norm)) is None:
         return None
-    if (kind := _norm_kind(norm)) is None or not is_layer(layer, _stand_in):
-        return None
-    return partial(_layer_forward, eps, kind)
+    return partial(_layer_forward, eps, kind, structure)
 
 
-def _layer_forward(eps: float, kind: tuple[float, bool], layer: Any) -> Callable[..., Any]:
-    norm = layer.post_attention_layernorm
+def _layer_forward(
+    eps: float, kind: tuple[float, bool], structure: Structure, layer: Any
+) -> Callable[..., Any]:
+    norm = getattr(layer, structure.middle)
     own = MethodType(type(layer).forward, layer)
 
     def add_norm(attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ def _layer_forward(eps: float, kind: tuple[float, bool], layer: Any) -> Callable
             return total, norm(total)
         return add_rms_norm(attended, residual, norm.weight, eps, *kind)
 
-    fused = forward_by(add_norm, layer)
+    fused = forward_by(add_norm, layer, structure)
 
     def forward(hidden_states: Tensor, *args: Any, **keywords: Any) -> Any:
         return own(hidden_states, *args, **keywords) if args else fused(hidden_states, **keywords)

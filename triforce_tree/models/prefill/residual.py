@@ -1,31 +1,59 @@
 """Decoder layers whose residual addition after attention is computed with the norm that follows it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_CHILDREN = {*_NORMS, "self_attn", "mlp"}
 AddNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def may_be_layer(module: nn.Module) -> bool:
-    """Whether a module has the parts of such a layer, and no others but dropout."""
-    parts = {name for name, child in module._modules.items() if not isinstance(child, nn.Dropout)}
-    return parts == _CHILDREN and not module._parameters
+class Structure(NamedTuple):
+    """Names of a layer's norms beside ``self_attn`` and ``mlp``.
+
+    Attributes:
+        before: of the input of attention.
+        middle: of the sum of attention and residual.
+        after_attention, after_mlp: of their outputs; None without.
+    """
+
+    before: str
+    middle: str
+    after_attention: str | None = None
+    after_mlp: str | None = None
 
 
-def forward_by(add_norm: AddNorm, layer: Any) -> Callable[..., Tensor]:
+# Llama, Gemma 2, GLM-4.
+_STRUCTURES = (
+    Structure("input_layernorm", "post_attention_layernorm"),
+    Structure(
+        "input_layernorm",
+        "pre_feedforward_layernorm",
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    Structure(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "post_self_attn_layernorm",
+        "post_mlp_layernorm",
+    ),
+)
+
+
+def forward_by(add_norm: AddNorm, layer: Any, structure: Structure) -> Callable[..., Tensor]:
     """The layer's forward with ``add_norm``, of attention and residual to their sum and its norm."""
+    before, _, after_attention, after_mlp = structure
 
     def forward(hidden_states: Tensor, **keywords: Any) -> Tensor:
-        normed = layer.input_layernorm(hidden_states)
+        normed = getattr(layer, before)(hidden_states)
         attended, _ = layer.self_attn(hidden_states=normed, **keywords)
+        if after_attention is not None:
+            attended = getattr(layer, after_attention)(attended)
         total, normed = add_norm(attended, hidden_states)
-        out: Tensor = total + layer.mlp(normed)
-        return out
+        out: Tensor = layer.mlp(normed)
+        return total + (out if after_mlp is None else getattr(layer, after_mlp)(out))
 
     return forward
 
@@ -43,13 +71,26 @@ class _Part(nn.Module):
 
 
 @torch.no_grad()
-def is_layer(module: nn.Module, stand_in: Callable[..., Any]) -> bool:
-    """Whether :func:`forward_by` computes what a module's own forward does, and tells attention as much.
+def structure_of(module: nn.Module, stand_in: Callable[..., Any]) -> Structure | None:
+    """The structure with which :func:`forward_by` computes what a module does; None for other modules.
+
+    Attention must be told as much as by the module's own forward.
 
     Args:
         stand_in: makes a module of the same class with other children.
     """
-    norms = {name: _Part(function) for name, function in zip(_NORMS, (torch.sin, torch.cos), strict=True)}
+    parts = {name for name, child in module._modules.items() if not isinstance(child, nn.Dropout)}
+    for structure in () if module._parameters else _STRUCTURES:
+        if parts == {"self_attn", "mlp"} | set(filter(None, structure)) and _computes(
+            module, structure, stand_in
+        ):
+            return structure
+    return None
+
+
+def _computes(module: nn.Module, structure: Structure, stand_in: Callable[..., Any]) -> bool:
+    functions = (torch.sin, torch.cos, torch.atan, torch.erf)
+    norms = {name: _Part(f) for name, f in zip(structure, functions, strict=True) if name is not None}
     attention, mlp = _Part(lambda x: (torch.exp(x), None)), _Part(torch.tanh)
     made = stand_in(module, **norms, self_attn=attention, mlp=mlp)
     x, told = torch.linspace(-2, 2, 40, device="cpu").view(1, 5, 8), torch.arange(5, device="cpu")[None]
@@ -69,7 +110,7 @@ def is_layer(module: nn.Module, stand_in: Callable[..., Any]) -> bool:
     try:
         expected = type(module).forward(made, x, **keywords)
         given = attention.given
-        found = forward_by(add_norm, made)(x, **keywords)
+        found = forward_by(add_norm, made, structure)(x, **keywords)
     except (TypeError, AttributeError, RuntimeError, ValueError):
         return False
     same = isinstance(expected, Tensor) and torch.equal(expected, found)
