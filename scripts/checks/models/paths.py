@@ -152,7 +152,8 @@ class Trial:
                     return Outcome(DIFFERS, f"from new token {at} on, after {len(prompt)} tokens")
         if path.gpu:
             with engine.program(prompts, NEW_TOKENS, None, 0.0) as program:
-                if not (program.full.capturable and program.retrieval_model.capturable):
+                models = [program.full] if self.recurrent else [program.full, program.retrieval_model]
+                if not all(model.capturable for model in models):
                     return Outcome(REFUSED, "equal, but its forwards run step by step")
         return Outcome(EQUAL)
 

@@ -58,7 +58,8 @@ def _rotate(
         tl.store(target + rest, tl.load(source + rest, mask=kept, other=0.0), mask=kept)
 
 
-@triton.jit
+# Not compiled anew for other lengths.
+@triton.jit(do_not_specialize=["tokens"])
 def rotary_kernel(
     q_out_ptr,
     k_out_ptr,
@@ -131,7 +132,9 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
             cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), dim, width // 2,
             BLOCK_HEADS=_HEADS, BLOCK_HALF=triton.next_power_of_2(width // 2),
-            BLOCK_REST=triton.next_power_of_2(rest) if rest else 0, ROUND=cos.dtype == q.dtype, **warps(4),
+            BLOCK_REST=triton.next_power_of_2(rest) if rest else 0, ROUND=cos.dtype == q.dtype,
+            # Fused, one of the two products would not be rounded.
+            **warps(4, enable_fp_fusion=False),
         )  # fmt: skip
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
