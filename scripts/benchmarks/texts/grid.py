@@ -75,7 +75,8 @@ class Grid:
             for run in range(self.pairs):
                 pair = [own | {"run": run}, {"method": PLAIN, **plain, "seed": own["seed"], "run": run}]
                 made += pair if run % 2 == 0 else pair[::-1]
-        return made + compared
+                made += [key | {"seed": own["seed"], "run": run} for key in compared]
+        return made
 
 
 class TimeLimit:

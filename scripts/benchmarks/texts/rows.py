@@ -16,7 +16,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
     ``plain_ms_per_token`` is that of the faster of the plain methods that were measured there; ``worst`` and
     ``best`` are the speed-ups of the slowest and the fastest of our runs. Where each run has one of plain
     decoding beside it, speed-ups are those of the pairs, and ``speedup_error`` is the standard error of their
-    median.
+    median; transformers' cache is then compared with ours by its runs beside the same ones.
     """
     found: dict[tuple[str, int, float], list[Record]] = {}
     for s in samples:
@@ -28,9 +28,9 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
         decoded = [s for s in here if s["method"] == PLAIN and s["temperature"] == temperature]
         if not decoded:
             continue
-        static = [s["ms_per_token"] for s in here if s["method"] == STATIC]
         beside = {PLAIN: statistics.median(s["ms_per_token"] for s in decoded)}
-        beside |= {STATIC: statistics.median(static)} if static else {}
+        if (static := _static(here, beside[PLAIN])) is not None:
+            beside[STATIC] = static
         plain = min(beside, key=lambda method: beside[method])
         made.append(
             {
@@ -54,6 +54,22 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
             }
         )  # fmt: skip
     return made
+
+
+def _static(here: list[Record], plain: float) -> float | None:
+    """Milliseconds a token of transformers' static cache, if it was measured: of runs in pairs relative to
+    our plain decoding, of which ``plain`` milliseconds are those of the cell."""
+    runs = [s for s in here if s["method"] == STATIC]
+    ours = {_place(s): s["ms_per_token"] for s in here if s["method"] == PLAIN}
+    ratios = [s["ms_per_token"] / ours[_place(s)] for s in runs if "run" in s and _place(s) in ours]
+    if ratios:
+        return plain * statistics.median(ratios)
+    return statistics.median(s["ms_per_token"] for s in runs) if runs else None
+
+
+def _place(sample: Record) -> tuple[float, int, int | None]:
+    """What runs that were made beside each other have in common."""
+    return sample["temperature"], sample["seed"], sample.get("run")
 
 
 def _speed(ours: list[Record], decoded: list[Record], fastest: float, plain: float) -> dict[str, float]:
