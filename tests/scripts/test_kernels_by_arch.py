@@ -35,8 +35,7 @@ def test_a_sample_compiles_within_every_limit(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stdout + made.stderr
     kernels = json.loads(out.read_text())["kernels"]
     assert {kind["arch"] for kind in kernels} == set(KNOWN)
-    made_of = {kind["kernel"] for kind in kernels}
-    assert {"tree_attention_kernel", "linear_kernel", "_score_kernel"} <= made_of
+    assert len({kind["kernel"] for kind in kernels}) >= 5, "which ones depends on the list of variants"
     assert not out.with_suffix(".part").exists()
 
 
