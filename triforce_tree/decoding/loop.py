@@ -145,7 +145,7 @@ class Decoder:
         after_plain = False
         try:
             while None in self.finish_reasons:
-                start = time.perf_counter()
+                start = time.perf_counter() - self.program.capture_seconds  # no decoding
                 if self._costs is not None:
                     self._costs.at(max(map(len, self._sequences)), measured=self._learns)
                 new_tokens = [len(s) - n for s, n in zip(self._sequences, self._lengths, strict=True)]
@@ -162,7 +162,7 @@ class Decoder:
                 if observe is not None:
                     observe(new, self.emitted_logits)
                 self._count(kind, report, sum(map(len, new)), resumed)
-                self.decode_seconds += time.perf_counter() - start
+                self.decode_seconds += time.perf_counter() - self.program.capture_seconds - start
                 yield new
         except GeneratorExit:
             raise
