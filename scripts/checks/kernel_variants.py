@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from scripts.checks.exact import variants as exact
+from scripts.checks.prefill import variants as prefill
 from triforce_tree.kernels.attention import launch, merge
 from triforce_tree.kernels.attention.configs import choose as choose_attention
 from triforce_tree.kernels.attention.plan import Heads, plan_nodes, plan_trees
@@ -59,6 +60,7 @@ def variants(device: Device) -> Iterator[Variant]:
         yield from always()
     for always in (_experts, _states):
         yield from always()
+    yield from (Variant(*launch) for launch in prefill.launches())
 
 
 def digest(device: Device) -> str:

@@ -1,8 +1,10 @@
 """A forward that differs from the model's own is found at load."""
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ import triforce_tree
 from triforce_tree import UnsupportedModelError
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading import rounding
+from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.loading.load_guard import compare_at_load, named_lengths
 from triforce_tree.models import hf_model
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.length_rope import LengthRope
+from triforce_tree.models.supported import likely_cause
 
 WINDOW = 100  # longer than the first comparison, which all models get
 
@@ -149,6 +153,15 @@ def test_one_layer_of_each_kind_computes() -> None:
 def test_layers_without_rotary_embedding_are_a_separate_kind() -> None:
     model = tiny("smollm3", num_hidden_layers=6, no_rope_layers=[1, 1, 1, 0, 1, 1])
     assert compare_at_load(HFModel(model)).layers == (0, 1, 3)
+
+
+def test_attention_of_torch_ignores_capped_scores(tmp_path: Path) -> None:
+    """Some versions of transformers choose it; of a folder capped scores are computed all the same."""
+    model = CAPPED["gemma2"]()
+    model.save_pretrained(tmp_path)
+    model.config._attn_implementation = "sdpa"
+    assert re.search("ignores attn_logit_softcapping.*attn_implementation='eager'", likely_cause(model, ()))
+    assert load_model(tmp_path).config._attn_implementation == "eager"
 
 
 def test_model_and_random_state_are_unchanged() -> None:

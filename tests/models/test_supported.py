@@ -67,6 +67,18 @@ def test_a_device_map_of_one_device_is_accepted() -> None:
     assert HFModel(model).layers == 2
 
 
+def test_a_decoder_of_speech_names_its_positions_otherwise() -> None:
+    sizes = {"d_model": 32, "decoder_layers": 1, "encoder_layers": 1, "decoder_attention_heads": 2}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1)
+    model = build(
+        "WhisperConfig", "WhisperForCausalLM", vocab_size=64, max_target_positions=80, **sizes, **ids
+    )
+    model.generation_config.decoder_start_token_id = None
+    assert HFModel(model).learned_positions == 80
+    with pytest.raises(ValueError, match=r"70 prompt tokens \+ 12 new ones = 82 exceed the model's 80"):
+        triforce_tree.load(model, levels=1).generate(list(range(64)) + [2] * 6, max_new_tokens=12)
+
+
 def test_weights_without_data_are_refused() -> None:
     with torch.device("meta"):
         empty = build("LlamaConfig", "LlamaForCausalLM", vocab_size=64, hidden_size=32, num_hidden_layers=1)

@@ -4,9 +4,9 @@ from torch import Tensor
 from triton import knobs
 
 
-def warps(count: int) -> dict[str, int]:
-    """The launch option for so many warps; none in Triton's interpreter, which has no warps."""
-    return {} if knobs.runtime.interpret else {"num_warps": count}
+def warps(count: int, **options: bool) -> dict[str, int]:
+    """The launch option for so many warps, and others; none in Triton's interpreter, which has no warps."""
+    return {} if knobs.runtime.interpret else {"num_warps": count, **options}
 
 
 def dense(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from triforce_tree.loading.model_files import check_sizes, downloaded, in_one_line, skeleton
+from triforce_tree.models.supported import attention_of
 
 SUFFIX = ".gguf"
 PACKAGE = "pip install 'triforce-tree[quant]', or gguf alone"
@@ -72,7 +73,7 @@ def gguf_configuration(path: str | Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # third-party code on a file of unknown origin
         raise _unusable(path, "model", error) from error
-    config._attn_implementation = config._experts_implementation = None
+    config._attn_implementation, config._experts_implementation = attention_of(config), None
     check_sizes(config.to_dict(), path)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{str(path)!r} is a {config.model_type} model, and no causal language model")

@@ -33,10 +33,11 @@ from triforce_tree.loading.rounding import (
     rounding_limit,
 )
 from triforce_tree.models.attention import AttentionParams, scales_queries
-from triforce_tree.models.hf_model import HFModel, plain_torch_modes
+from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall
-from triforce_tree.models.supported import UnsupportedModelError, likely_cause
+from triforce_tree.models.supported import UnsupportedModelError, likely_cause, max_positions
+from triforce_tree.runtime.devices import plain_torch_modes
 
 # Tokens of two chunks of prefill, and of one tree, which is a chain.
 _CHUNKS = (16, 16, 8)
@@ -327,7 +328,7 @@ def named_lengths(model: nn.Module) -> set[int]:
     """Lengths in a model's configuration below its maximum: windows, chunks, original rotary lengths."""
     config: Any = model.config
     text_config = config.get_text_config(decoder=True)
-    most = getattr(text_config, "max_position_embeddings", None) or float("inf")
+    most = max_positions(text_config) or float("inf")
     found: set[int] = set()
 
     def collect(settings: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from triforce_tree.models.supported import attention_of
 from triforce_tree.runtime.json_files import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -115,7 +116,7 @@ def configuration(source: str | Path) -> tuple[Path, PreTrainedConfig]:
     except Exception as error:  # third-party code on values of unknown origin
         raise _unusable(source, error) from error
     # transformers never writes them to a file, and a name like owner/kernel loads code from the hub.
-    config._attn_implementation = config._experts_implementation = None
+    config._attn_implementation, config._experts_implementation = attention_of(config), None
     return folder, config
 
 

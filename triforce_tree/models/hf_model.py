@@ -30,12 +30,14 @@ from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.host.linears import few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.models.prefill.layers import PrefillLayers
 from triforce_tree.models.recorder import Recorder
 from triforce_tree.models.recurrent.limits import refuse_without_attention
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import PassThrough
 from triforce_tree.models.recurrent.running import running
-from triforce_tree.models.supported import UnsupportedModelError, refuse_unsupported
+from triforce_tree.models.supported import UnsupportedModelError, max_positions, refuse_unsupported
+from triforce_tree.runtime.devices import plain_torch_modes
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.locks import held
 
@@ -95,18 +97,6 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-@contextmanager
-def plain_torch_modes(device: torch.device) -> Iterator[None]:
-    """Inside, autocast, gradients and inference mode are off; later calls cannot write inference tensors."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        for kind in {device.type, "cpu"}:
-            if torch.amp.is_autocast_available(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
 class HFModel:
     """A loaded causal LM, checked once for what hierarchical decoding needs.
 
@@ -138,7 +128,7 @@ class HFModel:
             )
         self.layers: int = layers
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.max_positions = max_positions(config)
         refuse_unsupported(model)
         try:
             self.length_rope = LengthRope.of(model)
@@ -150,6 +140,7 @@ class HFModel:
                 f"sequence length ({type(error).__name__}: {error})"
             ) from error
         self._running: PreTrainedModel | None = None
+        self._prefill_layers: PrefillLayers | None = None
         if quantisation(model) is not None:
             self._settle()
         self._probe()
@@ -234,6 +225,10 @@ class HFModel:
             if self.length_rope is not None:
                 self.length_rope.attach(copied)
             attach(copied, in_chunks=True)
+            if self.device.type == "cuda":
+                if self._prefill_layers is None:
+                    self._prefill_layers = PrefillLayers(self.model)
+                self._prefill_layers.attach(copied)
             with ExitStack() as stack:
                 stack.enter_context(plain_torch_modes(self.device))
                 stack.enter_context(explained(self.device))
@@ -271,7 +266,9 @@ class HFModel:
         Raises:
             RuntimeError: a layer bypassed our attention function, so the cache lacks its keys and values.
         """
-        ids = torch.tensor([tokens], device=self.device)
+        # From pinned memory the copy does not wait for the chunk before.
+        on_host = torch.tensor([tokens], pin_memory=self.device.type == "cuda")
+        ids = on_host.to(self.device, non_blocking=True)
         positions = cache.positions(len(tokens)).to(self.device)[None]
         with self.attending(cache) as called, running(cache.recurrent):
             out = self.running(

@@ -4,13 +4,17 @@ Copies have new module objects, so the user's model is never changed.
 """
 
 import copy
+from collections.abc import Callable
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+
+ROTARY = "apply_rotary_pos_emb"
+"""The name under which attention modules of transformers find their rotary embedding."""
 
 
 def text_decoder(model: nn.Module) -> nn.Module:
@@ -83,3 +87,11 @@ def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
         attributes.pop("_compiled_call_impl", None)
         vars(copies[id(module)]).update(attributes)
     return cast(PreTrainedModel, copies[id(model)])
+
+
+def with_global(forward: FunctionType, name: str, value: Callable[..., Any]) -> FunctionType:
+    """A copy of a function that finds ``value`` under a global name."""
+    names = {**forward.__globals__, name: value}
+    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made

@@ -8,6 +8,7 @@ from torch import nn
 
 from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
 
+_SOFTCAP = "attn_logit_softcapping"
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 
 
@@ -27,6 +28,25 @@ def refuse_unsupported(model: nn.Module) -> None:
     reason = _architecture(model, config, text_config) or _placement(model)
     if reason:
         raise UnsupportedModelError(f"{type(model).__name__} {reason}")
+
+
+def max_positions(text_config: Any) -> int | None:
+    """Positions that a model can take, by its configuration; None where it names none.
+
+    Decoders of speech models without their encoder name it ``max_target_positions``.
+    """
+    for name in ("max_position_embeddings", "max_target_positions"):
+        if (positions := getattr(text_config, name, None)) is not None:
+            return int(positions)
+    return None
+
+
+def attention_of(config: Any) -> str | None:
+    """How a checkpoint's attention is to be computed by transformers; None leaves it the choice.
+
+    Torch's attention has no capped scores, and some versions of transformers choose it all the same.
+    """
+    return "eager" if getattr(config.get_text_config(decoder=True), _SOFTCAP, None) else None
 
 
 def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None:
@@ -75,6 +95,11 @@ def likely_cause(model: Any, attention: Iterable[nn.Module]) -> str:
     """
     if any(getattr(module, "is_causal", True) is False for module in attention):
         return "it attends in both directions, as an encoder does"
+    if attention_of(config := model.config) and config._attn_implementation == "sdpa":
+        return (
+            f"torch's attention ignores {_SOFTCAP} in this version of transformers; load the model with "
+            "attn_implementation='eager'"
+        )
     parts = (model, model.base_model, model.get_decoder())
     if not any("position_ids" in inspect.signature(part.forward).parameters for part in parts):
         return "it counts positions by the length of transformers' cache, and takes no position_ids"

@@ -3,6 +3,8 @@
 import logging
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,3 +69,15 @@ def _warn_of_unused_gpu() -> None:
     """Say once why a machine with an NVIDIA GPU runs on its CPU."""
     if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
         _LOG.warning("running on the CPU, though there is an NVIDIA GPU: %s", _why_no_cuda())
+
+
+@contextmanager
+def plain_torch_modes(device: torch.device) -> Iterator[None]:
+    """Inside, autocast, gradients and inference mode are off; later calls cannot write inference tensors."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for kind in {device.type, "cpu"}:
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,46 +1,119 @@
-"""Prefill on one GPU: seconds and TFLOP/s of whole prompts, by shape, context, chunk and attention.
+"""Prefill on one GPU: seconds and TFLOP/s of whole prompts, by shape, context, chunk and path.
 
     python -m scripts.benchmarks prefill
     python -m scripts.benchmarks prefill --shapes llama-3.1-8b --contexts 32768 --chunks 4096
 
-Models have the shape's weights, random but for those of the inflated pair; times do not depend on them. Each
-row is the median of the runs after a first one, whose seconds stand beside it: libraries make their plans in
-it. FLOPs are 2 a weight and token, without embedding and head, and 2 x 2 a head's element and pair of
-positions that attend; the roofline is a product of 8192 x 8192 matrices in bf16, measured in the same run.
+Models have the shape's weights, random but for those of the inflated pair; times do not depend on them.
+Before a prompt is timed, one of two chunks compiles the kernels, and attention to each of its shapes lets
+libraries make their plans; the seconds of both stand in each row. FLOPs are 2 a weight and token, without
+embedding and head, and 2 x 2 a head's element and pair of positions that attend; the roofline is a product of
+8192 x 8192 matrices in bf16, measured in the same run. Parts are timed on the device: attention in all
+layers, linears in one of eight. ``--paths``: "engine" is what the engine does, "eager" has the layers as
+transformers wrote them, "flash" torch's flash attention; all but the first of them are measured with the
+first chunk alone.
 """
 
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from scripts.benchmarks.common.command import TINY_SHAPES, device_of, parser, results_folder
 from scripts.benchmarks.common.results import Record, header, write
-from scripts.benchmarks.on_chip.tables import PREFILL_FILE, PREFILL_PATHS
+from scripts.benchmarks.on_chip.tables import PREFILL_FILE
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.eval.attention.problems import measure_ceilings
-from triforce_tree.eval.attention.timing import timed
+from triforce_tree.eval.attention.timing import synchronize, timed
+from triforce_tree.kernels.attention.prefill import causal_attention
+from triforce_tree.kv import prefill
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.loading.inflate import inflate
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.model_copy import decoder_layers
+from triforce_tree.models.prefill.layers import PrefillLayers
 from triforce_tree.runtime.executor import free_memory
 
-PATHS = tuple(PREFILL_PATHS)
+# By name: what computes attention, and whether layers use our kernels.
+PATHS = {"engine": ("engine", True), "eager": ("engine", False), "flash": ("flash", True)}
+# Positions of the least call of cuDNN's attention, and the layers of which one's linears are timed.
+_BLOCK, _EACH = 4096, 8
 
 
 @contextmanager
-def attention(path: str) -> Iterator[None]:
-    """Inside, prefill takes this path."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(before and path == "engine")
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+def way(path: str) -> Iterator[None]:
+    """Inside, prefill takes this path: its attention, and its layers."""
+    before, (attention, kernels) = torch.backends.cuda.cudnn_sdp_enabled(), PATHS[path]
+    with ExitStack() as stack:
+        if not kernels:
+            stack.enter_context(mock.patch.object(PrefillLayers, "attach", autospec=True))
+        torch.backends.cuda.enable_cudnn_sdp(before and attention == "engine")
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+class Parts:
+    """Seconds of the device in the linears and the attention of the layers of a model."""
+
+    def __init__(self, model: HFModel) -> None:
+        self._device, self._layers = model.device, decoder_layers(model.model)
+        self._spans: dict[str, list[tuple[Any, Any]]] = {"linears": [], "attention": []}
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Inside, forwards are measured that run on copies of the model which are made inside."""
+        own = prefill.windowed_attention
+
+        def attention(*args: Any) -> Any:
+            begun = self._now()
+            out = own(*args)
+            self._spans["attention"].append((begun, self._now()))
+            return out
+
+        def before(module: nn.Module, *_: Any) -> None:
+            begun[type(module)] = self._now()
+
+        def after(module: nn.Module, *_: Any) -> None:
+            self._spans["linears"].append((begun[type(module)], self._now()))
+
+        begun: dict[type, Any] = {}
+        with ExitStack() as stack:
+            for layer in list(self._layers)[::_EACH]:
+                for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
+                    stack.callback(linear.register_forward_pre_hook(before).remove)
+                    stack.callback(linear.register_forward_hook(after).remove)
+            stack.enter_context(mock.patch.object(prefill, "windowed_attention", attention))
+            yield
+
+    def reset(self) -> None:
+        for spans in self._spans.values():
+            spans.clear()
+
+    def seconds(self) -> Record:
+        """Of all layers, since the last reset."""
+        synchronize(self._device)
+        sums = {name: sum(self._between(*span) for span in spans) for name, spans in self._spans.items()}
+        count = len(self._layers)
+        return sums | {"linears": sums["linears"] * count / len(range(0, count, _EACH))}
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begun: Any, ended: Any) -> float:
+        return begun.elapsed_time(ended) / 1e3 if self._device.type == "cuda" else ended - begun
 
 
 def flops(model: HFModel, tokens: int) -> float:
@@ -51,14 +124,37 @@ def flops(model: HFModel, tokens: int) -> float:
     return 2.0 * layers * tokens + 2.0 * (heads.dim + heads.value_dim) * heads.query * pairs * model.layers
 
 
+def warm_up(model: HFModel, run: Callable[[int], object], context: int, chunk: int) -> None:
+    """Compile what a prompt needs, and let libraries make their plans for its shapes."""
+    run(min(2 * chunk, context))
+    heads, options = model.heads, {"dtype": model.dtype, "device": model.device}
+    for queries in {min(chunk, context), context % chunk} - {0}:
+        # All blocks of which the positions before a chunk consist.
+        before, size = 0, _BLOCK
+        while before + size + queries <= context:
+            before, size = before + size, 2 * size
+        q = torch.zeros(1, queries, heads.query, heads.dim, **options).transpose(1, 2)
+        keys = torch.zeros(1, heads.kv, before + queries, heads.dim, **options)
+        causal_attention(q, keys, keys, scale=1.0)
+
+
 def measure(model: HFModel, context: int, chunk: int, path: str, runs: int) -> Record:
-    """Seconds of a prompt: of the first run and the median of the others."""
+    """Seconds of a prompt, the median, of its parts, and of what was done before."""
     config = HierarchyConfig.from_options(levels=1, prefill_chunk=chunk)
-    prompts = [torch.randint(3, model.vocab_size, (context + 1,)).tolist()]
-    with model.active(), attention(path):
+    prompt, parts = torch.randint(3, model.vocab_size, (context + 1,)).tolist(), Parts(model)
+    with way(path), parts.measured(), model.active():
         program = DecodingProgram(model, None, config, 1, context + 1, 1)
-        seconds = [timed(model.device, lambda: program.prefill(prompts))[1] for _ in range(1 + runs)]
-    return {"first_seconds": seconds[0], "seconds": statistics.median(seconds[1:])}
+
+        def run(tokens: int) -> object:
+            return program.prefill([prompt[: tokens + 1]])
+
+        _, warm = timed(model.device, lambda: warm_up(model, run, context, chunk))
+        parts.reset()
+        seconds = [timed(model.device, lambda: run(context))[1] for _ in range(runs)]
+    total = statistics.median(seconds)
+    spent = {name: value / runs for name, value in parts.seconds().items()}
+    spent["rest"] = statistics.mean(seconds) - sum(spent.values())
+    return {"warm_up_seconds": warm, "seconds": total, "parts": spent}
 
 
 def inflated(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -69,10 +165,12 @@ def inflated(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrained
 def main(words: Sequence[str]) -> int:
     made = parser("benchmarks prefill", __doc__)
     made.add_argument("--shapes", nargs="+", default=["llama-2-7b", "llama-3.1-8b"], metavar="SHAPE")
-    made.add_argument("--contexts", nargs="+", type=int, default=[32_768, 122_880], metavar="N")
+    made.add_argument("--contexts", nargs="+", type=int, default=[122_880], metavar="N")
     made.add_argument("--chunks", nargs="+", type=int, default=[4096, 8192, 16_384], metavar="N")
-    made.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS, help="attention")
-    made.add_argument("--runs", type=int, default=2, help="timed runs after the first one")
+    made.add_argument(
+        "--paths", nargs="+", default=["engine", "eager"], choices=PATHS, help="attention and layers"
+    )
+    made.add_argument("--runs", type=int, default=1, help="timed prompts of each")
     args = made.parse_args(words)
     device = device_of(made, args.tiny)
     contexts, chunks = ([384], [128]) if args.tiny else (args.contexts, args.chunks)
@@ -86,8 +184,10 @@ def main(words: Sequence[str]) -> int:
         free_memory()
         for context in contexts:
             for chunk in chunks:
-                for how in args.paths:
-                    row: Record = {"shape": shape, "context": context, "chunk": chunk, "path": how}
+                # Beside the first chunk alone: a prompt takes ten seconds.
+                for how in args.paths if chunk == chunks[0] else args.paths[:1]:
+                    row: Record = {"shape": shape, "context": context, "chunk": chunk}
+                    row["path"], row["kernels"] = PATHS[how]
                     row["vocabulary"] = model.vocab_size
                     row |= measure(model, context, chunk, how, args.runs)
                     row["tflops"] = flops(model, context) / row["seconds"] / 1e12

@@ -24,8 +24,10 @@ TRIFORCE = {(1, 122_880, 0.0): 2.31, (1, 122_880, 0.6): 2.19, (1, 122_880, 1.0):
 PREFILL: Columns = {
     "model": "{shape}", "context": "{context:,}", "chunk": "{chunk:,}",
     "attention": lambda row: PREFILL_PATHS[row["path"]],
-    "**seconds**": "**{seconds:.2f}**", "first prompt, s": "{first_seconds:.2f}", "TFLOP/s": "{tflops:.0f}",
-    "of the product": "?{roofline_share:pct}",
+    "layers": lambda row: "kernels" if row.get("kernels") else "transformers'",
+    "**seconds**": "**{seconds:.2f}**", "TFLOP/s": "{tflops:.0f}", "of the product": "?{roofline_share:pct}",
+    "in linears": "?{parts[linears]:.2f}", "in attention": "?{parts[attention]:.2f}",
+    "rest": "?{parts[rest]:.2f}",
 }  # fmt: skip
 PREFILL_PATHS = {
     "engine": "cuDNN before the chunk, without a mask", "flash": "torch's flash attention, causal",

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from scripts.checks.models.classes import Family
 from scripts.checks.models.overrides import BY_CONFIG, VARIANTS
 from scripts.checks.models.shrink import PLAIN_TOKENS, Settings, merged, shrunk
+from triforce_tree.models.supported import attention_of
 
 DEFAULT = "default"
 # Of ``generate``: ends, lengths and forced tokens.
@@ -55,6 +56,8 @@ def build(family: Family, variant: str = DEFAULT, seed: int = 0) -> PreTrainedMo
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = family.model_class(config).float().eval()
+    if implementation := attention_of(config):
+        model.set_attn_implementation(implementation)
     _scatter(model, seed)
     # No token is special to ``generate``, which takes ends and lengths from here.
     kept: Any = model.generation_config

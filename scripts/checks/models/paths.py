@@ -77,6 +77,9 @@ class Trial:
     def __init__(self, model: PreTrainedModel, device: str) -> None:
         self.model, self.device = model.to(device), device
         self._expected: dict[int, list[int]] = {}
+        if device == "cuda" and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+            # Torch's grouped products on a GPU take no matrices as small as these; load chooses anew.
+            model.set_experts_implementation("eager")
 
     @cached_property
     def recurrent(self) -> bool:
@@ -132,7 +135,7 @@ class Trial:
         # Streamed weights are moved out of the model.
         target = copy.deepcopy(self.model) if streams else self.model
         options = {**OPTIONS, **path.options, **(self._tree if path.drafts else {})}
-        if self.recurrent and len(path.options) > 1:
+        if self.recurrent and (path.gpu or len(path.options) > 1):
             options["levels"] = 2  # what else is refused of the path, beside three levels
         engine = triforce_tree.load(target, self.draft if path.drafts else None, **options)
         prompts = [prompt_of(length) for length in lengths]
@@ -149,7 +152,8 @@ class Trial:
                     return Outcome(DIFFERS, f"from new token {at} on, after {len(prompt)} tokens")
         if path.gpu:
             with engine.program(prompts, NEW_TOKENS, None, 0.0) as program:
-                if not (program.full.capturable and program.retrieval_model.capturable):
+                models = [program.full] if self.recurrent else [program.full, program.retrieval_model]
+                if not all(model.capturable for model in models):
                     return Outcome(REFUSED, "equal, but its forwards run step by step")
         return Outcome(EQUAL)
 

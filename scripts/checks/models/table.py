@@ -1,15 +1,23 @@
 """The table of docs/models.md: which classes of transformers run on which path."""
 
+import json
 import re
 from collections import Counter
 
-from scripts.benchmarks.common.markdown import Record, Table, grid, listing, noted
+from scripts.benchmarks.common.markdown import Record, Table, cell, grid, listing, noted
+from scripts.benchmarks.common.results import RESULTS
 
 FILE = "models.json"
+# Of `--device cuda --paths captured`, where there is one: graphs need a GPU.
+GPU_FILE = "models_gpu.json"
 _MARKS = {"equal": "yes", "skipped": "-"}
 _LONGEST = 150
 _NOTE = (
     "{hardware}, torch {versions[torch]}, transformers {versions[transformers]}, commit {commit}, {date}. "
+)
+_GPU_NOTE = (
+    "Captured: {hardware}, torch {versions[torch]}, transformers {versions[transformers]}, commit {commit}; "
+    '"-" where this transformers lacks the class. File: `docs/results/{file}`. '
 )
 _NO_INTERFACE = re.compile(
     r".*does not pass through transformers' attention interface with our cache \((.*)\)"
@@ -19,6 +27,7 @@ _DIFFERS = re.compile(r"would not be decoded as by transformers: (.*?;)? ?on .* 
 
 def models(content: Record) -> str:
     """A line for each feature set of a class, a column for each path, reasons as footnotes."""
+    content, captured = with_captured(content)
     paths = [path for path in content["paths"] if any(row["path"] == path for row in content["rows"])]
     notes: dict[str, int] = {}
     lines: dict[tuple[str, str], dict[str, str]] = {}
@@ -37,7 +46,23 @@ def models(content: Record) -> str:
         table.append([f"`{name}`", what, *(cells.get(path, "") for path in paths)])
     footnotes = "".join(f"{number}. {reason}\n" for reason, number in notes.items())
     parts = (summary(content, paths), grid(["class", "special", *paths], table, 2), footnotes)
-    return "\n".join([*parts, _older(content) + noted(_NOTE, FILE)(content, [])])
+    return "\n".join([*parts, _older(content) + captured + noted(_NOTE, FILE)(content, [])])
+
+
+def with_captured(content: Record) -> tuple[Record, str]:
+    """The rows with those of the GPU's file in place of skipped ones, and where these come from."""
+    file = RESULTS / GPU_FILE
+    if content["device"] == "cuda" or not file.exists():
+        return content, ""
+    gpu = json.loads(file.read_text(encoding="utf-8"))
+    found = {(row["class"], row["feature_set"], row["path"]): row for row in gpu["rows"]}
+    rows = [
+        found.get((row["class"], row["feature_set"], row["path"]), row)
+        if row["outcome"] == "skipped"
+        else row
+        for row in content["rows"]
+    ]
+    return content | {"rows": rows}, cell(_GPU_NOTE, gpu | {"file": GPU_FILE})
 
 
 def _older(content: Record) -> str:

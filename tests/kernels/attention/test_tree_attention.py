@@ -246,11 +246,33 @@ def test_merge():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("count", [1, 3, 14])
+def test_merge_of_parts_in_their_own_tensors(count):
+    torch.manual_seed(3)
+    # As attention kernels lay them out.
+    outs = [torch.randn(2, 5, 3, 24, device=DEVICE).transpose(1, 2) for _ in range(count)]
+    lses = [torch.randn(2, 3, 5, device=DEVICE) for _ in range(count)]
+    for out, lse in zip(outs[::2], lses[::2], strict=True):
+        lse[0, 1], out[0, 1] = -torch.inf, torch.nan
+    for out, lse in zip(outs, lses, strict=True):
+        lse[1, 2, 3:], out[1, 2, 3:] = -torch.inf, torch.nan
+    exact = reference.merge_states.definition(torch.stack(outs), torch.stack(lses))
+    with poisoned_memory():
+        made = merge.merge_parts(outs, lses)
+    defined = reference.merge_parts.definition(outs, lses)
+    for found, plain, expected in zip(made, defined, exact, strict=True):
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(plain, expected)
+        assert found.stride() == plain.stride()
+
+
 def test_fakes_agree_with_the_operators():
     """So torch.compile keeps the operators in its graph."""
     outs, lses = torch.randn(2, 3, 64, device=DEVICE), torch.randn(2, 3, device=DEVICE)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(reference.merge_states.overload, (outs, lses), test_utils=checks)
+    parts = [torch.randn(1, 2, 3, 8, device=DEVICE)] * 2, [torch.randn(1, 2, 3, device=DEVICE)] * 2
+    torch.library.opcheck(reference.merge_parts.overload, parts, test_utils=checks)
 
 
 def test_fake_output_has_the_width_of_the_values():

@@ -28,6 +28,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     # All that decodes, in a model of any shape.
     "engine": ("decoding/loop.py", "loading/inflate.py", *_KERNELS, *_C_FILES),
     "api": ("engine.py", *_KERNELS, *_C_FILES),
+    "heads": ("drafters/heads/eagle.py", "drafters/heads/medusa.py"),
 }
 _C_COMMENT = re.compile(rb"/\*.*?\*/|//[^\n]*", re.DOTALL)
 

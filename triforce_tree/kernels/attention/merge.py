@@ -1,14 +1,19 @@
-"""Triton kernel: attention over a union of KV sets from the attention over each, in a fixed order.
+"""Triton kernels: attention over a union of KV sets from the attention over each, in a fixed order.
 
 The maths is ``reference.merge_states``: with ``m = max lse_p``, ``out = sum exp(lse_p - m) out_p /
 sum exp(lse_p - m)`` and ``lse = m + log sum exp(lse_p - m)``, natural logarithms (cascade
 inference; DeFT, arXiv 2404.00242, section 3.2).
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# Of one launch.
+_MOST_PARTS = 12
 
 
 @triton.jit
@@ -61,3 +66,65 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         PARTS=parts, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK=block,
     )  # fmt: skip
     return out, lse
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _merge_parts_kernel(
+    out_ptr,  # [B, T, H, D]
+    lse_ptr,  # fp32 [B, H, T]
+    outs,  # of each part, as out_ptr
+    lses,  # of each part, as lse_ptr
+    parts,
+    rows,
+    heads,
+    tokens,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK_D)
+    real = row < rows
+    there = real[:, None] & (column < DIM)[None, :]
+    head, token = row % heads, row // heads
+    place = ((token // tokens) * heads + head) * tokens + token % tokens
+    elements = row[:, None] * DIM + column[None, :]
+    count = tl.zeros([BLOCK], tl.int32) + parts
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for part in tl.static_range(len(lses)):
+        lse = tl.load(lses[part] + place, mask=real & (part < count), other=float("-inf"))
+        best = tl.maximum(best, lse)
+    floor = tl.where(best == float("-inf"), 0.0, best)
+    weight = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    for part in tl.static_range(len(lses)):
+        lse = tl.load(lses[part] + place, mask=real & (part < count), other=float("-inf"))
+        part_weight = tl.exp(lse - floor)
+        # The output of an empty part may hold anything, NaN too; it is not read.
+        full = there & (part_weight > 0.0)[:, None]
+        out = tl.load(outs[part] + elements, mask=full, other=0.0).to(tl.float32)
+        acc += out * part_weight[:, None]
+        weight += part_weight
+    empty = weight == 0.0
+    weight = tl.where(empty, 1.0, weight)
+    tl.store(out_ptr + elements, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(lse_ptr + place, tl.where(empty, float("-inf"), floor + tl.log(weight)), mask=real)
+
+
+def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """See ``reference.merge_parts``."""
+    count, (_, heads, tokens, dim) = min(len(outs), _MOST_PARTS), outs[0].shape
+    parts = [out.transpose(1, 2).contiguous() for out in outs[:count]]
+    weights = [lse.float().contiguous() for lse in lses[:count]]
+    out, lse = torch.empty_like(parts[0]), torch.empty_like(weights[0])
+    # One number of arguments: others would be compiled anew. What repeats the last part is not read.
+    parts += parts[-1:] * (_MOST_PARTS - count)
+    weights += weights[-1:] * (_MOST_PARTS - count)
+    block = max(4, 2048 // triton.next_power_of_2(dim))
+    _merge_parts_kernel[(triton.cdiv(lse.numel(), block),)](
+        out, lse, tuple(parts), tuple(weights), count, lse.numel(), heads, tokens,
+        DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK=block,
+    )  # fmt: skip
+    if count < len(outs):
+        return merge_parts([out.transpose(1, 2), *outs[count:]], [lse, *lses[count:]])
+    return out.transpose(1, 2), lse

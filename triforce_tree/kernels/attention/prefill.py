@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from triforce_tree.kernels.attention.reference import merge_states
+from triforce_tree.kernels.attention.reference import merge_parts
 from triforce_tree.kernels.device import describe
 
 FLASH_DIM = 256
@@ -97,10 +97,10 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tenso
 
 def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The union of parts: ``[B, H_q, T, D]``, and its log-sum-exps ``[B, H_q, T]``."""
-    # The results lie in memory as [B, T, H_q, D]: merged as they lie, they are copied at full speed.
-    outs, lses = (torch.stack([t.transpose(1, 2) for t in some]) for some in zip(*parts, strict=True))
-    out, lse = merge_states(outs, lses)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = zip(*parts, strict=True)
+    return merge_parts(outs, lses)
 
 
 def attention_states(

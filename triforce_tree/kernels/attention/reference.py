@@ -5,6 +5,8 @@ query) and the *tail* (the tree's own, where a query sees itself and its ancesto
 covers the tail only and never grows with the context.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -81,3 +83,26 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 @fake("merge_states")
 def _(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)
+
+
+@operator("merge_parts", triton=".merge")
+def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """:func:`merge_states` of parts in tensors of their own, as prefill has them.
+
+    Args:
+        outs: ``[B, H, T, D]`` each, of which ``transpose(1, 2)`` is contiguous if no copy is to be made.
+        lses: fp32 ``[B, H, T]`` each.
+
+    Returns:
+        out ``[B, H, T, D]``, a view of contiguous ``[B, T, H, D]``, and lse ``[B, H, T]``.
+    """
+    # Merged as they lie in memory, they are copied at full speed.
+    parts = torch.stack([out.transpose(1, 2) for out in outs]), torch.stack([x.transpose(1, 2) for x in lses])
+    out, lse = merge_states(*parts)
+    return out.transpose(1, 2), lse.transpose(1, 2).contiguous()
+
+
+@fake("merge_parts")
+def _(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    like = torch.empty_like(outs[0].transpose(1, 2), memory_format=torch.contiguous_format)
+    return like.transpose(1, 2), torch.empty_like(lses[0], memory_format=torch.contiguous_format)

@@ -17,8 +17,9 @@ from triforce_tree.models.few_row import FewRowLinear, with_linears
 from triforce_tree.models.host.linears import is_plain_linear
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
-# Of the weight, and whether it multiplies before the result is rounded: Llama, Gemma, OLMo 2.
-_KINDS = ((0.0, False), (1.0, True), (0.0, True))
+# Llama, Gemma, OLMo 2.
+NORM_KINDS = ((0.0, False), (1.0, True), (0.0, True))
+"""``shift`` and ``late`` of ``row_rms_norm`` in the families."""
 _TRIED_ROWS = 3
 
 
@@ -83,11 +84,11 @@ def use_exact_norms(model: nn.Module) -> None:
                 continue
             if type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1:
                 norm.__class__ = ExactLayerNorm
-            elif (eps := _epsilon(norm)) is not None and (kind := _kind(norm, eps)) is not None:
+            elif (eps := norm_epsilon(norm)) is not None and (kind := _kind(norm, eps)) is not None:
                 setattr(parent, name, ExactNorm(norm, eps, *kind))
 
 
-def _epsilon(module: nn.Module) -> float | None:
+def norm_epsilon(module: nn.Module) -> float | None:
     """The epsilon of what may be an RMS norm; None for other modules."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
@@ -104,7 +105,7 @@ def _kind(module: nn.Module, eps: float) -> tuple[float, bool] | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _TRIED_ROWS, weight.numel(), generator=generator).to(weight.device, weight.dtype)
     errors = []
-    for shift, late in _KINDS:
+    for shift, late in NORM_KINDS:
         worst = 0.0
         # Small numbers show where an epsilon is added.
         for tried in (x, 1e-3 * x):
@@ -119,4 +120,4 @@ def _kind(module: nn.Module, eps: float) -> tuple[float, bool] | None:
             worst = max(worst, float((found.float() - expected.float()).abs().max() / largest))
         errors.append(worst)
     least = min(errors)
-    return _KINDS[errors.index(least)] if least <= torch.finfo(weight.dtype).eps else None
+    return NORM_KINDS[errors.index(least)] if least <= torch.finfo(weight.dtype).eps else None

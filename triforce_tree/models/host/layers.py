@@ -18,8 +18,8 @@ from triforce_tree.kernels.cpu.fp32 import layers as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.kernels.cpu.fp32.linear import MOST_ROWS, gated
 from triforce_tree.models.host.linears import FewRowWeight, few_row_weight
+from triforce_tree.models.model_copy import ROTARY, with_global
 
-_ROTARY = "apply_rotary_pos_emb"
 _EPSILONS = ("variance_epsilon", "eps")
 _TRIED_ROWS, _TRIED_DIM = 3, 8
 _TOLERANCE = 1e-5
@@ -49,7 +49,7 @@ def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bo
             many = None if exact else MethodType(own, module)
             forward = partial(_mlp, many, down, few_row_weight(gate), few_row_weight(up))
             _replace(module, forward, gate.in_features)
-        elif _ROTARY in getattr(getattr(own, "__code__", None), "co_names", ()):
+        elif ROTARY in getattr(getattr(own, "__code__", None), "co_names", ()):
             if type(module) not in rotaries:
                 rotaries[type(module)] = _with_rotary(own)
             if (replaced := rotaries[type(module)]) is not None:
@@ -127,7 +127,7 @@ def _with_rotary(forward: Callable[..., Any]) -> FunctionType | None:
     """
     if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
         return None
-    own = forward.__globals__.get(_ROTARY)
+    own = forward.__globals__.get(ROTARY)
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, _TRIED_ROWS), (1, _TRIED_ROWS), (_TRIED_ROWS,), (_TRIED_ROWS,))
     tried = [torch.randn(1, *shape, _TRIED_DIM, generator=generator) for shape in shapes]
@@ -142,7 +142,4 @@ def _with_rotary(forward: Callable[..., Any]) -> FunctionType | None:
         fused = None if args or keywords else fp32.rotary(q, k, cos, sin)
         return own(q, k, cos, sin, *args, **keywords) if fused is None else fused  # type: ignore[misc]
 
-    names = {**forward.__globals__, _ROTARY: rotary}
-    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
+    return with_global(forward, ROTARY, rotary)

@@ -1,0 +1,174 @@
+"""Layers of a prefill by kernels: transformers' own bits, and modules that compute otherwise left alone."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton_ops
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    StableLmConfig,
+)
+
+from triforce_tree.kernels.norm import reference as norms
+from triforce_tree.kernels.pointwise import reference as pointwise
+from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.models.prefill.layers import PrefillLayers
+
+SIZES = {
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+LLAMA = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+BOTH_SIDES = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+HEADS = {"self_attn.q_norm", "self_attn.k_norm"}
+CASES: list[tuple[Any, set[str]]] = [
+    (LlamaConfig, LLAMA),
+    (Qwen2Config, LLAMA),
+    (Qwen3Config, LLAMA | HEADS),
+    (Gemma2Config, LLAMA | BOTH_SIDES),
+    (Gemma3TextConfig, LLAMA | BOTH_SIDES | HEADS),
+    # Gate and up in one weight.
+    (Phi3Config, LLAMA),
+    # Cosines in fp32, products rounded once.
+    (Olmo2Config, {"self_attn", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"} | HEADS),
+    # Neighbours are rotated instead of halves.
+    (Glm4Config, LLAMA - {"self_attn"} | {"post_self_attn_layernorm", "post_mlp_layernorm"}),
+    # A quarter of a head is rotated; the norms subtract the mean.
+    (StableLmConfig, {"self_attn", "mlp"}),
+    (CohereConfig, {"mlp"}),
+]
+
+
+def replaced(model: PreTrainedModel) -> tuple[PreTrainedModel, set[str]]:
+    """A copy whose layers use our kernels, and the names of the modules of its first layer that do."""
+    clone = shallow_copy(model)
+    PrefillLayers(model).attach(clone)
+    changed = {name for name, module in clone.named_modules() if "forward" in vars(module)}
+    return clone, {name.split("layers.0.")[1] for name in changed if "layers.0." in name}
+
+
+def made(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(config(**SIZES)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.to(dtype)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("config", "expected"), CASES)
+def test_logits_have_the_bits_of_transformers(config: Any, expected: set[str], dtype: torch.dtype) -> None:
+    model = made(config, dtype)
+    clone, changed = replaced(model)
+    assert changed == expected
+    ids = torch.randint(90, (2, 37))
+    with torch.no_grad():
+        assert torch.equal(clone(ids).logits, model(ids).logits)
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("config", [LlamaConfig, Phi3Config])
+def test_logits_of_the_kernels(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_ops.require_triton()
+    from triforce_tree.kernels.norm.launch import row_rms_norm
+    from triforce_tree.kernels.pointwise.launch import gated, rotary
+
+    model = made(config, torch.float32).to(triton_ops.DEVICE)
+    calls = []
+
+    def counted(name: str, function: Any) -> Any:
+        return lambda *args, **keywords: (calls.append(name), function(*args, **keywords))[1]
+
+    layers = "triforce_tree.models.prefill.layers"
+    for name, kernel, definition in (
+        ("row_rms_norm", row_rms_norm, norms.row_rms_norm.definition),
+        ("rotary", rotary, pointwise.rotary.definition),
+        ("gated", gated, pointwise.gated.definition),
+    ):
+        run = counted(name, kernel)
+        run.definition = definition
+        monkeypatch.setattr(f"{layers}.{name}", run)
+    clone, _ = replaced(model)
+    ids = torch.randint(90, (2, 7), device=triton_ops.DEVICE)
+    with torch.no_grad():
+        torch.testing.assert_close(clone(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert [calls.count(name) for name in ("row_rms_norm", "rotary", "gated")] == [5, 2, 2]
+
+
+class Doubled(nn.Module):
+    """Looks like an RMS norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(64)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * nn.functional.rms_norm(x, (64,), self.weight, self.eps)
+
+
+class Shifted(nn.Module):
+    """An activation that is none of ours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x) + 1e-3
+
+
+def test_what_computes_otherwise_is_left_alone() -> None:
+    model = made(LlamaConfig, torch.float32)
+    layer = model.model.layers[0]
+    layer.input_layernorm = Doubled()
+    layer.mlp.act_fn = Shifted()
+    layer.post_attention_layernorm.variance_epsilon = 1e-3
+    clone, changed = replaced(model)
+    assert changed == {"self_attn", "post_attention_layernorm"}
+    ids = torch.randint(90, (1, 7))
+    with torch.no_grad():
+        assert torch.equal(clone(ids).logits, model(ids).logits)
+
+
+def test_modules_exchanged_since_keep_their_forwards() -> None:
+    model = made(LlamaConfig, torch.float32)
+    layers = PrefillLayers(model)
+    seen: list[Tensor] = []
+    model.model.layers[0].mlp.act_fn = Shifted()
+    model.model.layers[0].input_layernorm = Doubled()
+    model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda *args: seen.append(args[2]))
+    clone = shallow_copy(model)
+    layers.attach(clone)
+    ids = torch.randint(90, (1, 7))
+    with torch.no_grad():
+        found = clone(ids).logits
+        assert len(seen) == 1
+        assert torch.equal(found, model(ids).logits)
+
+
+def test_norms_in_fp32_inside_a_narrower_model() -> None:
+    model = made(LlamaConfig, torch.bfloat16)
+    model.model.norm.float()
+    model.lm_head.float()
+    clone, _ = replaced(model)
+    ids = torch.randint(90, (1, 7))
+    with torch.no_grad():
+        assert torch.equal(clone(ids).logits, model(ids).logits)

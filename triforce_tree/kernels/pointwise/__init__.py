@@ -1,0 +1,1 @@
+"""Elementwise parts of a decoder layer, each in one kernel."""

@@ -1,0 +1,1 @@
+"""How layers compute the many rows of a prefill on a GPU."""

@@ -1,0 +1,225 @@
+"""Norms, gated MLPs and rotary embeddings of a model in prefill on a GPU, each by one kernel.
+
+transformers computes them by some thirty elementwise operations a layer, each of which reads and writes
+device memory. What a module computes is not read from its class: a module is replaced where ours gives the
+same bits on a CPU, for a stand-in of the module with a few weights. Others keep their own forwards.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triforce_tree.kernels.norm.reference import row_rms_norm
+from triforce_tree.kernels.pointwise.reference import ACTIVATIONS, gated, rotary
+from triforce_tree.models.exact.device import NORM_KINDS, norm_epsilon
+from triforce_tree.models.model_copy import ROTARY, text_decoder, with_global
+
+# Sizes of stand-ins: rows, features, and features inside an MLP.
+_ROWS, _WIDTH, _INNER, _HEAD = 5, 64, 48, 16
+_SEPARATE, _TOGETHER = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """How a module of these types, its own and its children's, computes."""
+
+    types: tuple[type, ...]
+    make: Callable[[Any], Callable[..., Any]]
+
+
+class PrefillLayers:
+    """The modules of a model that kernels can replace, found once, and their replacement in copies.
+
+    Args:
+        model: it is not changed.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._found: dict[str, _Replacement] = {}
+        rotaries: dict[Any, FunctionType | None] = {}
+        dtype = getattr(model, "dtype", torch.float32)
+        inside = set(text_decoder(model).modules())
+        for name, module in model.named_modules():
+            if module not in inside or "forward" in vars(module) or dtype not in _FLOATS:
+                continue
+            own = type(module).forward
+            make: Callable[[Any], Callable[..., Any]] | None = None
+            if (eps := norm_epsilon(module)) is not None:
+                kind = _norm_kind(module)
+                make = None if kind is None else partial(_norm_forward, eps, kind)
+            elif (activation := _activation(module, dtype)) is not None:
+                make = partial(_mlp_forward, activation)
+            elif ROTARY in getattr(getattr(own, "__code__", None), "co_names", ()):
+                if own not in rotaries:
+                    rotaries[own] = _with_rotary(own, dtype)
+                if (replaced := rotaries[own]) is not None:
+                    make = partial(MethodType, replaced)
+            if make is not None:
+                self._found[name] = _Replacement(_types(module), make)
+
+    def attach(self, copy: nn.Module) -> None:
+        """Let the modules of a copy compute so, but for those that were exchanged since or have forwards of
+        their own.
+
+        Args:
+            copy: from ``shallow_copy`` of the model.
+        """
+        modules = dict(copy.named_modules())
+        for name, replacement in self._found.items():
+            module: Any = modules.get(name)
+            if module is not None and "forward" not in vars(module) and _types(module) == replacement.types:
+                module.forward = replacement.make(module)
+
+
+def _types(module: nn.Module) -> tuple[type, ...]:
+    return type(module), *map(type, module._modules.values())
+
+
+def _stand_in(module: nn.Module, **changed: Any) -> Any:
+    """A module of the same class and settings, with other parameters and children."""
+    made = object.__new__(type(module))
+    children, parameters = dict(module._modules), dict(module._parameters)
+    for name, value in changed.items():
+        (children if name in children else parameters)[name] = value
+    vars(made).update(vars(module))
+    made._modules, made._parameters = children, parameters
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        vars(made)[hooks] = type(vars(module)[hooks])()
+    return made
+
+
+def _same(expected: object, found: Tensor) -> bool:
+    if not isinstance(expected, Tensor) or (expected.shape, expected.dtype) != (found.shape, found.dtype):
+        return False
+    return torch.equal(expected, found)
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+
+
+def _norm_kind(module: nn.Module) -> tuple[float, bool] | None:
+    """``shift`` and ``late`` of ``row_rms_norm`` for what may be an RMS norm; None for something else."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    dtype, eps = weight.dtype, norm_epsilon(module)
+    if dtype not in _FLOATS or eps is None:
+        return None
+    tried = _random(_WIDTH, dtype=dtype, seed=1)
+    stand_in = _stand_in(module, weight=nn.Parameter(tried, requires_grad=False))
+    x = _random(1, _ROWS, _WIDTH, dtype=dtype)
+    for shift, late in NORM_KINDS:
+        # Small numbers show where an epsilon is added.
+        if all(_same_norm(stand_in, scale * x, tried, eps, shift, late) for scale in (1.0, 1e-3)):
+            return shift, late
+    return None
+
+
+def _same_norm(module: nn.Module, x: Tensor, weight: Tensor, eps: float, shift: float, late: bool) -> bool:
+    try:
+        expected = type(module).forward(module, x)
+    except (TypeError, AttributeError, RuntimeError):
+        return False
+    return _same(expected, row_rms_norm.definition(x, weight, eps, shift, late))
+
+
+def _norm_forward(eps: float, kind: tuple[float, bool], module: Any) -> Callable[..., Any]:
+    own = MethodType(type(module).forward, module)
+
+    def forward(x: Tensor) -> Tensor:
+        # Weights that a library keeps in fp32 make an fp32 result.
+        if x.dtype != module.weight.dtype:
+            return own(x)  # type: ignore[no-any-return]
+        return row_rms_norm(x, module.weight, eps, *kind)
+
+    return forward
+
+
+def _activation(module: nn.Module, dtype: torch.dtype) -> str | None:
+    """The activation of what may be a gated MLP, as ``gated`` calls it; None for other modules."""
+    children = module._modules
+    separate = all(name in children for name in _SEPARATE)
+    if not separate and not all(name in children for name in _TOGETHER):
+        return None
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return None
+    widths = {"gate_proj": _INNER, "up_proj": _INNER, "gate_up_proj": 2 * _INNER}
+    shapes = {"down_proj": (_WIDTH, _INNER)}
+    shapes |= {name: (widths[name], _WIDTH) for name in (_SEPARATE[:2] if separate else _TOGETHER[:1])}
+    linears = {name: _linear(*shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    stand_in, x = _stand_in(module, **linears), _random(1, _ROWS, _WIDTH, dtype=dtype, seed=9)
+    try:
+        expected = type(module).forward(stand_in, x)
+    except (TypeError, AttributeError, RuntimeError):
+        return None
+    for name in ACTIVATIONS:
+        if _same(expected, _mlp(stand_in, separate, partial(gated.definition, activation=name), x)):
+            return name
+    return None
+
+
+def _linear(outs: int, ins: int, dtype: torch.dtype, seed: int) -> nn.Linear:
+    # On no device, as initial weights would be drawn from the user's generator.
+    made = nn.Linear(ins, outs, bias=False, device="meta")
+    made.weight = nn.Parameter(_random(outs, ins, dtype=dtype, seed=seed) / 4, requires_grad=False)
+    return made
+
+
+def _mlp(module: Any, separate: bool, gate_by: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    gate, up = (module.gate_proj(x), module.up_proj(x)) if separate else module.gate_up_proj(x).chunk(2, -1)
+    inner = gate_by(gate, up)
+    # Before the product needs memory of its own.
+    del gate, up
+    out: Tensor = module.down_proj(inner)
+    return out
+
+
+def _mlp_forward(activation: str, module: Any) -> Callable[[Tensor], Tensor]:
+    separate = "gate_proj" in module._modules
+    return partial(_mlp, module, separate, partial(gated, activation=activation))
+
+
+def _with_rotary(forward: Callable[..., Any], dtype: torch.dtype) -> FunctionType | None:
+    """An attention module's forward that finds our rotary embedding under transformers' name.
+
+    None where the family's own computes something else, or the forward is wrapped.
+    """
+    if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
+        return None
+    own: Any = forward.__globals__.get(ROTARY)
+    # By the dtype of cos and sin: as q, or wider.
+    fits = {kind: _rotates(own, dtype, kind, _HEAD) for kind in {dtype, torch.float32}}
+    partly = {kind: _rotates(own, dtype, kind, _HEAD // 2) for kind in fits}
+    if not any(fits.values()):
+        return None
+
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **keywords: Any) -> Any:
+        plain = not args and not keywords and q.dtype == k.dtype == dtype and cos.dim() == 3
+        plain = plain and cos.shape[0] in (1, q.shape[0])
+        same = partly if plain and cos.shape[-1] != q.shape[-1] else fits
+        if plain and same.get(cos.dtype):
+            return rotary(q, k, cos, sin)
+        return own(q, k, cos, sin, *args, **keywords)
+
+    return with_global(forward, ROTARY, rotated)
+
+
+def _rotates(own: Any, dtype: torch.dtype, kind: torch.dtype, width: int) -> bool:
+    """Whether a family's rotary embedding of ``width`` elements of a head is ``rotary``."""
+    q, k = (_random(2, heads, _ROWS, _HEAD, dtype=dtype, seed=heads) for heads in (2, 1))
+    cos, sin = (_random(2, _ROWS, width, dtype=kind, seed=seed) for seed in (3, 4))
+    try:
+        expected = own(q, k, cos, sin)
+        found = rotary.definition(q, k, cos, sin)
+        return len(expected) == 2 and all(map(_same, expected, found))
+    except (TypeError, RuntimeError, ValueError):
+        return False
