@@ -116,8 +116,7 @@ def load(
     own_tokenizer = tokenizer_of(draft_tokenizer, draft, "draft_tokenizer")
     if group is not None:
         device = group.device
-    heads = grid.tensor if grid is not None and grid.tensor.size > 1 else None
-    loaded, streamed = load_target(target, config, device, dtype, heads, pinned)
+    loaded, streamed = load_target(target, config, device, dtype, grid, pinned)
     small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
     measured = profiles.find(profile, loaded, small)
     return Engine(loaded, own or small, tokenizer, config, measured, options, streamed, own_tokenizer)

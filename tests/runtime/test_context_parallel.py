@@ -86,11 +86,18 @@ class TestRanks:
             # Slots for the new tokens of a pass are on both.
             assert most / 2 <= rows < 0.6 * most
 
-    def test_one_collective_a_layer(self, two: list[dict[str, Any]]) -> None:
-        # Two layers; three queries of four heads of 8 elements, with a log-sum-exp each; then the logits.
+    def test_two_collectives_a_layer(self, two: list[dict[str, Any]]) -> None:
+        # Two layers; three queries of four heads of 8 elements, with a log-sum-exp each, and three hidden
+        # states of 32; then the logits.
         calls, sizes = two[0]["traffic"]
-        assert calls == {"all_gather": 2, "broadcast": 1}
-        assert sizes == {"all_gather": 2 * 3 * 4 * (8 * 4 + 4), "broadcast": 3 * 64 * 4}
+        assert calls == {"all_gather": 2, "all_reduce": 2, "broadcast": 1}
+        expected = {"all_gather": 2 * 3 * 4 * (8 * 4 + 4), "all_reduce": 2 * 3 * 32 * 4}
+        assert sizes == expected | {"broadcast": 3 * 64 * 4}
+
+    def test_ranks_share_neurons_and_not_heads(self, two: list[dict[str, Any]]) -> None:
+        inner = tiny("llama-gqa").config.intermediate_size
+        for result in two:
+            assert result["shards"] == [1, 2, inner // 2]
 
     def test_other_numbers_than_the_models_were_loaded_for_are_refused(
         self, two: list[dict[str, Any]]

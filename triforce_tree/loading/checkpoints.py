@@ -21,7 +21,7 @@ from triforce_tree.models.tensor_parallel import shard
 from triforce_tree.planning.machine import available_device_bytes
 from triforce_tree.planning.memory_map import tensor_bytes, weights_fit
 from triforce_tree.runtime.devices import device_of
-from triforce_tree.runtime.distributed import Group, local_size
+from triforce_tree.runtime.distributed import Grid, local_size
 
 PAIR = Path(__file__).parents[1] / "pair"
 # A folder with a tokenizer has at least one of these files.
@@ -82,7 +82,7 @@ def load_target(
     config: HierarchyConfig,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
-    group: Group | None = None,
+    grid: Grid | None = None,
     pinned: Callable[[int], None] | None = None,
 ) -> tuple[PreTrainedModel, StreamedWeights | None]:
     """A causal LM, and its streamed weights if its layers' weights are kept in host memory.
@@ -90,29 +90,31 @@ def load_target(
     Args:
         source: a model object is returned as it is; with ``offload_weights=True`` its weights are moved.
         config: whether weights may stay on the host, and how much device memory may be used.
-        group: ranks that share the model, which is sharded in place before its weights are moved.
+        grid: ranks that share the model, which is sharded in place before its weights are moved.
         pinned: called with the bytes of each block of host memory as weights are copied there.
 
     Raises:
         OSError: as :func:`load_model`; host memory is short (:class:`HostMemoryError`).
         ValueError: as :func:`load_model`; the weights cannot be streamed; the model cannot be sharded.
     """
-    device = group.device if group is not None else device_of(device)
+    device = grid.tensor.device if grid is not None else device_of(device)
     if isinstance(source, PreTrainedModel):
         model = source
-        if group is not None:
-            shard(model, group)
+        if grid is not None:
+            shard(model, grid.tensor, grid.every)
         if config.streams is not True:
             return model, None
     else:
         files = ModelFiles.find(source, device, dtype)
-        if group is None and _stays(files.bytes, config, device):
+        # Quantised weights are whole on every rank that splits a text by position alone.
+        whole = grid is None or (files.quantised is not None and grid.tensor.size == 1)
+        if whole and _stays(files.bytes, config, device):
             return _read_onto(files, device), None
         if files.quantised is not None:
-            raise _not_divisible(files, group)
+            raise _not_divisible(files, whole)
         model = files.read(torch.device("cpu"))
-        if group is not None:
-            shard(model, group)
+        if grid is not None:
+            shard(model, grid.tensor, grid.every)
             if _stays(tensor_bytes(model), config, device):
                 return _moved(model, files, device), None
     try:
@@ -169,8 +171,8 @@ def _too_large(files: ModelFiles, device: torch.device) -> ValueError:
     )
 
 
-def _not_divisible(files: ModelFiles, group: Group | None) -> ValueError:
-    what = "streamed from the host" if group is None else "sharded over several cards"
+def _not_divisible(files: ModelFiles, streamed: bool) -> ValueError:
+    what = "streamed from the host" if streamed else "sharded over several cards"
     return ValueError(
         f"the weights of {str(files.source)!r} are quantised ({files.quantised}) and cannot be {what}; keep "
         f"their {files.bytes / 2**30:.1f} GiB on one device (offload_weights=False, without torchrun), or "

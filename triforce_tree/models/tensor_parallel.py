@@ -5,9 +5,13 @@ outputs, a "rowwise" one this rank's inputs, and its outputs are summed over all
 1909.08053): two all-reduces per decoder layer. Embeddings, norms and the head are replicated. The plan's own
 hooks are not used: linear layers are replaced, compiled and captured here, and the all-reduce must remain a
 separate operator.
+
+Where a text is split by position too, all of its ranks have the same hidden states: they share the neurons of
+the MLPs, while those with other positions keep all heads of attention (Helix, arXiv 2507.07120).
 """
 
 import re
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -42,27 +46,67 @@ class RowParallel(nn.Module):
 
 
 def shards_of(model: nn.Module) -> int:
-    """How many ranks a model is sharded over; 1 if it is not sharded."""
-    return next((m.shards for m in model.modules() if isinstance(m, RowParallel)), 1)
+    """How many ranks the heads of a model are sharded over; 1 if they are not."""
+    return next((n for name, n in _shards(model) if _of_attention(model, name)), 1)
+
+
+def mlp_shards_of(model: nn.Module) -> int:
+    """How many ranks the neurons of a model's MLPs are sharded over; 1 if they are not."""
+    return next((n for name, n in _shards(model) if not _of_attention(model, name)), 1)
+
+
+def _shards(model: nn.Module) -> Iterator[tuple[str, int]]:
+    return ((name, m.shards) for name, m in model.named_modules() if isinstance(m, RowParallel))
+
+
+def _of_attention(model: nn.Module, path: str) -> bool:
+    """Whether a linear layer belongs to attention, by its parent."""
+    parent = path.rpartition(".")[0]
+    return hasattr(model.get_submodule(parent), "is_causal") or "att" in parent.rpartition(".")[2]
 
 
 @torch.no_grad()
-def shard(model: PreTrainedModel, group: Group) -> None:
-    """Shard a model in place for this rank; a model that is sharded already is left as it is.
+def shard(model: PreTrainedModel, heads: Group, neurons: Group | None = None) -> None:
+    """Shard a model in place for this rank; a model that is sharded so already is left as it is.
 
     Args:
         model: the full model, on any device. Its configuration keeps the full model's counts.
+        heads: ranks that share the heads, one or more.
+        neurons: ranks that share the neurons of the MLPs, by default ``heads``. Where the neurons are no
+            multiple of their number, only ``heads`` share them.
 
     Raises:
-        ValueError: the family has no plan that is supported here, or its heads or features are not divisible
-            by the number of ranks; the model is then unchanged.
+        ValueError: the model is sharded over other ranks; or several ranks are to share the heads, and the
+            family has no plan that is supported here, or its heads or features are not divisible by their
+            number. The model is then unchanged.
     """
-    if shards_of(model) > 1:
+    neurons = neurons or heads
+    if any(_shards(model)):
+        if shards_of(model) != heads.size or mlp_shards_of(model) not in (heads.size, neurons.size):
+            raise ValueError(
+                f"this {type(model).__name__} is sharded over other ranks already (heads over "
+                f"{shards_of(model)}, neurons over {mlp_shards_of(model)}); load the model again"
+            )
         return
-    if (method := quantisation(model)) is not None:
+    method = quantisation(model)
+    if heads.size == 1:
+        try:
+            planned = _planned(model, 1) if method is None else []
+        except ValueError:  # the family has no plan for linear layers: every rank keeps them whole
+            planned = []
+    elif method is not None:
         raise ValueError(f"{type(model).__name__} is quantised ({method}) and cannot be sharded; {_REMEDY}")
-    _check_heads(model, group.size)
-    for path, style in _planned(model, group.size):
+    else:
+        _check_heads(model, heads.size)
+        planned = _planned(model, heads.size)
+    attention = {path for path, _ in planned if _of_attention(model, path)}
+    if any(
+        _split_width(model, path, style) % neurons.size for path, style in planned if path not in attention
+    ):
+        neurons = heads
+    for path, style in planned:
+        if (group := heads if path in attention else neurons).size == 1:
+            continue
         parent, _, name = path.rpartition(".")
         owner, linear = model.get_submodule(parent), model.get_submodule(path)
         assert isinstance(linear, nn.Linear)
@@ -112,8 +156,7 @@ def _planned(model: PreTrainedModel, size: int) -> list[tuple[str, str]]:
                 f"{type(module).__name__}; only linear layers in the styles {_COLUMNS!r} and {_ROWS!r} are "
                 f"supported; {_REMEDY}"
             )
-        width = module.out_features if style == _COLUMNS else module.in_features
-        if width % size:
+        if (width := _split_width(model, path, style)) % size:
             raise ValueError(
                 f"{width} features of {path} cannot be shared evenly by {size} cards; start as many "
                 f"processes as divide {width} (torchrun --nproc-per-node)"
@@ -128,6 +171,13 @@ def _planned(model: PreTrainedModel, size: int) -> list[tuple[str, str]]:
     if not any(style == _ROWS for _, style in found):
         raise ValueError(f"{name} has no layer that its tensor-parallel plan names; {_REMEDY}")
     return found
+
+
+def _split_width(model: nn.Module, path: str, style: str) -> int:
+    """The features of a linear layer that ranks share."""
+    linear = model.get_submodule(path)
+    assert isinstance(linear, nn.Linear)
+    return linear.out_features if style == _COLUMNS else linear.in_features
 
 
 def _generic(path: str) -> str:

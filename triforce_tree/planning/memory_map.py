@@ -13,7 +13,7 @@ from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_view import TOGETHER
 from triforce_tree.kv.store import RING_PAGE
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.tensor_parallel import shards_of
+from triforce_tree.models.tensor_parallel import mlp_shards_of
 from triforce_tree.planning.expert_sizes import ExpertSizes
 from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
 
@@ -147,7 +147,7 @@ class Sizes:
         inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
         # Gemma 3n and others have one for each layer.
         inner = max(inner) if isinstance(inner, list | tuple) else inner
-        mlp = inner // shards_of(target.model)
+        mlp = inner // mlp_shards_of(target.model)
         size, bits, streamed = target.dtype.itemsize, config.kv_bits, target.streamed
         experts = ExpertSizes.of(target.model, text_config)
         if experts is not None:

@@ -44,11 +44,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Grid:
-    """One process's place among T x C: its ``tensor`` group of T adjacent ranks splits the heads, and its
-    ``context`` group of C ranks, T apart, the KV slots of every sequence."""
+    """One process's place among T x C: its ``tensor`` group of T adjacent ranks splits the heads, its
+    ``context`` group of C ranks, T apart, the KV slots of every sequence, and ``every`` rank the neurons."""
 
     tensor: Group
     context: Group
+    every: Group
 
 
 @dataclass
@@ -164,7 +165,7 @@ def arrange(context: int) -> Grid | None:
         tensor = size // context
         rows = [range(first, first + tensor) for first in range(0, size, tensor)]
         columns = [range(first, size, tensor) for first in range(tensor)]
-        _joined.grids[context] = Grid(_part(rows), _part(columns))
+        _joined.grids[context] = Grid(_part(rows), _part(columns), _joined.group)
     return _joined.grids[context]
 
 

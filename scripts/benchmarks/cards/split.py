@@ -124,7 +124,9 @@ def measure(
                     size = merged_bytes(
                         count, target.heads.query, target.heads.value_dim, target.dtype.itemsize
                     )
-                    found["collectives"][name] = {"calls": target.layers, "bytes": target.layers * size}
+                    # One for attention, and one for the neurons of the MLP.
+                    size += count * target.model.config.hidden_size * target.dtype.itemsize
+                    found["collectives"][name] = {"calls": 2 * target.layers, "bytes": target.layers * size}
                 elif way == HEADS:
                     size = count * target.model.config.hidden_size * target.dtype.itemsize
                     found["collectives"][name] = {
@@ -155,12 +157,12 @@ def main(words: Sequence[str]) -> int:
     rows: list[Record] = _rows_of(path)
     for shape in shapes:
         small = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
-        target, draft, _ = inflate_pair(small[0], device, dtype, small[1])
-        # Positions do not change the time.
-        for model in (target, draft):
-            model.config.max_position_embeddings = 1 << 21
-        # Splitting heads changes the model, so it comes last.
         for way in (POSITION, HEADS) if cards > 1 else (ONE,):
+            # Both ways share the weights of a model in place, each otherwise.
+            target, draft, _ = inflate_pair(small[0], device, dtype, small[1])
+            # Positions do not change the time.
+            for model in (target, draft):
+                model.config.max_position_embeddings = 1 << 21
             for context in contexts:
                 row: Record = {"shape": shape, "context": context, "way": way, "cards": cards}
                 rows = [r for r in rows if any(r[name] != row[name] for name in row)]
@@ -174,8 +176,8 @@ def main(words: Sequence[str]) -> int:
                 if distributed.is_first_rank():
                     print(json.dumps(row), flush=True)
                     write(path, header(args.seed, "engine") | {"options": options, "rows": rows})
-        del target, draft
-        free_memory()
+            del target, draft
+            free_memory()
     distributed.leave()
     return 0
 

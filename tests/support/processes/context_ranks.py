@@ -16,6 +16,7 @@ from program_cases import SMALL
 from transformers import StoppingCriteria
 
 from triforce_tree import Engine, load
+from triforce_tree.models.tensor_parallel import mlp_shards_of, shards_of
 from triforce_tree.runtime import distributed
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -77,6 +78,9 @@ def two() -> dict[str, Any]:
         view.begin(torch.tensor([len(PROMPT) - 1]))
         distributed.traffic.clear()
         program.full(torch.tensor([[1, 2, 3]]), torch.arange(3)[None] + len(PROMPT) - 1, view)
+        model = program.target.model
+        neurons = model.get_submodule("model.layers.0.mlp.up_proj").out_features
+        result["shards"] = [shards_of(model), mlp_shards_of(model), neurons]
         result["traffic"] = [dict(distributed.traffic.calls), dict(distributed.traffic.bytes)]
     refused = []
     for options in ({"context_parallel": 1}, {"context_parallel": 4}):
