@@ -32,6 +32,7 @@ from triforce_tree.eval.texts.registry import Texts, named, prompts
 from triforce_tree.generation.batch import run
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime.executor import free_memory
 
@@ -55,13 +56,13 @@ class Steps:
 @contextmanager
 def layout(name: str) -> Iterator[None]:
     """Inside, batches store a common prefix so."""
-    choice = run.prefix_stored_once
+    choice = run.prefixes_stored_once
     if name == "copied":
-        run.prefix_stored_once = lambda *_: 0
+        run.prefixes_stored_once = lambda *_: PrefixTree()
     try:
         yield
     finally:
-        run.prefix_stored_once = choice
+        run.prefixes_stored_once = choice
 
 
 def measure(engine: Engine, questions: list[list[int]], new_tokens: int, runs: int) -> Record:
@@ -83,7 +84,7 @@ def measure(engine: Engine, questions: list[list[int]], new_tokens: int, runs: i
     step_ms, rate, prefill = (statistics.median(column) for column in zip(*warm, strict=True))
     once = isinstance(program.store, SharedStore)
     return {
-        "stored_once": once, "prefix": program.cache.prefix, "rows": program.batch,
+        "stored_once": once, "prefix": program.cache.prefix.size.slots, "rows": program.batch,
         "bytes": program.store.memory.nbytes, "ms_per_step": step_ms, "tokens_per_second": rate,
         "cold_prefill_seconds": cold[2], "prefill_seconds": prefill, "tokens": tokens,
     }  # fmt: skip

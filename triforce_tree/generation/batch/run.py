@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.generation.batch.joining import Joining
@@ -16,7 +17,8 @@ from triforce_tree.generation.output import GenerateOutput, output_of
 from triforce_tree.generation.request import Job
 from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.kv.cached_tokens import Reuse
-from triforce_tree.kv.shared.choice import prefix_stored_once
+from triforce_tree.kv.shared.choice import prefixes_stored_once
+from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.draws import sequence_seed
@@ -44,23 +46,31 @@ class RunOptions:
 
     def prefix(
         self, hierarchy: Hierarchy, prompts: Sequence[Sequence[int]], reuse: Reuse
-    ) -> Callable[[], int]:
-        """What tells how many tokens of a common prefix a batch of the prompts stores once; see
-        ``prefix_stored_once``. It depends on the settings, which memory planning may change.
+    ) -> Callable[[], PrefixTree]:
+        """What tells the common prefixes that a batch of the prompts stores once; see
+        ``prefixes_stored_once``. They depend on the settings, which memory planning may change.
 
         A prompt that joins later may begin with something else, and a session goes on in slots of its own:
-        there it is 0.
+        there are none.
         """
         if reuse != "chunks" or self.joining is not None or self.max_batch == 1:
-            return lambda: 0
-        return lambda: prefix_stored_once(hierarchy.target, hierarchy.config, prompts)
+            return PrefixTree
+        rows, found = self.max_batch or len(prompts), dict[HierarchyConfig, PrefixTree]()
 
-    def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int, prefix: int) -> int:
+        def prefixes() -> PrefixTree:
+            config = hierarchy.config
+            if config not in found:
+                found[config] = prefixes_stored_once(hierarchy.target, config, prompts, rows)
+            return found[config]
+
+        return prefixes
+
+    def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int, prefix: PrefixTree) -> int:
         """How many sequences to decode together, up to ``most``, or more where further prompts may join.
 
         Args:
             prompt, new_tokens: of the longest sequence.
-            prefix: tokens that are stored once.
+            prefix: what is stored once.
         """
         if hierarchy.memory is not None or hierarchy.config.context_parallel > 1:
             # Planned for as many.
@@ -74,7 +84,7 @@ class RunOptions:
                 return most
             freed = last.store.memory.nbytes if last.offloaded is None else 0
         return fitting_batch(
-            hierarchy.target, hierarchy.draft, hierarchy.config, most, prompt, new_tokens, freed, prefix
+            hierarchy.target, hierarchy.draft, hierarchy.config, most, prompt, new_tokens, freed, prefix.size
         )
 
 
@@ -131,7 +141,7 @@ class BatchRun:
         program = self._decoder.program
         if wanted <= self._batch.rows or program.device.type != "cpu" or not program.replaces:
             return
-        rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0, 0)
+        rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0, PrefixTree())
         if rows > self._batch.rows:
             self._batch.grow(rows)
 
