@@ -315,18 +315,17 @@ class Engine:
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         longest = sorted(prompts, key=len)[-most:]
         coming = max(new_tokens, self._room - len(longest[-1]))
-        hierarchy.config, prefix = self._config, how.prefix(hierarchy, prompts, self._reuse)
+        hierarchy.config, prefix = self._config, how.prefixes(hierarchy, prompts, self._reuse)
         entry = self._choose_settings(job.temperature, longest, coming, prefix().size)
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
-        whole = hierarchy.offloads or self._config.context_parallel > 1
-        if not hierarchy.together(to_probs, prompts) or (whole and most < len(prompts)):
+        whole = most < len(prompts) and (hierarchy.offloads or self._config.context_parallel > 1)
+        if whole or not hierarchy.together(to_probs, prompts):
             raise OneByOneError
-        rows = how.rows(hierarchy, most, len(longest[-1]), coming, prefix())
+        rows = how.rows(hierarchy, most, len(longest[-1]), coming, prefix)
         kept_on = torch.device("cpu") if hierarchy.offloads else job.input_ids.device
         names = job.outputs | ({"logprobs"} if how.logprobs else set())
         scores = EmittedScores(names, to_probs, prompts, kept_on) if names else None
-        # Rows without a sequence are made for one like the first.
-        first = [*prompts[:rows], *prompts[:1] * (rows - len(prompts))]
+        order, first = prefix.beginning(prompts, rows)
         total, least = len(longest[-1]) + coming, min(map(len, first))
         with hierarchy.active():
 
@@ -343,7 +342,7 @@ class Engine:
             # Only with as many levels: the estimates of two and of three are of different quantities.
             if entry and (estimates := entry.estimates(decoder.controller.levels, self._given)):
                 decoder.controller.expect(**estimates)
-            run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy)
+            run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy, order)
             out = run.decode(self._reuse)
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
         out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None

@@ -29,7 +29,7 @@ from scripts.benchmarks.common.results import Record, header, write
 from triforce_tree import Engine
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.registry import Texts, named, prompts
-from triforce_tree.generation.batch import run
+from triforce_tree.generation.batch import prefixes as batch_prefixes
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.kv.shared.store import SharedStore
 from triforce_tree.kv.shared.tree import PrefixTree
@@ -56,13 +56,13 @@ class Steps:
 @contextmanager
 def layout(name: str) -> Iterator[None]:
     """Inside, batches store a common prefix so."""
-    choice = run.prefixes_stored_once
+    choice = batch_prefixes.prefixes_stored_once
     if name == "copied":
-        run.prefixes_stored_once = lambda *_: PrefixTree()
+        batch_prefixes.prefixes_stored_once = lambda *_: PrefixTree()
     try:
         yield
     finally:
-        run.prefixes_stored_once = choice
+        batch_prefixes.prefixes_stored_once = choice
 
 
 def measure(engine: Engine, questions: list[list[int]], new_tokens: int, runs: int) -> Record:

@@ -14,7 +14,7 @@ import triforce_tree
 from triforce_tree import Engine
 from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.generation.batch import run
+from triforce_tree.generation.batch import prefixes
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv.shared.store import SharedStore
 from triforce_tree.kv.shared.tree import PrefixTree
@@ -140,7 +140,7 @@ def test_level_1_retrieves_as_over_copies(kind: str, monkeypatch: pytest.MonkeyP
         return [(level.forwards, level.accepted) for out in outs for level in out.levels]
 
     once = counts()
-    monkeypatch.setattr(run, "prefixes_stored_once", lambda *_: PrefixTree())
+    monkeypatch.setattr(prefixes, "prefixes_stored_once", lambda *_: PrefixTree())
     assert once == counts()
 
 

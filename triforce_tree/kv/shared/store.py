@@ -81,9 +81,9 @@ class SharedStore(KVStore):
     def tell(self, plan: PrefixPlan) -> None:
         """Let a plan know the prefixes from now on, whenever they change."""
         self._plans.add(plan)
-        plan.set(self._segments())
+        plan.set(self.segments())
 
-    def _segments(self) -> list[PrefixSegment]:
+    def segments(self) -> list[PrefixSegment]:
         """What is read once: a run, for the sequences with it that follow each other."""
         found: list[PrefixSegment] = []
         for depth in range(max(map(len, self.paths))):
@@ -114,7 +114,7 @@ class SharedStore(KVStore):
                 part = slice(start // page, stop // page)
                 rows[b, part] = numbers[part] + (place - start) // page
         self.pages.copy_(rows)
-        segments = self._segments()
+        segments = self.segments()
         for plan in self._plans:
             plan.set(segments)
 
