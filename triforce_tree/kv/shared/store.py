@@ -162,12 +162,6 @@ class SharedStore(KVStore):
             cached.keep(b, _same(self.paths[b], path, own=False))
             self._set([path if row == b else other for row, other in enumerate(self.paths)])
 
-    def room(self, prompt: Sequence[int], new_tokens: int) -> bool:
-        """Whether so many tokens after a prompt fit into a row."""
-        assert self.scratch is not None
-        path = self._tree.path(prompt)
-        return len(prompt) + new_tokens - (path[-1].stop if path else 0) + self.scratch <= self.own
-
     def take_prefix(self, source: KVStore, b: int, tokens: Sequence[int], cached: CachedTokens) -> None:
         """Begin with tokens that sequence b of another store holds, in whole chunks of a prefill.
 
