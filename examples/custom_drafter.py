@@ -47,4 +47,6 @@ engine = triforce_tree.load(drafter=Bigrams(), levels=2)
 out = engine.generate("\n\n".join(topics.values())[:20_000], max_new_tokens=128)
 print(out.text)
 for level in out.levels:
-    print(level.name, level.forwards, level.acceptance_rate, level.mean_accepted_length)
+    # The drafter proposes only, and has no rate.
+    rate = "" if level.acceptance_rate is None else f", {level.acceptance_rate:.0%} accepted"
+    print(f"{level.name}: {level.forwards} passes{rate}")

@@ -11,5 +11,7 @@ out = engine.generate(text, max_new_tokens=128, temperature=0.8, top_k=0, seed=1
 
 print(out.text)
 for level in out.levels:
-    print(level.name, level.forwards, level.acceptance_rate, level.mean_accepted_length)
+    # Level 0 proposes only, and a level that no pass has used has no rate.
+    rate = "" if level.acceptance_rate is None else f", {level.acceptance_rate:.0%} accepted"
+    print(f"{level.name}: {level.forwards} passes{rate}")
 print(f"{1e3 * out.decode_seconds / out.new_tokens:.1f} ms per token")

@@ -10,8 +10,11 @@ turn is short where it comes to the same replica.
 
 import argparse
 
-from fastapi import FastAPI
-from ray import serve
+try:
+    from fastapi import FastAPI
+    from ray import serve
+except ImportError as missing:
+    raise SystemExit(f"{missing}: pip install '.[server]' 'ray[serve]'") from None
 
 import triforce_tree
 from triforce_tree.server.app import Served, create_app

@@ -77,21 +77,21 @@ class RetrievalConfig:
             raise ValueError(
                 f"select_chunks={self.select_chunks!r} must be a function, or None for the default"
             )
-        if self.budget % self.chunk:
-            multiple = max(self.chunk, self.budget // self.chunk * self.chunk)
-            raise ValueError(
-                f"budget={self.budget} is not a multiple of chunk={self.chunk}; use budget={multiple}"
-            )
         if self.recent < self.chunk:
             raise ValueError(
                 f"recent={self.recent} is smaller than chunk={self.chunk}; use recent>={self.chunk} or a "
                 "smaller chunk"
             )
-        least = self.chunk + self.recent
-        if self.budget < least:
+        least = -(-(self.chunk + self.recent) // self.chunk) * self.chunk
+        if self.budget < self.chunk + self.recent:
             raise ValueError(
                 f"budget={self.budget} is smaller than what is always included, one chunk of "
                 f"sinks ({self.chunk}) + recent={self.recent}; use budget>={least} or a smaller recent"
+            )
+        if self.budget % self.chunk:
+            raise ValueError(
+                f"budget={self.budget} is not a multiple of chunk={self.chunk}; "
+                f"use budget={max(least, self.budget // self.chunk * self.chunk)}"
             )
 
     def columns(self, head_dim: int) -> int:

@@ -23,7 +23,16 @@ def main(words: list[str]) -> int:
     if words[0] not in BENCHMARKS:
         print(f"unknown benchmark {words[0]!r}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"scripts.{BENCHMARKS[words[0]][0]}")
+    try:
+        module = importlib.import_module(f"scripts.{BENCHMARKS[words[0]][0]}")
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").startswith("scripts"):
+            raise
+        print(
+            f"{words[0]} needs the package {missing.name}; install it (triton comes with torch for CUDA)",
+            file=sys.stderr,
+        )
+        return 2
     return int(module.main(words[1:]) or 0)
 
 

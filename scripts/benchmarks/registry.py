@@ -35,6 +35,7 @@ BENCHMARKS = {
     "linear": ("benchmarks.linear.run", "few-row linear layers: check, time, compare; --quick: less"),
     "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
     "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),
+    "cpu_prefill": ("benchmarks.cpu.prefill", "prompts on a CPU beside transformers: docs/prefill.md"),
     "retrieval": (
         "benchmarks.retrieval.run",
         "overlap of level 1 with the target by retrieval policy: docs/retrieval.md",

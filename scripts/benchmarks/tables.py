@@ -9,15 +9,8 @@ import re
 from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
-from scripts.benchmarks.common.markdown import (
-    Columns,
-    Record,
-    Table,
-    file_note,
-    listing,
-    rows_of,
-    vocabulary_note,
-)
+from scripts.benchmarks.common.markdown import OLDER, Columns, Record, Table, grid, listing, rows_of
+from scripts.benchmarks.common.results import PAIR_VOCABULARY
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
@@ -35,15 +28,14 @@ RESULTS = ROOT / "docs" / "results"
 # The table on README's first screen. Greedy texts are left out: those of a small model repeat themselves,
 # which flatters every drafter.
 FRONT: Columns = {
-    "card": "{card}", "model of the size of": "{size}", "prompt, tokens": "{where}", "text": "{text}",
-    "temperature": "{temperature:g}", "ms a token": "**{ms_per_token:.1f}**",
-    "plain decoding, ms": "{plain_ms:,.1f}", "speed-up": "**{gain:.1f}x**",
-    "lowest to highest": "?{lowest:.1f}x to {highest:.1f}x",
-    "8-grams of the text that repeat": "{repeated_8grams:pct}",
+    "card": "{card}", "size of model": "{size}", "its vocabulary": "{entries:,}", "prompt, tokens": "{where}",
+    "text": "{text}", "T": "{temperature:g}", "ms a token": "**{ms_per_token:.1f}**",
+    "plain decoding": "{plain_ms:,.1f}", "speed-up": "**{gain:.1f}x**{spread}",
+    "repeated 8-grams": "{repeated_8grams:pct}",
 }  # fmt: skip
 _SIZES = {
     "llama-2-7b inflated": "Llama-2-7B", "llama-3.1-8b inflated": "Llama-3.1-8B",
-    "llama-2-13b inflated": "Llama-2-13B", "embedded pair": "the embedded one",
+    "llama-2-13b inflated": "Llama-2-13B", "embedded pair": "the embedded pair",
 }  # fmt: skip
 _OWN_KIND = "documentation"
 # (part, batch, context) of the file of figures with all on the card.
@@ -53,9 +45,9 @@ _ON_CARD = (
 )  # fmt: skip
 # Parts of the file of offloaded figures: what is not on the card.
 _OFFLOADED = {
-    "host-attention-8b": "a part of the cache in host memory, attention there by the CPU",
-    "host-attention": "most of the cache in host memory, attention there by the CPU",
-    "13b": "weights and cache in host memory, copied over the bus",
+    "host-attention-8b": "a part of the cache in host memory, read there by the CPU",
+    "host-attention": "most of the cache in host memory, read there by the CPU",
+    "13b": "weights and cache in host memory, copied to the card in each pass",
 }
 NOTHING: Record = {"rows": [], "parts": {}}
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
@@ -88,6 +80,8 @@ def front_rows(content: Record) -> list[Record]:
         r["size"] = _SIZES[r["shape"]]
         r["plain_ms"] = r.get("attended_baseline_ms_per_token", r["baseline_ms_per_token"])
         r["gain"] = r.get("speedup_to_fastest_baseline", r["speedup"])
+        r["spread"] = f" ({r['lowest']:.1f}x to {r['highest']:.1f}x)" if "lowest" in r else ""
+        r["entries"] = r["origin"][2]["settings"].get("vocabulary") or PAIR_VOCABULARY
     return rows
 
 
@@ -103,12 +97,17 @@ def _over_texts(file: str, card: str = "") -> list[Record]:
         r | {
             "shape": r["model"], "where": f"{r['context']:,}", "card": card + r["machine"],
             "speedup": r["median"],
-            "text": f"{r['texts']} of {r['kinds']} kinds", "baseline_ms_per_token": r["plain_ms_per_token"],
+            "text": _kinds(r), "baseline_ms_per_token": r["plain_ms_per_token"],
             "origin": (file, r["part"], content["parts"][r["part"]]),
         }
         for r in texts.summary(content)
         if r["temperature"] > 0 and r["context"] == longest
     ]  # fmt: skip
+
+
+def _kinds(r: Record) -> str:
+    texts, kinds = r["texts"], r["kinds"]
+    return f"{kinds} kinds" if texts == kinds else f"{texts} texts of {kinds} kinds"
 
 
 def _sampled(rows: Sequence[Record]) -> list[Record]:
@@ -128,21 +127,33 @@ def _on_two_cores() -> list[Record]:
 
 
 def front_note(content: Record, rows: list[Record]) -> str:
-    sizes: dict[str, dict[str, None]] = {}
     files: dict[str, dict[str, Record]] = {}
     for r in rows:
         file, part, header = r["origin"]
         files.setdefault(file, {})[part] = header
-        if r["shape"] != "embedded pair":
-            sizes.setdefault(vocabulary_note(header["settings"]), {})[r["size"]] = None
-    note = "; ".join(f"{', '.join(names)}: {vocabulary}" for vocabulary, names in sizes.items()) + ". "
-    note += "".join(file_note(file, headers) for file, headers in files.items())
-    return note.replace(".\n", ". ").rstrip() + "\n"
+    named = (f"`docs/results/{file}`{OLDER if mark(headers) else ''}" for file, headers in files.items())
+    return f"From {', '.join(named)}.\n"
 
 
-front = listing(FRONT, front_rows, front_note, left=4)
+def code_states() -> dict[str, str]:
+    """By results file: commits of the figures that are not known to be of today's code."""
+    found = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        content = held(path.name) or {}
+        if told := mark(content.get("parts") or content.get("evaluated") or {"": content}):
+            found[path.name] = told[2:-1]
+    return found
+
+
+def which_code(content: Record) -> str:
+    """The table of files with older figures; the others hold figures of today's code."""
+    return grid(["file", "older figures in it"], [[f"`{f}`", told] for f, told in code_states().items()], 2)
+
+
+front = listing(FRONT, front_rows, front_note, left=5)
 TABLES = {
     "front": Table(on_chip.FILE, front, f"{on_chip.COMMAND} 7b"),
+    "which_code": Table(on_chip.FILE, which_code, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
     **requests.TABLES, **workloads.TABLES, **heads.TABLES,
@@ -185,8 +196,6 @@ def main(words: Sequence[str] | None = None) -> int:
             done = "out of date; run python -m scripts.benchmarks tables" if args.check else "written"
             print(f"{path.relative_to(ROOT)}: {done}")
     # Files whose figures are older than the code under them.
-    for path in sorted(RESULTS.glob("*.json")):
-        content = held(path.name) or {}
-        if told := mark(content.get("parts") or content.get("evaluated") or {"": content}):
-            print(f"docs/results/{path.name}:{told}")
+    for name, told in code_states().items():
+        print(f"docs/results/{name}: {told}")
     return int(args.check and old)

@@ -76,6 +76,11 @@ def test_a_file_of_rows_is_a_data_set(
     code, _, err = run(capsys, *argv)
     assert (code, len(err.splitlines())) == (2, 1)
     assert "has no column 'text'; its columns: body" in err
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    code, _, err = run(capsys, *[str(empty) if word == str(rows) else word for word in argv])
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "cannot be read (it has no rows); give a .jsonl" in err
     rows.write_text('{"text": "a"}\n{"text')
     code, _, err = run(capsys, *argv)
     assert (code, len(err.splitlines())) == (2, 1)

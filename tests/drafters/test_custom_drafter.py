@@ -316,4 +316,4 @@ def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "custom_drafter.py"))
     out = capsys.readouterr().out.splitlines()
     assert out[0] == text_of(greedy(TARGET, prompt, 128))
-    assert [line.split()[0] for line in out[1:]] == ["bigrams", "target"]
+    assert [line.split()[0] for line in out[1:]] == ["bigrams:", "target:"]

@@ -75,6 +75,13 @@ def test_temperature(engine, temperature: float) -> None:
         engine.generate([1], temperature=temperature, max_new_tokens=3)
 
 
+@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.parametrize(("name", "value"), [("top_p", 1.5), ("top_p", -0.1), ("top_k", -3)])
+def test_sampling_options_out_of_range(engine, name: str, value: float, temperature: float) -> None:
+    with pytest.raises(ValueError, match=says(f"{name}={value}", "keeps all tokens")):
+        engine.generate([1], temperature=temperature, max_new_tokens=3, **{name: value})
+
+
 def test_contradictory_temperature(engine) -> None:
     with pytest.raises(ValueError, match=says("temperature=0", "do_sample=True", "choose one")):
         engine.generate([1], temperature=0, do_sample=True, max_new_tokens=3)
@@ -92,7 +99,7 @@ def test_nan_logits(levels: int) -> None:
 
 BAD_OPTIONS = [
     ({"budget": 4100, "chunk": 8}, ("budget=4100", "multiple of chunk=8", "budget=4096")),
-    ({"budget": 5, "chunk": 8}, ("budget=5", "chunk=8", "budget=8")),
+    ({"budget": 5, "chunk": 8}, ("budget=5", "chunk of sinks (8)", "budget>=264")),
     ({"budget": 512, "recent": 512}, ("budget=512", "recent=512", "budget>=520", "smaller recent")),
     ({"recent": 4, "chunk": 8}, ("recent=4", "chunk=8", "recent>=8")),
     ({"budget": 0}, ("budget=0", "at least 1")),

@@ -43,5 +43,16 @@ def test_norms(columns: int, shift: float, late: bool) -> None:
     expected = reference.row_rms_norm.definition(x, weight, 1e-5, shift, late)
     torch.testing.assert_close(out, expected, rtol=2 * torch.finfo(HALF).eps, atol=1e-6)
     assert torch.equal(launch.row_rms_norm(x[1:, 3:4], weight, 1e-5, shift, late), out[1:, 3:4])
+    residual = torch.randn(2, 5, columns).to(DEVICE, HALF)
+    added = launch.add_rms_norm(x, residual, weight, 1e-5, shift, late)
+    total = x + residual
+    assert torch.equal(added[0], total)
+    assert torch.equal(added[1], launch.row_rms_norm(total, weight, 1e-5, shift, late))
+    for found, defined in zip(
+        added, reference.add_rms_norm.definition(x, residual, weight, 1e-5, shift, late), strict=True
+    ):
+        torch.testing.assert_close(found, defined, rtol=2 * torch.finfo(HALF).eps, atol=1e-6)
+    with pytest.raises(ValueError, match="they must be alike"):
+        launch.add_rms_norm(x, residual[:1], weight, 1e-5, shift, late)
     with pytest.raises(ValueError, match="rows of 40000 elements; the kernel sums up to 32768"):
         launch.row_rms_norm(torch.zeros(1, 40_000), weight, 1e-5, 0.0, False)

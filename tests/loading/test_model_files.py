@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import prompt_of, tiny
+from huggingface_hub.errors import LocalEntryNotFoundError
 from messages import says
 from model_folders import Change, settings
 from tiny_pair import TinyPair
@@ -159,6 +160,17 @@ def test_a_mistyped_path_is_reported(name: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=says("no such folder", name, "owner/name")) as error:
         triforce_tree.load(name)
+    one_line(error)
+
+
+def test_without_a_network_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("Got: ConnectError. An error happened while trying to locate the files")
+
+    monkeypatch.setattr("triforce_tree.loading.model_files.snapshot_download", unreachable)
+    with pytest.raises(FileNotFoundError, match=says("'some/model'", "hub cannot be reached")) as error:
+        triforce_tree.load("some/model")
+    assert "Got:" not in str(error.value)
     one_line(error)
 
 

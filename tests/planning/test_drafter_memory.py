@@ -1,7 +1,9 @@
 """Heads, their caches, hidden states and the suffix index in a memory plan, beside what is allocated."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.drafter_memory import uses
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes, workspace
 from triforce_tree.planning.memory_plan import plan
+from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.verify.seeded import Seeded
 
 OPTIONS: dict[str, Any] = {"budget": 64, "chunk": 4, "recent": 16, "gamma": 6, "sinks": 2, "window": 24}
 BATCH, LENGTH = 3, 1024
@@ -115,6 +119,23 @@ def test_an_engine_plans_with_its_drafter(tmp_path: Path) -> None:
     assert alone is not None
     assert alone.device["suffix index"] > 0
     assert torch.is_tensor(drafter._blocks[0][0])
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_noise_by_position_is_planned_for(levels: int) -> None:
+    """Any request may give sequences seeds: beside the buffers of passes without them."""
+    config = HierarchyConfig.from_options(tree="best-first:4,3", **OPTIONS)
+    sizes = Sizes(0, 0, 2, 4, 2, 8, 32, 64, vocabulary=1000)
+    own, wider = (workspace(s, config, levels, BATCH) for s in (sizes, replace(sizes, vocabulary=2000)))
+    limits = PassLimits.of(config, levels)
+    state = SimpleNamespace(
+        batch=BATCH, max_draft_tokens=limits.max_draft_tokens, extra=limits.extra, device="cpu"
+    )
+    noise = Seeded(state, 1000).exponential
+    tokens = 2 * config.gamma + 1 if levels == 3 else limits.nodes
+    unseeded = BATCH * (6 * tokens + 8 * limits.nodes) * 1000 * 4
+    gathered = BATCH * tokens * 1000 * 4
+    assert wider - own >= unseeded + gathered + noise.nbytes
 
 
 def test_each_shape_of_tree_has_buffers_of_its_own() -> None:

@@ -26,10 +26,11 @@ class Shortened(Texts):
 
 def run_of(script: Any, folder: Path, pair: TinyPair, monkeypatch: Any, seconds: float | None = None) -> Any:
     grids, results = script("benchmarks.texts.grid"), script("benchmarks.common.results")
+    rows = script("benchmarks.texts.rows").rows
     sources = (BY_NAME["python-topics"], BY_NAME["copied-topics"])
     grid = grids.Grid(None, None, sources, (256, 320), (0.0, 1.0), (0, 1), new_tokens=10, plain_tokens=4)
     settings = {"shape": "pair", "model": "tiny", "options": {}, "seed": 0}
-    file = results.ResultsFile(folder / "any_text_cpu.json", "pair", settings, grids.rows)
+    file = results.ResultsFile(folder / "any_text_cpu.json", "pair", settings, rows)
     limit = grids.TimeLimit(seconds)
     run = grids.GridRun(grid, file, Shortened(), torch.device("cpu"), limit, 0)
     monkeypatch.setattr(run, "_engine", lambda: pair.load(profile=False, **SMALL))
@@ -125,7 +126,7 @@ def content(script: Any) -> Any:
     ]
     samples += [sample("triforce", 8.0, 4096), sample("autoregressive", 6.0, 4096)]
     samples += [sample("triforce", 8.0, 512)]
-    return {"parts": {"7b": part}, "rows": script("benchmarks.texts.grid").rows("7b", part, samples)}
+    return {"parts": {"7b": part}, "rows": script("benchmarks.texts.rows").rows("7b", part, samples)}
 
 
 def test_rows_are_medians_over_seeds_beside_the_faster_plain_decoding(script: Any) -> None:
@@ -153,6 +154,76 @@ def test_tables_say_where_it_is_slower(script: Any) -> None:
     )
     assert "0.75x (verse)" in tables.TABLES["any_text_summary"].make(made)
     assert tables.TABLES["never_slower"].make({"parts": {}, "rows": []}) is None
+
+
+def test_pairs_alternate_with_plain_decoding(
+    script: Any, tmp_path: Path, pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(script, tmp_path, pair, monkeypatch)
+    run.grid = dataclasses.replace(
+        run.grid, sources=run.grid.sources[:1], contexts=(256,), temperatures=(0.0, 0.8), new_tokens=4,
+        plain_tokens=4, pairs=3,
+    )  # fmt: skip
+    assert run.measure()
+    made = [(s["temperature"], s["method"], s["seed"], s.get("run")) for s in run.file.samples]
+    ours, plain = "triforce", "autoregressive"
+
+    def alternating(t: float, seed: int) -> list[Any]:
+        pairs = [[(ours, 0), (plain, 0)], [(plain, 1), (ours, 1)], [(ours, 2), (plain, 2)]]
+        static = [[("transformers-static", n)] if t == 0 else [] for n in range(3)]
+        return [
+            (t, method, seed, n) for own in zip(pairs, static, strict=True) for m in own for method, n in m
+        ]
+
+    assert made == [*alternating(0.0, 0), *alternating(0.8, 0), *alternating(0.8, 1)]
+    greedy, sampled = run.file.rows
+    assert (greedy["runs"], sampled["runs"]) == (3, 6)
+    assert all(
+        "speedup_error" in row and row["worst"] <= row["speedup"] <= row["best"] for row in run.file.rows
+    )
+    assert run.measure(), "nothing is missing"
+
+
+def paired(script: Any, ratios: list[float], context: int, drift: float = 2.0) -> list[dict[str, Any]]:
+    """Pairs with these speed-ups on a machine that gets slower by a factor from each to the next."""
+    found = []
+    for number, ratio in enumerate(ratios):
+        plain = 6.0 * drift**number
+        found += [
+            sample("triforce", plain / ratio, context) | {"run": number},
+            sample("autoregressive", plain, context) | {"run": number},
+        ]
+    return found
+
+
+def test_speedups_of_pairs_have_a_standard_error(script: Any) -> None:
+    made, rows = content(script), script("benchmarks.texts.rows").rows
+    samples = paired(script, [0.96, 0.97, 0.98, 0.97, 0.97], 1024) + paired(script, [0.9, 1.1, 0.97], 4096)
+    samples += paired(script, [0.9], 512)
+    sure, noisy, once = rows("7b", made["parts"]["7b"], samples)
+    assert (sure["speedup"], sure["worst"], sure["best"], sure["runs"]) == (0.97, 0.96, 0.98, 5)
+    # sqrt(pi / 2) times the standard deviation over the root of the number of pairs.
+    assert sure["speedup_error"] == pytest.approx(1.2533 * 0.00707 / 5**0.5, abs=1e-4)
+    assert noisy["speedup"] == 0.97
+    assert noisy["speedup_error"] > 0.05
+    assert once["speedup"] == 0.9
+    assert "speedup_error" not in once
+    shown = script("benchmarks.texts.tables").TABLES["never_slower"].make({**made, "rows": [sure, noisy]})
+    assert "| **0.97 ± 0.00** | 0.97 ± 0.07 |" in shown
+    assert "of 2 cells 2 are below 0.98, 1 by more than two standard errors, the lowest is 0.97" in shown
+    # The faster plain decoding counts: by the runs beside ours at temperature 0, whatever was done then.
+    greedy = [s | {"temperature": 0.0, "ms_per_token": 9 * s["ms_per_token"]} for s in samples[:10]]
+    static = [
+        s | {"method": "transformers-static", "ms_per_token": 0.5 * s["ms_per_token"]}
+        for s in greedy
+        if s["method"] == "autoregressive"
+    ]
+    faster = rows("7b", made["parts"]["7b"], samples[:10] + greedy + static)
+    assert [(row["temperature"], row["plain"]) for row in faster] == [
+        (t, "transformers-static") for t in (0.6, 0.0)
+    ]
+    assert [row["speedup"] for row in faster] == pytest.approx([0.485, 0.485])
+    assert faster[0]["plain_ms_per_token"] == pytest.approx(0.5 * 24)
 
 
 def test_the_time_limit_leaves_room_for_the_longest_step(

@@ -67,3 +67,16 @@ def test_a_model_that_cannot_be_loaded_ends_the_command(capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert "no/where/at/all" in said
     assert "Traceback" not in said
+
+
+def test_an_address_that_cannot_be_listened_at_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for given, said in (
+            (["--port", str(port)], f"the server cannot listen at 127.0.0.1:{port} ("),
+            (["--host", "no.such.invalid", "--port", str(port)], f"listen at no.such.invalid:{port} ("),
+            (["--port", "70000"], "--port 70000 must be at most 65535"),
+        ):
+            assert main([*COMMAND, *given]) == 2
+            [line] = capsys.readouterr().err.splitlines()
+            assert said in line

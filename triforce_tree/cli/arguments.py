@@ -17,7 +17,7 @@ from triforce_tree.cli.groups import (
     add_sampling,
     add_text_source,
 )
-from triforce_tree.cli.parsing import HelpFormatter, Parser, positive
+from triforce_tree.cli.parsing import HelpFormatter, Parser, not_negative, positive
 from triforce_tree.cli.serve import arguments as serve
 
 
@@ -147,7 +147,10 @@ def _check(subparsers: Any) -> None:
         "--new-tokens", type=positive, default=128, help="greedy tokens to compare for each prompt"
     )
     parser.add_argument(
-        "--draws", type=int, default=400, help="sampled tokens for each prompt and level; 0 skips the test"
+        "--draws",
+        type=not_negative,
+        default=400,
+        help="sampled tokens for each prompt and level; 0 skips the test",
     )
     parser.add_argument("--contexts", type=positive, default=4, help="prompts of the sampling test")
     parser.add_argument(

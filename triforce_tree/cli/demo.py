@@ -197,8 +197,9 @@ def _speed(speeds: Speeds | None, levels: int) -> str:
     if speeds is None:
         return ""
     return (
-        f"{speeds.speedup:.2f}x: {levels} levels {speeds.ms_per_token:.1f} ms a token, the target alone "
-        f"{speeds.alone_ms_per_token:.1f} ms, medians of {speeds.pieces} turns; "
+        f"{speeds.speedup:.2f}x, the median of {speeds.pieces} turns: {levels} levels "
+        f"{speeds.ms_per_token:.1f} ms a token, the target alone {speeds.alone_ms_per_token:.1f} ms "
+        "(medians too); "
     )
 
 

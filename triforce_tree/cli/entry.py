@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a check failed or memory ran out, 2 bad input (one line on
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -51,15 +52,17 @@ def _open_closed_streams() -> None:
 def _run(args: argparse.Namespace) -> int:
     # Imported here, inside the handling of Ctrl-C: these take seconds.
     import torch
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from triforce_tree.cli import console
     from triforce_tree.kernels.device import KernelError
     from triforce_tree.runtime import distributed
 
     # Progress bars and notices of these libraries would mix with our own.
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # It would report every retry without a network.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if distributed.world_size() > 1 and not args.on_several_gpus:
         raise ValueError("this command runs in one process, without torchrun; only generate takes several")
     try:

@@ -22,7 +22,7 @@ from triforce_tree.eval.compare import compared, ms_per_token, summary
 from triforce_tree.generation.inputs import encoded
 from triforce_tree.generation.output import GenerateOutput
 
-# Shorter preparations before prefill are not mentioned.
+# Shorter preparations are not mentioned.
 _NOTABLE_SECONDS = 0.1
 
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                 if gpu
                 else "stages timed, once for these settings,"
             )
-            show.print(f"{what} in {out.capture_seconds:.1f} s, before prefill")
+            show.print(f"{what} in {out.capture_seconds:.1f} s, apart from prefill and decoding")
         if out.profile:
             show.print(f"settings from the profile {out.profile}")
         comparison = None

@@ -1,6 +1,7 @@
 """The argument parser: one-line errors, help with defaults, types of values; without torch."""
 
 import argparse
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 
@@ -9,6 +10,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but what is not known is an error of the command that it was given to."""
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            near = get_close_matches(left[0].partition("=")[0], self._option_string_actions, n=1)
+            also = f" (did you mean {near[0]}?)" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(left)}{also}")
+        return found, left
 
 
 class Given(argparse.Action):
@@ -73,6 +83,13 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 0")
     return value
 
 

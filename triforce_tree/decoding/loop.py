@@ -18,7 +18,7 @@ from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.prepared_stages import held_back, seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stage_set import stage_name
-from triforce_tree.decoding.stop_criteria import Ending, finish_reason
+from triforce_tree.decoding.stop_criteria import Ending, finish_reason, tokens_left
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.distributed import broadcast_object
@@ -42,10 +42,10 @@ class Decoder:
         program: made for this batch size; one decoder uses it at a time.
         to_probs: logits to probabilities.
         seed: of all draws, 0 to 2**63 - 1.
-        repeatable: same seed, same tokens: the choice of passes follows from the table of stage costs and
-            the tokens alone, and each sequence of a batch has draws of its own, those that it has alone with
-            the seed ``draws.sequence_seed``. Else the choice also follows from times measured while decoding,
-            and from what earlier decoders that were not repeatable left (``learnt_table.py``).
+        repeatable: same seed, same tokens: the choice of passes follows from the table of stage costs, the
+            tokens and how many may follow alone, and each sequence of a batch has draws of its own: those it
+            has alone with the seed ``draws.sequence_seed``. Else it also follows from times measured while
+            decoding, and from what earlier decoders that were not repeatable left (``learnt_table.py``).
         attempt: number of earlier decoders of the same generation; each draws new random numbers.
         seeds: of single sequences, see :class:`Draws`; None where no sequence has one or will have.
 
@@ -145,9 +145,11 @@ class Decoder:
         after_plain = False
         try:
             while None in self.finish_reasons:
-                start = time.perf_counter()
+                start = time.perf_counter() - self.program.capture_seconds  # no decoding
                 if self._costs is not None:
                     self._costs.at(max(map(len, self._sequences)), measured=self._learns)
+                new_tokens = [len(s) - n for s, n in zip(self._sequences, self._lengths, strict=True)]
+                self.controller.remaining = tokens_left(new_tokens, self._endings, self.finish_reasons)
                 kind = self.controller.choose()
                 self._clock.start()
                 if kind != PLAIN:
@@ -160,7 +162,7 @@ class Decoder:
                 if observe is not None:
                     observe(new, self.emitted_logits)
                 self._count(kind, report, sum(map(len, new)), resumed)
-                self.decode_seconds += time.perf_counter() - start
+                self.decode_seconds += time.perf_counter() - self.program.capture_seconds - start
                 yield new
         except GeneratorExit:
             raise
@@ -320,8 +322,7 @@ class Decoder:
         target.emitted += emitted
         target.seconds += seconds["target"]
         if rounds and running:
-            draft = self.levels[0]
-            drafter = self.program.drafter
+            draft, drafter = self.levels[0], self.program.drafter
             assert drafter is not None
             shape = self.program.shapes[kind.shape]
             # A deterministic drafter proposes a whole tree in one forward.
@@ -339,8 +340,7 @@ class Decoder:
             # Rank 0's times, on all ranks: those that chose different passes would wait forever.
             seconds = broadcast_object(seconds)
         if running:
-            rejected = sum(row[0] <= row[1] for row in running) if rounds else 0
-            ranks = None
+            rejected, ranks = sum(row[0] <= row[1] for row in running) if rounds else 0, None
             if rounds and self.program.state.rank_counts is not None:
                 ranks = (*self.program.state.ranks_of(running), rounds * len(running))
             self.controller.observe(kind, len(running), gathered, count - len(running), rejected, ranks)

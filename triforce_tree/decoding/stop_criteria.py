@@ -1,6 +1,6 @@
 """When a sequence ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Stop = Callable[[list[int]], bool]
@@ -28,3 +28,16 @@ def finish_reason(tokens: list[int], token: int, emitted: int, ending: Ending) -
     if ending.stop is not None and ending.stop(tokens):
         return "stop"
     return "length" if emitted >= ending.max_new_tokens else None
+
+
+def tokens_left(
+    emitted: Sequence[int], endings: Sequence[Ending | None], reasons: Sequence[str | None]
+) -> int:
+    """The most tokens that a running sequence may still get.
+
+    Args:
+        emitted: new tokens of each sequence.
+        endings, reasons: of each sequence; a reason of None for one that runs.
+    """
+    rows = zip(emitted, endings, reasons, strict=True)
+    return max(e.max_new_tokens - n for n, e, reason in rows if e is not None and reason is None)

@@ -18,8 +18,6 @@ from triforce_tree.runtime.stats import Progress
 
 ANSWER_TOKENS = 12  # enough for the digits in any tokenizer
 
-_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps")
-
 
 @dataclass(frozen=True)
 class Needle:
@@ -112,12 +110,6 @@ def accuracy(records: Sequence[Record], **key: object) -> float | None:
     """Share of needles found among the records with these values."""
     hits = [r["found"] for r in records if all(r[k] == v for k, v in key.items())]
     return sum(hits) / len(hits) if hits else None
-
-
-def check_picture(path: str | Path) -> None:
-    """Raise ValueError for a suffix that is no image format of matplotlib."""
-    if Path(path).suffix.lower() not in _PICTURES:
-        raise ValueError(f"{str(path)!r} names no image format; use a suffix of {', '.join(_PICTURES)}")
 
 
 def heat_map(

@@ -1,5 +1,6 @@
 """Results on disk: one JSON line for each measurement, from which an interrupted run continues."""
 
+import importlib.util
 import json
 import platform
 import shutil
@@ -21,6 +22,7 @@ from triforce_tree.runtime.fingerprint import hardware as hardware
 LEAST_FREE_BYTES = 8 * 2**20
 
 Record = dict[str, Any]
+_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps")
 
 
 def check_writable(path: str | Path) -> Path:
@@ -49,6 +51,20 @@ def check_writable(path: str | Path) -> Path:
     if not existed:
         path.unlink()
     return path
+
+
+def check_picture(option: str, path: str | Path) -> None:
+    """Check before a long run that a picture can be written by the option of this name.
+
+    Raises:
+        ValueError: the suffix is no image format of matplotlib, or matplotlib is not installed.
+        OSError: as :func:`check_writable`.
+    """
+    if Path(path).suffix.lower() not in _PICTURES:
+        raise ValueError(f"{str(path)!r} names no image format; use a suffix of {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{option} needs matplotlib; pip install matplotlib, or leave {option} out")
+    check_writable(path)
 
 
 class Records:

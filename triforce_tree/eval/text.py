@@ -72,7 +72,12 @@ def dataset_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
     try:
         yield from datasets.load_dataset(**of_file, split=split, streaming=True)
     except Exception as error:  # of any class: the library parses files of others
-        raise ValueError(f"data set {name!r} cannot be read ({in_one_line(error)})") from error
+        # The library asks an empty file for its first row.
+        why = "it has no rows" if isinstance(error, StopIteration) else in_one_line(error)
+        raise ValueError(
+            f"data set {name!r} cannot be read ({why}); give a .jsonl, .json, .csv or "
+            ".parquet file, or one on the hub, with a network"
+        ) from error
 
 
 def surrounding(tokenizer: PreTrainedTokenizerBase, text: str, longest: int, what: str) -> list[int]:

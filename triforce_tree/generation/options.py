@@ -163,8 +163,14 @@ def check_sampling_options(kwargs: dict[str, Any]) -> None:
     """Turn ``temperature=0`` into greedy decoding, and any other temperature into sampling.
 
     Raises:
-        ValueError: temperature is negative, NaN or infinite.
+        ValueError: temperature is negative, NaN or infinite; top_p or top_k is out of range, which
+            transformers notices only where it samples.
     """
+    top_p, top_k = _checked("top_p", kwargs.get("top_p")), _checked("top_k", kwargs.get("top_k"))
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"top_p={top_p} must lie in [0, 1]; 1 keeps all tokens")
+    if top_k is not None and top_k < 0:
+        raise ValueError(f"top_k={top_k} must be at least 0; 0 keeps all tokens")
     temperature = kwargs.get("temperature")
     if temperature is None:
         return

@@ -36,9 +36,10 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     batch.
 
     ``levels``: statistics of each level over all sequences, level 0 first. ``prefill_seconds`` and
-    ``decode_seconds``: host time. ``capture_seconds``: compiling and capturing CUDA graphs, once for all
-    prompts that fit them. ``profile``: the file whose settings were used; None for the engine's own.
-    ``memory``: the memory map, where KV slots may be offloaded.
+    ``decode_seconds``: host time. ``capture_seconds``, in neither of them: making stages, which on a GPU
+    compiles and captures CUDA graphs, once for all prompts that fit them; before prefill, or for further
+    shapes of tree between two passes. ``profile``: the file whose settings were used; None for the engine's
+    own. ``memory``: the memory map, where KV slots may be offloaded.
     """
 
     logprobs: Tensor | None = None

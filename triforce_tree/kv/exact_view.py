@@ -1,6 +1,7 @@
 """The view of a KV store on the device for forwards whose rows have the same bits in any company."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -9,7 +10,8 @@ from triforce_tree.kernels.attention.exact.request import ExactAttention, Near
 from triforce_tree.kernels.attention.plan import Plan
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
-from triforce_tree.models.attention import AttentionParams, KVShape
+from triforce_tree.kv.window import Window
+from triforce_tree.models.attention import AttentionParams
 
 MOST_DEPTH = 64
 """Deepest token of a tree: positions so near to a query may be in any slots."""
@@ -47,25 +49,22 @@ class ExactView(TreeAttentionView):
             mask = self.mask.view(self.store.batch, -1, self.mask.shape[1])
             self._near = near_of(self.lengths, mask, k.shape[2])
 
-    def _attend(
+    def _attention(
         self,
         q: Tensor,
         keys: Tensor,
         values: Tensor,
         plan: Plan,
-        params: AttentionParams,
-        shape: KVShape | None = None,
-        table: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
+        sinks: Tensor | None,
+        window: Window | None,
+        **how: Any,
     ) -> Tensor:
-        batch, heads, tokens, dim = q.shape
-        assert scales is None, "8-bit keys and values are refused before"
-        window = shape.window or 0 if shape is not None else 0
+        """As in :class:`TreeAttentionView`, by position instead of by the plan's tasks."""
+        assert how["scales"] is None, "8-bit keys and values are refused before"
+        size, chunked = (window.size, window.chunked) if window is not None else (0, False)
+        mask = self.mask.view(self.store.batch, -1, self.mask.shape[1])
         request = ExactAttention(
-            q.transpose(1, 2).reshape(batch * tokens, heads, dim), keys, values, self.lengths,
-            self.mask.view(batch, -1, self.mask.shape[1]), params.scale, table, window,
-            shape is not None and shape.chunked, params.softcap or 0.0, params.sinks,
-            self._near,
+            q, keys, values, self.lengths, mask, how["scale"], how["table"], size, chunked,
+            how["softcap"] or 0.0, sinks, self._near,
         )  # fmt: skip
-        out = attention(request)
-        return out.view(batch, tokens, heads, -1)
+        return attention(request)

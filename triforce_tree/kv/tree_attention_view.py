@@ -19,7 +19,7 @@ from triforce_tree.kernels.attention.plan import Heads, Plan, pack_mask, plan_tr
 from triforce_tree.kv.chunk_policy import BoundPolicy
 from triforce_tree.kv.store import KVGroup, KVStore
 from triforce_tree.kv.window import Window
-from triforce_tree.models.attention import AttentionParams, KVShape
+from triforce_tree.models.attention import AttentionParams
 
 
 class TreeAttentionView:
@@ -132,12 +132,12 @@ class TreeAttentionView:
         number, place = self.store.place(layer)
         self._write(layer, k, v, params)
         group = self.store.groups[number]
-        plan, shape = self._plans[number], group.shape
+        plan, window = self._plans[number], self._windows.get((group.shape.window or 0, group.shape.chunked))
         if group.ring:
             scales = group.paged_scales(place)
-            return self._attend(q, *group.paged(place), plan, params, shape, group.table, scales)
+            return self._attend(q, *group.paged(place), plan, params, window, group.table, scales)
         scales = group.scales_of(place)
-        return self._attend(q, *self.store.layer(layer), plan, params, shape, scales=scales)
+        return self._attend(q, *self.store.layer(layer), plan, params, window, scales=scales)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, params: AttentionParams) -> None:
         """Store the new keys and values of one layer."""
@@ -157,26 +157,36 @@ class TreeAttentionView:
         values: Tensor,
         plan: Plan,
         params: AttentionParams,
-        shape: KVShape | None = None,
+        window: Window | None = None,
         table: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         batch, heads, queries, dim = q.shape
         packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
-        first = None
-        if shape is not None and shape.window is not None:
-            first = self._windows[shape.window, shape.chunked].first_visible
         out = self._attention(
-            packed, keys, values, plan, params.sinks, scale=params.scale, table=table, first=first,
+            packed, keys, values, plan, params.sinks, window, scale=params.scale, table=table,
             softcap=params.softcap, scales=scales,
         )  # fmt: skip
         return out.view(batch, queries, heads, -1)
 
     def _attention(
-        self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, sinks: Tensor | None, **how: Any
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: Plan,
+        sinks: Tensor | None,
+        window: Window | None,
+        **how: Any,
     ) -> Tensor:
-        """Attention of packed queries ``[B * T, H_q, D]``: ``[B * T, H_q, D_v]``, by ``planned.run``."""
-        return planned.run(q, keys, values, plan, sinks=sinks, **how)
+        """Attention of packed queries ``[B * T, H_q, D]``: ``[B * T, H_q, D_v]``, by ``planned.run``.
+
+        Args:
+            window: of the layer.
+            how: scale, table, softcap and scales, see ``planned.run``.
+        """
+        first = window.first_visible if window is not None else None
+        return planned.run(q, keys, values, plan, sinks=sinks, first=first, **how)
 
 
 def _path_depths(queries: int, tail: int, mask: Tensor | None) -> list[int] | None:

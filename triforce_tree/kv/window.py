@@ -21,6 +21,7 @@ class Window:
         device: of the buffers.
 
     Attributes:
+        size, chunked: ``window`` and ``chunked``.
         first_visible: the first visible slot of each query. Which slots of the tail are visible is left to
             the mask: the positions of tree nodes are not those of their slots.
     """
@@ -35,7 +36,7 @@ class Window:
         chunked: bool = False,
     ) -> None:
         query_depths = depths[len(depths) - queries :]
-        self._chunk = window if chunked else 0
+        self.size, self.chunked = window, chunked
         first = [*query_depths] if chunked else [min(0, depth - window + 1) for depth in query_depths]
         sequences: list[int] = []
         offsets: list[int] = []
@@ -71,7 +72,7 @@ class Window:
             mask: int64 ``[B * T, words]``, the tail slots that queries see without a window.
         """
         torch.index_select(lengths, 0, self._sequences, out=self._first)
-        if self._chunk:
+        if self.chunked:
             self._update_chunks(lengths, mask)
             return
         self._first.add_(self._offsets).clamp_(min=0)
@@ -81,9 +82,9 @@ class Window:
     def _update_chunks(self, lengths: Tensor, mask: Tensor) -> None:
         """Which slots of the tail are in a query's chunk depends on the length, so the mask does."""
         assert self._mask is not None
-        starts = (self._first + self._offsets) // self._chunk * self._chunk
+        starts = (self._first + self._offsets) // self.size * self.size
         torch.minimum(starts, self._first, out=self._first)
-        chunks = (lengths[:, None] + self._depths) // self._chunk  # [B, N]
+        chunks = (lengths[:, None] + self._depths) // self.size  # [B, N]
         queries = len(mask) // len(lengths)
         same = chunks[:, -queries:, None] == chunks[:, None]  # [B, T, N]
         padded = torch.nn.functional.pad(same, (0, 64 * self._mask.shape[1] - same.shape[2]))

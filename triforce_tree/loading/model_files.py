@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
@@ -86,6 +87,12 @@ def downloaded(source: str, patterns: Iterable[str], revision: str | None = None
     """
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
+    except LocalEntryNotFoundError as error:
+        # Its text is about the library's cache.
+        raise FileNotFoundError(
+            f"no such folder: {source!r}, and the Hugging Face hub cannot be reached to download it; give a "
+            "folder with a model in it, or a hub id like owner/name on a machine with a network"
+        ) from error
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"no such folder: {source!r}, and it cannot be downloaded from the Hugging Face hub "

@@ -225,13 +225,12 @@ class HFModel:
             if self.length_rope is not None:
                 self.length_rope.attach(copied)
             attach(copied, in_chunks=True)
-            if self.device.type == "cuda":
-                if self._prefill_layers is None:
-                    self._prefill_layers = PrefillLayers(self.model)
-                self._prefill_layers.attach(copied)
             with ExitStack() as stack:
                 stack.enter_context(plain_torch_modes(self.device))
                 stack.enter_context(explained(self.device))
+                if self.device.type == "cuda":
+                    self._prefill_layers = self._prefill_layers or PrefillLayers(self.model)
+                    self._prefill_layers.attach(copied)
                 stack.enter_context(few_row_linears(copied))
                 try:
                     self._running = copied
@@ -267,7 +266,7 @@ class HFModel:
             RuntimeError: a layer bypassed our attention function, so the cache lacks its keys and values.
         """
         # From pinned memory the copy does not wait for the chunk before.
-        on_host = torch.tensor([tokens], pin_memory=self.device.type == "cuda")
+        on_host = torch.tensor([tokens], device="cpu", pin_memory=self.device.type == "cuda")
         ids = on_host.to(self.device, non_blocking=True)
         positions = cache.positions(len(tokens)).to(self.device)[None]
         with self.attending(cache) as called, running(cache.recurrent):

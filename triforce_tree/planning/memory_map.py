@@ -308,10 +308,12 @@ def activations(sizes: Sizes) -> int:
 
 def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) -> int:
     """Bytes of probs, noise, logits and activations of passes with each shape of tree, and of CUDA graphs."""
-    tokens = 2 * config.gamma + 1 if levels == 3 else PassLimits.of(config, levels).nodes
+    limits = PassLimits.of(config, levels)
+    tokens = 2 * config.gamma + 1 if levels == 3 else limits.nodes
     nodes = sum(shape.nodes for shape in tree_shapes(config)) if levels > 1 else 1
-    probs = (6 * tokens + 8 * nodes) * sizes.vocabulary * 4
-    return _WORKSPACE + batch * (probs + 2 * (tokens + 2 * nodes) * activations(sizes))
+    # Noise by position, since any request may give seeds: the buffer, and what a pass gathers of it.
+    rows = 6 * tokens + 8 * nodes + limits.max_draft_tokens + limits.extra + 1 + max(tokens, limits.nodes)
+    return _WORKSPACE + batch * (4 * rows * sizes.vocabulary + 2 * (tokens + 2 * nodes) * activations(sizes))
 
 
 def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, batch: int) -> int:

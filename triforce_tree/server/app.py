@@ -144,14 +144,24 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> FastAPI:
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, problem: StarletteHTTPException) -> JSONResponse:
         other = "invalid_request_error" if problem.status_code < 500 else "server_error"
-        body = error(str(problem.detail), _KINDS.get(problem.status_code, other))
+        said = str(problem.detail)
+        if said in ("Not Found", "Method Not Allowed"):  # Starlette's own
+            said = f"there is no {request.method} {request.url.path} here; see docs/server.md for the routes"
+        body = error(said, _KINDS.get(problem.status_code, other))
         return JSONResponse(body, problem.status_code, problem.headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, problem: RequestValidationError) -> JSONResponse:
         first = problem.errors()[0]
         name = ".".join(str(part) for part in first["loc"] if part != "body")
-        return JSONResponse(error(f"{name}: {first['msg']}", param=name or None), 400)
+        if first["type"] == "json_invalid":
+            why, at = first["ctx"]["error"], name
+            return JSONResponse(error(f"the body is no JSON ({why} at byte {at}); send an object"), 400)
+        if not name:
+            return JSONResponse(
+                error("the body is no JSON object; send one, with Content-Type application/json"), 400
+            )
+        return JSONResponse(error(f"{name}: {first['msg']}", param=name), 400)
 
     @app.post("/v1/chat/completions", dependencies=guarded, response_model=None)
     async def chat(asked: ChatRequest, request: Request) -> Response:

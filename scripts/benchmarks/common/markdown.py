@@ -9,6 +9,7 @@ from scripts.benchmarks.common.results import PAIR_VOCABULARY
 from triforce_tree.eval.report.code_digest import mark
 
 Record = dict[str, Any]
+OLDER = " (older code)"
 # Heading -> "{ms_per_token:.2f}" over a row, or a function of the row. A leading "?" lets a figure be absent.
 Columns = Mapping[str, str | Callable[[Record], str]]
 # The rows that a table shows of a results file's content, and the caption below them.
@@ -107,13 +108,15 @@ def vocabulary_note(settings: Record) -> str:
 
 
 def file_note(file: str, runs: Mapping[str, Record]) -> str:
-    """The end of a caption: the file, and whether the code under the figures is still the same.
+    """The end of a caption: the file, and ``OLDER`` where it is not known to be of today's code.
+
+    The commits are in the table ``which_code`` of docs/benchmarks.md.
 
     Args:
         file: in docs/results.
         runs: headers with ``commit`` and ``code``, by the name of the part; "" where there is one run.
     """
-    return f"File: `docs/results/{file}`{mark(runs)}.\n"
+    return f"File: `docs/results/{file}`{OLDER if mark(runs) else ''}.\n"
 
 
 def noted(template: str, file: str) -> Caption:

@@ -5,7 +5,7 @@ from typing import Any
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, grid, listing, noted
 
-SPEED, PAIR = "cpu_16k.json", "pair.json"
+SPEED, PAIR, PREFILL = "cpu_16k.json", "pair.json", "cpu_prefill.json"
 FILE, XEON = "host_attention_h200.json", "host_attention_xeon.json"
 EPYC, AVX2 = "host_attention_epyc.json", "host_attention_epyc_avx2.json"
 COMMAND = "python -m scripts.benchmarks host_attention"
@@ -23,6 +23,16 @@ _SPEED_NOTE = (
     '{versions[transformers]}, commit {commit}. "To transformers": to the fastest of '
     'transformers-static, -dynamic and -assistant; "to our plain decoding": what drafting brings, without '
     "that of the kernels. "
+)
+CPU_PREFILL: Columns = {
+    "dtype": "{dtype}", "prompt, tokens": "{context:,}", "ours, s": "{wall[ours]:.2f}",
+    "transformers, s": "{wall[transformers]:.2f}", "**speed-up**": "**{wall[speedup]:.2f}x**",
+    "lowest to highest": "{wall[lowest]:.2f}x to {wall[highest]:.2f}x",
+    "by seconds of the process": "{process[speedup]:.2f}x",
+}  # fmt: skip
+_PREFILL_NOTE = (
+    "The embedded target; {hardware}, {threads} threads, torch {versions[torch]}, transformers "
+    "{versions[transformers]} with sdpa, medians of pairs in turns. "
 )
 ACCEPTANCE: Columns = {
     "method": "{method}", "temperature": "{temperature:g}",
@@ -165,6 +175,11 @@ _figures = listing({"embedded pair, held-out text": "{what}", "figure": "{figure
 TABLES = {
     "cpu_16k": Table(SPEED, speed, "python -m scripts.benchmarks cpu"),
     "cpu_16k_acceptance": Table(SPEED, _acceptance, "python -m scripts.benchmarks cpu"),
+    "cpu_prefill": Table(
+        PREFILL,
+        listing(CPU_PREFILL, caption=noted(_PREFILL_NOTE, PREFILL)),
+        "python -m scripts.benchmarks cpu_prefill",
+    ),
     "pair": Table(PAIR, _figures, "python -m scripts.train_pair.evaluate"),
     "host_ways": Table(FILE, listing(_ways, _by_way, _ways_note), COMMAND),
     "host_together": Table(FILE, listing(TOGETHER, _together, _together_note), COMMAND),

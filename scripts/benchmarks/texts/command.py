@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,15 +20,23 @@ from scripts.benchmarks.common.results import (
     inflated_vocabulary,
     settings_of,
 )
-from scripts.benchmarks.texts.grid import Grid, GridRun, TimeLimit, rows
+from scripts.benchmarks.texts.grid import Grid, GridRun, TimeLimit
+from scripts.benchmarks.texts.rows import rows
 from triforce_tree.eval.texts.registry import SOURCES, MissingTextError, Texts, TextSource, named
 
 PAIR = "pair"
 SHAPES = {"7b": "llama-2-7b", "8b": "llama-3.1-8b", "13b": "llama-2-13b", PAIR: None}
 
+_CPU_PAIRS = 5
+
 
 def measure(
-    words: Sequence[str] | None, name: str, doc: str | None, contexts: Sequence[int], one_a_kind: bool
+    words: Sequence[str] | None,
+    name: str,
+    doc: str | None,
+    contexts: Sequence[int],
+    one_a_kind: bool,
+    paired: bool = False,
 ) -> int:
     """Measure what the results file lacks; the exit code is 3 where the time limit ended it.
 
@@ -35,10 +44,14 @@ def measure(
         name: of the benchmark, and the beginning of its results file's name.
         contexts: by default.
         one_a_kind: take the first text of a kind that is here, rather than all of them.
+        paired: a run of plain decoding beside each of ours; by default several on a CPU, whose clock is less
+            steady.
     """
     made = grid_parser(name, doc, contexts, SHAPES, ["7b", "8b"])
     args = made.parse_args(words)
     device = device_for(args)
+    if args.pairs is None and paired:
+        args.pairs = _CPU_PAIRS if device.type == "cpu" else 1
     inflated = [shape for shape in args.shapes if shape != PAIR]
     if device.type == "cpu" and inflated and not args.tiny:
         made.error(f"there is no GPU here for {', '.join(inflated)}; use --shapes pair, or --tiny")
@@ -62,7 +75,11 @@ def measure(
 
 
 def device_for(args: argparse.Namespace) -> torch.device:
-    """The GPU, or the CPU where there is none or the run is tiny; silences transformers."""
+    """The GPU, or the CPU where there is none or the run is tiny; silences transformers.
+
+    What earlier requests have learnt is neither read from the user's file nor written to it.
+    """
+    os.environ["TRIFORCE_TREE_ESTIMATES"] = ""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch._dynamo.config.recompile_limit = 128
@@ -91,7 +108,7 @@ def grid_of(
     seeds = tuple(range(args.seed, args.seed + args.seeds))
     return Grid(
         wide, TINY_DRAFT if args.tiny else None, tuple(sources), tuple(contexts), tuple(args.temperatures),
-        seeds, args.new_tokens, args.plain_tokens, options,
+        seeds, args.new_tokens, args.plain_tokens, args.pairs or 0, options,
     )  # fmt: skip
 
 
@@ -121,6 +138,11 @@ def grid_parser(
     add("--seeds", type=int, default=2, help="how many, where tokens are drawn")
     add("--new-tokens", type=int, default=128, help="of each text")
     add("--plain-tokens", type=int, default=48, help="of plain decoding")
+    add(
+        "--pairs",
+        type=int,
+        help="runs of each text and seed, each beside one of plain decoding; 0: plain decoding once",
+    )
     add("--texts", type=Path, help="file that `texts` wrote; by default what is installed")
     add("--seconds", type=float, help="end before this many, with what is measured")
     add(

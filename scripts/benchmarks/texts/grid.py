@@ -6,10 +6,9 @@ made for one length, and are prefilled at each.) Programs and settings are those
 would take for the prompt; what earlier requests taught the engine is forgotten before each measurement.
 """
 
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +43,8 @@ class Grid:
         contexts: prompt tokens.
         seeds: of sampled texts; greedy ones have the first one.
         new_tokens, plain_tokens: of each text with drafts and without.
+        pairs: runs with each seed, each beside one of plain decoding, first one and then the other ahead, so
+            that what else the machine does meets both alike; 0: plain decoding is measured once.
         options: of the engine, where they are not its defaults.
     """
 
@@ -55,18 +56,27 @@ class Grid:
     seeds: tuple[int, ...] = (0, 1)
     new_tokens: int = 128
     plain_tokens: int = 48
+    pairs: int = 0
     options: Record = field(default_factory=dict)
 
     def keys(self, source: TextSource, context: int, temperature: float, static: bool) -> list[Record]:
-        """The measurements of one cell: ours by seed, then plain decoding."""
+        """The measurements of a cell in their order: ours by seed, then plain decoding, or pairs of both."""
         place = {
             "text": source.name, "kind": source.kind, "context": context, "temperature": temperature,
         }  # fmt: skip
         seeds = self.seeds if temperature > 0 else self.seeds[:1]
         ours = [{"method": OURS, **place, "seed": seed, "new_tokens": self.new_tokens} for seed in seeds]
-        plain = {"seed": self.seeds[0], "new_tokens": self.plain_tokens}
-        methods = [PLAIN, *([STATIC] if static and temperature == 0 else [])]
-        return ours + [{"method": method, **place, **plain} for method in methods]
+        plain = {**place, "seed": self.seeds[0], "new_tokens": self.plain_tokens}
+        compared = [{"method": STATIC, **plain}] if static and temperature == 0 else []
+        if not self.pairs:
+            return [*ours, {"method": PLAIN, **plain}, *compared]
+        made: list[Record] = []
+        for own in ours:
+            for run in range(self.pairs):
+                pair = [own | {"run": run}, {"method": PLAIN, **plain, "seed": own["seed"], "run": run}]
+                made += pair if run % 2 == 0 else pair[::-1]
+                made += [key | {"seed": own["seed"], "run": run} for key in compared]
+        return made
 
 
 class TimeLimit:
@@ -274,62 +284,3 @@ class GridRun:
         names = ("text", "context", "temperature", "method", "seed", "ms_per_token", "tokens_per_pass")
         said = (sample.get(name) for name in names)
         self.say(", ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in said if v is not None))
-
-
-def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
-    """A row for each text, context and temperature, with medians over seeds.
-
-    ``plain_ms_per_token`` is that of the faster of the plain methods that were measured there; ``worst`` and
-    ``best`` are the speed-ups of the slowest and the fastest of our runs.
-    """
-    found: dict[tuple[str, int, float], list[Record]] = {}
-    for s in samples:
-        if s["method"] == OURS:
-            found.setdefault((s["text"], s["context"], s["temperature"]), []).append(s)
-    made = []
-    for (text, context, temperature), ours in found.items():
-        beside = {
-            s["method"]: s["ms_per_token"]
-            for s in samples
-            if (s["text"], s["context"]) == (text, context)
-            and (s["method"] == STATIC or (s["method"] == PLAIN and s["temperature"] == temperature))
-        }
-        if PLAIN not in beside:
-            continue
-        plain = min(beside, key=lambda method: beside[method])
-        times = [s["ms_per_token"] for s in ours]
-        speed = {
-            "ms_per_token": statistics.median(times),
-            "plain_ms_per_token": beside[plain],
-            "speedup": beside[plain] / statistics.median(times),
-            "worst": beside[plain] / max(times),
-            "best": beside[plain] / min(times),
-        }
-        made.append(
-            {
-                "part": part, "machine": header["hardware"], "model": header["settings"]["model"],
-                "shape": header["settings"]["shape"], "text": text, "kind": ours[0]["kind"],
-                "context": context, "temperature": temperature, "settings": header["settings"]["options"],
-                "runs": len(ours), **{name: round(value, 4) for name, value in speed.items()}, "plain": plain,
-                **{
-                    name: round(statistics.median(s[name] for s in ours), 4)
-                    for name in ("repeated_8grams", "tokens_per_pass", "prefill_seconds")
-                },
-                **{
-                    name: _medians([s[name] for s in ours])
-                    for name in ("acceptance", "mean_accepted_length", "chosen")
-                },
-            }
-        )  # fmt: skip
-    return made
-
-
-def _medians(of: Sequence[Record]) -> Record:
-    """The medians of figures by name; of anything else the first value."""
-    names = dict.fromkeys(name for one in of for name in one)
-    values = {name: [one[name] for one in of if one.get(name) is not None] for name in names}
-    return {
-        name: round(statistics.median(held), 4) if isinstance(held[0], float) else held[0]
-        for name, held in values.items()
-        if held
-    }

@@ -41,7 +41,8 @@ from scripts.benchmarks.texts.command import (
     machine_of,
     measure_grid,
 )
-from scripts.benchmarks.texts.grid import GridRun, TimeLimit, rows
+from scripts.benchmarks.texts.grid import GridRun, TimeLimit
+from scripts.benchmarks.texts.rows import rows
 from triforce_tree import Engine
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
 from triforce_tree.loading.gguf import gguf_configuration, is_gguf

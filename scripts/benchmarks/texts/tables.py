@@ -83,19 +83,27 @@ def summary(content: Record) -> list[Record]:
 
 
 def by_context(content: Record) -> str | None:
-    """A line for each model, kind and temperature, a column for each context; below 0.98 in bold."""
+    """A line for each model, kind and temperature, a column for each context.
+
+    Below 0.98 is in bold, with a standard error by more than two of them.
+    """
     if not (rows := _sorted(content)):
         return None
     contexts = sorted({row["context"] for row in rows})
-    lines: dict[tuple[Any, ...], dict[int, float]] = {}
+    lines: dict[tuple[Any, ...], dict[int, Record]] = {}
     for row in rows:
         place = (row["model"], row["kind"], row["text"], f"{row['temperature']:g}")
-        lines.setdefault(place, {})[row["context"]] = row["speedup"]
+        lines.setdefault(place, {})[row["context"]] = row
 
-    def shown(speedup: float | None) -> str:
-        if speedup is None:
+    def surely(row: Record) -> bool:
+        return bool(row["speedup"] + 2 * row.get("speedup_error", 0.0) < SLOWER)
+
+    def shown(row: Record | None) -> str:
+        if row is None:
             return ""
-        return f"**{speedup:.2f}**" if speedup < SLOWER else f"{speedup:.2f}"
+        error = f" ± {row['speedup_error']:.2f}" if "speedup_error" in row else ""
+        text = f"{row['speedup']:.2f}{error}"
+        return f"**{text}**" if surely(row) else text
 
     cells = [
         [model, kind, t, *(shown(found.get(n)) for n in contexts)]
@@ -103,9 +111,11 @@ def by_context(content: Record) -> str | None:
     ]
     slower = [row for row in rows if row["speedup"] < SLOWER]
     least = min(row["speedup"] for row in rows)
+    errors = any("speedup_error" in row for row in rows)
+    clearly = f", {sum(map(surely, slower))} by more than two standard errors" if errors else ""
     note = (
         f"Speed-up over plain decoding in the same process; of {len(rows)} cells {len(slower)} are below "
-        f"{SLOWER:g}, the lowest is {least:.2f}. "
+        f"{SLOWER:g}{clearly}, the lowest is {least:.2f}. "
     )
     headings = ["model", "kind of text", "T", *(f"{n:,}" for n in contexts)]
     return grid(headings, cells, left=2) + "\n" + note + _origin(content) + "\n"

@@ -6,8 +6,8 @@ import pytest
 from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, draft_of, model, program_of, references
 
 from triforce_tree.decoding import loop
-from triforce_tree.decoding.choice.controller import START_BUDGET
-from triforce_tree.decoding.choice.passes import PassKind, StageSeconds
+from triforce_tree.decoding.choice.loss_budget import START_BUDGET
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
@@ -71,12 +71,12 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_seed_chooses_by_the_table_alone(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     program = adaptive(levels)
     # Costs at which the two levels draft at first and then pause.
-    draft = 0.1 if levels == 3 else 1.4
+    draft = 0.1 if levels == 3 else 0.6
     monkeypatch.setattr(loop, "stage_costs", lambda *_: table_of(draft))
     seen = []
     for measured, repeatable in ((draft, True), (draft, False), (20.0, True), (20.0, False)):
         set_clock(monkeypatch, draft=measured)
-        seen.append(decoded(program, repeatable)[:2])
+        seen.append(decoded(program, repeatable, new=120)[:2])
     assert len(set(seen[0][0])) > 1
     assert seen[0] == seen[1], "with and without a seed, from equal costs and observations"
     assert seen[0] == seen[2], "with a seed measured times do not count"
@@ -96,7 +96,7 @@ def test_a_request_starts_from_what_the_last_one_learnt(levels: int) -> None:
     # What is inferred from passes of the other number of levels weighs otherwise in the new request.
     left = first.learnt({}).estimates.tokens_per_round
     assert second.estimates._now.tokens_per_round == pytest.approx(left)
-    assert second._budget == min(first._budget, START_BUDGET)
+    assert second.budget.left == min(first.budget.kept, START_BUDGET)
     # Greedy decoding accepts other tokens, and each pass of another refresh costs something else.
     assert Decoder(program, GREEDY, 0).controller.acceptance == fresh.acceptance
     program.config = replace(program.config, retrieval=replace(program.config.retrieval, refresh=3))
@@ -113,6 +113,30 @@ def test_a_seeded_request_is_independent_of_earlier_ones() -> None:
     fresh, learnt = (Decoder(program, SAMPLED, 0, repeatable) for repeatable in (True, False))
     assert fresh.controller.acceptance != learnt.controller.acceptance
     assert decoded(program, repeatable=True)[:2] == before
+
+
+@pytest.mark.usefixtures("table")
+def test_the_controller_knows_what_remains() -> None:
+    """The most that a running sequence may still get; nothing is drafted for the last token."""
+    program = program_of(model("llama-gqa"), model("llama-gqa"), 2, 3, rounds=None)
+    decoder, seen = Decoder(program, GREEDY, 0), []
+    decoder.prefill(PROMPTS)
+    choose = decoder.controller.choose
+
+    def recorded() -> PassKind:
+        kind = choose()
+        seen.append((decoder.controller.remaining, kind))
+        return kind
+
+    decoder.controller.choose = recorded
+    made, left = [0] * 3, []
+    for blocks in decoder.decode(PROMPTS, [Ending(count) for count in NEW]):
+        left.append(max(count - own for count, own in zip(NEW, made, strict=True)))
+        made = [own + len(block) for own, block in zip(made, blocks, strict=True)]
+    assert [remaining for remaining, _ in seen] == left
+    assert left[0] == max(NEW)
+    assert all(kind == PLAIN for remaining, kind in seen if remaining == 1)
+    assert any(kind != PLAIN for _, kind in seen)
 
 
 @pytest.mark.usefixtures("table")

@@ -8,8 +8,9 @@ from statistics import mean
 import pytest
 from simulated_passes import COSTS, DEPTH, MIXED, MOST, Cost, controller, costs_of, rounds_of, simulated
 
-from triforce_tree.decoding.choice.controller import REFILL, START_BUDGET, PassController
+from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.estimates import acceptance_of, tokens_of
+from triforce_tree.decoding.choice.loss_budget import REFILL, START_BUDGET
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 
 
@@ -222,7 +223,7 @@ def test_a_batch_counts_per_sequence() -> None:
         many.observe(PassKind(3, 3), 4, 32, 4 * accepted, 4)
     assert many.tokens_per_round == pytest.approx(one.tokens_per_round)
     assert many.acceptance == pytest.approx(one.acceptance, abs=0.05)
-    assert many._budget == pytest.approx(one._budget)
+    assert many.budget.left == pytest.approx(one.budget.left)
 
 
 def test_costs_follow_measured_times_and_no_outlier() -> None:
@@ -245,6 +246,27 @@ def test_costs_follow_measured_times_and_no_outlier() -> None:
     bare = PassController(3, DEPTH, MOST, fixed=2)
     bare.refine(PassKind(3, 2), 4, {"target": 1.0})
     assert bare.costs is None
+
+
+def test_stages_that_were_not_measured_follow_the_others() -> None:
+    """A table of a machine that was three times as busy: plain passes alone are made, and drafting pays."""
+    busy = StageSeconds(3.0, draft=0.6, tree=3.3, prepare=1.5)
+    control = controller(2, busy)
+    for _ in range(60):
+        control.refine(PLAIN, 0, {"target": 1.0})
+    assert control.costs is not None
+    assert vars(control.costs) == pytest.approx(vars(busy.scaled(dict.fromkeys(vars(busy), 1 / 3))), rel=0.01)
+    # What was measured once no longer follows.
+    for _ in range(60):
+        control.refine(PassKind(2, 1), 0, {"draft": 0.3, "target": 1.1})
+    for _ in range(60):
+        control.refine(PLAIN, 0, {"target": 0.7})
+    found = vars(control.costs)
+    assert (found["plain"], found["draft"], found["tree"]) == pytest.approx((0.7, 0.3, 1.1), rel=0.01)
+    drafting = controller(2, busy)
+    drafting.refine(PassKind(2, 1), 0, {"draft": 0.2, "target": 1.1})
+    assert drafting.costs is not None
+    assert drafting.costs.plain == 3.0, "drafts may be fast or slow by themselves"
 
 
 def test_factors_are_of_the_stages_that_there_are() -> None:

@@ -10,9 +10,9 @@ from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from triforce_tree.decoding import loop
-from triforce_tree.decoding.choice.controller import START_BUDGET
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.learnt_table import LearntChoices, temperature_class
+from triforce_tree.decoding.choice.loss_budget import START_BUDGET
 from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.decoding.loop import Decoder
@@ -92,7 +92,7 @@ def test_requests_without_a_seed_write_and_read_them(path: Path) -> None:
     assert path.is_file()
     again = Decoder(program(), SAMPLED, 0).controller
     assert again.acceptance == pytest.approx(first.acceptance) != fresh.acceptance
-    assert again._budget <= START_BUDGET
+    assert again.budget.left <= START_BUDGET
     assert decoded(program(), 3)[1] == before, "a seed's tokens follow from the seed alone"
 
 

@@ -85,10 +85,10 @@ def test_measured_times_are_kept_by_shape() -> None:
     for _ in range(60):
         control.refine(PassKind(2, 1, 1), 0, {"draft": 0.1, "target": 2.1})
         control.refine(PassKind(1, 0), 0, {"target": 1.5})
-    assert control.costs.draft == 0.1
+    assert control.costs.draft == pytest.approx(0.15, rel=0.01), "as plain passes, until it is measured"
     assert control.other_costs[0].draft == pytest.approx(0.1, rel=0.01)
     assert control.other_costs[0].tree == pytest.approx(2.1, rel=0.01)
-    assert control.costs.tree == 1.1, "another shape's times say nothing of its own"
+    assert control.costs.tree == pytest.approx(1.65, rel=0.01), "another shape's times say nothing of its own"
     assert control.costs.plain == control.other_costs[0].plain == pytest.approx(1.5, rel=0.01)
     costs.at(150, measured=True)
     assert costs.factors["tree/1"] == pytest.approx(2, rel=0.01)

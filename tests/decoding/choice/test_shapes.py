@@ -1,8 +1,10 @@
 """Trees of several shapes in one program: exactness, stages made where they are needed, counts by rank."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -17,7 +19,7 @@ from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.decoding.explain.tally import AcceptanceTally
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stages import DraftStage
+from triforce_tree.decoding.stages import DraftStage, Stage
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -111,6 +113,23 @@ def test_a_capture_between_passes_leaves_no_trace(levels: int, monkeypatch: pyte
         program.prepare(to_probs)
         capturing.append(True)
         assert switched(program, to_probs, 2)[0] == tokens
+
+
+def test_stages_made_between_passes_are_not_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two further shapes, of which each takes an hour."""
+    clock, make, hours = time.perf_counter, prepared_stages.tree_stages, [0]
+
+    def slowly(*args: Any) -> dict[str, Stage]:
+        hours[0] += 1
+        return make(*args)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600 * hours[0])
+    monkeypatch.setattr(prepared_stages, "tree_stages", slowly)
+    program = shaped(2)
+    _, decoder = switched(program)
+    assert hours == [2]
+    assert program.capture_seconds > 2 * 3600
+    assert 0 < decoder.decode_seconds < 3600
 
 
 def test_short_memory_leaves_the_first_tree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_costs_measured_on_a_busy_machine_are_corrected() -> None:
     for _ in range(2):
         passes(timings, BUSY, LEAST_PASSES)
     factors = timings.factors()
-    assert factors.keys() == {"plain", "draft", "retrieval", "chain", "root", "tree"}
+    assert factors.keys() == {"plain", "draft", "retrieval", "chain", "root", "tree", "prepare"}
     assert factors == pytest.approx(dict.fromkeys(factors, 0.5), rel=0.05)
     corrected = StageCosts((100, 200), (BUSY, replace(BUSY, plain=3.0))).scaled(factors)
     assert vars(corrected.seconds[0]) == pytest.approx(vars(TRUE), rel=0.06)
@@ -67,6 +67,25 @@ def test_chance_and_little_evidence_correct_nothing() -> None:
     for _ in range(4):
         passes(timings, TRUE.scaled({"plain": 1 / 1.3}), 200, noise=0.6)
     assert timings.factors() == {}
+
+
+def test_stages_that_did_not_run_are_corrected_like_plain_passes() -> None:
+    """Else they would seem too slow beside these, and never run."""
+    timings = StageTimings()
+    for _ in range(2):
+        timings.begin()
+        for _ in range(LEAST_PASSES):
+            timings.add(PLAIN, 1.0, {"target": 1.0}, BUSY, 1)
+    assert not timings.ran("tree")
+    names = {"plain", "draft", "retrieval", "tree", "chain", "root", "prepare"}
+    assert timings.factors() == pytest.approx(dict.fromkeys(names, 0.5))
+    for _ in range(20):
+        # The draft ran a few times, and takes what the table says; its tree is of the other shape.
+        timings.add(PassKind(2, 1, 1), 1.0, {"draft": BUSY.draft, "target": 0.6 * BUSY.tree}, BUSY, 1)
+    factors = timings.factors(2)
+    assert timings.ran("tree/1")
+    assert "draft/1" not in factors
+    assert (factors["draft"], factors["tree"], factors["tree/1"]) == pytest.approx((0.5, 0.5, 0.6))
 
 
 def test_passes_of_another_shape_correct_its_own_stages() -> None:
@@ -101,8 +120,10 @@ def test_the_table_holds_the_correction(tmp_path: Path) -> None:
     found = CostTable(tmp_path / "costs.json").find(settings)
     assert found is not None
     for own, before in zip(found.seconds, first.seconds, strict=True):
-        assert own.plain == pytest.approx(3 * before.plain, rel=0.06)
-        assert replace(own, plain=before.plain) == before
+        for name in ("plain", "draft", "tree", "prepare"):
+            assert getattr(own, name) == pytest.approx(3 * getattr(before, name), rel=0.06), (
+                "stages that did not run were measured on the same machine"
+            )
     assert table.find(settings | {"shape": 1}) is None, "its costs are predicted from the first ones"
     assert program.learnt["any"].cost_factors == {}, "they were relative to the old costs"
     assert not correct(program, GREEDY, found, [other], table), "the evidence was used"

@@ -5,10 +5,14 @@ from statistics import mean
 
 import pytest
 from simulated_passes import COSTS, MIXED, Cost, controller, rounds_of, simulated
+from simulated_trees import Simulation
 
-from triforce_tree.decoding.choice.controller import REFILL, START_BUDGET
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
+from triforce_tree.decoding.choice.loss_budget import REFILL, START_BUDGET, START_SHARE, LossBudget
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
+from triforce_tree.decoding.choice.tree_acceptance import ByRank
+from triforce_tree.trees.device_shapes import device_tree_shape
+from triforce_tree.trees.shapes import parse_shape
 
 
 def test_an_unlucky_start_does_not_end_a_draft_that_pays() -> None:
@@ -16,7 +20,7 @@ def test_an_unlucky_start_does_not_end_a_draft_that_pays() -> None:
     for levels in (2, 3, MIXED):
         speed, chosen = simulated(controller(levels), lambda made: 0.95 if made > 40 else 0.0, 2000)
         assert PLAIN in chosen
-        assert PLAIN not in chosen[-150:]
+        assert PLAIN not in chosen[-150:-1]
         assert speed > 1.8
 
 
@@ -63,7 +67,7 @@ def loss_of_short_requests(cost: Cost, count: int, resumed: bool) -> float:
 def test_short_requests_share_one_loss_budget(cost: Cost) -> None:
     resumed, fresh = (loss_of_short_requests(cost, 30, resumed) for resumed in (True, False))
     assert resumed <= START_BUDGET / (30 * 60) + REFILL + 1e-9
-    assert fresh > 3 * resumed, "a budget for each request is lost each time"
+    assert fresh > 2 * resumed, "a budget for each request is lost each time"
 
 
 def test_gains_of_earlier_requests_are_not_lost_by_the_next() -> None:
@@ -73,7 +77,7 @@ def test_gains_of_earlier_requests_are_not_lost_by_the_next() -> None:
     assert learnt.budget > 20
     after = controller()
     after.resume(learnt)
-    assert after._budget == START_BUDGET
+    assert after.budget.left == START_BUDGET
     assert simulated(after, 0.0, 256)[0] >= 0.98
 
 
@@ -116,3 +120,106 @@ def test_learnt_acceptance_of_trees_is_resumed() -> None:
     resumed.resume(source.learnt({}))
     assert resumed.estimates.tree == pytest.approx(source.estimates.tree, abs=0.12)
     assert abs(controller(MIXED, costs).estimates.tree - source.estimates.tree) > 0.1
+
+
+@pytest.mark.parametrize("levels", [2, 3, MIXED])
+@pytest.mark.parametrize("tokens", [12, 40, 96, 160])
+def test_short_requests_lose_2_percent_or_one_trial(levels: int, tokens: int) -> None:
+    """The cheapest pass where 1.5 % are less than that; with a budget that no request has touched."""
+    for acceptance in (0.0, 0.3, 0.6):
+        for cost in COSTS:
+            control = controller(levels, cost)
+            cheapest = control._worst_loss(control._cheapest()[1])
+            for seed in range(3):
+                speed, _ = simulated(controller(levels, cost), acceptance, tokens, seed, per_token=0.3)
+                most = max(START_SHARE * tokens, cheapest) / tokens + REFILL
+                assert 1 / speed - 1 <= most + 1e-9, (acceptance, cost, seed)
+
+
+SHAPES = [
+    device_tree_shape(parse_shape(name)) for name in ("best-first:6,5,4", "best-first:2,2,1", "chain:2")
+]
+# Two CPU cores: a draft step takes a third of a plain pass, and each verified token has its price.
+CPU = (0.32, lambda nodes: 1 + 0.12 * (nodes - 1), lambda nodes: 0.6 + 0.06 * nodes)
+
+
+@pytest.mark.parametrize(
+    "acceptance, drafting, mean_speed",
+    [
+        (((0.0,),), (4, 20), 0.99),  # nothing is accepted
+        (((0.5, 0.13, 0.06),), (4, 40), 0.99),  # a draft that does not pay
+        (((0.75, 0.08, 0.02),), (28, 40), 1.08),  # one that does: 1.23 in the end
+    ],
+)
+@pytest.mark.parametrize("tokens", [48, 96])
+def test_short_requests_on_a_cpu(
+    acceptance: ByRank, drafting: tuple[int, int], mean_speed: float, tokens: int
+) -> None:
+    """Each is within 2 % of plain decoding, all together nearer, and those that drafts pay for use them."""
+    simulation, learnt = Simulation(CPU, acceptance, 2, shapes=SHAPES), None
+    speeds, drafted = [], 0
+    for seed in range(40):
+        control = simulation.controller()
+        if learnt is not None:
+            control.resume(learnt)
+        speed, passes = simulation.run(control, tokens, seed)
+        learnt = control.learnt({})
+        speeds.append(speed)
+        drafted += any(kind != PLAIN for kind, _ in passes)
+    assert min(speeds) >= 0.98
+    assert mean(speeds) >= mean_speed
+    assert drafting[0] <= drafted <= drafting[1] * tokens / 48
+
+
+def test_no_trial_that_the_remaining_tokens_cannot_repay() -> None:
+    for tokens in (1, 2, 3):
+        _, chosen = simulated(controller(2, (1.0, 1.5)), 0.95, tokens)
+        assert set(chosen) == {PLAIN}
+    assert set(simulated(controller(2, (0.1, 1.0)), 0.95, 3)[1]) != {PLAIN}
+    control = controller()
+    simulated(control, 0.95, 300)
+    control.remaining = 1
+    assert control.choose() == PLAIN, "the last token takes no draft"
+    control.observe(PLAIN)
+    control.remaining = 50
+    assert control.choose() != PLAIN, "where a sequence has joined, drafting goes on"
+
+
+def test_a_budget_is_withheld_and_kept() -> None:
+    budget = LossBudget()
+    budget.bound(100)
+    assert budget.left == pytest.approx(100 * START_SHARE)
+    assert budget.kept == START_BUDGET
+    budget.bound(80)
+    assert budget.left == pytest.approx(100 * START_SHARE)
+    budget.bound(120)
+    assert budget.left == pytest.approx(120 * START_SHARE), "sequences have joined"
+    assert budget.lend(2.0, least=3.0)
+    assert (budget.left, budget.kept) == pytest.approx((2.0, START_BUDGET))
+    budget.charge(-2.0)
+    assert not budget.lend(0.5, least=0.0), "a request has one trial on credit"
+    after = LossBudget()
+    after.resume(budget.kept)
+    after.bound(10)
+    assert after.kept == pytest.approx(START_BUDGET - 2)
+    assert not after.lend(0.5, least=START_BUDGET)
+    spent = LossBudget()
+    spent.resume(-0.5)
+    spent.bound(1000)
+    assert (spent.left, spent.kept) == (-0.5, -0.5)
+
+
+def test_what_will_not_pay_is_tried_once_the_budget_is_whole() -> None:
+    """Requests of 20 tokens after one that has learnt that hardly anything is accepted."""
+    learnt, drafted = LearntChoice(Learnt(0.1, 1.1, 0.1), START_BUDGET, {}), list[int]()
+    for request in range(60):
+        control = controller(2, (1.0, 1.5))
+        control.resume(learnt)
+        assert all(option.highest_rate < 1 for option in control.options()[1:])
+        whole = learnt.budget + 20 * REFILL >= START_BUDGET - 1e-9
+        _, chosen = simulated(control, 0.0, 20)
+        learnt = control.learnt({})
+        if any(kind != PLAIN for kind in chosen):
+            assert whole
+            drafted.append(request)
+    assert 2 <= len(drafted) <= 10

@@ -107,10 +107,10 @@ def test_reference_acceptance_samples_the_target_distribution() -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", range(12))
 def test_accept_tree(seed, ops) -> None:
     torch.manual_seed(seed)
-    nodes, vocab = (1, 2, 5, 9, 17, 33, 33)[seed % 7], (3, 7, 50, 300, 4200)[seed % 5]
+    nodes, vocab = (1, 2, 5, 9, 17, 33, 3)[seed % 7], (3, 7, 50, 300, 4200)[seed % 5]
     for nan in (False, True):
         problem = acceptance_cases.acceptance(
             2, nodes, vocab, DEVICE, *acceptance_cases.LIKENESS[seed % 6], nan, seed
@@ -126,7 +126,7 @@ def test_accept_tree(seed, ops) -> None:
 def test_deterministic_proposals(seed, fixed, ops) -> None:
     """``q_rows`` of -1: some nodes' children, or all, were proposed deterministically."""
     torch.manual_seed(seed)
-    nodes, vocab = (2, 5, 9, 17, 33, 33)[seed % 6], (3, 7, 50, 300, 4200)[seed % 5]
+    nodes, vocab = (2, 5, 9, 17, 33, 3)[seed % 6], (3, 7, 50, 300, 4200)[seed % 5]
     sharp, likeness = acceptance_cases.LIKENESS[seed % 6]
     for nan in (False, True):
         problem = acceptance_cases.acceptance(2, nodes, vocab, DEVICE, sharp, likeness, nan, seed, fixed)
@@ -138,7 +138,7 @@ def test_deterministic_proposals(seed, fixed, ops) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_deterministic_siblings_of_drawn_ones(seed, fixed, ops) -> None:
     torch.manual_seed(seed)
-    nodes, vocab = (3, 5, 9, 17, 33, 33)[seed % 6], (3, 7, 50, 300, 4200)[seed % 5]
+    nodes, vocab = (3, 5, 9, 17, 33, 4)[seed % 6], (3, 7, 50, 300, 4200)[seed % 5]
     sharp, likeness = acceptance_cases.LIKENESS[seed % 6]
     for nan in (False, True):
         problem = acceptance_cases.acceptance(2, nodes, vocab, DEVICE, sharp, likeness, nan, seed, fixed, 0.6)

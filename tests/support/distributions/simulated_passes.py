@@ -54,6 +54,7 @@ def simulated(
     cost, last = control.costs, None
     assert cost is not None
     while made < tokens:
+        control.remaining = tokens - made
         kind = control.choose()
         chosen.append(kind)
         resumed, last = last == PLAIN, kind
@@ -72,7 +73,7 @@ def simulated(
         control.observe(kind, 1, gathered, accepted, int(accepted < chain))
         time += cost.of(kind, chain / control.max_draft_tokens) + (cost.prepare if resumed else 0.0)
         made += 1 + accepted
-    return made / time, chosen
+    return min(made, tokens) / time, chosen
 
 
 def rounds_of(chosen: list[PassKind]) -> list[int]:

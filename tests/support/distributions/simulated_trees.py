@@ -87,6 +87,7 @@ class Simulation:
         """Tokens in the time of a plain pass, and each pass with the tokens that it yielded."""
         rng, made, time, passes = random.Random(seed), 0, 0.0, []
         while made < tokens:
+            control.remaining = tokens - made
             kind = control.choose()
             shape, costs = control_shape(control, self, kind)
             if kind == PLAIN:
@@ -118,7 +119,7 @@ class Simulation:
             time += costs.of(kind, filled)
             made += 1 + count
             passes.append((kind, 1 + count))
-        return made / time, passes
+        return min(made, tokens) / time, passes
 
     def rates(self, acceptance: ByRank) -> dict[tuple[int, int, int], float]:
         """Expected tokens in the time of a plain pass, by levels, rounds and shape, if always chosen."""

@@ -1,23 +1,19 @@
 """``triforce-tree bench needle``: retrieval accuracy by prompt length and depth of the fact."""
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of
-from triforce_tree.cli.console import Interrupt, bar, json_line
+from triforce_tree.cli.console import Interrupt, bar, json_line, screen
 from triforce_tree.eval import needle
-from triforce_tree.eval.results import Record, check_writable, header
+from triforce_tree.eval.results import Record, check_picture, header
 
 
 def run(args: argparse.Namespace) -> int:
     if args.plot:
-        needle.check_picture(args.plot)
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave --plot out")
-        check_writable(args.plot)
+        check_picture("--plot", args.plot)
     source, texts = options.documents(args)
     settings = {
         "benchmark": "needle",
@@ -58,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and records.all:
         name = Path(args.target).name if args.target else "embedded pair"
         needle.heat_map(records.all, args.through[0], args.lengths, args.depths, Path(args.plot), name)
+        screen().print(f"written: {args.plot}", markup=False)
     if args.json:
         cells = {
             levels: {

@@ -37,7 +37,8 @@ def finish(args: argparse.Namespace, records: Records, interrupted: bool) -> int
     show(tables(records))
     if records.path is not None:
         written = write.write_beside(records.path, records)
-        screen().print(f"written: {', '.join(map(str, [records.path, *written]))}")
+        if getattr(args, "kept", True):  # not by bench verify, which may measure into a temporary folder
+            screen().print(f"written: {', '.join(map(str, [records.path, *written]))}")
     if interrupted:
         left = "; the same command continues from here" if records.path is not None else ""
         screen().print(f"ended by Ctrl-C after {len(records.all)} measurements{left}")

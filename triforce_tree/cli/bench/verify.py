@@ -20,17 +20,19 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         return _measured(args, theirs, words, args.out)
     with tempfile.TemporaryDirectory() as folder:
-        return _measured(args, theirs, words, str(Path(folder) / "mine.jsonl"))
+        return _measured(args, theirs, words, str(Path(folder) / "mine.jsonl"), kept=False)
 
 
-def _measured(args: argparse.Namespace, theirs: verify.Cells, words: list[str], out: str) -> int:
+def _measured(
+    args: argparse.Namespace, theirs: verify.Cells, words: list[str], out: str, kept: bool = True
+) -> int:
     # Imported here: the parser names this module.
     from triforce_tree.cli.arguments import parser
 
     screen().print(f"triforce-tree {' '.join(words)}")
     words = [*words, "--out", out]
     own = parser().parse_args(words)
-    own.words = words
+    own.words, own.kept = words, kept
     code = int(import_module(own.module).run(own))
     return code or _compare(args, theirs, out)
 

@@ -4,16 +4,33 @@ import argparse
 from pathlib import Path
 
 from triforce_tree.cli import options
-from triforce_tree.cli.console import json_line, plain_table, screen
+from triforce_tree.cli.console import Interrupt, PrefillBar, json_line, plain_table, screen
 from triforce_tree.cli.prompt import prompt_of
 from triforce_tree.decoding.explain.drawing import as_lines, draw
-from triforce_tree.decoding.explain.explanation import Explanation
+from triforce_tree.decoding.explain.explanation import Explanation, explained
+from triforce_tree.eval.results import check_picture
+from triforce_tree.generation.inputs import encoded
+from triforce_tree.generation.options import check_sampling_options
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 def run(args: argparse.Namespace) -> int:
     given = prompt_of(args)
+    check_sampling_options({"temperature": args.temperature})
+    if args.png is not None:
+        check_picture("--png", args.png)
     engine = options.engine_of(args)
-    found = engine.explain(given, args.max_new_tokens, args.temperature, args.seed)
+    assert engine.tokenizer is not None
+    prompt = encoded(engine.tokenizer, given, engine.hierarchy.target.max_positions)
+    to_probs = ProbsFromLogits.at(args.temperature)
+    # Ctrl-C is not held back: of half an explanation nothing is kept.
+    with (
+        engine.program([prompt], args.max_new_tokens, to_probs, args.temperature) as program,
+        PrefillBar(len(prompt) - 1, Interrupt()) as progress,
+    ):
+        found = explained(
+            program, to_probs, prompt, args.max_new_tokens, args.seed, engine.tokenizer, progress
+        )
     _show(found)
     if args.json:
         json_line(found.as_dict())
@@ -29,8 +46,8 @@ def _show(found: Explanation) -> None:
     settings = ", ".join(f"{name}={found.options[name]}" for name in names)
     show.print(f"{found.prompt_tokens} tokens of prompt, {found.new_tokens} new; {settings}")
     show.print(found.why())
-    made = ", ".join(f"{kind}: {count}" for kind, count in found.passes.items())
-    show.print(f"passes: {made}; {found.tokens_per_pass:.2f} new tokens each")
+    made = "; ".join(f"{count} of {kind}" for kind, count in found.passes.items())
+    show.print(f"passes made, {found.tokens_per_pass:.2f} new tokens each on average: {made}")
     for number, tree in enumerate(found.trees[1:], 2):
         show.print(f"tree {number}: {tree}")
     if found.choices:

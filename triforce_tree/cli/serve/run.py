@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import socket
 import threading
 from concurrent.futures import Future
 
@@ -12,6 +13,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.memory_size import bytes_of
 
 KEY = "TRIFORCE_TREE_API_KEY"
+_LAST_PORT = 65535
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -34,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     served = Served(name, key, limits, bytes_of(args.max_body), tuple(args.allowed_origins))
     loaded: Future[Engine] = Future()
     app = create_app(loaded, served)
-    config = uvicorn.Config(app, host=args.host, port=args.port, log_level="warning")
+    listening = _bound(args.host, args.port)
+    port = listening.getsockname()[1]
+    config = uvicorn.Config(app, log_level="warning")
     server = GracefulServer(config, app.state.stop, args.shutdown_timeout)
 
     def load() -> None:
@@ -46,12 +50,25 @@ def run(args: argparse.Namespace) -> int:
             return
         loaded.set_result(engine)
         who = "" if key else f", to anyone; --api-key or {KEY} sets a key"
-        screen().print(f"serving {name!r} at http://{args.host}:{args.port}/v1{who}")
+        screen().print(f"serving {name!r} at http://{args.host}:{port}/v1{who}")
 
     # The port answers meanwhile; /health says when requests do.
     threading.Thread(target=load, name="triforce-tree load", daemon=True).start()
-    server.run()
+    server.run(sockets=[listening])
     if loaded.done():
         # What has failed ends the command, as anywhere else.
         loaded.result()
     return 0
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that is bound before anything is loaded, so that a port in use ends in one line."""
+    if port > _LAST_PORT:  # the C library would take its last 16 bits
+        raise ValueError(f"--port {port} must be at most {_LAST_PORT}")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise ValueError(
+            f"the server cannot listen at {host}:{port} ({error.strerror}); give another --port or --host"
+        ) from error

@@ -7,57 +7,56 @@ running estimates of the acceptances and of m (``estimates.py``).
 
 Three rules bound what a choice may cost where it does not pay:
 
-* Loss budget. It is charged with the time by which a drafting pass exceeded plain decoding of the tokens it
-  yielded, credited with what a pass gained, and grows with the time of plain decoding. A pass is made only
-  if the budget covers its worst case, one token. So decoding takes at most ``START_BUDGET`` plain passes and
-  ``REFILL`` of its time more than plain decoding would, whatever is accepted: 1.7 % of 256 tokens.
+* Loss budget (``loss_budget.py``). It is charged with the time by which a drafting pass exceeded plain
+  decoding of the tokens it yielded, credited with what a pass gained, and grows with the time of plain
+  decoding. A pass is made only if the budget covers its worst case, one token. So decoding takes at most
+  ``START_SHARE`` of a request's tokens, and no more than ``START_BUDGET`` plain passes, and ``REFILL`` of its
+  time more than plain decoding would, whatever is accepted: 2 %. Where that is less than the cheapest pass,
+  one trial may use what earlier requests have not; where the estimates say that it will not pay, only once
+  the whole budget is there again. No trial is begun that the remaining tokens could not repay.
 * Pauses. Where no kind of pass is likely to beat plain decoding, drafting pauses, longer after each trial
   that did not pay, and is then tried again with new estimates: the text may have changed, or the trial may
   have been unlucky.
-* Trials of other numbers of levels and of other shapes of trees are made only where they would be better at
-  the upper end of the confidence interval, and cost at most ``TRIALS`` of the tokens together.
+* Trials of other numbers of levels and shapes of trees are made only where they would be better at the upper
+  end of the confidence interval, and cost at most ``TRIALS`` of the tokens together.
 
 A later request may resume from what an earlier one learnt: its estimates, its costs, and its loss budget,
-never more than ``START_BUDGET``, so that the bound holds for each request and for all of them together.
-Pauses end with the request.
+so that all of them together lose ``START_BUDGET`` and ``REFILL`` at most. Pauses end with the request.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from triforce_tree.decoding.choice.estimates import Estimates, Learnt, LearntChoice, Ranks, tokens_of
-from triforce_tree.decoding.choice.passes import OF_SHAPE, PLAIN, CostFactors, Option, PassKind, StageSeconds
+from triforce_tree.decoding.choice.loss_budget import REFILL, START_BUDGET, LossBudget
+from triforce_tree.decoding.choice.passes import (
+    PLAIN,
+    CostFactors,
+    Option,
+    PassKind,
+    StageSeconds,
+    refined,
+)  # fmt: skip
 from triforce_tree.decoding.choice.preparation import Preparation
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
-START_BUDGET = 3.0
-"""Plain passes that drafting may lose before it has gained anything."""
-REFILL = 0.005
-"""Share of the time of plain decoding by which the loss budget grows."""
 TRIALS = 0.02
 """Share of the tokens that trials of the other number of levels may cost."""
-# Gains are credited up to this many plain passes: where acceptance falls, the loss is bounded by them.
-_MOST_BUDGET = 64.0
 # Share of the budget that the first pass of a trial may lose: what one pass shows may be chance.
 _FIRST_PASS = 0.75
 # Tokens decoded without drafts after a trial that did not pay: after the first one, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096
+_REPAID_LATER = 8  # The same where a trial could not be repaid: sequences that join bring more tokens.
 # Share of the prior's weight in later trials of a request.
 _LATER = 0.5
-# Drafting pauses where it would not be this much faster than plain decoding at the upper end of the
-# confidence intervals: costs are known to a few per cent.
+# Drafting pauses where it is not this much faster than plain decoding at the confidence intervals' upper end.
 _MARGIN = 1.02
 # Tokens that trials of the other number of levels may cost at first, and at most.
 _FIRST_TRIALS, _MOST_TRIALS = 1.0, 4.0
-# Weight of a newly measured time, which is clamped to this many times the mean, and to its inverse.
-_NEW, _OUTLIER = 0.15, 2.0
 
 
 class PassController:
-    """Chooses the kind of each pass, without a clock or random numbers.
-
-    The same costs and observations give the same choices.
+    """Chooses the kind of each pass, without clock or random numbers: equal observations give equal choices.
 
     Args:
         levels: most levels of a pass. 3: a round adds what the retrieval level accepted to a chain of draft
@@ -73,7 +72,9 @@ class PassController:
             changed at any time.
         other_costs: with trees of each other shape; None for one that passes must not take.
         estimates: of acceptance, and of what a round brings.
-        preparation: shapes whose stages are not made yet.
+        preparation: shapes whose stages are not made.
+        budget: what drafting may lose.
+        remaining: tokens that a sequence may still get at most; set before ``choose`` is called.
     """
 
     def __init__(
@@ -95,13 +96,11 @@ class PassController:
         self.estimates = Estimates(levels, self._depths, two_levels, shapes)
         self._kinds = {1: (), 2: (2,), 3: (2, 3) if two_levels else (3,)}[levels]
         self.preparation = Preparation()
-        self._budget = START_BUDGET
+        self.budget, self.remaining, self._made = LossBudget(), math.inf, 0.0
         self._trials = _FIRST_TRIALS
         self._trial: tuple[PassKind, float] | None = None
         self._paused = self._pause = self._passes = 0
-        self._gained = 0.0
-        self._last_plain = False
-        self._most_refilled = START_BUDGET
+        self._gained, self._last_plain, self._measured = 0.0, False, set[tuple[str, int]]()
 
     def expect(self, acceptance: float, tokens_per_round: float) -> None:
         """Begin trials from estimates that were measured earlier; the first one only if none were resumed.
@@ -117,14 +116,14 @@ class PassController:
 
     def resume(self, learnt: LearntChoice) -> None:
         """Begin the first trial from an earlier request's estimates, with its loss budget."""
-        self._budget = min(learnt.budget, START_BUDGET)
+        self.budget.resume(learnt.budget)
         self.estimates.resume(learnt.estimates)
         self.preparation.missed = dict(learnt.missed)
 
     def learnt(self, cost_factors: CostFactors) -> LearntChoice:
         """What a later request may :meth:`resume` from, with the caller's cost factors."""
-        estimates, missed = self.estimates.learnt(bool(self._passes)), self.preparation.missed
-        return LearntChoice(estimates, self._budget, cost_factors, dict(missed))
+        estimates, missed = self.estimates.learnt(bool(self._passes)), dict(self.preparation.missed)
+        return LearntChoice(estimates, self.budget.kept, cost_factors, missed)
 
     @property
     def acceptance(self) -> float:
@@ -140,34 +139,46 @@ class PassController:
         """The next pass."""
         if self.fixed is not None:
             return PassKind(self.levels, self.fixed) if self.fixed else PLAIN
+        self.budget.bound(self._made + self.remaining)
         if self._paused:
             return PLAIN
         plain = _MARGIN / self._costs.plain
         options = self.options()
-        self.preparation.count(options)
-        useful = [option for option in options[1:] if option.highest_rate > plain]
-        if self._passes and not useful:
+        if self._passes and all(option.highest_rate <= plain for option in options[1:]):
+            self.preparation.count(options)
             self._pause_drafting()
             return PLAIN
-        useful = [option for option in useful if self.preparation.ready(option.kind.shape)]
-        affordable = [option for option in useful if self._needed(option.kind) <= self._budget]
-        if affordable:
+        # Near its end a request gets no more than it asked for, however many tokens are accepted.
+        options = [option.within(self.remaining) for option in options]
+        self.preparation.count(options)
+        ready = [option for option in options[1:] if self.preparation.ready(option.kind.shape)]
+        useful = [option for option in ready if option.highest_rate > plain]
+        affordable = [option for option in useful if self._needed(option.kind) <= self.budget.left]
+        if affordable and self._repays(affordable):
             best = max(affordable, key=lambda option: option.rate)
             return (self._worth_a_trial(affordable, best) or best).kind
-        # The cheapest pass shows whether a longer one would pay.
+        if self._passes == 0:
+            needed, kind = self._cheapest()  # It shows whether a longer one would pay.
+            if not self._repays(useful):
+                self._paused = _REPAID_LATER
+                return PLAIN
+            least = needed if useful else max(needed, START_BUDGET)
+            if needed <= self.budget.left or self.budget.lend(self._worst_loss(kind), least):
+                return kind
+        elif useful:
+            needed = least = min(self._needed(option.kind) for option in useful)
+        else:
+            return PLAIN
+        # The budget grows up to START_BUDGET, or further if the cheapest useful pass needs more.
+        self.budget.ceiling = max(START_BUDGET, needed)
+        self._paused = max(1, math.ceil(self.budget.lacks(needed, least) / REFILL))
+        return PLAIN
+
+    def _cheapest(self) -> tuple[float, PassKind]:
+        """The drafting pass that needs the least budget."""
         shapes = [shape for shape in self._shapes if self.preparation.ready(shape)]
         cheapest = [PassKind(levels, 1, shape) for levels in self._kinds for shape in shapes]
-        needed, kind = min((self._needed(kind), kind) for kind in cheapest)
-        if self._passes == 0 and needed <= self._budget:
-            return kind
-        if self._passes:
-            if not useful:
-                return PLAIN
-            needed = min(self._needed(option.kind) for option in useful)
-        # The budget grows up to START_BUDGET, or further if the cheapest useful pass needs more.
-        self._most_refilled = max(START_BUDGET, needed)
-        self._paused = max(1, math.ceil((needed - self._budget) / REFILL))
-        return PLAIN
+        return min((self._needed(kind), kind) for kind in cheapest)
 
     def options(self) -> list[Option]:
         """What is expected of each kind of pass up to the best number of rounds, plain decoding first."""
@@ -227,7 +238,7 @@ class PassController:
     def refine(
         self, kind: PassKind, gathered: float, seconds: Mapping[str, float], resumed: bool = False
     ) -> None:
-        """Move the costs towards the measured seconds of one pass.
+        """Move the costs towards the measured seconds of one pass, see :func:`refined`.
 
         Args:
             gathered: draft tokens of a sequence that its rounds added.
@@ -237,21 +248,9 @@ class PassController:
         """
         if self.costs is None:
             return
-        old = self._costs_of(kind.shape)
-        drafting = ("draft", "retrieval") if kind.rounds else ()
-        measured = {name: seconds[name] / kind.rounds for name in drafting if seconds.get(name)}
-        factor = seconds["target"] / old.verification(kind, self._filled(kind, gathered))
-        for name in {1: ("plain",), 2: ("tree",), 3: ("chain", "root")}[kind.levels]:
-            if (value := getattr(old, name)) < math.inf:
-                measured[name] = value * factor
-        if old.prepare and resumed and seconds.get("prepare"):
-            measured["prepare"] = seconds["prepare"]
-        new = {name: _mean(getattr(old, name), value) for name, value in measured.items()}
-        common = {name: seconds for name, seconds in new.items() if name not in OF_SHAPE}
-        changed = [
-            None if costs is None else replace(costs, **(new if shape == kind.shape else common))
-            for shape, costs in enumerate((self.costs, *self.other_costs))
-        ]
+        filled = self._filled(kind, gathered)
+        new = self._costs_of(kind.shape).towards(kind, filled, seconds, resumed)
+        changed = refined([self.costs, *self.other_costs], kind, new, self._measured)
         self.costs, self.other_costs = changed[0], changed[1:]
 
     @property
@@ -301,6 +300,15 @@ class PassController:
             return (1 + option.doubt * (option.tokens - 1)) / option.seconds
         return option.highest_rate
 
+    def _repays(self, useful: Sequence[Option]) -> bool:
+        """Whether the remaining tokens can repay the first pass of a trial: at the upper end of the intervals
+        of those that may be useful, or, where none is, if the cheapest pass doubles the speed."""
+        if self._passes or self.remaining == math.inf:
+            return True
+        saved = [(option.kind, 1 - 1 / (option.highest_rate * self._costs.plain)) for option in useful]
+        saved = saved or [(self._cheapest()[1], 0.5)]
+        return any(self.remaining * share >= self._worst_loss(kind) for kind, share in saved)
+
     def _worst_loss(self, kind: PassKind) -> float:
         """Plain passes that a pass loses if it yields a single token."""
         most = kind.rounds * (self._depths[kind.shape] + 1)
@@ -317,19 +325,21 @@ class PassController:
 
     def _charge(self, kind: PassKind, tokens: float, gathered: float) -> None:
         """Charge or credit the budgets with a pass that yielded so many tokens per sequence."""
+        tokens = min(tokens, self.remaining)
+        self._made += tokens
         self._trials = min(self._trials + TRIALS * tokens, _MOST_TRIALS)
         if self._trial is not None and self._trial[0] == kind:
             self._trials -= self._trial[1]
         self._trial = None
         if kind.levels > 1:
             gain = tokens - self._seconds(kind, self._filled(kind, gathered)) / self._costs.plain
-            self._budget = min(self._budget + gain, _MOST_BUDGET)
+            self.budget.charge(gain)
             self._gained += gain
             self._last_plain = False
             return
         self._paused = max(0, self._paused - 1)
         self._last_plain = True
-        self._budget = max(self._budget, min(self._budget + REFILL, self._most_refilled))
+        self.budget.plain()
 
     def _pause_drafting(self) -> None:
         paid = self._gained > 0 or not self._pause
@@ -337,7 +347,3 @@ class PassController:
         self._paused = self._pause
         self._passes, self._gained = 0, 0.0
         self.estimates.begin_again(_LATER)
-
-
-def _mean(old: float, new: float) -> float:
-    return old + _NEW * (min(max(new, old / _OUTLIER), old * _OUTLIER) - old)

@@ -134,10 +134,11 @@ def correct(
     Returns:
         whether anything was changed.
     """
-    factors = program.selected.timings.factors()
+    factors = program.selected.timings.factors(1 + len(others))
     # Processors that depend on the text take time that the table does not hold.
     if not factors or not to_probs.context_free:
         return False
+    ran = set(filter(program.selected.timings.ran, factors))
     program.selected.timings.clear()
     # These are relative to the table.
     program.learnt.update({key: replace(own, cost_factors={}) for key, own in program.learnt.items()})
@@ -152,8 +153,11 @@ def correct(
     for shape, costs in enumerate(others, 1):
         of_shape = settings | {"shape": shape}
         own = {name: factors[f"{name}/{shape}"] for name in OF_SHAPE if f"{name}/{shape}" in factors}
-        # One that was predicted is predicted anew.
-        if costs is not None and (own or (shared and table.find(of_shape) is not None)):
+        # One that was predicted is predicted anew, unless its own stages ran.
+        known = ((own or shared) and table.find(of_shape) is not None) or any(
+            f"{n}/{shape}" in ran for n in own
+        )
+        if costs is not None and known:
             table.replace(of_shape, costs.scaled(shared | own))
     _LOG.info("corrected stage costs by the times of decoding: %s", factors)
     return True

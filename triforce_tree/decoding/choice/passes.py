@@ -1,8 +1,8 @@
 """Kinds of passes, and the seconds that they take."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 
@@ -44,6 +44,10 @@ class Option(NamedTuple):
     seconds: float
     doubt: float = 1.0
 
+    def within(self, remaining: float) -> "Option":
+        """The same where a sequence gets no more than the remaining tokens."""
+        return self._replace(tokens=min(self.tokens, remaining), most_tokens=min(self.most_tokens, remaining))
+
     @property
     def rate(self) -> float:
         """Tokens per second and sequence."""
@@ -53,6 +57,9 @@ class Option(NamedTuple):
     def highest_rate(self) -> float:
         return self.most_tokens / self.seconds
 
+
+# Weight of a newly measured time, which is clamped to this many times the mean, and to its inverse.
+_NEW, _OUTLIER = 0.15, 2.0
 
 CostFactors = dict[str, float]
 """Measured seconds of the stages as multiples of the expected ones, by field of :class:`StageSeconds`."""
@@ -111,6 +118,24 @@ class StageSeconds:
         drafting = self.draft + (self.retrieval if kind.levels == 3 else 0.0) if kind.rounds else 0.0
         return kind.rounds * drafting + self.verification(kind, filled)
 
+    def towards(
+        self, kind: PassKind, filled: float, seconds: Mapping[str, float], resumed: bool
+    ) -> dict[str, float]:
+        """Fields moved towards the measured seconds of one pass; arguments as of ``PassController.refine``.
+
+        Args:
+            filled: as for :meth:`verification`.
+        """
+        drafting = ("draft", "retrieval") if kind.rounds else ()
+        measured = {name: seconds[name] / kind.rounds for name in drafting if seconds.get(name)}
+        factor = seconds["target"] / self.verification(kind, filled)
+        for name in {1: ("plain",), 2: ("tree",), 3: ("chain", "root")}[kind.levels]:
+            if (value := getattr(self, name)) < math.inf:
+                measured[name] = value * factor
+        if self.prepare and resumed and seconds.get("prepare"):
+            measured["prepare"] = seconds["prepare"]
+        return {name: _mean(getattr(self, name), value) for name, value in measured.items()}
+
     def relative_to(self, base: "StageSeconds") -> CostFactors:
         """Its seconds as multiples of those of ``base``, for the stages that have any."""
         own, other = vars(self), vars(base)
@@ -125,6 +150,49 @@ class StageSeconds:
         return StageSeconds(**{name: value * factors.get(name, 1.0) for name, value in vars(self).items()})
 
 
+def refined(
+    costs: Sequence[StageSeconds | None],
+    kind: PassKind,
+    new: Mapping[str, float],
+    measured: set[tuple[str, int]],
+) -> list[StageSeconds | None]:
+    """Costs by shape of tree after a pass whose stages now take ``new`` seconds.
+
+    The load of a machine changes the speed of all stages. Those of drafting that no pass has measured yet
+    follow plain passes: these would else seem faster than drafting that was measured when the machine was
+    busy, which would then never be tried.
+
+    Args:
+        kind: of the pass.
+        measured: stages with the number of their shape; those of this pass are added.
+    """
+
+    def place(name: str, shape: int) -> tuple[str, int]:
+        return name, shape if name in OF_SHAPE else 0
+
+    old = costs[kind.shape]
+    assert old is not None, "passes take only trees whose costs are known"
+    drift = new["plain"] / old.plain if kind.levels == 1 else 1.0
+    measured |= {place(name, kind.shape) for name in new}
+    found: list[StageSeconds | None] = []
+    for shape, own in enumerate(costs):
+        if own is None:
+            found.append(None)
+            continue
+        changed = {
+            name: value * drift
+            for name, value in vars(own).items()
+            if 0 < value < math.inf and place(name, shape) not in measured
+        }
+        same = {name: seconds for name, seconds in new.items() if shape == kind.shape or name not in OF_SHAPE}
+        found.append(replace(own, **changed, **same))
+    return found
+
+
 OF_SHAPE = ("draft", "retrieval", "tree")
 """The stages whose seconds depend on the shape of the trees."""
 STAGE_FIELDS = tuple(field.name for field in fields(StageSeconds))
+
+
+def _mean(old: float, new: float) -> float:
+    return old + _NEW * (min(max(new, old / _OUTLIER), old * _OUTLIER) - old)

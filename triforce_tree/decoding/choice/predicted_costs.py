@@ -23,8 +23,6 @@ def predicted(first: StageCosts, known: DeviceTreeShape, shape: DeviceTreeShape,
     """
     trees = [_interpolated(_points(seconds, known.nodes, chain), shape.nodes) for seconds in first.seconds]
     here = [_interpolated(_points(seconds, known.nodes, chain), known.nodes) for seconds in first.seconds]
-    # Longer contexts cost no less, also where the last two points are extrapolated.
-    trees = list(accumulate(trees, max))
     forwards = max(1, len(shape.widths)) / max(1, len(known.widths))
     found = []
     for seconds, tree, same in zip(first.seconds, trees, here, strict=True):
@@ -38,6 +36,7 @@ def predicted(first: StageCosts, known: DeviceTreeShape, shape: DeviceTreeShape,
                 tree=max(seconds.plain / 2, seconds.tree + tree - same),
             )
         )
+    # Longer contexts cost no less, also where the last two points are extrapolated.
     ascending = accumulate((seconds.tree for seconds in found), max)
     return StageCosts(
         first.lengths, tuple(replace(s, tree=tree) for s, tree in zip(found, ascending, strict=True))

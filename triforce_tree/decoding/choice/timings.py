@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from triforce_tree.decoding.choice.passes import CostFactors, PassKind, StageSeconds
+from triforce_tree.decoding.choice.passes import OF_SHAPE, CostFactors, PassKind, StageSeconds
 
 LEAST_PASSES, LEAST_REQUESTS = 200, 2
 """Passes with a stage, and requests, before its time is judged: a request may have met a busy machine too."""
@@ -19,6 +19,8 @@ TOLERANCE = 1.25
 nothing."""
 # Passes of each stage that are kept, the newest ones.
 _KEPT = 400
+# With fewer passes nothing is known about a stage.
+_SEEN = 20
 
 
 class StageTimings:
@@ -59,8 +61,16 @@ class StageTimings:
         if kind.levels == 3 and refresh == 1:
             self._note("retrieval" + ending, seconds["retrieval"] / kind.rounds / table.retrieval)
 
-    def factors(self) -> CostFactors:
-        """By which the table's seconds are wrong; those of other shapes with their number: ``draft/1``."""
+    def factors(self, shapes: int = 1) -> CostFactors:
+        """By which the table's seconds are wrong; those of other shapes with their number: ``draft/1``.
+
+        Where plain passes were measured on a busy machine, so were the others: drafting would seem to cost
+        too much as soon as plain passes alone are corrected, and never be tried again. Stages that hardly ran
+        since then get the factor of plain passes.
+
+        Args:
+            shapes: number of shapes of trees.
+        """
         found: CostFactors = {}
         for name, ratios in self._ratios.items():
             if len(ratios) < LEAST_PASSES or self._requests[name] < LEAST_REQUESTS:
@@ -68,9 +78,20 @@ class StageTimings:
             low, median, high = statistics.quantiles(ratios, n=4)
             if low > TOLERANCE or high < 1 / TOLERANCE:
                 found[name] = median
+        if "plain" in found:
+            endings = ("", *(f"/{shape}" for shape in range(1, shapes)))
+            names = [name + ending for ending in endings for name in OF_SHAPE] + ["chain", "prepare"]
+            for name in names:
+                factor = statistics.median(self._ratios[name]) if self.ran(name) else found["plain"]
+                if name not in found and not 1 / TOLERANCE <= factor <= TOLERANCE:
+                    found[name] = factor
         if "chain" in found:
             found["root"] = found["chain"]
         return found
+
+    def ran(self, name: str) -> bool:
+        """Whether enough is known about a stage to say what it takes."""
+        return len(self._ratios.get(name, ())) >= _SEEN
 
     def _note(self, name: str, ratio: float) -> None:
         if not 0 < ratio < math.inf:

@@ -15,6 +15,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.kv.offload.bandwidth import bandwidths
+from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.shapes import shape_name
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -140,6 +141,7 @@ def explained(
     new_tokens: int,
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
 ) -> Explanation:
     """Decode one prompt and explain the passes that were made.
 
@@ -147,9 +149,10 @@ def explained(
         program: for a batch of one.
         seed: of all draws; the choices follow from it and the table of stage costs.
         tokenizer: for the texts of tokens.
+        progress: called with numbers of prompt tokens as they are prefilled.
     """
     decoder = Decoder(program, to_probs, seed, repeatable=True)
-    decoder.prefill([prompt])
+    decoder.prefill([prompt], progress)
     tally = AcceptanceTally(program)
     decoder.after_stage = tally
     new = [token for [block] in decoder.decode([prompt], [Ending(new_tokens)]) for token in block]

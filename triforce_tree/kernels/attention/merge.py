@@ -68,7 +68,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@triton.jit(do_not_specialize=["parts"])
+# Not compiled anew for other lengths.
+@triton.jit(do_not_specialize=["parts", "rows", "tokens"])
 def _merge_parts_kernel(
     out_ptr,  # [B, T, H, D]
     lse_ptr,  # fp32 [B, H, T]
@@ -82,13 +83,14 @@ def _merge_parts_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # In 32 bits, as long divisions take as long as the loads.
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_D)
     real = row < rows
     there = real[:, None] & (column < DIM)[None, :]
     head, token = row % heads, row // heads
     place = ((token // tokens) * heads + head) * tokens + token % tokens
-    elements = row[:, None] * DIM + column[None, :]
+    elements = row[:, None].to(tl.int64) * DIM + column[None, :]
     count = tl.zeros([BLOCK], tl.int32) + parts
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for part in tl.static_range(len(lses)):
@@ -107,7 +109,7 @@ def _merge_parts_kernel(
         weight += part_weight
     empty = weight == 0.0
     weight = tl.where(empty, 1.0, weight)
-    tl.store(out_ptr + elements, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_ptr + elements, (acc * (1.0 / weight)[:, None]).to(out_ptr.dtype.element_ty), mask=there)
     tl.store(lse_ptr + place, tl.where(empty, float("-inf"), floor + tl.log(weight)), mask=real)
 
 

@@ -151,8 +151,11 @@ def _prefix_and_chunk_on_host(q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
     """
     before = k.shape[2] - q.shape[2]
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    prefix = flash(q, k[:, :, :before], v[:, :, :before], 0.0, False, scale=scale)
-    return _merged([prefix, flash(q, k[:, :, before:], v[:, :, before:], 0.0, True, scale=scale)])[0]
+    prefix, prefix_lse = flash(q, k[:, :, :before], v[:, :, :before], 0.0, False, scale=scale)
+    own, own_lse = flash(q, k[:, :, before:], v[:, :, before:], 0.0, True, scale=scale)
+    # Neither part is empty: of two the second has the weight exp(b) / (exp(a) + exp(b)).
+    weight = torch.sigmoid(own_lse - prefix_lse)[..., None]
+    return torch.lerp(prefix.float(), own.float(), weight).to(q.dtype)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

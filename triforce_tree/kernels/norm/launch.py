@@ -8,10 +8,13 @@ from torch import Tensor
 from triforce_tree.kernels.norm.reference import MOST_COLUMNS
 
 
-@triton.jit
+# Not compiled anew for other numbers of rows.
+@triton.jit(do_not_specialize=["rows"])
 def row_rms_norm_kernel(
     out_ptr,  # [rows, columns]
+    total_ptr,
     x_ptr,
+    residual_ptr,
     weight_ptr,  # [columns]
     eps,
     shift,
@@ -20,11 +23,17 @@ def row_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LATE: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * columns + column, total, mask=inside)
+        x = total.to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 1) / columns + eps)[:, None]
     weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32) + shift
     if not LATE:
@@ -38,16 +47,41 @@ def row_rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float, late: bool
     Raises:
         ValueError: rows are longer than ``MOST_COLUMNS``.
     """
+    return _launch(x, None, weight, eps, shift, late)[1]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float, late: bool
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.add_rms_norm``.
+
+    Raises:
+        ValueError: rows are longer than ``MOST_COLUMNS``, or x and residual differ in shape or dtype.
+    """
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            f"x is {x.dtype} {list(x.shape)}, residual is {residual.dtype} {list(residual.shape)}; they must "
+            "be alike"
+        )
+    return _launch(x, residual.contiguous(), weight, eps, shift, late)
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, shift: float, late: bool
+) -> tuple[Tensor, Tensor]:
+    """The sum, which is x without a residual, and its norm."""
     x, columns = x.contiguous(), x.shape[-1]
     if columns > MOST_COLUMNS:
         raise ValueError(f"rows of {columns} elements; the kernel sums up to {MOST_COLUMNS}")
     out = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
     if x.numel():
         block, rows = triton.next_power_of_2(columns), x.numel() // columns
         # By the columns alone: a row is summed in the same order whatever is computed beside it.
         each = max(1, 2048 // block)
         row_rms_norm_kernel[(triton.cdiv(rows, each),)](
-            out, x, weight, eps, shift, columns, rows, BLOCK=block, ROWS=each, LATE=late,
+            out, total, x, x if residual is None else residual, weight, eps, shift, columns, rows,
+            BLOCK=block, ROWS=each, LATE=late, ADD=residual is not None,
             num_warps=min(16, max(1, each * block // 512)),
         )  # fmt: skip
-    return out
+    return total, out

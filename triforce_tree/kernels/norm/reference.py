@@ -35,6 +35,28 @@ def _(x: Tensor, weight: Tensor, *args: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@operator("add_rms_norm", triton=".launch")
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float, late: bool
+) -> tuple[Tensor, Tensor]:
+    """:func:`row_rms_norm` of ``x + residual``, which is rounded to their dtype before.
+
+    Args:
+        x, residual: ``[..., D]`` of one dtype.
+
+    Returns:
+        The sum and its norm, contiguous.
+    """
+    total = (x + residual).contiguous()
+    return total, row_rms_norm.definition(total, weight, eps, shift, late)
+
+
+@fake("add_rms_norm")
+def _(x: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2)]
+    return made[0], made[1]
+
+
 @operator("row_layer_norm")
 def row_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """torch's ``layer_norm`` over the last dimension; on a GPU its kernel gives each row to one block.

@@ -58,7 +58,8 @@ def _rotate(
         tl.store(target + rest, tl.load(source + rest, mask=kept, other=0.0), mask=kept)
 
 
-@triton.jit
+# Not compiled anew for other lengths.
+@triton.jit(do_not_specialize=["tokens"])
 def rotary_kernel(
     q_out_ptr,
     k_out_ptr,

@@ -14,6 +14,7 @@ from triforce_tree.kernels.attention.plan import Plan
 from triforce_tree.kv.parallel.split import SequenceSplit, merged_over_ranks
 from triforce_tree.kv.parallel.store import SplitStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
+from triforce_tree.kv.window import Window
 from triforce_tree.models.attention import AttentionParams
 
 
@@ -32,8 +33,16 @@ class _PartView(TreeAttentionView):
         super().begin(self.split.counts(start), mask_words if self.split.has_tail else None)
 
     def _attention(
-        self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, sinks: Tensor | None, **how: Any
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: Plan,
+        sinks: Tensor | None,
+        window: Window | None,
+        **how: Any,
     ) -> Tensor:
+        assert window is None, "layers with a window are not split"
         own_sinks = sinks if self.split.has_tail else None
         out, lse = planned.states(q, keys, values, plan, sinks=own_sinks, **how)
         return merged_over_ranks(out, lse, self.split.group)

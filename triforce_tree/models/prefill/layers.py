@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from triforce_tree.kernels.norm.reference import row_rms_norm
+from triforce_tree.kernels.norm.reference import add_rms_norm, row_rms_norm
 from triforce_tree.kernels.pointwise.reference import ACTIVATIONS, gated, rotary
 from triforce_tree.models.exact.device import NORM_KINDS, norm_epsilon
 from triforce_tree.models.model_copy import ROTARY, text_decoder, with_global
+from triforce_tree.models.prefill.residual import Structure, forward_by, structure_of
 
 # Sizes of stand-ins: rows, features, and features inside an MLP.
 _ROWS, _WIDTH, _INNER, _HEAD = 5, 64, 48, 16
@@ -62,6 +63,8 @@ class PrefillLayers:
                     rotaries[own] = _with_rotary(own, dtype)
                 if (replaced := rotaries[own]) is not None:
                     make = partial(MethodType, replaced)
+            elif (structure := structure_of(module, _stand_in)) is not None:
+                make = _layer_maker(module, structure)
             if make is not None:
                 self._found[name] = _Replacement(_types(module), make)
 
@@ -144,13 +147,46 @@ def _norm_forward(eps: float, kind: tuple[float, bool], module: Any) -> Callable
     return forward
 
 
+def _layer_maker(layer: nn.Module, structure: Structure) -> Callable[[Any], Callable[..., Any]] | None:
+    """Makes the forward of a decoder layer; None where its middle norm is not ours."""
+    norm = getattr(layer, structure.middle)
+    if "forward" in vars(norm) or (eps := norm_epsilon(norm)) is None or (kind := _norm_kind(norm)) is None:
+        return None
+    return partial(_layer_forward, eps, kind, structure)
+
+
+def _layer_forward(
+    eps: float, kind: tuple[float, bool], structure: Structure, layer: Any
+) -> Callable[..., Any]:
+    norm = getattr(layer, structure.middle)
+    own = MethodType(type(layer).forward, layer)
+
+    def add_norm(attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        # Hooks on the norm, and weights that a library keeps in fp32.
+        if norm._forward_hooks or norm._forward_pre_hooks or not _alike(attended, residual, norm.weight):
+            total = residual + attended
+            return total, norm(total)
+        return add_rms_norm(attended, residual, norm.weight, eps, *kind)
+
+    fused = forward_by(add_norm, layer, structure)
+
+    def forward(hidden_states: Tensor, *args: Any, **keywords: Any) -> Any:
+        return own(hidden_states, *args, **keywords) if args else fused(hidden_states, **keywords)
+
+    return forward
+
+
+def _alike(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+    return x.dtype == residual.dtype == weight.dtype and x.shape == residual.shape
+
+
 def _activation(module: nn.Module, dtype: torch.dtype) -> str | None:
     """The activation of what may be a gated MLP, as ``gated`` calls it; None for other modules."""
     children = module._modules
     separate = all(name in children for name in _SEPARATE)
     if not separate and not all(name in children for name in _TOGETHER):
         return None
-    if len(inspect.signature(type(module).forward).parameters) != 2:
+    if len(inspect.signature(type(module).forward).parameters) != 2 or _hooked_activation(module):
         return None
     widths = {"gate_proj": _INNER, "up_proj": _INNER, "gate_up_proj": 2 * _INNER}
     shapes = {"down_proj": (_WIDTH, _INNER)}
@@ -183,7 +219,15 @@ def _mlp(module: Any, separate: bool, gate_by: Callable[[Tensor, Tensor], Tensor
     return out
 
 
+def _hooked_activation(module: nn.Module) -> bool:
+    """Whether a hook waits for calls of what the kernel computes."""
+    computed = [child for name, child in module._modules.items() if name not in (*_SEPARATE, *_TOGETHER)]
+    return any(child and (child._forward_hooks or child._forward_pre_hooks) for child in computed)
+
+
 def _mlp_forward(activation: str, module: Any) -> Callable[[Tensor], Tensor]:
+    if _hooked_activation(module):
+        return MethodType(type(module).forward, module)
     separate = "gate_proj" in module._modules
     return partial(_mlp, module, separate, partial(gated, activation=activation))
 

@@ -6,9 +6,7 @@
  */
 
 enum {
-    RUN = 512,      /* positions of a task */
     BLOCK = 64,     /* positions whose scores are computed together */
-    STATE = 2,      /* floats of a row's state beside its output: maximum and sum */
 #ifdef __AVX512F__
     WIDE = 8, FEW = 3, NARROW = 4, MANY = 6, /* vectors of an output x rows that are summed in registers */
 #else
@@ -17,6 +15,8 @@ enum {
 };
 
 typedef struct {
+    char *work;
+    int64_t work_bytes;
     const float *q;              /* [batch, heads * group, tokens, dim], dim dense */
     int64_t q_batch, q_head, q_token; /* elements */
     const float *keys, *values;  /* [batch, heads, slots, dim], or pages [pages, heads, page, dim]; dim dense */
@@ -30,14 +30,13 @@ typedef struct {
     const float *sinks;          /* [heads * group], or NULL */
     float *out;                  /* [batch, tokens, heads * group, value_dim], dense */
     float *lse;                  /* [batch, tokens, heads * group], natural logarithms of sums of exponentials; or NULL */
-    char *work;
-    int64_t work_bytes, batch, tokens, heads, group, dim, value_dim, threads;
+    int64_t batch, tokens, heads, group, dim, value_dim, threads;
     double scale, softcap;       /* softcap 0: none */
 } AttentionRequest;
 
 /* One sequence of a request. */
 typedef struct {
-    int64_t length, end, start, first_query, tasks; /* positions: before the tail, all, first that is read */
+    int64_t length, end, start, first_query, runs; /* positions: before the tail, all, first that is read */
 } Sequence;
 
 static Sequence sequence_of(const AttentionRequest *request, int64_t b) {
@@ -168,9 +167,11 @@ static void softmax_row(float *scores, int count, float *out, int64_t dim, float
     state[1] += sum_of(total);
 }
 
-/* One task: positions of run ``run`` that the sequence has, for one KV head. ``state``: [rows] outputs, then STATE. */
-static void attend_run(const AttentionRequest *request, const Sequence *sequence, int64_t b, int64_t head, int64_t run,
-                       float *state, float *scratch) {
+/* One task: the positions of a sequence's ``number``-th run, for one KV head. ``state``: [rows] outputs, then STATE. */
+static void attend_run(const void *argument, int64_t b, int64_t head, int64_t number, float *state, float *scratch) {
+    const AttentionRequest *request = argument;
+    const Sequence own = sequence_of(request, b), *sequence = &own;
+    const int64_t run = own.start / RUN + number;
     const int64_t dim = request->dim, value_dim = request->value_dim, rows = request->tokens * request->group;
     const int64_t begin = run * RUN > sequence->start ? run * RUN : sequence->start;
     const int64_t stop = min_of((run + 1) * RUN, sequence->end);
@@ -227,16 +228,20 @@ static void attend_run(const AttentionRequest *request, const Sequence *sequence
     }
 }
 
-/* Merge the states of a sequence and head for one query row; returns the logarithm of its sum of exponentials. */
-static float merge_row(const AttentionRequest *request, const float *states, int64_t runs, int64_t apart, int64_t row,
-                      float sink, float *out) {
+/* Merge the states of a sequence and head for one query row. */
+static void merge_row(const void *argument, const float *states, int64_t runs, int64_t apart, int64_t row,
+                      int64_t query_head, int64_t at) {
+    const AttentionRequest *request = argument;
     const int64_t value_dim = request->value_dim, rows = request->tokens * request->group;
-    float most = sink, sum = 0;
+    const float sink = request->sinks ? request->sinks[query_head] : -INFINITY;
+    float most = sink, sum = 0, *out = request->out + at * value_dim;
     for (int64_t run = 0; run < runs; run++)
         most = fmaxf(most, states[run * apart + rows * value_dim + row * STATE]);
     if (most == -INFINITY) {
         memset(out, 0, value_dim * sizeof(float));
-        return -INFINITY;
+        if (request->lse)
+            request->lse[at] = -INFINITY;
+        return;
     }
     float factors[runs];
     sum = expf(sink - most);
@@ -251,51 +256,21 @@ static float merge_row(const AttentionRequest *request, const float *states, int
             total = fmadd(broadcast(factors[run]), load(states + run * apart + row * value_dim + d), total);
         store(out + d, total / broadcast(sum));
     }
-    return most + logf(sum);
+    if (request->lse)
+        request->lse[at] = most + logf(sum);
 }
 
 /* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
 int64_t attention(const void *argument) {
     const AttentionRequest *request = argument;
-    const int64_t batch = request->batch, heads = request->heads, rows = request->tokens * request->group;
-    const int64_t state = rows * (request->value_dim + STATE), scratch = rows * (request->dim + BLOCK);
-    const int64_t threads = request->threads;
-    int64_t tasks = 0, starts[batch + 1];
-    for (int64_t b = 0; b < batch; b++) {
-        starts[b] = tasks;
-        tasks += sequence_of(request, b).tasks * heads;
-    }
-    starts[batch] = tasks;
-    const int64_t needed = (tasks * state + threads * scratch) * sizeof(float) + LINE;
-    if (request->work_bytes < needed)
-        return needed;
-    float *states = (float *)(((intptr_t)request->work + LINE - 1) / LINE * LINE);
-#pragma omp parallel num_threads(threads) if (tasks > 1)
-    {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tasks; task++) {
-            int64_t b = 0;
-            while (task >= starts[b + 1])
-                b++;
-            const Sequence sequence = sequence_of(request, b);
-            const int64_t own = task - starts[b], head = own / sequence.tasks, run = own % sequence.tasks;
-            attend_run(request, &sequence, b, head, sequence.start / RUN + run, states + task * state,
-                       states + tasks * state + omp_get_thread_num() * scratch);
-        }
-#pragma omp for
-        for (int64_t each = 0; each < batch * heads * rows; each++) {
-            const int64_t b = each / (heads * rows), head = each / rows % heads, row = each % rows;
-            const int64_t token = row / request->group, query_head = head * request->group + row % request->group;
-            const int64_t runs = (starts[b + 1] - starts[b]) / heads;
-            const int64_t at = (b * request->tokens + token) * heads * request->group + query_head;
-            const float lse = merge_row(request, states + (starts[b] + head * runs) * state, runs, state, row,
-                                        request->sinks ? request->sinks[query_head] : -INFINITY,
-                                        request->out + at * request->value_dim);
-            if (request->lse)
-                request->lse[at] = lse;
-        }
-    }
-    return 0;
+    const int64_t rows = request->tokens * request->group;
+    int64_t runs[request->batch];
+    for (int64_t b = 0; b < request->batch; b++)
+        runs[b] = sequence_of(request, b).runs;
+    const Tasks tasks = {request, request->batch, request->heads, request->group, request->tokens, request->threads,
+                         runs, rows * (request->value_dim + STATE), rows * (request->dim + BLOCK), request->work,
+                         request->work_bytes, attend_run, merge_row};
+    return run_tasks(&tasks);
 }
 
 typedef struct {

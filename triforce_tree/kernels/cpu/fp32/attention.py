@@ -1,26 +1,16 @@
 """Attention with a plan for fp32 on the CPU, by ``attention.h``."""
 
 import struct
-import threading
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import FirstVisible, Plan
-from triforce_tree.kernels.cpu.fp32.library import usable
+from triforce_tree.kernels.cpu.fp32.library import page_table, run_with_work, usable
 
 _ATTENTION = struct.Struct("35qdd")
 # Values are processed by vectors of up to 16 elements.
 _VECTOR = 16
-
-
-class _Work(threading.local):
-    """Workspace of a thread's calls."""
-
-    buffer = torch.empty(0, dtype=torch.uint8)
-
-
-_work = _Work()
 
 
 def attention(
@@ -49,25 +39,16 @@ def attention(
     tokens = q.shape[0] // batch
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[3])
     at_token, at_head = q.stride(0), q.stride(1)
-    table_at = (0, 0, 0)
-    if table is not None:
-        table_at = table.data_ptr(), table.stride(0), table.stride(1) if table.ndim == 3 else 0
     firsts = (0, 0, 0) if first is None else tuple(t.data_ptr() for t in first)
     if sinks is not None:
         sinks = sinks.float().contiguous()
     threads = torch.get_num_threads()
-    while True:
-        work = _work.buffer
-        request = _ATTENTION.pack(
-            q.data_ptr(), tokens * at_token, at_head, at_token,
-            k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
-            *table_at, k.shape[2], plan.lengths.data_ptr(), plan.segments.data_ptr(),
-            plan.mask.data_ptr(), plan.mask.shape[1], *firsts, 0 if sinks is None else sinks.data_ptr(),
-            out.data_ptr(), 0 if lse is None else lse.data_ptr(), work.data_ptr(), work.numel(),
-            batch, tokens, heads.kv, heads.group, q.shape[2], v.shape[3], threads, scale, softcap or 0.0,
-        )  # fmt: skip
-        needed = library.attention(request)
-        if not needed:
-            return out
-        # Rounded up to a power of 2, as sequences grow; memory pages that are never touched cost nothing.
-        _work.buffer = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8)
+    run_with_work(library.attention, _ATTENTION, (
+        q.data_ptr(), tokens * at_token, at_head, at_token,
+        k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
+        *page_table(table), k.shape[2], plan.lengths.data_ptr(), plan.segments.data_ptr(),
+        plan.mask.data_ptr(), plan.mask.shape[1], *firsts, 0 if sinks is None else sinks.data_ptr(),
+        out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        batch, tokens, heads.kv, heads.group, q.shape[2], v.shape[3], threads, scale, softcap or 0.0,
+    ))  # fmt: skip
+    return out

@@ -7,6 +7,8 @@
  */
 
 typedef struct {
+    char *work;
+    int64_t work_bytes;
     const float *q;                   /* [batch, tokens, heads * group, dim], dense, scaled */
     const char *keys, *values;        /* as in AttentionRequest; strides in elements of ``kind`` */
     int64_t k_outer, k_head, k_slot, v_outer, v_head, v_slot;
@@ -17,8 +19,7 @@ typedef struct {
     int64_t words, planned, tail;     /* planned queries of a sequence, of which the first ``tokens`` are given; slots */
     const float *sinks;
     float *out;                       /* [batch, tokens, heads * group, value_dim], dense */
-    char *work;
-    int64_t work_bytes, batch, tokens, heads, group, dim, value_dim, threads, kind;
+    int64_t batch, tokens, heads, group, dim, value_dim, threads, kind;
     int64_t window, chunked;          /* positions that a query sees, 0 for all; they do not slide */
     double softcap;
 } ExactRequest;
@@ -175,11 +176,22 @@ INLINE void exact_run(const ExactRequest *request, int64_t b, int64_t head, int6
     }
 }
 
+static void exact_task(const void *argument, int64_t b, int64_t head, int64_t run, float *state, float *scratch) {
+    const ExactRequest *request = argument;
+    switch (request->kind) {
+    case FLOAT32: return exact_run(request, b, head, run, state, scratch, FLOAT32);
+    case BFLOAT16: return exact_run(request, b, head, run, state, scratch, BFLOAT16);
+    case HALF: return exact_run(request, b, head, run, state, scratch, HALF);
+    }
+}
+
 /* Merge the runs of one query row in their order. */
-static void exact_merge(const ExactRequest *request, const float *states, int64_t runs, int64_t apart, int64_t row,
-                        float sink, float *out) {
+static void exact_merge(const void *argument, const float *states, int64_t runs, int64_t apart, int64_t row,
+                        int64_t query_head, int64_t at) {
+    const ExactRequest *request = argument;
     const int64_t dim = request->value_dim, rows = request->tokens * request->group;
-    float most = sink;
+    const float sink = request->sinks ? request->sinks[query_head] : -INFINITY;
+    float most = sink, *out = request->out + at * dim;
     for (int64_t run = 0; run < runs; run++)
         most = fmaxf(most, states[run * apart + rows * dim + row * STATE]);
     memset(out, 0, dim * sizeof(float));
@@ -202,44 +214,12 @@ static void exact_merge(const ExactRequest *request, const float *states, int64_
 /* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
 int64_t exact_attention(const void *argument) {
     const ExactRequest *request = argument;
-    const int64_t batch = request->batch, heads = request->heads, rows = request->tokens * request->group;
-    const int64_t state = rows * (request->value_dim + STATE);
-    const int64_t scratch = rows * (request->dim + RUN + request->tail), threads = request->threads;
-    int64_t tasks = 0, starts[batch + 1];
-    for (int64_t b = 0; b < batch; b++) {
-        starts[b] = tasks;
-        tasks += (request->lengths[b] + request->tail + RUN - 1) / RUN * heads;
-    }
-    starts[batch] = tasks;
-    const int64_t needed = (tasks * state + threads * scratch) * sizeof(float) + LINE;
-    if (request->work_bytes < needed)
-        return needed;
-    float *states = (float *)(((intptr_t)request->work + LINE - 1) / LINE * LINE);
-#pragma omp parallel num_threads(threads) if (tasks > 1)
-    {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tasks; task++) {
-            int64_t b = 0;
-            while (task >= starts[b + 1])
-                b++;
-            const int64_t own = task - starts[b], runs = (starts[b + 1] - starts[b]) / heads;
-            float *of_task = states + task * state, *of_thread = states + tasks * state + omp_get_thread_num() * scratch;
-            switch (request->kind) {
-            case FLOAT32: exact_run(request, b, own / runs, own % runs, of_task, of_thread, FLOAT32); break;
-            case BFLOAT16: exact_run(request, b, own / runs, own % runs, of_task, of_thread, BFLOAT16); break;
-            case HALF: exact_run(request, b, own / runs, own % runs, of_task, of_thread, HALF); break;
-            }
-        }
-#pragma omp for
-        for (int64_t each = 0; each < batch * heads * rows; each++) {
-            const int64_t b = each / (heads * rows), head = each / rows % heads, row = each % rows;
-            const int64_t token = row / request->group, query_head = head * request->group + row % request->group;
-            const int64_t runs = (starts[b + 1] - starts[b]) / heads;
-            exact_merge(request, states + (starts[b] + head * runs) * state, runs, state, row,
-                        request->sinks ? request->sinks[query_head] : -INFINITY,
-                        request->out + ((b * request->tokens + token) * heads * request->group + query_head) *
-                                           request->value_dim);
-        }
-    }
-    return 0;
+    const int64_t rows = request->tokens * request->group;
+    int64_t runs[request->batch];
+    for (int64_t b = 0; b < request->batch; b++)
+        runs[b] = (request->lengths[b] + request->tail + RUN - 1) / RUN;
+    const Tasks tasks = {request, request->batch, request->heads, request->group, request->tokens, request->threads,
+                         runs, rows * (request->value_dim + STATE), rows * (request->dim + RUN + request->tail),
+                         request->work, request->work_bytes, exact_task, exact_merge};
+    return run_tasks(&tasks);
 }

@@ -1,25 +1,15 @@
 """Attention whose bits depend neither on the slots of keys nor on other queries, on the CPU (``exact.h``)."""
 
 import struct
-import threading
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.exact.request import ExactAttention
-from triforce_tree.kernels.cpu.fp32.library import library
+from triforce_tree.kernels.cpu.fp32.library import library, page_table, run_with_work
 
 _REQUEST = struct.Struct("32qd")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-class _Work(threading.local):
-    """Workspace of a thread's calls."""
-
-    buffer = torch.empty(0, dtype=torch.uint8)
-
-
-_work = _Work()
 
 
 def attention(request: ExactAttention) -> Tensor:
@@ -39,24 +29,16 @@ def attention(request: ExactAttention) -> Tensor:
         raise ValueError("the last dimension of k and v must be dense; call .contiguous() on them")
     batch, planned = request.lengths.shape[0], request.mask.shape[1]
     tokens, (kv_heads, dim, value_dim) = q.shape[0] // batch, (k.shape[1], k.shape[3], v.shape[3])
-    group, table, sinks = q.shape[1] // kv_heads, request.table, request.sinks
+    group, sinks = q.shape[1] // kv_heads, request.sinks
     scaled = (q.float() * request.scale).contiguous()
     out = torch.empty(*q.shape[:2], value_dim, dtype=torch.float32)
-    table_at = (0, 0, 0)
-    if table is not None:
-        table_at = table.data_ptr(), table.stride(0), table.stride(1) if table.ndim == 3 else 0
     mask = request.mask.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
-    while True:
-        work = _work.buffer
-        packed = _REQUEST.pack(
-            scaled.data_ptr(), k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
-            *table_at, k.shape[2], request.lengths.data_ptr(), mask.data_ptr(), mask.shape[2],
-            planned, tokens, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
-            work.data_ptr(), work.numel(), batch, tokens, kv_heads, group, dim, value_dim,
-            torch.get_num_threads(), _KINDS[k.dtype], request.window, request.chunked, request.softcap,
-        )  # fmt: skip
-        needed = own.exact_attention(packed)
-        if not needed:
-            return out.to(q.dtype)
-        _work.buffer = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8)
+    run_with_work(own.exact_attention, _REQUEST, (
+        scaled.data_ptr(), k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3],
+        *page_table(request.table), k.shape[2], request.lengths.data_ptr(), mask.data_ptr(), mask.shape[2],
+        planned, tokens, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
+        batch, tokens, kv_heads, group, dim, value_dim,
+        torch.get_num_threads(), _KINDS[k.dtype], request.window, request.chunked, request.softcap,
+    ))  # fmt: skip
+    return out.to(q.dtype)

@@ -6,6 +6,8 @@
 
 enum { MOST_GATED = 64 }; /* rows of ``gated`` */
 
+#include "tasks.h"
+
 #include "attention.h"
 #include "exact.h"
 #include "layers.h"

@@ -6,6 +6,9 @@ where a ``ctypes.Structure`` takes five.
 
 import ctypes
 import logging
+import struct
+import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("fp32.c")
 _HEADERS = [
     _SOURCE.parent / name
-    for name in ("vectors.h", "linear.h", "attention.h", "exact.h", "layers.h", "noise.h")
+    for name in ("vectors.h", "tasks.h", "linear.h", "attention.h", "exact.h", "layers.h", "noise.h")
 ]
 _SHARED = _SOURCE.parent.with_name("cpu_shared.h")
 _FUNCTIONS = ("append", "exponential", "gated", "linear", "rms_norm", "rotary")
@@ -53,3 +56,33 @@ def usable(*tensors: torch.Tensor) -> ctypes.CDLL | None:
         if x.dtype is not torch.float32 or not x.is_cpu or x.stride(-1) != 1:
             return None
     return library()
+
+
+def page_table(table: torch.Tensor | None) -> tuple[int, int, int]:
+    """Address and strides of pages int32 ``[B, pages]`` or ``[B, H_kv, pages]``; zeros without a table."""
+    if table is None:
+        return 0, 0, 0
+    return table.data_ptr(), table.stride(0), table.stride(1) if table.ndim == 3 else 0
+
+
+class _Work(threading.local):
+    """Workspace of a thread's calls."""
+
+    buffer = torch.empty(0, dtype=torch.uint8)
+
+
+_work = _Work()
+
+
+def run_with_work(
+    function: Callable[[bytes], int], request: struct.Struct, fields: tuple[int | float, ...]
+) -> None:
+    """Call a function that returns the bytes of workspace that it needs where it got fewer, else 0.
+
+    Args:
+        request: of address and bytes of the workspace, and ``fields``.
+    """
+    work = _work.buffer
+    while needed := function(request.pack(work.data_ptr(), work.numel(), *fields)):
+        # Rounded up to a power of 2, as sequences grow; memory pages that are never touched cost nothing.
+        work = _work.buffer = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8)
