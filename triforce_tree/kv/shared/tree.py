@@ -96,9 +96,13 @@ class PrefixTree:
         return found
 
     def order(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Numbers of the prompts such that those which share a node follow each other."""
-        places = [[node.place for node in self.path(prompt)] for prompt in prompts]
-        return sorted(range(len(prompts)), key=places.__getitem__)
+        """Numbers of the prompts such that those which share a node follow the first of them."""
+        paths = [[node.place for node in self.path(prompt)] for prompt in prompts]
+        first: dict[int, int] = {}
+        for number, path in enumerate(paths):
+            for place in path:
+                first.setdefault(place, number)
+        return sorted(range(len(prompts)), key=lambda n: [*(first[place] for place in paths[n]), n])
 
 
 def common_prefixes(prompts: Sequence[Sequence[int]], unit: int, rows: int) -> PrefixTree:
