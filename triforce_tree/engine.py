@@ -40,6 +40,7 @@ from triforce_tree.generation.request import Job, OneByOneError, Request
 from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
+from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.device_defaults import chosen_settings
@@ -154,7 +155,7 @@ class Engine:
             return self.hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
     def _choose_settings(
-        self, temperature: float, prompts: list[list[int]], new_tokens: int, prefix: int = 0
+        self, temperature: float, prompts: list[list[int]], new_tokens: int, prefix: PrefixSize = NO_PREFIX
     ) -> Entry | None:
         """Plan the memory; apply the device's defaults, and the profile's entry for these prompts if any."""
         hierarchy, self.hierarchy.config = self.hierarchy, self._config
@@ -314,36 +315,34 @@ class Engine:
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         longest = sorted(prompts, key=len)[-most:]
         coming = max(new_tokens, self._room - len(longest[-1]))
-        hierarchy.config, prefix = self._config, how.prefix(hierarchy, prompts, self._reuse)
-        entry = self._choose_settings(job.temperature, longest, coming, prefix())
+        hierarchy.config, prefix = self._config, how.prefixes(hierarchy, prompts, self._reuse)
+        entry = self._choose_settings(job.temperature, longest, coming, prefix().size)
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
-        whole = hierarchy.offloads or self._config.context_parallel > 1
-        if not hierarchy.together(to_probs, prompts) or (whole and most < len(prompts)):
+        whole = most < len(prompts) and (hierarchy.offloads or self._config.context_parallel > 1)
+        if whole or not hierarchy.together(to_probs, prompts):
             raise OneByOneError
-        rows = how.rows(hierarchy, most, len(longest[-1]), coming, prefix())
+        rows = how.rows(hierarchy, most, len(longest[-1]), coming, prefix)
         kept_on = torch.device("cpu") if hierarchy.offloads else job.input_ids.device
         names = job.outputs | ({"logprobs"} if how.logprobs else set())
         scores = EmittedScores(names, to_probs, prompts, kept_on) if names else None
-        # Rows without a sequence are made for one like the first.
-        first = [*prompts[:rows], *prompts[:1] * (rows - len(prompts))]
-        most_tokens, least = len(longest[-1]) + coming, min(map(len, first))
+        order, first = prefix.beginning(prompts, rows)
+        total, least = len(longest[-1]) + coming, min(map(len, first))
         with hierarchy.active():
 
             def make(number: int, sequences: Sequence[Sequence[int]]) -> Decoder:
-                nonlocal most_tokens
+                nonlocal total
                 # The levels are those of the first prompts: shorter ones that have joined do not count.
                 alike = [each if len(each) >= least else first[0] for each in sequences]
-                room = most_tokens - max(map(len, alike))
                 reuse: Reuse = "all" if len(sequences) > len(first) else self._reuse
-                program = hierarchy.program(alike, room, how.pinned, reuse, prefix() if rows > 1 else 0)
-                most_tokens = program.max_seq_len
+                program = hierarchy.program(alike, total - max(map(len, alike)), how.pinned, reuse, prefix())
+                total = program.max_seq_len
                 return Decoder(program, to_probs, chosen, seed is not None, number, seeds)
 
             decoder = OomRetryDecoder(make, first, hierarchy.shrink)
             # Only with as many levels: the estimates of two and of three are of different quantities.
             if entry and (estimates := entry.estimates(decoder.controller.levels, self._given)):
                 decoder.controller.expect(**estimates)
-            run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy)
+            run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy, order)
             out = run.decode(self._reuse)
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
         out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None

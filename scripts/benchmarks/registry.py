@@ -12,7 +12,7 @@ BENCHMARKS = {
     ),
     "shared_prefix": (
         "benchmarks.requests.shared_prefix",
-        "questions about one document in a batch, its keys and values stored once beside copies",
+        "questions about one or two documents in a batch, keys and values stored once beside copies",
     ),
     "any_text": ("benchmarks.texts.any_text", "speed on texts of seven kinds: docs/any_text.md"),
     "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),

@@ -88,7 +88,7 @@ def questions_together(
         out = engine.generate(asked, max_batch=3, **how)
         program = engine.hierarchy.last_program
         assert program is not None
-        prefixes.append(program.cache.prefix)
+        prefixes.append(program.cache.prefix.size.slots)
         programs.append(program)
         for row, question in zip(out.sequences.tolist(), asked, strict=True):
             alone = cold.generate(question, **how).sequences[0].tolist()

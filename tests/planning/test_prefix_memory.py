@@ -8,6 +8,7 @@ from model_sizes import LLAMA_3_1_8B
 import triforce_tree
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.generation.batch.run import RunOptions
+from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.planning import batch_size
 from triforce_tree.planning.memory_layout import Workload, on_device
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
@@ -20,7 +21,7 @@ def test_a_batch_stays_on_the_device_where_its_prefix_is_stored_once() -> None:
     machine = Machine(80 * GIB, 512 * GIB, 55e9, 4.4e12)
     config = HierarchyConfig.from_options(offload="auto")
     copied = plan(LLAMA_3_1_8B, machine, config, (), 8, CONTEXT, NEW)
-    once = plan(LLAMA_3_1_8B, machine, config, (), 8, CONTEXT, NEW, PREFIX)
+    once = plan(LLAMA_3_1_8B, machine, config, (), 8, CONTEXT, NEW, PrefixSize(PREFIX, PREFIX))
     assert copied.offload is not None
     assert once.offload is None
     with_copies = on_device(LLAMA_3_1_8B, machine, once.config, Workload(8, CONTEXT, NEW))
@@ -41,9 +42,9 @@ def test_planned_bytes_are_those_that_a_program_allocates(levels: int) -> None:
     program, hierarchy = engine.hierarchy.last_program, engine.hierarchy
     assert program is not None
     sizes = Sizes.of(hierarchy.target, hierarchy.draft, hierarchy.config)
-    workload = Workload(3, program.max_seq_len - 4, 4, program.cache.prefix)
+    workload = Workload(3, program.max_seq_len - 4, 4, program.cache.prefix.size)
     planned = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, workload)
-    assert program.cache.prefix == 64
+    assert program.cache.prefix.size == (64, 64)
     # Each sequence's own slots are rounded up to whole chunks.
     assert (
         planned.device["KV"] <= program.store.bytes <= planned.device["KV"] + 3 * 4 * sizes.row * sizes.layers
@@ -54,15 +55,31 @@ def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) ->
     engine = triforce_tree.load(TARGET, levels=1, prefill_chunk=512)
     hierarchy, how = engine.hierarchy, RunOptions()
     prompts = [[*prompt_of(1800), n] for n in range(9)]
-    prefix = how.prefix(hierarchy, prompts, "chunks")()
-    assert prefix == 1536
+    prefixes = how.prefixes(hierarchy, prompts, "chunks")
+    prefix = prefixes().size
+    assert prefix == (1536, 1536)
     sizes = Sizes.of(hierarchy.target, None, hierarchy.config)
 
-    def held(batch: int, prefix: int) -> int:
+    def held(batch: int, prefix: PrefixSize) -> int:
         made = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, Workload(batch, 1801, 8, prefix))
         return made.peak - made.device["weights"] + 192 * 2**20
 
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: held(7, prefix))
-    copies = how.rows(hierarchy, 9, 1801, 8, 0)
-    assert held(copies, 0) <= held(7, prefix) < held(copies + 1, 0)
-    assert copies < how.rows(hierarchy, 9, 1801, 8, prefix) == 7
+    copies = how.rows(hierarchy, 9, 1801, 8, how.prefixes(hierarchy, prompts, "none"))
+    assert held(copies, NO_PREFIX) <= held(7, prefix) < held(copies + 1, NO_PREFIX)
+    assert copies < how.rows(hierarchy, 9, 1801, 8, prefixes) == 7
+
+
+def test_documents_are_copied_where_more_sequences_fit_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for three copies holds two of four documents, and no sequence behind them."""
+    engine = triforce_tree.load(TARGET, levels=1, prefill_chunk=512)
+    hierarchy, how = engine.hierarchy, RunOptions()
+    prompts = [[*prompt_of(1800)[n:], n, other] for n in range(4) for other in range(2)]
+    prefixes = how.prefixes(hierarchy, prompts, "chunks")
+    assert prefixes().size == (4 * 1536, 1536)
+    sizes = Sizes.of(hierarchy.target, None, hierarchy.config)
+    made = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, Workload(3, 1802, 8))
+    room = made.peak - made.device["weights"] + 192 * 2**20
+    monkeypatch.setattr(batch_size, "free_bytes", lambda device: room)
+    assert how.rows(hierarchy, 8, 1802, 8, prefixes) == 3
+    assert not prefixes()

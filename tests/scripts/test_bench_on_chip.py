@@ -149,14 +149,16 @@ def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
 
 
 def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path) -> None:
-    """Both layouts answer alike; the one that stores the document once takes less memory."""
-    words = ["--tiny", "--shape", "llama-2-7b", "--questions", "3", "--runs", "1", "--levels", "1"]
+    """Both layouts answer alike; the one that stores documents once takes less memory."""
+    words = ["--tiny", "--shape", "llama-2-7b", "--questions", "4", "--runs", "1", "--levels", "1"]
     shared_prefix = script("benchmarks.requests.shared_prefix")
     assert shared_prefix.main([*words, "--out", str(tmp_path)]) == 0
-    once, copied = json.loads((tmp_path / shared_prefix.FILE).read_text())["rows"]
-    assert (once["stored_once"], once["prefix"], once["rows"]) == (True, 384, 3)
-    assert (copied["stored_once"], copied["prefix"], copied["rows"]) == (False, 0, 3)
-    assert once["bytes"] < copied["bytes"]
-    for row in (once, copied):
-        assert row["same_tokens"] == row["all_tokens"] == 3 * 8
+    rows = json.loads((tmp_path / shared_prefix.FILE).read_text())["rows"]
+    assert [row["case"] for row in rows] == [case for case in shared_prefix.CASES for _ in range(2)]
+    for once, copied, prefix in [(*rows[:2], 384), (*rows[2:], 128 + 2 * 256)]:
+        assert (once["stored_once"], once["prefix"], once["rows"]) == (True, prefix, 4)
+        assert (copied["stored_once"], copied["prefix"], copied["rows"]) == (False, 0, 4)
+        assert once["bytes"] < copied["bytes"]
+    for row in rows:
+        assert row["same_tokens"] == row["all_tokens"] == 4 * 8
         assert row["ms_per_step"] > 0

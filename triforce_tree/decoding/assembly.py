@@ -20,6 +20,7 @@ from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.kept_prefixes import KeptPrefixes
 from triforce_tree.kv.offload.offloaded_cache import one_shape
+from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize, PrefixTree
 from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.limits import within_limits
@@ -155,7 +156,11 @@ class Hierarchy:
         return len(prompts) == 1 or (to_probs.context_free and not mixed)
 
     def adopt_memory_plan(
-        self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = (), prefix: int = 0
+        self,
+        lengths: Sequence[int],
+        new_tokens: int,
+        given: Collection[str] = (),
+        prefix: PrefixSize = NO_PREFIX,
     ) -> None:
         """Take up the plan of :meth:`plan_memory` with its settings; raises what that does."""
         self.memory = None
@@ -164,7 +169,11 @@ class Hierarchy:
             self.config = self.memory.config
 
     def plan_memory(
-        self, lengths: Sequence[int], new_tokens: int, given: Collection[str] = (), prefix: int = 0
+        self,
+        lengths: Sequence[int],
+        new_tokens: int,
+        given: Collection[str] = (),
+        prefix: PrefixSize = NO_PREFIX,
     ) -> MemoryPlan | None:
         """Decide where the KV slots of these prompts are kept; None where nothing may be offloaded.
 
@@ -174,7 +183,7 @@ class Hierarchy:
         Args:
             lengths: tokens of each prompt.
             given: names of options that stay as they are.
-            prefix: tokens that all prompts have in common and that are stored once, where on the device.
+            prefix: of the common prefixes that are stored once, where on the device.
 
         Raises:
             DoesNotFitError: memory is short.
@@ -250,7 +259,8 @@ class Hierarchy:
     def program(
         self,
         prompts: Sequence[Sequence[int]], new_tokens: int,
-        pinned: Callable[[int], None] | None = None, reuse: Reuse = "none", prefix: int = 0,
+        pinned: Callable[[int], None] | None = None, reuse: Reuse = "none",
+        prefix: PrefixTree | None = None,
     ) -> DecodingProgram:  # fmt: skip
         """A program for these prompts: the last one where it serves, else a new one.
 
@@ -258,13 +268,14 @@ class Hierarchy:
             pinned: called with bytes of host memory as they are taken.
             reuse: a new program takes over what the last one holds of these prompts, where both caches are on
                 the device.
-            prefix: tokens that all prompts have in common, to be stored once (``kv/shared``).
+            prefix: the common prefixes of the prompts, to be stored once (``kv/shared``).
         """
         batch, max_seq_len = len(prompts), max(len(p) for p in prompts) + new_tokens
         rounded = self._rounded(max_seq_len)
         levels = self.levels(min(len(p) for p in prompts), rounded)
         split = self.memory.offload if self.memory is not None else None
-        prefix = prefix if split is None else 0
+        if prefix is None or split is not None or batch == 1:
+            prefix = PrefixTree()
         wanted = (self.config, batch, levels, split, self.target.parameter_ids)
         kept_cache: list[FullCache] = []
         if self._program is not None:

@@ -22,6 +22,7 @@ from triforce_tree.kv.parallel.views import SplitRetrievalView, SplitView, share
 from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.kv.shared.prefill import SharedSequenceRows
 from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.kv.shared.views import SharedRetrievalView, SharedView
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
@@ -52,13 +53,13 @@ def device_slots(
     levels: int,
     store: KVStore | None,
     kept: KVStore | None,
-    prefix: int = 0,
+    prefix: PrefixTree | None = None,
 ) -> DeviceSlots:
     """The slots of a full cache on the device, and the views of its levels.
 
     Args:
         store: to work on; by default ``kept`` where it serves, else a new one.
-        prefix: most tokens of a common prefix that is stored once, in a new store; 0 for none.
+        prefix: prefixes that are stored once, in a new store; None or an empty tree for none.
 
     Raises:
         ValueError: a store that is too small, of other bits, or cannot be paged by chunks; settings under
@@ -148,14 +149,14 @@ def _over_ranks(
 
 
 def _with_prefix(
-    target: HFModel, config: HierarchyConfig, batch: int, max_seq_len: int, levels: int, prefix: int
+    target: HFModel, config: HierarchyConfig, batch: int, max_seq_len: int, levels: int, prefix: PrefixTree
 ) -> DeviceSlots:
     retrieval, limits = config.retrieval, PassLimits.of(config, levels)
     scratch, page = limits.scratch_slots, prefix_unit(config, levels)
     slots = max(max_seq_len + scratch, retrieval.budget if levels == 3 else 0)
     store = SharedStore(
-        target.kv_layers, batch, prefix, slots - prefix, target.device, target.dtype, page, scratch,
-        config.kv_bits,
+        target.kv_layers, batch, prefix.size.slots, slots - prefix.size.saved, slots, target.device,
+        target.dtype, page, scratch, config.kv_bits,
     )  # fmt: skip
 
     def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> SharedView:

@@ -16,7 +16,8 @@ from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.parallel.store import SplitStore
 from triforce_tree.kv.prefill import chunk_tokens, prefill
 from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
-from triforce_tree.kv.shared.store import SharedStore, leading
+from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.kv.shared_prefix import copy_prefix
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.view import ChunkedView
@@ -42,10 +43,10 @@ class FullCache:
         kept: an earlier cache of the same target and bits, and of no larger batch, which must not be used any
             more. What it holds on the device is taken over: its memory where this cache fits into it, else a
             copy.
-        prefix: most tokens of a common prefix of all sequences that is stored once; 0 for none.
+        prefix: common prefixes that are stored once, of these sizes at most; None or an empty tree for none.
 
     Attributes:
-        prefix: tokens that the prompts of the next prefill have in common, where a prefix is stored once.
+        prefix: the common prefixes of the prompts of the next prefill, where any are stored once.
         cached, marks: which tokens are in the cache, and where it can be continued.
         store: the slots on the device; None where the cache is offloaded.
         split: slots that several ranks keep; None where each keeps all of them. ``store`` then has the layers
@@ -73,7 +74,7 @@ class FullCache:
         pinned: Callable[[int], None] | None = None,
         store: KVStore | None = None,
         kept: "FullCache | None" = None,
-        prefix: int = 0,
+        prefix: PrefixTree | None = None,
     ) -> None:
         self._target, self._batch, self._max_seq_len = target, batch, max_seq_len
         self._arrangement = self._weights_at()
@@ -86,7 +87,7 @@ class FullCache:
         self.offloaded: OffloadedCache | None = None
         self.split: SplitStore | None = None
         self._shared: SharedStore | None = None
-        self.prefix, self._offered = prefix, 0
+        self.prefix, self._offered = prefix or PrefixTree(), 0
         self.retrieval_view: ChunkedView | None = None
         self.gathered_view: GatheredRetrievalView | None = None
         self.states: RecurrentStates | None = None
@@ -109,12 +110,12 @@ class FullCache:
             self._take_over(kept)
 
     def worth_keeping(
-        self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse, prefix: int = 0
+        self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse, prefix: PrefixTree
     ) -> bool:
         """Whether another cache, on the device, may take over what this one holds of these prompts.
 
-        ``prefix``: as for that cache. If it stores one, it takes over the prefix alone, of the sequence that
-        holds most of it.
+        ``prefix``: as for that cache. If it stores any, it takes over the beginning of the first prompt,
+        of the sequence that holds most of it.
         """
         if self.store is None or self.store.bits != config.kv_bits or distributed.current() is not None:
             return False
@@ -132,12 +133,9 @@ class FullCache:
         assert kept.store is not None
         self._computed_by = kept._computed_by
         if self._shared is not None:
-            b, groups, count = kept._offered, kept.store.groups, kept.cached.whole[kept._offered]
-            if kept._shared is not None:
-                groups, count = kept._shared.whole, min(count, kept._shared.length)
+            b, count = kept._offered, kept.cached.whole[kept._offered]
             tokens = kept.cached.held[b][:count] if kept.cached.chunk == self.cached.chunk else []
-            b = 0 if kept._shared is not None else b
-            self._shared.take_prefix(leading(groups, b, len(tokens)), tokens, self.cached)
+            self._shared.take_prefix(kept.store, b, tokens, self.cached)
             return
         lengths = [len(tokens) for tokens in kept.cached.held]
         if self.store.memory is not kept.store.memory:
@@ -187,7 +185,10 @@ class FullCache:
         first, now = row or 0, self._target.function_key()
         newest = features.history if features is not None else 0
         if self._shared is not None and row is None:
-            self._shared.share(self.prefix, self.cached, prompts)
+            for b, count in enumerate(self._shared.share(self.prefix, self.cached, prompts)):
+                self.means.lost(b, count)
+        elif self._shared is not None and row is not None:
+            self._shared.join(row, prompts[0], self.cached)
         # What other sequences hold of other weights is not to be copied.
         shares = reuse != "none" and self.states is None and self.split is None
         shares = shares and self._computed_by in (None, now)
@@ -263,8 +264,8 @@ class FullCache:
         self._computed_by = self._target.function_key()
         self.means.update_all()
 
-    def fits(self, max_seq_len: int, prefix: int) -> bool:
-        """Whether sequences of so many tokens fit, ``prefix`` of them common and stored once, or 0."""
+    def fits(self, max_seq_len: int, prefix: PrefixTree) -> bool:
+        """Whether sequences of so many tokens fit, with these prefixes stored once."""
         once = self._shared is not None and self._shared.fits(max_seq_len, prefix)
         return max_seq_len <= self._max_seq_len and (once or (not prefix and self._shared is None))
 

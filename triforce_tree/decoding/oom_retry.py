@@ -118,11 +118,18 @@ class OomRetryDecoder:
         return self._decoder.report
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
+        self,
+        prompts: Sequence[Sequence[int]],
+        progress: Progress | None = None,
+        reuse: Reuse = "none",
+        numbers: Sequence[int] | None = None,
     ) -> None:
-        """Feed the prompts to every level, as ``Decoder.prefill`` does."""
+        """Feed the prompts to every level, as ``Decoder.prefill`` does.
+
+        ``numbers``: of the sequences, for their draws; by default those of the rows.
+        """
         self._progress, self._reuse = progress, reuse
-        self._numbers = list(range(len(prompts)))
+        self._numbers = list(range(len(prompts)) if numbers is None else numbers)
         self._retried(lambda: self._feed(prompts))
         self.reused = list(self._found)
 

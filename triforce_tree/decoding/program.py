@@ -23,6 +23,7 @@ from triforce_tree.drafters.base import Drafter, grown_shapes, start_one
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
+from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import step_model
@@ -48,7 +49,7 @@ class DecodingProgram:
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
         store: KV slots on the device to work on, with whatever they hold; by default new ones.
-        kept, prefix: an earlier program's cache, and a prefix to store once, see :class:`FullCache`.
+        kept, prefix: an earlier program's cache, and prefixes to store once, see :class:`FullCache`.
         noise: makes the random numbers of every stage.
 
     Attributes:
@@ -85,15 +86,14 @@ class DecodingProgram:
         store: KVStore | None = None,
         noise: NoiseFactory = Noise,
         kept: FullCache | None = None,
-        prefix: int = 0,
+        prefix: PrefixTree | None = None,
     ) -> None:
         self.target, self.config, self.levels = target, config, levels
-        self.batch, self.max_seq_len = batch, max_seq_len
+        self.batch, self.max_seq_len, self.device, self.noise = batch, max_seq_len, target.device, noise
         if levels > 1 and drafter is None:
             raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
         self.drafter = drafter if levels > 1 else None
         self.two_levels = levels == 3 and offload is None and config.chooses_levels
-        self.device, self.noise = target.device, noise
         self.seeded: Seeded | None = None
         self.prepared: dict[Hashable, PreparedStages] = {}
         self.learnt: dict[Hashable, LearntChoice] = {}

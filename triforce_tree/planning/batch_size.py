@@ -4,6 +4,7 @@ import torch
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.pinned import available
+from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_layout import Workload, on_device
@@ -22,21 +23,21 @@ def fitting_batch(
     prompt: int,
     new_tokens: int,
     freed: int = 0,
-    prefix: int = 0,
+    prefix: PrefixSize = NO_PREFIX,
 ) -> int:
     """How many sequences of ``prompt + new_tokens`` tokens fit beside the models: 1 to ``wanted``.
 
     Args:
         config: nothing of it is offloaded.
         freed: bytes that are in use, and are given back before new buffers are made.
-        prefix: tokens at the beginning of all prompts that are stored once.
+        prefix: of the common prefixes of the prompts that are stored once.
     """
     if wanted == 1:
         return 1
     sizes, free = Sizes.of(target, draft, config), free_bytes(target.device) + freed
 
     def needed(batch: int) -> int:
-        workload = Workload(batch, prompt, new_tokens, prefix if wanted > 1 else 0)
+        workload = Workload(batch, prompt, new_tokens, prefix if wanted > 1 else NO_PREFIX)
         plan = on_device(sizes, Machine(0, 0, 1.0, 1.0), config, workload)
         return plan.peak - sum(plan.device[name] for name in _LOADED) + memory_map.reserve(free)
 

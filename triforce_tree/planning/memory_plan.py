@@ -19,6 +19,7 @@ ends no later than the bus.
 from collections.abc import Collection
 
 from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
+from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.planning.memory_advice import refusal
 from triforce_tree.planning.memory_choices import first_fitting, with_level_one
 from triforce_tree.planning.memory_layout import MemoryPlan, Workload, gib, on_device
@@ -39,14 +40,14 @@ def plan(
     batch: int,
     prompt: int,
     new: int,
-    prefix: int = 0,
+    prefix: PrefixSize = NO_PREFIX,
 ) -> MemoryPlan:
     """The plan for ``batch`` sequences of at most ``prompt`` tokens and ``new`` further ones.
 
     Args:
         config: ``offloads`` True or "auto".
         given: names of options that must not be changed.
-        prefix: tokens at the beginning of all prompts that are stored once, unless they are offloaded.
+        prefix: of the common prefixes that are stored once, unless they are offloaded.
 
     Raises:
         DoesNotFitError: device or host memory is short.

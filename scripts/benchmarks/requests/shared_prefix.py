@@ -1,7 +1,10 @@
-"""Questions about one document in one batch: its keys and values stored and read once, beside copies of them.
+"""Questions about documents in one batch: common keys and values stored and read once, beside copies of them.
 
     python -m scripts.benchmarks shared_prefix
     python -m scripts.benchmarks shared_prefix --context 65536 --questions 4 --levels 1 2
+
+The questions are about one document; then half of them about another one. Both begin with the same third, as
+behind a long header.
 
 A step is a pass of the target, with the passes of the levels below it. Bytes are those of the target's keys
 and values. Both layouts run the same models one after the other; ``same_tokens`` is how many tokens of all
@@ -9,6 +12,7 @@ answers come before the first one that differs. Where memory holds fewer copies 
 how many were decoded together.
 """
 
+import itertools
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,14 +33,16 @@ from scripts.benchmarks.common.results import Record, header, write
 from triforce_tree import Engine
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.registry import Texts, named, prompts
-from triforce_tree.generation.batch import run
+from triforce_tree.generation.batch import prefixes as batch_prefixes
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime.executor import free_memory
 
 FILE = "shared_prefix_h200.json"
 LAYOUTS = ("stored once", "copied")
+CASES = ("one document", "two documents behind a header")
 
 
 class Steps:
@@ -55,13 +61,13 @@ class Steps:
 @contextmanager
 def layout(name: str) -> Iterator[None]:
     """Inside, batches store a common prefix so."""
-    choice = run.prefix_stored_once
+    choice = batch_prefixes.prefixes_stored_once
     if name == "copied":
-        run.prefix_stored_once = lambda *_: 0
+        batch_prefixes.prefixes_stored_once = lambda *_: PrefixTree()
     try:
         yield
     finally:
-        run.prefix_stored_once = choice
+        batch_prefixes.prefixes_stored_once = choice
 
 
 def measure(engine: Engine, questions: list[list[int]], new_tokens: int, runs: int) -> Record:
@@ -83,10 +89,16 @@ def measure(engine: Engine, questions: list[list[int]], new_tokens: int, runs: i
     step_ms, rate, prefill = (statistics.median(column) for column in zip(*warm, strict=True))
     once = isinstance(program.store, SharedStore)
     return {
-        "stored_once": once, "prefix": program.cache.prefix, "rows": program.batch,
+        "stored_once": once, "prefix": program.cache.prefix.size.slots, "rows": program.batch,
         "bytes": program.store.memory.nbytes, "ms_per_step": step_ms, "tokens_per_second": rate,
         "cold_prefill_seconds": cold[2], "prefill_seconds": prefill, "tokens": tokens,
     }  # fmt: skip
+
+
+def other_behind_a_header(document: list[int]) -> list[int]:
+    """The document with its last two thirds exchanged."""
+    third = len(document) // 3
+    return document[:third] + document[2 * third :] + document[third : 2 * third]
 
 
 def main(words: Sequence[str]) -> int:
@@ -95,6 +107,7 @@ def main(words: Sequence[str]) -> int:
     made.add_argument("--context", type=int, default=98_304, help="tokens of the document")
     made.add_argument("--questions", type=int, default=8)
     made.add_argument("--levels", nargs="+", type=int, default=[1, 2, 3], choices=[1, 2, 3])
+    made.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     made.add_argument("--new", type=int, default=128, help="tokens of an answer")
     made.add_argument("--runs", type=int, default=3, help="timed runs after the first one")
     made.add_argument("--text", default="python-topics", help="what the document is cut from, by name")
@@ -107,27 +120,31 @@ def main(words: Sequence[str]) -> int:
     target, draft, tokenizer = inflate_pair(sizes[0], device, dtype, sizes[1], args.seed)
     [source] = named(args.text)
     [document] = prompts(source, token_ids(tokenizer, Texts().read(source)), context)
-    questions = [
-        document
-        + token_ids(tokenizer, f"\n\nQuestion {number}: what does the text say about topic {number}?\n")
+    topics = [
+        token_ids(tokenizer, f"\n\nQuestion {number}: what does the text say about topic {number}?\n")
         for number in range(1, args.questions + 1)
     ]
+    both = document, other_behind_a_header(document)
+    asked = {
+        CASES[0]: [document + topic for topic in topics],
+        CASES[1]: [both[2 * n // len(topics)] + topic for n, topic in enumerate(topics)],
+    }
     path, rows = results_folder(args.out, args.tiny) / FILE, list[Record]()
     head = header(args.seed, "api") | {"context": context, "new_tokens": new, "runs": args.runs}
-    for levels in args.levels:
+    for case, levels in itertools.product(args.cases, args.levels):
         found = []
         for name in LAYOUTS:
             engine = triforce_tree.load(
                 target, draft, tokenizer=tokenizer, profile=False, levels=levels, **options
             )
             with layout(name):
-                found.append(measure(engine, questions, new, args.runs))
+                found.append(measure(engine, asked[case], new, args.runs))
             engine.close()
             free_memory()
         texts = [[token for answer in each.pop("tokens") for token in answer] for each in found]
         for name, each in zip(LAYOUTS, found, strict=True):
             same = {"same_tokens": common_prefix(*texts), "all_tokens": len(texts[0])}
-            rows.append({"shape": args.shape, "levels": levels, "layout": name, **each, **same})
+            rows.append({"shape": args.shape, "case": case, "levels": levels, "layout": name, **each, **same})
             print(rows[-1], flush=True)
         write(path, head | {"rows": rows})
     return 0

@@ -7,7 +7,7 @@ from kernels_cases import tree_mask
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.nodes import PrefixPlan
+from triforce_tree.kernels.attention.nodes import PrefixPlan, PrefixSegment
 from triforce_tree.kernels.attention.plan import Heads, pack_mask
 from triforce_tree.kernels.cpu import host_prefix
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
@@ -41,10 +41,20 @@ def problem(
 
 
 def plan_of(heads: Heads, mask: Tensor, lengths: list[int], q: Tensor, kv_dtype: torch.dtype) -> PrefixPlan:
-    batch, device = len(lengths) - 1, triton_ops.DEVICE
+    batch = len(lengths) - 1
+    made = empty_plan(heads, mask, lengths[1:], q, kv_dtype, depth=1)
+    made.set([PrefixSegment(0, lengths[0], 0, batch)])
+    return made
+
+
+def empty_plan(
+    heads: Heads, mask: Tensor, lengths: list[int], q: Tensor, kv_dtype: torch.dtype, depth: int
+) -> PrefixPlan:
+    """Without prefixes; ``lengths`` of the sequences."""
+    batch, device = len(lengths), triton_ops.DEVICE
     words = pack_mask(mask).repeat(batch, 1).to(device)
-    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-    return PrefixPlan(heads, mask, batch, FIRST, APART, counts, words, q.dtype, kv_dtype)
+    counts = torch.tensor([*lengths, *[0] * depth * batch], dtype=torch.int32, device=device)
+    return PrefixPlan(heads, mask, batch, FIRST, APART, depth, counts, words, q.dtype, kv_dtype)
 
 
 def expected(q: Tensor, kv: Slots, mask: Tensor, lengths: list[int], **how: object) -> tuple[Tensor, Tensor]:
@@ -148,3 +158,95 @@ def test_by_the_kernel_in_8_bits() -> None:
     q_on, k_on, v_on, *scales = (t.to(triton_ops.DEVICE) for t in (q, k, v, k_scale, v_scale))
     out, _ = launch.run(q_on, k_on, v_on, plan, scale=0.4, scales=(scales[0], scales[1]))
     torch.testing.assert_close(out.cpu(), expected(q, stored, mask, counts)[0], rtol=1e-5, atol=1e-5)
+
+
+# Prefixes of five sequences: one of all with two groups behind it, of which one has a group of its own; two
+# documents and a sequence without any; sequences of one prefix that do not follow each other.
+GROUPS = {
+    "nested": [(0, 30, 0, 5), (30, 21, 0, 3), (51, 7, 1, 2), (58, 22, 3, 2)],
+    "disjoint": [(0, 33, 0, 2), (33, 47, 3, 2)],
+    "apart": [(0, 40, 0, 1), (40, 40, 1, 1), (0, 40, 2, 1), (40, 40, 3, 2)],
+    "none": [],
+}
+
+
+def grouped(
+    heads: Heads,
+    lengths: list[int],
+    queries: int,
+    groups: list[tuple[int, int, int, int]],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Slots, list[Slots]]:
+    """Queries, slots with NaN wherever nothing is stored, and keys and values of each sequence in one."""
+    q, kv = problem(heads, [FIRST, *lengths], queries, queries, dtype)
+    stored = {slot for place, length, *_ in groups for slot in range(place, place + length)}
+    empty = [slot for slot in range(FIRST) if slot not in stored]
+    for part in kv:
+        part[:, :, empty] = torch.nan
+    alone = []
+    for b, length in enumerate(lengths):
+        own = FIRST + b * APART
+        runs = [(place, count) for place, count, first, rows in groups if first <= b < first + rows]
+        runs.append((own, length + queries))
+        parts = [torch.cat([t[:, :, at : at + count] for at, count in runs], 2).float() for t in kv]
+        alone.append((parts[0], parts[1]))
+    return q, kv, alone
+
+
+def each_alone(q: Tensor, alone: list[Slots], mask: Tensor, **how: object) -> tuple[Tensor, Tensor]:
+    parts = []
+    for b, own in enumerate(alone):
+        queries = q[b * len(mask) : (b + 1) * len(mask)].float().transpose(0, 1)[None]
+        out, lse = reference.tree_attention(queries, *own, mask, scale=0.4, **how)
+        parts.append((out[0].transpose(0, 1), lse[0].transpose(0, 1)))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["C", "torch"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_groups_on_the_cpu(sinks: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan, whose prefixes change."""
+    if triton_ops.DEVICE != "cpu":
+        pytest.skip("plans are for the GPU")
+    if not compiled:
+        monkeypatch.setattr(host_prefix, "attention", lambda *args, **how: None)
+    heads, lengths, mask = HEADS["GQA"], [9, 0, 40, 3, 17], tree_mask(5, 5, 1)
+    variant = {"sinks": torch.randn(heads.query)} if sinks else {}
+    plan = None
+    for groups in GROUPS.values():
+        q, kv, alone = grouped(heads, lengths, 5, groups, torch.float32)
+        plan = plan or empty_plan(heads, mask, lengths, q, q.dtype, depth=3)
+        plan.set([PrefixSegment(*each) for each in groups])
+        made = plan(q, *kv, scale=0.4, **variant)
+        torch.testing.assert_close(made, each_alone(q, alone, mask, **variant))
+
+
+@triton_ops.runs_kernels
+@pytest.mark.parametrize(
+    ("heads", "queries", "dtype"), [("GQA", 4, torch.float32), ("MQA", 23, torch.float16)]
+)
+def test_groups_by_the_kernel(heads: str, queries: int, dtype: torch.dtype) -> None:
+    """One launch over all prefixes and sequences, by one plan in buffers that stay where they are."""
+    triton_ops.require_triton()
+    from triforce_tree.kernels.attention import launch
+
+    shape, lengths, mask = HEADS[heads], [9, 0, 40, 3, 17], tree_mask(queries, queries, 3)
+    made, addresses = None, set()
+    for groups in GROUPS.values():
+        q, kv, alone = grouped(shape, lengths, queries, groups, dtype)
+        made = made or empty_plan(shape, mask, lengths, q, dtype, depth=3)
+        made.set([PrefixSegment(*each) for each in groups])
+        plan = made.plan
+        addresses.add(
+            tuple(t.data_ptr() for t in (plan.lengths, plan.segments, plan.owner_start, plan.owners))
+        )
+        for part in (plan.partial_out, plan.partial_lse):
+            part.fill_(torch.nan)
+        on_device = [t.to(triton_ops.DEVICE) for t in (q, *kv)]
+        out, lse = launch.run(*on_device, plan, scale=0.4)
+        exact, exact_lse = each_alone(q, alone, mask)
+        limit = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
+        torch.testing.assert_close(out.cpu().float(), exact, **limit)
+        torch.testing.assert_close(lse.cpu(), exact_lse, rtol=1e-3, atol=1e-3)
+    assert len(addresses) == 1

@@ -147,21 +147,27 @@ def test_chunk_means(shape, dtype, variances, ops) -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("ahead", [0, 2, 9])
-def test_means_after_those_of_other_keys(ahead, ops) -> None:
-    """Chunks of the keys are later ones of the means; those that would lie beyond the means are left out."""
+@pytest.mark.parametrize("shared", [False, True], ids=["own keys", "keys of all"])
+def test_means_by_pages(shared, ops) -> None:
+    """Chunks of the keys in any order; pages outside of them are left out, and so is what no page is for."""
     problem = step_cases.means(2, 3, 2, 70, 5, 24, 6, HALF, DEVICE)
-    made, k, first, *rest = problem.args
-    wide = torch.full((*made.shape[:3], 12, made.shape[4]), torch.nan, dtype=HALF, device=DEVICE)
-    shift = torch.tensor([ahead], device=DEVICE)
-    step_cases.agree(dataclasses.replace(problem, args=(wide, k, first, *rest, None, shift)), ops)
-    step.chunk_means(wide, k, first, *rest, None, shift)
-    alone = torch.full_like(wide, torch.nan)
-    step.chunk_means(alone, k, first, *rest)
-    count = min(12 - ahead, 11)
-    assert torch.equal(wide[..., ahead : ahead + count, :].isnan(), alone[..., :count, :].isnan())
-    assert wide[..., :ahead, :].isnan().all()
-    torch.testing.assert_close(wide[..., ahead:, :], alone[..., : 12 - ahead, :], equal_nan=True)
+    made, k, first, count, chunk = problem.args
+    if shared:
+        k = k[:, :1].expand(-1, 3, -1, -1, -1)
+    inside = 70 // chunk
+    wide = torch.full((*made.shape[:3], inside + 3, made.shape[4]), torch.nan, dtype=HALF, device=DEVICE)
+    pages = torch.stack([torch.randperm(inside + 3) - 1 for _ in range(3)]).int().to(DEVICE)
+    step_cases.agree(dataclasses.replace(problem, args=(wide, k, first, count, chunk, None, pages)), ops)
+    ops.chunk_means(wide, k, first, count, chunk, None, pages)
+    every = torch.full((*made.shape[:3], inside, made.shape[4]), torch.nan, dtype=HALF, device=DEVICE)
+    step.chunk_means(every, k, torch.zeros_like(first), inside, chunk)
+    for b, begin in enumerate(first.tolist()):
+        for place, page in enumerate(pages[b].tolist()):
+            found = wide[:, b, :, place]
+            if begin <= place < begin + count and 0 <= page < inside:
+                torch.testing.assert_close(found, every[:, b, :, page], rtol=2e-3, atol=2e-3)
+            else:
+                assert found.isnan().all()
 
 
 @runs_kernels

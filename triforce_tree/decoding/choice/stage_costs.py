@@ -299,7 +299,7 @@ def settings_of(
         "cache on": "device" if transferred is None else "host",
     }
     if prefix := program.cache.prefix:
-        settings["prefix read once"] = 1 << (prefix - 1).bit_length()
+        settings["prefixes read once"] = [1 << (slots - 1).bit_length() for slots in prefix.size]
     if transferred is not None:
         # Rounded: free memory, and so the split, differs a little from run to run.
         settings["transferred"] = [

@@ -10,13 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.generation.batch.joining import Joining
+from triforce_tree.generation.batch.prefixes import BatchPrefixes
 from triforce_tree.generation.batch.running_batch import BatchSequence, RunningBatch
 from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.output import GenerateOutput, output_of
 from triforce_tree.generation.request import Job
 from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.kv.cached_tokens import Reuse
-from triforce_tree.kv.shared.choice import prefix_stored_once
+from triforce_tree.kv.shared.tree import PrefixSize
 from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.draws import sequence_seed
@@ -42,25 +43,24 @@ class RunOptions:
         seeds = self.seeds and self.seeds[number : number + 1]
         return replace(self, streamers=own, seed=seed, seeds=seeds, joining=None)
 
-    def prefix(
-        self, hierarchy: Hierarchy, prompts: Sequence[Sequence[int]], reuse: Reuse
-    ) -> Callable[[], int]:
-        """What tells how many tokens of a common prefix a batch of the prompts stores once; see
-        ``prefix_stored_once``. It depends on the settings, which memory planning may change.
+    def prefixes(self, hierarchy: Hierarchy, prompts: Sequence[Sequence[int]], reuse: Reuse) -> BatchPrefixes:
+        """The common prefixes that a batch of the prompts stores once.
 
         A prompt that joins later may begin with something else, and a session goes on in slots of its own:
-        there it is 0.
+        there are none then.
         """
-        if reuse != "chunks" or self.joining is not None or self.max_batch == 1:
-            return lambda: 0
-        return lambda: prefix_stored_once(hierarchy.target, hierarchy.config, prompts)
+        rows = self.max_batch or len(prompts)
+        copied = reuse != "chunks" or self.joining is not None or rows == 1
+        return BatchPrefixes(hierarchy, [] if copied else prompts, rows)
 
-    def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int, prefix: int) -> int:
+    def rows(
+        self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int, prefixes: BatchPrefixes
+    ) -> int:
         """How many sequences to decode together, up to ``most``, or more where further prompts may join.
 
         Args:
             prompt, new_tokens: of the longest sequence.
-            prefix: tokens that are stored once.
+            prefixes: what is stored once; less of it where more sequences fit then.
         """
         if hierarchy.memory is not None or hierarchy.config.context_parallel > 1:
             # Planned for as many.
@@ -70,12 +70,15 @@ class RunOptions:
             most = self.max_batch
         freed, last = 0, hierarchy.last_program
         if last is not None:
-            if last.batch == most and last.cache.fits(prompt + new_tokens, prefix):
+            if last.batch == most and last.cache.fits(prompt + new_tokens, prefixes()):
                 return most
             freed = last.store.memory.nbytes if last.offloaded is None else 0
-        return fitting_batch(
-            hierarchy.target, hierarchy.draft, hierarchy.config, most, prompt, new_tokens, freed, prefix
-        )
+
+        def fitting(size: PrefixSize) -> int:
+            models = hierarchy.target, hierarchy.draft
+            return fitting_batch(*models, hierarchy.config, most, prompt, new_tokens, freed, size)
+
+        return prefixes.fitting(fitting)
 
 
 class BatchRun:
@@ -88,6 +91,7 @@ class BatchRun:
         scores: what is wanted of the target's logits; None for nothing.
         tokenizer: for the texts of the output.
         hierarchy: whose levels these are.
+        order: numbers of the job's prompts in the order in which they begin.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class BatchRun:
         scores: EmittedScores | None,
         tokenizer: PreTrainedTokenizerBase | None,
         hierarchy: Hierarchy,
+        order: Sequence[int],
     ) -> None:
         self._job, self._how, self._decoder = job, how, decoder
         self._scores, self._tokenizer, self._hierarchy = scores, tokenizer, hierarchy
@@ -106,7 +111,7 @@ class BatchRun:
             BatchSequence(number, prompt, ending)
             for number, (prompt, ending) in enumerate(zip(job.prompts, job.endings, strict=True))
         ]
-        self._begun = 0
+        self._order, self._begun = order, 0
         self._count = len(self._given)
         self._batch = RunningBatch(decoder, rows, self._next, self._ended)
 
@@ -131,7 +136,9 @@ class BatchRun:
         program = self._decoder.program
         if wanted <= self._batch.rows or program.device.type != "cpu" or not program.replaces:
             return
-        rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0, 0)
+        rows = self._how.rows(
+            self._hierarchy, wanted, program.max_seq_len, 0, BatchPrefixes(self._hierarchy, [], wanted)
+        )
         if rows > self._batch.rows:
             self._batch.grow(rows)
 
@@ -148,7 +155,7 @@ class BatchRun:
         """The next sequence: of the job, then of those that join."""
         if self._begun < len(self._given):
             self._begun += 1
-            return self._given[self._begun - 1]
+            return self._given[self._order[self._begun - 1]]
         joining = self._how.joining
         # Between passes alone, when the decoder is running.
         joined = joining.next(self._fits) if joining is not None and self._decoder.report else None

@@ -78,7 +78,8 @@ class RunningBatch:
 
     def prefill(self, progress: Progress | None, reuse: Reuse) -> None:
         """Feed the first sequences; see ``Decoder.prefill``."""
-        self._decoder.prefill(self._prompts, progress, reuse)
+        numbers = [b if row is None else row.number for b, row in enumerate(self._rows)]
+        self._decoder.prefill(self._prompts, progress, reuse, numbers)
 
     def decode(self, observe: Observer | None = None) -> Iterator[Fresh]:
         """Yield what each pass has added, until all sequences have ended and none follows.

@@ -220,19 +220,31 @@ def definition(
     return out.to(q.dtype), lse
 
 
-class PrefixPlan:
-    """Attention of T queries of each of B sequences that begin alike: the common prefix is read once for all.
+class PrefixSegment(NamedTuple):
+    """``length`` slots from ``place`` on, which all queries of ``rows`` sequences from ``first`` on see."""
 
-    The slots of each head are ``[prefix | sequence 0 | sequence 1 | ...]``. The prefix is one segment, seen
-    by all queries, and each sequence's own slots are another (cascade inference; Hydragen, arXiv 2402.05099),
-    which the kernel merges as it merges slices.
+    place: int
+    length: int
+    first: int
+    rows: int
+
+
+class PrefixPlan:
+    """Attention of T queries of each of B sequences, several of which begin alike: their prefix is read once.
+
+    The slots of each head are ``[prefixes | sequence 0 | sequence 1 | ...]``. A prefix is one segment, seen
+    by the queries of its sequences, and each sequence's own slots are another (cascade inference; Hydragen,
+    arXiv 2402.05099; DeFT-Flatten, arXiv 2404.00242, section 3.3), which the kernel merges as it merges
+    slices. Captured graphs may hold ``plan``: :meth:`set` changes its buffers in place.
 
     Args:
         heads: of the attention.
         mask: bool ``[T, N]`` over the last N positions of a sequence.
         batch: B.
         first, apart: slots before those of sequence 0, and from one sequence to the next.
-        lengths: int32 ``[1 + B]``, positions of the prefix, then of each sequence between it and the tail.
+        depth: most prefixes of one sequence; ``depth * B`` segments are read once.
+        lengths: int32 ``[B + depth * B]``, positions of each sequence between its prefixes and the tail, then
+            of each segment, which :meth:`set` writes.
         words: int64 ``[B * T, words]``, the mask that is read.
         dtype, kv_dtype: of queries, and of keys and values.
     """
@@ -244,19 +256,63 @@ class PrefixPlan:
         batch: int,
         first: int,
         apart: int,
+        depth: int,
         lengths: Tensor,
         words: Tensor,
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
     ) -> None:
-        self._batch, self._first, self._apart = batch, first, apart
-        device = lengths.device
-        made = _plan_common(heads, mask, batch, first, apart, device=device, dtype=dtype, kv_dtype=kv_dtype)
+        self._batch, self._first, self._apart, self._depth = batch, first, apart, depth
+        (self._count, self._tail), device = mask.shape, lengths.device
+        rows = batch * self._count
+        config = config_for(rows * heads.group, heads, dtype, device, kv_dtype)
+        # As many queries of segments as there can be, for the size of the workspace.
+        nominal = [PrefixSegment(0, 0, 0, batch)] * depth
+        zeros = [0] * (batch + depth * batch)
+        made = _make(
+            heads, self._columns(nominal), zeros, *self._owners(nominal), rows, device, dtype, FLATTEN, config
+        )
         self.plan = replace(made, lengths=lengths, mask=words)
         self._host: HostPrefixPlan | None = None
         if device.type == "cpu":
             own = plan_trees(heads, [mask] * batch, [0] * batch, device=device, dtype=dtype)
-            self._host = HostPrefixPlan(replace(own, lengths=lengths[1:], mask=words), lengths[:1])
+            self._host = HostPrefixPlan(replace(own, lengths=lengths[:batch], mask=words))
+        self.set(())
+
+    def _columns(self, prefixes: Sequence[PrefixSegment]) -> list[list[int]]:
+        batch, count = self._batch, self._count
+        rows = [
+            (0, self._first + self._apart * b, self._tail, count * b, count, count * b) for b in range(batch)
+        ]
+        earlier = batch * count
+        for place, _, first, sequences in prefixes:
+            rows.append((0, place, 0, count * first, count * sequences, earlier))
+            earlier += count * sequences
+        rows += [(0,) * 6] * (batch + self._depth * batch - len(rows))
+        return [list(column) for column in zip(*rows, strict=True)]
+
+    def _owners(self, prefixes: Sequence[PrefixSegment]) -> tuple[list[int], list[int]]:
+        """The segments of all queries, and where those of each begin."""
+        owners, starts = list[int](), [0]
+        for b in range(self._batch):
+            seen = [self._batch + n for n, each in enumerate(prefixes) if 0 <= b - each.first < each.rows]
+            for _ in range(self._count):
+                owners += [*seen, b]
+                starts.append(len(owners))
+        return owners, starts
+
+    def set(self, prefixes: Sequence[PrefixSegment]) -> None:
+        """Describe the prefixes: at most ``depth`` of a sequence, in slots before those of the sequences."""
+        plan, segments = self.plan, torch.tensor(self._columns(prefixes), dtype=torch.int32)
+        plan.segments.copy_(segments)
+        owners, starts = self._owners(prefixes)
+        plan.owners[: len(owners)] = torch.tensor(owners, dtype=torch.int32)
+        plan.owner_start.copy_(torch.tensor(starts, dtype=torch.int32))
+        lengths = torch.zeros(self._depth * self._batch, dtype=torch.int32)
+        lengths[: len(prefixes)] = torch.tensor([each.length for each in prefixes], dtype=torch.int32)
+        plan.lengths[self._batch :].copy_(lengths)
+        if self._host is not None:
+            self._host.prefixes = [each for each in prefixes if each.length]
 
     def __call__(
         self,
@@ -285,32 +341,6 @@ class PrefixPlan:
             return launch.run(q, k, v, self.plan, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
         assert self._host is not None
         stored = [k, v, *(scales or ())]
-        common = [t[:, :, : self._first] for t in stored]
         after = slice(self._first, self._first + self._batch * self._apart)
         own = [t[0, :, after].unflatten(1, (self._batch, self._apart)).transpose(0, 1) for t in stored]
-        return prefix_attention(q, common, own, self._host, scale=scale, softcap=softcap, sinks=sinks)
-
-
-def _plan_common(
-    heads: Heads,
-    mask: Tensor,
-    batch: int,
-    first: int,
-    apart: int,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-) -> Plan:
-    """Plan a batch of equal trees after a common prefix; see :class:`PrefixPlan` for the arguments."""
-    count, tail = mask.shape
-    config = config_for(batch * count * heads.group, heads, dtype, device, kv_dtype)
-    firsts = [0, *(count * b for b in range(batch))]
-    columns = [
-        [0] * (1 + batch), [0, *(first + apart * b for b in range(batch))], [0, *[tail] * batch], firsts,
-        [count * batch, *[count] * batch], [0, *(count * (batch + b) for b in range(batch))],
-    ]  # fmt: skip
-    owners = [segment for b in range(batch) for _ in range(count) for segment in (0, 1 + b)]
-    starts = list(range(0, 2 * count * batch + 1, 2))
-    zeros = [0] * (1 + batch)
-    return _make(heads, columns, zeros, owners, starts, count * batch, device, dtype, FLATTEN, config)
+        return prefix_attention(q, stored, own, self._host, scale=scale, softcap=softcap, sinks=sinks)

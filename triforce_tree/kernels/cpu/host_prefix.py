@@ -1,7 +1,5 @@
 """Attention on the CPU of sequences that begin alike: all queries over the prefix, each over its slots."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,12 @@ from triforce_tree.kernels.cpu import host
 from triforce_tree.kernels.cpu.fp32.attention import attention
 from triforce_tree.kernels.step.kv_slots import dequantized
 
+# Plans are kept for so many lengths of prefixes and numbers of queries.
+_MOST_PLANS = 64
+
+Segment = tuple[int, int, int, int]
+"""First slot, slots, first sequence and sequences of a prefix."""
+
 State = tuple[Tensor, Tensor]
 """Outputs ``[queries, H_q, D_v]`` and their log-sum-exp fp32 ``[queries, H_q]``."""
 
@@ -19,26 +23,30 @@ class HostPrefixPlan:
     """What ``attention.nodes.PrefixPlan`` keeps for the CPU.
 
     Args:
-        own: of ``plan_trees``: the sequences after the prefix, ``lengths`` counted from there.
-        prefix: int32 ``[1]``, positions of the prefix.
+        own: of ``plan_trees``: the sequences after their prefixes, ``lengths`` counted from there.
+
+    Attributes:
+        prefixes: what is read once; its queries see all of it.
     """
 
-    def __init__(self, own: Plan, prefix: Tensor) -> None:
-        self.own, self._prefix = own, prefix
-        self._plans: dict[int, Plan] = {}
+    def __init__(self, own: Plan) -> None:
+        self.own, self.prefixes = own, list[Segment]()
+        self._plans: dict[tuple[int, int], Plan] = {}
 
-    def prefix(self, queries: int) -> Plan:
-        """So many queries over the prefix, all of which see all of it."""
-        if queries not in self._plans:
+    def prefix(self, length: int, queries: int) -> Plan:
+        """So many queries over a prefix, all of which see all of it."""
+        key = length, queries
+        if key not in self._plans:
+            if len(self._plans) > _MOST_PLANS:
+                self._plans.clear()
             nothing, heads = torch.ones(queries, 0, dtype=torch.bool), self.own.heads
-            plan = plan_trees(heads, [nothing], [0], device="cpu", dtype=torch.float32)
-            self._plans[queries] = replace(plan, lengths=self._prefix)
-        return self._plans[queries]
+            self._plans[key] = plan_trees(heads, [nothing], [length], device="cpu", dtype=torch.float32)
+        return self._plans[key]
 
 
 def prefix_attention(
     q: Tensor,
-    common: list[Tensor],
+    stored: list[Tensor],
     own: list[Tensor],
     plan: HostPrefixPlan,
     *,
@@ -46,28 +54,34 @@ def prefix_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> State:
-    """Attention over the union of a prefix and each sequence's own slots, merged by log-sum-exp.
+    """Attention over the union of the prefixes and own slots of each sequence, merged by log-sum-exp.
 
     Args:
         q: ``[queries, H_q, D]``: T of each sequence; T may be less than planned.
-        common: keys and values ``[1, H_kv, S, D]`` of the prefix; in int8, also scales ``[1, H_kv, S, 1]``.
-        own: the same of the sequences, with B for 1.
+        stored: keys and values ``[1, H_kv, S, D]`` with those of the prefixes; in int8, also scales
+            ``[1, H_kv, S, 1]``.
+        own: the same of the sequences after their prefixes, with B for 1.
         plan: lengths and masks.
         scale, softcap, sinks: as for ``launch.run``.
     """
-    shared = plan.prefix(q.shape[0])
-    states = [
-        _compiled(q, common, shared, scale, softcap, None),
-        _compiled(q, own, plan.own, scale, softcap, sinks),
-    ]
-    parts = [
-        state or _in_torch(q, stored, each, scale, softcap, own_sinks)
-        for state, stored, each, own_sinks in zip(
-            states, (common, own), (shared, plan.own), (None, sinks), strict=True
-        )
-    ]
-    outs, lses = (torch.stack(column) for column in zip(*parts, strict=True))
-    return reference.merge_states(outs, lses)
+    state = _state(q, own, plan.own, scale, softcap, sinks)
+    count = q.shape[0] // plan.own.lengths.shape[0]
+    out, lse = state[0].clone(), state[1].clone()
+    for place, length, first, rows in plan.prefixes:
+        queries = slice(first * count, (first + rows) * count)
+        seen = [t[:, :, place : place + length] for t in stored]
+        part = _state(q[queries], seen, plan.prefix(length, rows * count), scale, softcap, None)
+        pairs = zip(part, (out[queries], lse[queries]), strict=True)
+        outs, lses = (torch.stack(pair) for pair in pairs)
+        out[queries], lse[queries] = reference.merge_states(outs, lses)
+    return out, lse
+
+
+def _state(
+    q: Tensor, stored: list[Tensor], plan: Plan, scale: float, softcap: float | None, sinks: Tensor | None
+) -> State:
+    made = _compiled(q, stored, plan, scale, softcap, sinks)
+    return made or _in_torch(q, stored, plan, scale, softcap, sinks)
 
 
 def _compiled(

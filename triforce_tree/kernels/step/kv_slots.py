@@ -118,7 +118,7 @@ def chunk_means(
     count: int,
     chunk: int,
     k_scale: Tensor | None = None,
-    ahead: Tensor | None = None,
+    pages: Tensor | None = None,
 ) -> None:
     """Recompute the mean keys of chunks ``first[b] ... first[b] + count - 1`` of every layer, in place.
 
@@ -133,20 +133,26 @@ def chunk_means(
         count: chunks of each sequence.
         chunk: KV slots of a chunk.
         k_scale: fp32 ``[L, B, H, S, 1]``, the scales of keys in int8; None for other dtypes.
-        ahead: int64 ``[1]``, not negative: chunk c of the keys is chunk ``ahead + c`` of the means. None: 0.
+        pages: int32 ``[B, C]``, dense: chunk c of sequence b has the keys of chunk ``pages[b, c]``; where
+            that is not wholly inside S it is left alone. None: those of chunk c.
     """
-    shift = 0 if ahead is None else int(ahead)
-    places = min(means.shape[3] - shift, k.shape[3] // chunk)
+    inside, places = k.shape[3] // chunk, means.shape[3]
+    whole = k[:, :, :, : inside * chunk].unflatten(3, (inside, chunk))
+    scales = None if k_scale is None else k_scale[:, :, :, : inside * chunk].unflatten(3, (inside, chunk))
     for sequence, begin in enumerate(first.tolist()):
-        end = min(begin + count, places)
-        if begin < end:
-            slots = slice(begin * chunk, end * chunk)
-            keys = k[:, sequence, :, slots].float()
-            if k_scale is not None:
-                keys = keys * k_scale[:, sequence, :, slots]
-            keys = keys.unflatten(2, (end - begin, chunk))
-            moments = key_moments(keys, 3, means.shape[4]).to(means.dtype)
-            means[:, sequence, :, shift + begin : shift + end] = moments
+        end = min(begin + count, places if pages is not None else min(places, inside))
+        if begin >= end:
+            continue
+        to: Tensor | slice = slice(begin, end)
+        source: Tensor | slice = to
+        if pages is not None:
+            source = pages[sequence, begin:end].long()
+            within = (source >= 0) & (source < inside)
+            to, source = torch.arange(begin, end, device=k.device)[within], source[within]
+        keys = whole[:, sequence][:, :, source].float()
+        if scales is not None:
+            keys = keys * scales[:, sequence][:, :, source]
+        means[:, sequence, :, to] = key_moments(keys, 3, means.shape[4]).to(means.dtype)
 
 
 def key_moments(keys: Tensor, dim: int, columns: int) -> Tensor:

@@ -159,7 +159,7 @@ def _means_kernel(
     k_ptr,  # [L, B, H, S, D] with strides
     scale_ptr,  # fp32 [L, B, H, S, 1] with strides where the keys are int8, else None
     first_ptr,  # int64 [B]
-    ahead_ptr,  # int64 [1], chunks of the means before the first of the keys; None for 0
+    pages_ptr,  # int32 [B, C], the chunk of the keys for each of the means; None for the same
     means_l,
     means_b,
     means_h,
@@ -189,9 +189,10 @@ def _means_kernel(
     column = tl.arange(0, BLOCK_D)[None, :]
     chunk = tl.load(first_ptr + sequence) + offset
     place = chunk
-    if ahead_ptr is not None:
-        place += tl.load(ahead_ptr)
-    inside = (offset < count) & (chunk >= 0) & (chunk < chunks) & (place < places)
+    inside = (offset < count) & (place >= 0) & (place < places)
+    if pages_ptr is not None:
+        chunk = tl.load(pages_ptr + sequence * places + place, mask=inside, other=0).to(tl.int64)
+    inside &= (chunk >= 0) & (chunk < chunks)
     there = inside[:, None] & (column < DIM)
     base = k_ptr + layer * k_l + sequence * k_b + head * k_h
     chunk_start = base + chunk[:, None] * CHUNK * k_s + column
@@ -276,14 +277,14 @@ def chunk_means(
     count: int,
     chunk: int,
     k_scale: Tensor | None = None,
-    ahead: Tensor | None = None,
+    pages: Tensor | None = None,
 ) -> None:
     """See ``kv_slots.chunk_means``."""
     layers, batch, heads, size, dim = k.shape
     block_d = triton.next_power_of_2(dim)
     block_c = max(1, min(triton.next_power_of_2(count), 2048 // block_d))
     _means_kernel[(layers * batch * heads, triton.cdiv(count, block_c))](
-        means, k, k_scale, first.contiguous(), ahead,
+        means, k, k_scale, first.contiguous(), pages,
         *_strides(means), *_strides(k), *_scale_strides((k, k_scale)), batch, heads, size // chunk,
         means.shape[3], count,
         CHUNK=chunk, DIM=dim, VARIANCES=means.shape[4] > dim, BLOCK_C=block_c, BLOCK_D=block_d,

@@ -1,4 +1,4 @@
-"""Prompts into slots of a common prefix: what is before its end is written once for all sequences."""
+"""Prompts into slots of common prefixes: what several sequences begin with is written once."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ from triforce_tree.models.attention import AttentionParams
 class SharedSequenceRows(SequenceRows):
     """One sequence of a :class:`SharedStore` as a cache that prefill writes into.
 
-    Queries after the prefix attend to one tensor, as those of a prompt alone do, so that they get the same
-    bits: keys and values of the prefix are copied for it, those of one layer at a time.
+    Queries after a prefix attend to one tensor, as those of a prompt alone do, so that they get the same
+    bits: keys and values of the prefixes are copied for it, those of one layer at a time.
     """
 
     store: SharedStore
@@ -26,15 +26,16 @@ class SharedSequenceRows(SequenceRows):
         own, (number, place) = store.check(index, params.window), store.place(index)
         scales = own.scales is not None
         fresh = in_int8(k, v) if scales else (k, v)
-        start, stop, end = self.length, self.length + count, store.length
-        before = max(0, min(count, end - start))  # new tokens of the prefix
+        start, stop = self.length, self.length + count
+        written, read = (store.runs(self.sequence, since, stop) for since in (start, 0))
         seen = []
-        for whole, slots, new in zip(store.whole[number].parts, own.parts, fresh, strict=True):
-            common, after = whole[place][:, :, : store.capacity], slots[place, self.sequence, None]
-            common[:, :, start : start + before] = new[:, :, :before]
-            after[:, :, max(0, start - end) : max(0, stop - end)] = new[:, :, before:]
-            both = common[:, :, : min(stop, end)], after[:, :, : max(0, stop - end)]
-            seen.append(torch.cat(both, 2) if stop > end else both[0])
+        for whole, new in zip(store.whole[number].parts, fresh, strict=True):
+            slots = whole[place]
+            for run in written:
+                stored = slots[:, :, run.place : run.place + run.stop - run.start]
+                stored.copy_(new[:, :, run.start - start : run.stop - start])
+            parts = [slots[:, :, run.place : run.place + run.stop - run.start] for run in read]
+            seen.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0])
         if scales:
             seen = [dequantized(*pair, q.dtype) for pair in zip(seen[:2], seen[2:], strict=True)]
         keys, values = seen

@@ -1,4 +1,4 @@
-"""Views of slots whose common prefix is stored once: all queries attend to it together."""
+"""Views of slots whose common prefixes are stored once: all their queries attend to each together."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,14 @@ from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.nodes import PrefixPlan
 from triforce_tree.kernels.attention.plan import Heads, Plan
 from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.tree import DEPTH
 from triforce_tree.kv.store import KVGroup
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.models.attention import AttentionParams
 
 
 class SharedView(TreeAttentionView):
-    """T new tokens a sequence, each of which sees the prefix, its own sequence and its ancestors.
+    """T new tokens a sequence, each of which sees its prefixes, its own sequence and its ancestors.
 
     Args:
         store: the slots.
@@ -32,23 +33,25 @@ class SharedView(TreeAttentionView):
         mask: Tensor | None = None,
         depths: Sequence[int] | None = None,
     ) -> None:
-        # Of the prefix, then of each sequence after it.
-        self._all_lengths = torch.zeros(1 + store.batch, dtype=torch.int32, device=store.device)
+        # Of each sequence after its prefixes, then of the segments of prefixes.
+        count = (1 + DEPTH) * store.batch
+        self._all_lengths = torch.zeros(count, dtype=torch.int32, device=store.device)
         self._prefix_plans: dict[Heads, PrefixPlan] = {}
         super().__init__(store, queries, mask=mask, depths=depths)
 
     def _plan(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Plan:
-        self.lengths, store = self._all_lengths[1:], self.store
+        store = self.store
+        self.lengths = self._all_lengths[: store.batch]
         made = self._prefix_plans[heads] = PrefixPlan(
-            heads, mask, store.batch, store.capacity, store.own, self._all_lengths, self.mask, store.dtype,
-            kv_dtype,
+            heads, mask, store.batch, store.capacity, store.own, DEPTH, self._all_lengths, self.mask,
+            store.dtype, kv_dtype,
         )  # fmt: skip
+        store.tell(made)
         return made.plan
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """See :class:`TreeAttentionView`."""
-        self._all_lengths[:1].copy_(self.store.prefix)
-        # A row without a sequence is shorter than the prefix.
+        # A row without a sequence is shorter than its prefixes.
         super().begin((start - self.store.prefix).clamp_min_(0), mask_words)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
@@ -65,9 +68,9 @@ class SharedView(TreeAttentionView):
 
 
 class SharedRetrievalView(PagedRetrievalView):
-    """The retrieval view: each sequence selects among the chunks of the prefix and its own.
+    """The retrieval view: each sequence selects among the chunks of its prefixes and its own.
 
-    Each has its own means, those of the prefix too, so that chunks are selected as in a sequence alone.
+    Each has its own means, those of prefixes too, so that chunks are selected as in a sequence alone.
 
     Args:
         store: the slots; their page is the chunk.
@@ -85,6 +88,8 @@ class SharedRetrievalView(PagedRetrievalView):
         depths: Sequence[int] | None = None,
     ) -> None:
         super().__init__(store, queries, config, max_growth, depths)
+        count, apart = store.pages.shape
+        self._first_in_pages = apart * torch.arange(count, device=store.device)[:, None, None]
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """See :class:`TreeAttentionView`."""
@@ -92,19 +97,17 @@ class SharedRetrievalView(PagedRetrievalView):
         self.at.sub_(self.store.prefix).clamp_(min=0)
 
     def _to_pages(self, chunks: Tensor, first_page: Tensor) -> None:
-        chunks += (chunks >= self.store.prefix_pages) * self.store.shift
+        chunks.copy_(self.store.pages.view(-1)[chunks + self._first_in_pages])
 
     def _paged(self, number: int) -> KVGroup:
         return self.store.whole[number]
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """See :class:`PagedRetrievalView`."""
-        store, chunk = self.store, self.config.chunk
-        after = (first - store.prefix_pages).clamp_min_(0)
-        for group, whole, retrieved in zip(store.groups, store.whole, self.retrieved, strict=True):
+        store = self.store
+        for whole, retrieved in zip(store.whole, self.retrieved, strict=True):
             assert retrieved is not None
-            # Where the prefix is shorter than its slots, the sequences' own means come after, and stay.
-            k, *scale = store.common_slots(whole)
-            step.chunk_means(retrieved.means, k, first, count, chunk, *scale)
-            own_scale = None if group.scales is None else group.scales[0]
-            step.chunk_means(retrieved.means, group.k, after, count, chunk, own_scale, store.prefix_pages)
+            # As if each sequence had all slots; its pages say which it has.
+            k = whole.k.expand(-1, store.batch, -1, -1, -1)
+            scale = None if whole.scales is None else whole.scales[0].expand(-1, store.batch, -1, -1, -1)
+            step.chunk_means(retrieved.means, k, first, count, self.config.chunk, scale, store.pages)
