@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
+from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import OLDER, Columns, Record, Table, grid, listing, rows_of
 from scripts.benchmarks.common.results import PAIR_VOCABULARY
 from scripts.benchmarks.cpu import tables as cpu
@@ -156,7 +157,7 @@ TABLES = {
     "which_code": Table(on_chip.FILE, which_code, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
-    **requests.TABLES, **workloads.TABLES, **heads.TABLES,
+    **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from scripts.benchmarks.cards.tables import FILE, POSITION
 from scripts.benchmarks.common.command import (
     TINY_DRAFT,
     TINY_OPTIONS,
@@ -37,8 +38,7 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import Step, executor, free_memory
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-FILE = "sequence_parallel_h200x2.json"
-POSITION, HEADS, ONE = "by position", "by heads", "one card"
+HEADS, ONE = "by heads", "one card"
 OPTIONS: Record = {"levels": 3, "gamma": 15, "tree": "best-first:4,4,4,3", "budget": 4096, "chunk": 32}
 # Device memory that is left to activations, graphs and NCCL.
 _SPARE = 12 << 30
