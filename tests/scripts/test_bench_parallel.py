@@ -57,7 +57,7 @@ def test_two_ranks_and_one_write_into_one_file(tmp_path: Path) -> None:
     assert all(row["ms"].keys() == names and min(row["ms"].values()) > 0 for row in rows.values())
     # Scratch slots are on both ranks, the others on one.
     assert 0.5 < rows["by position"]["kv_bytes"] / rows["one card"]["kv_bytes"] < 0.6
-    # 7 layers; 4 heads of 128 elements in fp32, with a log-sum-exp each.
-    assert rows["by position"]["collectives"]["plain"] == {"calls": 7, "bytes": 7 * 4 * 129 * 4}
+    # 7 layers; 4 heads of 128 elements in fp32, with a log-sum-exp each, and a hidden state of 512.
+    assert rows["by position"]["collectives"]["plain"] == {"calls": 14, "bytes": 7 * (4 * 129 + 512) * 4}
     assert rows["by heads"]["collectives"]["plain"] == {"calls": 14, "bytes": 14 * 512 * 4}
     assert rows["by position"]["merge_ms"].keys() == {"plain", "target"}
