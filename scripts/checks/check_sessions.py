@@ -2,7 +2,7 @@
 
     python -m scripts.checks.check_sessions --prompt 60000
     python -m scripts.checks.check_sessions --dtype float32 --prompt 20000
-    python -m scripts.checks.check_sessions --device cpu --dtype float32 --prompt 3000 --new 12
+    python -m scripts.checks.check_sessions --device cpu --dtype float32 --prompt 6000 --new 12
 
 Uses the embedded pair, with a cache on the device in 16 and 8 bits, and offloaded. In 32 bits sessions must
 give the text of a cold engine; in 16 bits a tie may tell them apart. Exit code 1 where anything fails; the
@@ -113,7 +113,7 @@ def main(words: Sequence[str] | None = None) -> int:
     report = Report()
     dtype = getattr(torch, args.dtype)
     # Two copies of the models: host memory holds one offloaded cache of a model at a time.
-    warm, cold = (load(device=args.device, dtype=dtype, profile=False) for _ in range(2))
+    warm, cold = (load(device=args.device, dtype=dtype, levels=3, profile=False) for _ in range(2))
     assert warm.tokenizer is not None
     text = token_ids(warm.tokenizer, pydoc_text())
     for name, options in CACHES.items():
