@@ -87,7 +87,7 @@ def test_tables_from_rows(script: Any, tmp_path: Path) -> None:
     assert made["lengths"] is None
     assert made["headline"].endswith("File: `docs/results/on_chip_h200.json`.\n"), "measured on this code"
     written.all["parts"]["7b"]["code"] = {"linear": "another"}
-    assert "; code under it has changed since)." in tables.TABLES["on_chip_headline"].make(written.all)
+    assert "h200.json` (older code)." in tables.TABLES["on_chip_headline"].make(written.all)
 
 
 def test_texts_are_read_as_rings(script: Any) -> None:

@@ -62,9 +62,9 @@ def check_picture(option: str, path: str | Path) -> None:
     """
     if Path(path).suffix.lower() not in _PICTURES:
         raise ValueError(f"{str(path)!r} names no image format; use a suffix of {', '.join(_PICTURES)}")
+    check_writable(path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"{option} needs matplotlib; pip install matplotlib, or leave {option} out")
-    check_writable(path)
 
 
 class Records:
