@@ -11,7 +11,7 @@ the MLPs, while those with other positions keep all heads of attention (Helix, a
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -47,19 +47,19 @@ class RowParallel(nn.Module):
 
 def shards_of(model: nn.Module) -> int:
     """How many ranks the heads of a model are sharded over; 1 if they are not."""
-    return next((n for name, n in _shards(model) if _of_attention(model, name)), 1)
+    return next((n for name, n in _shards(model) if of_attention(model, name)), 1)
 
 
 def mlp_shards_of(model: nn.Module) -> int:
     """How many ranks the neurons of a model's MLPs are sharded over; 1 if they are not."""
-    return next((n for name, n in _shards(model) if not _of_attention(model, name)), 1)
+    return next((n for name, n in _shards(model) if not of_attention(model, name)), 1)
 
 
 def _shards(model: nn.Module) -> Iterator[tuple[str, int]]:
     return ((name, m.shards) for name, m in model.named_modules() if isinstance(m, RowParallel))
 
 
-def _of_attention(model: nn.Module, path: str) -> bool:
+def of_attention(model: nn.Module, path: str) -> bool:
     """Whether a linear layer belongs to attention, by its parent."""
     parent = path.rpartition(".")[0]
     return hasattr(model.get_submodule(parent), "is_causal") or "att" in parent.rpartition(".")[2]
@@ -88,22 +88,10 @@ def shard(model: PreTrainedModel, heads: Group, neurons: Group | None = None) ->
                 f"{shards_of(model)}, neurons over {mlp_shards_of(model)}); load the model again"
             )
         return
-    method = quantisation(model)
-    if heads.size == 1:
-        try:
-            planned = _planned(model, 1) if method is None else []
-        except ValueError:  # the family has no plan for linear layers: every rank keeps them whole
-            planned = []
-    elif method is not None:
-        raise ValueError(f"{type(model).__name__} is quantised ({method}) and cannot be sharded; {_REMEDY}")
-    else:
-        _check_heads(model, heads.size)
-        planned = _planned(model, heads.size)
-    attention = {path for path, _ in planned if _of_attention(model, path)}
-    if any(
-        _split_width(model, path, style) % neurons.size for path, style in planned if path not in attention
-    ):
+    planned = layers_to_shard(model, heads.size, quantisation(model))
+    if not neurons_divide(model, planned, neurons.size):
         neurons = heads
+    attention = {path for path, _ in planned if of_attention(model, path)}
     for path, style in planned:
         if (group := heads if path in attention else neurons).size == 1:
             continue
@@ -121,6 +109,35 @@ def shard(model: PreTrainedModel, heads: Group, neurons: Group | None = None) ->
             linear.weight = _shard(linear.weight, 1, group)
             linear.in_features //= group.size
             setattr(owner, name, RowParallel(linear, bias, group.size))
+
+
+def layers_to_shard(model: PreTrainedModel, heads: int, method: str | None) -> list[tuple[str, str]]:
+    """(path, style) of the linear layers of which ranks hold shares; of a sharded model nothing useful.
+
+    Args:
+        model: its weights are not read.
+        heads: ranks that share the heads; one shares none, and needs no plan of the family.
+        method: how the weights are quantised; None if they are not.
+
+    Raises:
+        ValueError: as :func:`shard`.
+    """
+    if heads == 1:
+        try:
+            return _planned(model, 1) if method is None else []
+        except ValueError:  # the family has no plan for linear layers: every rank keeps them whole
+            return []
+    if method is not None:
+        raise ValueError(f"{type(model).__name__} is quantised ({method}) and cannot be sharded; {_REMEDY}")
+    _check_heads(model, heads)
+    return _planned(model, heads)
+
+
+def neurons_divide(model: nn.Module, planned: Iterable[tuple[str, str]], size: int) -> bool:
+    """Whether ``size`` ranks can share the neurons of all MLPs among these layers."""
+    return not any(
+        _split_width(model, path, style) % size for path, style in planned if not of_attention(model, path)
+    )
 
 
 def _check_heads(model: PreTrainedModel, size: int) -> None:
