@@ -107,13 +107,21 @@ def four() -> dict[str, Any]:
     return generations(2, ("three levels", "two levels"))
 
 
-# Family and options where the split is left open; of two KV heads, one, and three.
+# Family and options where the split is left open; of two KV heads, one, and three. The last one's head is
+# tied, and its vocabulary prime.
 OPEN: dict[str, tuple[str, dict[str, Any]]] = {
     "two KV heads": ("llama-gqa", {"levels": 3}),
     "one KV head": ("llama-mqa", {"levels": 2}),
     "three KV heads": ("llama", {"levels": 2}),
 }
-THREE = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24, "intermediate_size": 60}
+THREE = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "hidden_size": 24,
+    "intermediate_size": 60,
+    "vocab_size": 67,
+    "tie_word_embeddings": True,
+}
 
 
 def open_split() -> dict[str, Any]:
