@@ -27,6 +27,10 @@ BENCHMARKS = {
         "benchmarks.cards.split",
         "stages on several cards, a text split by position or by heads; --texts: whole decoding",
     ),
+    "rope": (
+        "benchmarks.rope.run",
+        "the embedded pair at more positions, with YaRN: docs/several_cards.md",
+    ),
     "tree_attention": (
         "benchmarks.attention.run",
         "tree attention beside its peers; --check: the gate",

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from scripts.benchmarks.cards.decode import decoded
 from scripts.benchmarks.cards.ring import passed_on
 from scripts.benchmarks.cards.tables import FILE, ONE, POSITION
-from scripts.benchmarks.cards.texts import LongTexts, decoded
 from scripts.benchmarks.common.command import (
     TINY_DRAFT,
     TINY_OPTIONS,
@@ -35,8 +35,9 @@ from scripts.benchmarks.common.command import (
     parser,
     results_folder,
 )
+from scripts.benchmarks.common.long_texts import LongTexts
 from scripts.benchmarks.common.results import Record, header, write
-from scripts.benchmarks.common.rope import factor_for, use_yarn
+from scripts.benchmarks.common.rope import TRAINED, factor_for, use_yarn
 from triforce_tree import load
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.eval.attention.timing import timed
@@ -51,8 +52,6 @@ HEADS = "by heads"
 OPTIONS: Record = {"levels": 3, "gamma": 15, "tree": "best-first:4,4,4,3", "budget": 4096, "chunk": 32}
 # Device memory that is left to activations, graphs and NCCL.
 _SPARE = 12 << 30
-# Positions that the embedded pair was trained on.
-_TRAINED = 131_072
 
 
 def fits(target: PreTrainedModel, context: int, cards: int, way: str, device: torch.device) -> bool:
@@ -160,7 +159,7 @@ def measure_texts(
     args: argparse.Namespace,
 ) -> list[Record]:
     """Decoding after the beginnings of real texts, by default settings but for the number of levels."""
-    use_yarn(models[0], factor_for(context + args.new_tokens, _TRAINED), _TRAINED)
+    use_yarn(models[0], factor_for(context + args.new_tokens, TRAINED), TRAINED)
     options = TINY_OPTIONS if args.tiny else {}
     engine = load(*models, profile=False, prefix_cache=False, context_parallel=parallel, levels=3, **options)
     try:

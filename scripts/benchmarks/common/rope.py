@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+# Positions that the embedded target was trained on.
+TRAINED = 131_072
+
 
 def use_yarn(model: PreTrainedModel, factor: float, original: int, **parameters: float | bool) -> None:
     """Give a Llama ``factor * original`` positions, in place; a factor of 1 is plain rope.
