@@ -143,6 +143,8 @@ class TestTwoRanks:
         assert json.loads(json_line)["text"] == json.loads(expected_json)["text"]
         assert done.stderr.count("memory map") == 1
         assert done.stderr.count("what each level did") == 1
+        assert done.stderr.count("2 ranks: heads split over 2, the text over 1 (context_parallel 1)") == 1
+        assert json.loads(json_line)["ranks"] == {"heads": 2, "positions": 1}
 
 
 def test_the_shards_of_all_ranks_are_the_whole_model() -> None:

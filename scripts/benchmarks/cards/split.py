@@ -159,7 +159,9 @@ def measure_texts(
     args: argparse.Namespace,
 ) -> list[Record]:
     """Decoding after the beginnings of real texts, by default settings but for the number of levels."""
-    use_yarn(models[0], factor_for(context + args.new_tokens, TRAINED), TRAINED)
+    # Without training, larger scores cost the pair more than they bring (`rope`).
+    factor = factor_for(context + args.new_tokens, TRAINED)
+    use_yarn(models[0], factor, TRAINED, attention_factor=1.0)
     options = TINY_OPTIONS if args.tiny else {}
     engine = load(*models, profile=False, prefix_cache=False, context_parallel=parallel, levels=3, **options)
     try:

@@ -68,7 +68,7 @@ def pass_seconds(
 ) -> float:
     """Estimated seconds of a forward over ``tokens`` tokens after as many as the model has positions for.
 
-    Experts count as if all were read: their bytes do not depend on ``context``.
+    Experts and the head count as if all were read: what a rank reads of them does not depend on ``context``.
 
     Args:
         model: not sharded; its weights are not read, and may be on the meta device.
@@ -102,7 +102,7 @@ def pass_seconds(
         sent = (context - 1) * merged_bytes(tokens, query // heads, width, itemsize)
         waiting += ranks.link(ranks.size).seconds(context, sent)
     if planned:
-        waiting += ranks.link(max(inner, 1)).seconds(inner, _all_reduced(inner, hidden))
+        waiting += ranks.link(inner).seconds(inner, _all_reduced(inner, hidden))
     return float((weights + slots) / ranks.read + layers * waiting)
 
 
