@@ -13,6 +13,7 @@ from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import OLDER, Columns, Record, Table, grid, listing, rows_of
 from scripts.benchmarks.common.results import PAIR_VOCABULARY
 from scripts.benchmarks.cpu import tables as cpu
+from scripts.benchmarks.exact import tables as exact
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
@@ -157,7 +158,7 @@ TABLES = {
     "which_code": Table(on_chip.FILE, which_code, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
-    **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES,
+    **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES, **exact.TABLES,
 }  # fmt: skip
 
 
