@@ -24,7 +24,14 @@ BENCHMARKS = {
     "trees": ("benchmarks.texts.trees", "token trees beside chains of equal cost, by kind of text"),
     "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),
     "parallel": ("benchmarks.offload.parallel", "the same on several cards, under torchrun"),
-    "split": ("benchmarks.cards.split", "stages on several cards, a text split by position or by heads"),
+    "split": (
+        "benchmarks.cards.split",
+        "stages on several cards, a text split by position or by heads; --texts: whole decoding",
+    ),
+    "rope": (
+        "benchmarks.rope.run",
+        "the embedded pair at more positions, with YaRN: docs/several_cards.md",
+    ),
     "tree_attention": (
         "benchmarks.attention.run",
         "tree attention beside its peers; --check: the gate",

@@ -28,6 +28,7 @@ from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.retrieval import tables as retrieval
+from scripts.benchmarks.rope import tables as rope
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.verification import tables as verification
 from scripts.benchmarks.workloads import tables as workloads
@@ -211,6 +212,7 @@ TABLES = {
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
     **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES, **exact.TABLES,
+    **rope.TABLES,
 }  # fmt: skip
 
 

@@ -106,6 +106,7 @@ GPU = (
     ),
     Step("linear", f"scripts.benchmarks linear --quick --out {OUT}/linear_h200.json", 2, tiny=None),
     Step("tree-attention", f"scripts.benchmarks tree_attention --every 2 --out {OUT}", 5, tiny=None),
+    _bench("rope", f"rope --texts {TEXTS} --contexts 122880 524288 --settings 1 8 8:1.0", 8, tiny=""),
     _bench("split", "split", 5, every_card=True),
 )
 """Measured on one GPU, or side by side on several; those on all cards last."""
