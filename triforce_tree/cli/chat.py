@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     chat = Chat(engine, document, args.system)
     if args.load is not None:
         chat.session = engine.load_session(args.load)
-        screen().print(f"{len(chat.session.tokens):,} tokens read from {args.load}", markup=False)
+        screen().print(f"{len(chat.session.tokens):,} tokens read from {args.load}")
     turns: list[dict[str, Any]] = []
     for line in _lines():
         name, _, rest = line.partition(" ")
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             chat.reset()
         elif name == "/save" and rest.strip():
             chat.session.save(Path(rest.strip()))
-            screen().print(f"saved in {rest.strip()}", markup=False)
+            screen().print(f"saved in {rest.strip()}")
         elif name.startswith("/"):
             _tell(ValueError(f"{name} is no command; there are {COMMANDS}"))
         else:
@@ -127,7 +127,7 @@ def _tell(error: ValueError) -> None:
     """Show what is wrong with a line to whoever types it; without a terminal the program ends."""
     if not sys.stdin.isatty():
         raise error
-    screen().print(str(error), markup=False)
+    screen().print(str(error))
 
 
 def _summary(out: GenerateOutput) -> str:

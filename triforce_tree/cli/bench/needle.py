@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and records.all:
         name = Path(args.target).name if args.target else "embedded pair"
         needle.heat_map(records.all, args.through[0], args.lengths, args.depths, Path(args.plot), name)
-        screen().print(f"written: {args.plot}", markup=False)
+        screen().print(f"written: {args.plot}")
     if args.json:
         cells = {
             levels: {
