@@ -309,7 +309,7 @@ def test_planned_bytes_of_layers_with_windows(prompt: int) -> None:
     ],
 )
 def test_memory_sizes_are_parsed(text: str | int, size: int, name: str) -> None:
-    assert bytes_of(text) == size
+    assert bytes_of(text, name) == size
     config = HierarchyConfig.from_options(**{name: text})
     assert getattr(config, name.replace("memory", "bytes")) == size
     assert config.offloads == "auto"

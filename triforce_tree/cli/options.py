@@ -30,7 +30,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
     distributed.join(args.device)
     if args.gpu_memory is not None and torch.cuda.is_available():
         # The limit is for the whole process.
-        bound_memory(torch.device(args.device or "cuda"), bytes_of(args.gpu_memory))
+        bound_memory(torch.device(args.device or "cuda"), bytes_of(args.gpu_memory, "gpu_memory"))
     profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
     models = {
         "drafter": args.drafter,

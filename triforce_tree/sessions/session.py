@@ -56,7 +56,7 @@ class Session:
     def __init__(self, engine: "Engine", document: Inputs | None = None, reserve: int = RESERVE) -> None:
         if reserve < 0:
             raise ValueError(f"reserve={reserve} must be at least 0")
-        self._engine, self._reserve, self._room = engine, reserve, 0
+        self._engine, self._reserve, self._capacity = engine, reserve, 0
         self.turns: list[tuple[int, int]] = []
         self._coming: tuple[Inputs | None, list[Message] | None, list[int]] | None = None
         self._texts = TokenizedTexts(engine.tokenizer) if engine.tokenizer is not None else None
@@ -203,7 +203,7 @@ class Session:
     def buffers(self) -> Iterator[DecodingProgram]:
         """A context with the engine's buffers, made for the session's tokens and those in reserve."""
         engine = self._continuing(len(self.tokens))
-        with engine.program([self.tokens], max(1, self._room - len(self.tokens)), None, 0.0) as program:
+        with engine.program([self.tokens], max(1, self._capacity - len(self.tokens)), None, 0.0) as program:
             yield program
 
     @property
@@ -212,9 +212,9 @@ class Session:
 
     def _continuing(self, length: int) -> "Engine":
         limit = self._engine.hierarchy.target.max_positions or length + self._reserve
-        if length >= self._room:
-            self._room = min(length + self._reserve, limit)
-        return self._engine.in_session(self._room)
+        if length >= self._capacity:
+            self._capacity = min(length + self._reserve, limit)
+        return self._engine.in_session(self._capacity)
 
     def _asked(self, question: Inputs | None) -> tuple[list[Message] | None, list[int]]:
         """The messages, in a conversation, and the token ids that the next call continues."""
