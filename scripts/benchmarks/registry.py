@@ -5,7 +5,7 @@ BENCHMARKS = {
     "tables": ("benchmarks.tables", "no benchmark: writes the tables of README.md and docs/"),
     "series": ("benchmarks.series.run", "the benchmarks of a GPU one after another, within a time limit"),
     "texts": ("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
-    "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/benchmarks.md"),
+    "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/measurements.md"),
     "prefill": ("benchmarks.on_chip.prefill", "prompts of up to 122,880 tokens on one GPU: docs/prefill.md"),
     "requests": (
         "benchmarks.requests.run",
@@ -19,7 +19,7 @@ BENCHMARKS = {
     "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),
     "real_model": (
         "benchmarks.texts.real_model",
-        "three levels of SmolLM2 and of its function at 8B: docs/benchmarks.md",
+        "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",
     ),
     "trees": ("benchmarks.texts.trees", "token trees beside chains of equal cost, by kind of text"),
     "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),

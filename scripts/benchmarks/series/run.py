@@ -42,7 +42,7 @@ _LOCK = threading.Lock()
 _PAUSE = 1.0
 
 
-class Series:
+class StepRunner:
     """Steps that wait for a card, and what became of the others.
 
     Args:
@@ -170,7 +170,7 @@ def main(words: Sequence[str] | None = None) -> int:
     elif not torch.cuda.is_available():
         made.error("there is no GPU here; --tiny runs the same steps with tiny models on the CPU")
     cards = 1 if args.tiny else torch.cuda.device_count()
-    return Series(steps, args, cards, console).run()
+    return StepRunner(steps, args, cards, console).run()
 
 
 if __name__ == "__main__":

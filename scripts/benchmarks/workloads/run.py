@@ -23,7 +23,7 @@ from scripts.benchmarks.common.command import (
 from scripts.benchmarks.common.results import Record, header, open_records, write
 from triforce_tree.eval.report import machine
 from triforce_tree.eval.report.code_digest import digest
-from triforce_tree.eval.results import Records
+from triforce_tree.eval.results import Records, Series
 from triforce_tree.eval.text import prompts, pydoc_text
 from triforce_tree.eval.workloads import measure as workloads
 from triforce_tree.eval.workloads.shapes import FAMILIES, chosen
@@ -81,7 +81,7 @@ def main(words: Sequence[str] | None = None) -> int:
         write(path, head | {"rows": rows_of(records)})
 
     torch.manual_seed(args.seed)
-    workloads.measure(run, records, done=done)
+    workloads.measure(run, Series(records, args.seed, done=done))
     engine.close()
     print(*rows_of(records), sep="\n")
     return 0

@@ -15,7 +15,7 @@ def _series(script: Any, out: Path, steps: list[Any], cards: int = 1, **given: A
         seconds, tiny, texts = given.get("seconds"), False, None
 
     Args.out = out  # type: ignore[attr-defined]
-    return script("benchmarks.series.run").Series(steps, Args, cards, Console(quiet=True))
+    return script("benchmarks.series.run").StepRunner(steps, Args, cards, Console(quiet=True))
 
 
 def test_steps_are_run_once_and_failed_ones_again(script: Any, tmp_path: Path) -> None:
