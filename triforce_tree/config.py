@@ -189,9 +189,9 @@ class HierarchyConfig:
             raise ValueError(f"retrieval_weight_bits={self.retrieval_weight_bits!r} must be 16, 8 or 4")
         if not isinstance(self.prefix_cache, bool):
             try:
-                bytes_of(self.prefix_cache)
+                bytes_of(self.prefix_cache, "prefix_cache")
             except ValueError as error:
-                raise ValueError(f"prefix_cache={error}; or give True or False") from error
+                raise ValueError(f"{error}; or give True or False") from error
         if isinstance(self.kv_bits, bool) or self.kv_bits not in (8, 16):
             raise ValueError(f"kv_bits={self.kv_bits!r} must be 16 or 8")
         if self.levels not in ("auto", 1, 2, 3):
@@ -210,10 +210,7 @@ class HierarchyConfig:
             size = getattr(self, name)
             if size is None:
                 continue
-            try:
-                bytes_of(size)
-            except ValueError as error:
-                raise ValueError(f"{name}={error}") from error
+            bytes_of(size, name)
             if self.offload is False:
                 raise ValueError(
                     f"{name}={size!r} bounds an offloaded cache, and offload=False asks for none; leave one "
@@ -297,17 +294,17 @@ class HierarchyConfig:
     @property
     def gpu_bytes(self) -> int | None:
         """Device memory limit; None for all of it."""
-        return None if self.gpu_memory is None else bytes_of(self.gpu_memory)
+        return None if self.gpu_memory is None else bytes_of(self.gpu_memory, "gpu_memory")
 
     @property
     def host_bytes(self) -> int | None:
         """Host memory limit; None for all but what is left to the system."""
-        return None if self.host_memory is None else bytes_of(self.host_memory)
+        return None if self.host_memory is None else bytes_of(self.host_memory, "host_memory")
 
     @property
     def prefix_bytes(self) -> int:
         """Host memory for keys and values of texts before the last ones; 0 for none."""
-        return 0 if isinstance(self.prefix_cache, bool) else bytes_of(self.prefix_cache)
+        return 0 if isinstance(self.prefix_cache, bool) else bytes_of(self.prefix_cache, "prefix_cache")
 
     @property
     def level_one_bits(self) -> int:  # of its weights, 16 where there is no level 1

@@ -3,8 +3,9 @@
 # Name -> module below ``scripts`` with ``main(words)``, and what it measures.
 BENCHMARKS = {
     "tables": ("benchmarks.tables", "no benchmark: writes the tables of README.md and docs/"),
+    "series": ("benchmarks.series.run", "the benchmarks of a GPU one after another, within a time limit"),
     "texts": ("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
-    "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/benchmarks.md"),
+    "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/measurements.md"),
     "prefill": ("benchmarks.on_chip.prefill", "prompts of up to 122,880 tokens on one GPU: docs/prefill.md"),
     "requests": (
         "benchmarks.requests.run",
@@ -18,7 +19,7 @@ BENCHMARKS = {
     "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),
     "real_model": (
         "benchmarks.texts.real_model",
-        "three levels of SmolLM2 and of its function at 8B: docs/benchmarks.md",
+        "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",
     ),
     "trees": ("benchmarks.texts.trees", "token trees beside chains of equal cost, by kind of text"),
     "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),
@@ -39,6 +40,7 @@ BENCHMARKS = {
         "benchmarks.workloads.run",
         "texts that branch, as DeFT, FastTree and PAT build them: docs/branching.md",
     ),
+    "exact": ("benchmarks.exact.run", "greedy texts and times of bit-exact mode: docs/losslessness.md"),
     "linear": ("benchmarks.linear.run", "few-row linear layers: check, time, compare; --quick: less"),
     "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
     "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),

@@ -97,6 +97,20 @@ def not_negative(text: str) -> int:
     return value
 
 
+def above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} must be above 0")
+    return value
+
+
+def finite(text: str) -> float:
+    value = float(text)
+    if not abs(value) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} must be a finite number")
+    return value
+
+
 def levels(text: str) -> int | str:
     if text not in ("auto", "1", "2", "3"):
         raise argparse.ArgumentTypeError(f"{text!r} is none of auto, 1, 2, 3")

@@ -340,7 +340,6 @@ class HFModel:
         self.kv_layers: list[KVShape | None] = [None] * self.layers
         for index, shape in zip(self.calls, self.kv_shapes, strict=True):
             self.kv_layers[index] = shape
-        self.has_windows = any(shape.window is not None for shape in self.kv_shapes)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Of the full-attention layers, if there are any: they take most of the memory and time.
         self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads

@@ -23,7 +23,13 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 import triforce_tree
-from scripts.benchmarks.common.command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, results_folder
+from scripts.benchmarks.common.command import (
+    TINY_DRAFT,
+    TINY_OPTIONS,
+    TINY_SHAPES,
+    machine_of,
+    results_folder,
+)
 from scripts.benchmarks.common.results import (
     PAIR_VOCABULARY,
     RESULTS,
@@ -38,7 +44,6 @@ from scripts.benchmarks.texts.command import (
     found_texts,
     grid_of,
     grid_parser,
-    machine_of,
     measure_grid,
 )
 from scripts.benchmarks.texts.grid import GridRun, TimeLimit
