@@ -111,8 +111,7 @@ class Engine:
                 "load the models anew"
             )
         other = copy.copy(self)
-        other._given = self._given | options.keys()
-        other._config = self._config.changed(options)
+        other._given, other._config = self._given | options.keys(), self._config.changed(options)
         other.hierarchy = self.hierarchy.with_config(other._config)
         return other
 
