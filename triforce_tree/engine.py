@@ -198,7 +198,7 @@ class Engine:
     ) -> Explanation:
         """Continue one prompt, and tell which passes were chosen and why."""
         target, to_probs = self.hierarchy.target, ProbsFromLogits.at(temperature)
-        prompt = prompt_of(inputs, self.tokenizer, target.vocab_size, target.max_positions)
+        prompt = prompt_of(target, self.tokenizer, inputs)
         with self.program([prompt], max_new_tokens, to_probs, temperature) as program:
             return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer)
 
