@@ -112,7 +112,7 @@ class Engine:
             )
         other = copy.copy(self)
         other._given = self._given | options.keys()
-        other._config = HierarchyConfig.from_options(**{**self._config.as_options(), **options})
+        other._config = self._config.changed(options)
         other.hierarchy = self.hierarchy.with_config(other._config)
         return other
 
@@ -126,11 +126,10 @@ class Engine:
 
     tree = tree_of
 
-    def in_session(self, capacity: int) -> "Engine":
-        """The same engine over the same buffers, made for ``capacity`` tokens, which keeps all they hold."""
+    def in_session(self, tokens: int) -> "Engine":
+        """The same engine over the same buffers, made for so many tokens, which keeps all they hold."""
         other = copy.copy(self)
-        other._in_session = True
-        other._capacity = min(capacity, self.hierarchy.target.max_positions or capacity)
+        other._in_session, other._capacity = True, min(tokens, self.hierarchy.target.max_positions or tokens)
         return other
 
     @property
@@ -319,7 +318,7 @@ class Engine:
         hierarchy.config, prefix = self._config, how.prefixes(hierarchy, prompts, self._reuse)
         entry = self._choose_settings(job.temperature, longest, coming, prefix().size)
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
-        whole = most < len(prompts) and (hierarchy.offloads or self._config.context_parallel > 1)
+        whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
         if whole or not hierarchy.together(to_probs, prompts):
             raise OneByOneError
         rows = how.rows(hierarchy, most, len(longest[-1]), coming, prefix)
@@ -347,4 +346,5 @@ class Engine:
             out = run.decode(self._reuse)
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
         out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None
+        out.ranks = distributed.shares(self._config.text_ranks)
         return out

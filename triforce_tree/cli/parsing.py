@@ -86,6 +86,10 @@ def positive(text: str) -> int:
     return value
 
 
+def positive_or_auto(text: str) -> int | str:
+    return text if text == "auto" else positive(text)
+
+
 def not_negative(text: str) -> int:
     value = int(text)
     if value < 0:

@@ -341,7 +341,7 @@ def levels_of(config: HierarchyConfig, prompt: int, budget: int | None = None) -
 
 
 def with_options(config: HierarchyConfig, **options: Any) -> HierarchyConfig:
-    return HierarchyConfig.from_options(**{**config.as_options(), **options})
+    return config.changed(options)
 
 
 def gib(size: int) -> str:

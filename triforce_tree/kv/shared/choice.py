@@ -31,7 +31,7 @@ def prefixes_stored_once(
         return PrefixTree()
     if (
         config.exact
-        or config.context_parallel > 1
+        or config.text_ranks > 1
         or config.prefix_bytes
         or BoundPolicy(config.retrieval).needs_context
     ):
