@@ -87,7 +87,7 @@ def test_greedy_scores_are_transformers_own(levels: int, drafter: str, options: 
 
 @cache
 def batch(penalty: float | None) -> tuple[dict[str, Any], Any]:
-    """Options with which the first sequence ends within a block of accepted tokens, and transformers' output."""
+    """Options with which the first sequence ends within a block of accepted tokens; transformers' output."""
     own = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "attention_mask": MASK}
     own["repetition_penalty"] = penalty
     plain = TARGET.generate(PADDED, **own)[:, len(PROMPT) :]
