@@ -13,6 +13,7 @@ enum { MOST_GATED = 64 }; /* rows of ``gated`` */
 #include "exact.h"
 #include "layers.h"
 #include "linear.h"
+#include "decoder.h"
 #include "noise.h"
 #include "../step/grow.h"
 #include "../step/select.h"

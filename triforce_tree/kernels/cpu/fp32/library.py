@@ -21,15 +21,24 @@ _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("fp32.c")
 _HEADERS = [
     _SOURCE.parent / name
-    for name in ("vectors.h", "tasks.h", "linear.h", "attention.h", "exact.h", "layers.h", "noise.h")
+    for name in (
+        "vectors.h",
+        "tasks.h",
+        "linear.h",
+        "attention.h",
+        "exact.h",
+        "layers.h",
+        "decoder.h",
+        "noise.h",
+    )
 ]
 _CPU = _SOURCE.parents[1]
 _SHARED = [_CPU / "cpu_shared.h"] + [
     _CPU / "step" / name for name in ("grow.h", "traversal.h", "select.h", "slots.h")
 ]
 _FUNCTIONS = (
-    "accept_greedy", "append", "begin_tree", "expand_nodes", "exponential", "gated", "linear", "place_nodes",
-    "rms_norm", "rotary",
+    "accept_greedy", "append", "begin_tree", "expand_nodes", "exponential", "finish", "gated", "linear",
+    "place_nodes", "project", "rms_norm", "rotary",
 )  # fmt: skip
 # These return the bytes of workspace that they need.
 _WITH_WORK = ("attention", "exact_attention", "move_kv", "select_chunks", "traverse_tree")
