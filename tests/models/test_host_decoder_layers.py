@@ -100,6 +100,7 @@ def test_layers_that_compute_otherwise_are_left_alone() -> None:
     second.mlp.act_fn = nn.GELU()
     step = step_model(HFModel(model), compiled=False)
     assert fused_layers(step) == 0
+    seen.clear()
     step(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), causal)
     assert len(seen) == 1
 
