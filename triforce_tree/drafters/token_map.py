@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_tree.models.step_model import Attend
+from triforce_tree.models.attention import Attend
 
 # The logit of a target id that the draft cannot propose. Its probability is 0 in fp32. It is finite because
 # the user's logits processors may forbid every id that the draft can propose: with -inf for all others no

@@ -1,5 +1,7 @@
 """The parameters of a layer's attention, the KV cache that a forward uses, and the shape of its entries."""
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +31,39 @@ class AttentionParams:
     softcap: float | None = None
     sinks: Tensor | None = None
     chunked: bool = False
+
+
+class Attend(Protocol):
+    """The attention function of one forward."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, /) -> Tensor:
+        """Store the new keys and values of ``layer``, and compute its attention.
+
+        Args:
+            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]``, rotated.
+
+        Returns:
+            ``[B, T, H_q, D]``.
+        """
+
+
+class RunningAttention(threading.local):
+    """The current forward. Layers run in order: a counter gives the index, so compiled layers share code.
+
+    ``layers`` are the indices of the layers with attention.
+    """
+
+    attend: Attend | None = None
+    layer = 0
+    layers: Sequence[int] = ()
+
+    def next(self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        """The attention of the forward's next layer."""
+        if self.attend is None:
+            raise RuntimeError("the attention of a StepModel was called outside of it")
+        layer = self.layers[self.layer]
+        self.layer += 1
+        return self.attend(layer, q, k, v, params)
 
 
 def effective_window(module: nn.Module, window: int | None) -> tuple[int | None, bool]:

@@ -5,18 +5,19 @@ layers and compiled layers belong to the clone; the user's object is never chang
 """
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.models.attention import (
+    Attend,
     AttentionParams,
+    RunningAttention,
     effective_window,
     keep_chunks,
     scaled_queries,
@@ -31,6 +32,7 @@ from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused, fused_exactly, mark_lengths
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import keep_hidden
+from triforce_tree.models.host.decoder_layers import use_fused_decoder_layers
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
@@ -54,43 +56,14 @@ _TRIED_ROWS = (1, 2, 16, 64)
 _LOG = logging.getLogger(__name__)
 
 
-class Attend(Protocol):
-    """The attention function of one forward."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, /) -> Tensor:
-        """Store the new keys and values of ``layer``, and compute its attention.
-
-        Args:
-            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]``, rotated.
-
-        Returns:
-            ``[B, T, H_q, D]``.
-        """
-
-
-class _Running(threading.local):
-    """The current forward. Layers run in order: a counter gives the index, so compiled layers share code.
-
-    ``layers`` are the indices of the layers with attention.
-    """
-
-    attend: Attend | None = None
-    layer = 0
-    layers: Sequence[int] = ()
-
-
-_running = _Running()
+_running = RunningAttention()
 
 
 def _attend_now(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    if _running.attend is None:
-        raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a StepModel")
-    layer = _running.layers[_running.layer]
-    _running.layer += 1
     params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
-    return _running.attend(layer, q, k, v, params)
+    return _running.next(q, k, v, params)
 
 
 @torch.library.custom_op("triforce_tree::planned_attend", mutates_args=())
@@ -152,6 +125,7 @@ class StepModel:
     Attributes:
         capturable: whether a CUDA graph can capture a call.
         hidden: by element of ``features``, ``[B, T, hidden_size]``.
+        scales_queries: whether queries are scaled by their positions.
     """
 
     def __init__(
@@ -170,7 +144,7 @@ class StepModel:
         self.capturable = length_rope is None or not length_rope.waits_for_host
         self.hidden: dict[int, Tensor] = {}
         self.model.set_attn_implementation(ATTENTION)
-        self._scales_queries = scales_queries(clone)
+        self.scales_queries = scales_queries(clone)
         take_over_query_scales(clone)
         keep_chunks(clone)
         attach(self.model, in_chunks=False)
@@ -218,7 +192,7 @@ class StepModel:
                     past_key_values=PassThrough(),
                     use_cache=True,
                     logits_to_keep=last,
-                    **({"triforce_positions": positions} if self._scales_queries else {}),
+                    **({"triforce_positions": positions} if self.scales_queries else {}),
                 )
         finally:
             _running.attend = None
@@ -237,7 +211,7 @@ def step_model(
         features: hidden states that are kept.
         exact: a row's bits do not depend on the rows beside it, see ``exact.check``.
     """
-    on_gpu = model.device.type == "cuda"
+    on_gpu, linears = model.device.type == "cuda", list[nn.Linear]()
     replaced = on_gpu and why_not_replaceable(model.model) is None
     # Streamed linear layers and some rotary embeddings make the host wait.
     waits = (model.streamed is not None and not model.streamed.capturable) or (
@@ -250,12 +224,15 @@ def step_model(
     else:
         clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
         if not on_gpu:
-            use_fused_layers(clone, use_few_row_linears(clone))
+            linears = use_few_row_linears(clone)
+            use_fused_layers(clone, linears)
     # The compiler cannot see that streamed experts are overwritten inside a layer. What layers read from the
     # device while they run, it takes for constant.
     compiled = compiled and replaced and not _streams_experts(model) and model.capturable is not False
     step = _step(clone, model, compiled, features, exact)
     step.capturable = not waits and model.capturable is not False
+    if linears and not step.scales_queries:
+        use_fused_decoder_layers(listed_layers(clone) or nn.ModuleList(), linears, _running)
     return step
 
 

@@ -264,7 +264,9 @@ def poisoned_memory() -> Iterator[None]:
 
     def empty(*args, **kwargs):
         made = plain(*args, **kwargs)
-        return made.fill_(float("nan")) if made.dtype.is_floating_point else made.fill_(2**30)
+        if made.dtype.is_floating_point:
+            return made.fill_(float("nan"))
+        return made.fill_(min(2**30, torch.iinfo(made.dtype).max))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", empty)

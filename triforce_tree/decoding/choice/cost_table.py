@@ -29,7 +29,7 @@ from triforce_tree.runtime.user_folders import user_cache
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-VERSION = 2
+VERSION = 3
 MOST_ENTRIES = 1000
 """Of the file; the oldest ones beyond are dropped."""
 _LOG = logging.getLogger(__name__)

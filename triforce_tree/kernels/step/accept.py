@@ -12,7 +12,7 @@ FIXED = -2
 """The row of ``q`` of a node that was proposed deterministically, as are its children."""
 
 
-@operator("accept_greedy", triton=".accept_kernels")
+@operator("accept_greedy", triton=".accept_kernels", cpu="..cpu.step.traversal")
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Greedy acceptance: follow the target's argmax as long as a child proposes it.
 

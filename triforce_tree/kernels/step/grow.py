@@ -7,7 +7,12 @@ from triforce_tree.kernels.operators import fake, operator
 from triforce_tree.kernels.step.draws import Draws, NoiseDraws, draw_tokens, ranked
 
 
-@operator("begin_tree", writes=("ids", "positions", "root", "at", "lengths"), triton=".grow_kernels")
+@operator(
+    "begin_tree",
+    writes=("ids", "positions", "root", "at", "lengths"),
+    triton=".grow_kernels",
+    cpu="..cpu.step.grow",
+)
 def begin_tree(
     ids: Tensor,
     positions: Tensor,
@@ -42,7 +47,7 @@ def begin_tree(
     lengths.copy_(place - newest + 1)
 
 
-@operator("expand_nodes", writes=("probs",), triton=".grow_kernels")
+@operator("expand_nodes", writes=("probs",), triton=".grow_kernels", cpu="..cpu.step.grow")
 def expand_nodes(
     logits: Tensor, temperature: Tensor | None, exponential: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
@@ -82,6 +87,7 @@ def expand_drawn(
     "place_nodes",
     writes=("tokens", "parents", "mask_words", "path_probs", "ids", "mask"),
     triton=".place_kernels",
+    cpu="..cpu.step.grow",
 )
 def place_nodes(
     tokens: Tensor,

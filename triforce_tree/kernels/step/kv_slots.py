@@ -77,7 +77,7 @@ def append_kv(
         v_cache[sequence, :, first : first + count] = v[sequence, :, :count].to(v_cache.dtype)
 
 
-@operator("move_kv", writes=("k", "v"), triton=".kv_slots_kernels")
+@operator("move_kv", writes=("k", "v"), triton=".kv_slots_kernels", cpu="..cpu.step.kv_slots")
 def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
     """Commit accepted paths: position ``start[b] + index[b, i]`` moves to ``start[b] + i``, in place.
 

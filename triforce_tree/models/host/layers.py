@@ -42,9 +42,9 @@ def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bo
         if "forward" in vars(module):
             continue
         own = type(module).forward
-        if (eps := _epsilon(module)) is not None:
+        if (eps := norm_epsilon(module)) is not None:
             _replace(module, partial(_norm, module, eps), module._parameters["weight"].shape[0])  # type: ignore[union-attr]
-        elif (parts := _gated_parts(module, few_row)) is not None:
+        elif (parts := gated_parts(module, few_row)) is not None:
             gate, up, down = parts
             many = None if exact else MethodType(own, module)
             forward = partial(_mlp, many, down, few_row_weight(gate), few_row_weight(up))
@@ -66,17 +66,17 @@ def _replace(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int) 
             expected, found = type(module).forward(module, tried), forward(tried)
         except (TypeError, AttributeError, RuntimeError):
             return
-        if not isinstance(expected, Tensor) or not _equal(found, expected):
+        if not isinstance(expected, Tensor) or not equal(found, expected):
             return
     module.forward = forward
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
+def equal(found: Tensor, expected: Tensor) -> bool:
     largest = max(float(expected.abs().max()), torch.finfo(torch.float32).tiny)
     return found.shape == expected.shape and bool((found - expected).abs().max() <= _TOLERANCE * largest)
 
 
-def _epsilon(module: nn.Module) -> float | None:
+def norm_epsilon(module: nn.Module) -> float | None:
     """The epsilon of what may be an RMS norm in fp32 on the CPU; None for other modules."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
@@ -92,18 +92,18 @@ def _norm(module: Any, eps: float, x: Tensor) -> Tensor:
     return fp32.rms_norm(x, module.weight, eps)
 
 
-def _gated_parts(
+def gated_parts(
     module: nn.Module, few_row: Collection[nn.Linear]
 ) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
     """The gate, up and down projections of what may be a gated MLP; None for other modules."""
     parts = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(isinstance(part, nn.Linear) and part in few_row and not _hooked(part) for part in parts):
+    if not all(isinstance(part, nn.Linear) and part in few_row and not hooked(part) for part in parts):
         return None
     gate, up, down = parts
     return gate, up, down  # type: ignore[return-value]
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -135,7 +135,7 @@ def _with_rotary(forward: Callable[..., Any]) -> FunctionType | None:
         expected, found = own(*tried), fp32.rotary(*tried)  # type: ignore[misc]
     except (TypeError, RuntimeError, ValueError):
         return None
-    if found is None or not all(map(_equal, found, expected)):
+    if found is None or not all(map(equal, found, expected)):
         return None
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **keywords: Any) -> Any:

@@ -88,7 +88,7 @@ INLINE void add_tile(const char *const *values, const char *const *ahead, int co
         for (int i = 0; i < wide; i++) {
             parts[i] = load(value + i * LANES);
             if (ahead)
-                _mm_prefetch(ahead[n] + (at + i * LANES) * sizeof(float), _MM_HINT_T0);
+                _mm_prefetch(ahead[n] + (at + i * LANES) * sizeof(float), _MM_HINT_T1);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++) {

@@ -1,7 +1,8 @@
-/* The operations of a decoding pass on a CPU with AVX-512 or AVX2, in fp32, for few tokens: linear layers, attention
- * and the small operations between them. Each function takes the address of its request. */
+/* The operations of a decoding pass on a CPU with AVX-512 or AVX2, in fp32, for few tokens: linear layers, attention,
+ * the small operations between them, and what is done between forwards. Each function takes the address of its request. */
 #include "vectors.h"
 
+#include <float.h>
 #include <omp.h>
 
 enum { MOST_GATED = 64 }; /* rows of ``gated`` */
@@ -12,4 +13,9 @@ enum { MOST_GATED = 64 }; /* rows of ``gated`` */
 #include "exact.h"
 #include "layers.h"
 #include "linear.h"
+#include "decoder.h"
 #include "noise.h"
+#include "../step/grow.h"
+#include "../step/select.h"
+#include "../step/slots.h"
+#include "../step/traversal.h"

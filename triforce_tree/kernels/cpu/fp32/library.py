@@ -21,10 +21,27 @@ _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("fp32.c")
 _HEADERS = [
     _SOURCE.parent / name
-    for name in ("vectors.h", "tasks.h", "linear.h", "attention.h", "exact.h", "layers.h", "noise.h")
+    for name in (
+        "vectors.h",
+        "tasks.h",
+        "linear.h",
+        "attention.h",
+        "exact.h",
+        "layers.h",
+        "decoder.h",
+        "noise.h",
+    )
 ]
-_SHARED = _SOURCE.parent.with_name("cpu_shared.h")
-_FUNCTIONS = ("append", "exponential", "gated", "linear", "rms_norm", "rotary")
+_CPU = _SOURCE.parents[1]
+_SHARED = [_CPU / "cpu_shared.h"] + [
+    _CPU / "step" / name for name in ("grow.h", "traversal.h", "select.h", "slots.h")
+]
+_FUNCTIONS = (
+    "accept_greedy", "append", "begin_tree", "expand_nodes", "exponential", "finish", "gated", "linear",
+    "place_nodes", "project", "rms_norm", "rotary",
+)  # fmt: skip
+# These return the bytes of workspace that they need.
+_WITH_WORK = ("attention", "exact_attention", "move_kv", "select_chunks", "traverse_tree")
 
 
 @cache
@@ -38,14 +55,14 @@ def library(way: str | None = None) -> ctypes.CDLL | None:
     if not available:
         return None
     try:
-        path = shared_library(_SOURCE, [*_HEADERS, _SHARED], available[way or next(iter(available))])
+        path = shared_library(_SOURCE, [*_HEADERS, *_SHARED], available[way or next(iter(available))])
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         _LOG.warning("the C kernels for fp32 on the CPU are not used: %s", error)
         return None
     for name in _FUNCTIONS:
         getattr(loaded, name).argtypes, getattr(loaded, name).restype = [ctypes.c_char_p], None
-    for name in ("attention", "exact_attention"):
+    for name in _WITH_WORK:
         getattr(loaded, name).argtypes, getattr(loaded, name).restype = [ctypes.c_char_p], ctypes.c_int64
     return loaded
 

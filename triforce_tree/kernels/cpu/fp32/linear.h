@@ -70,25 +70,29 @@ typedef struct {
 
 enum { GATED_OUTS = 64 }; /* columns whose gates are kept before they are multiplied */
 
-/* silu(x gate^T) * (x up^T). */
+/* A block of columns of silu(x gate^T) * (x up^T). */
+static void gated_block(const GatedRequest *request, int64_t block) {
+    const int64_t rows = request->rows, outs = request->outs;
+    const int64_t begin = block * GATED_OUTS, end = min_of(begin + GATED_OUTS, outs), count = end - begin;
+    float gates[MOST_GATED * GATED_OUTS];
+    multiply(&request->gate, begin, end, request->x, rows, request->length, gates, GATED_OUTS);
+    multiply(&request->up, begin, end, request->x, rows, request->length, request->out + begin, outs);
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t n = 0; n < count; n += LANES) {
+            float *up = request->out + m * outs + begin + n;
+            const int part = min_of(LANES, count - n);
+            const vec gate = load_part((const char *)(gates + m * GATED_OUTS + n), FLOAT32, part);
+            const vec silu = gate / (broadcast(1) + exp_of(broadcast(0) - gate));
+            float result[LANES];
+            store(result, silu * load_part((const char *)up, FLOAT32, part));
+            memcpy(up, result, part * sizeof(float));
+        }
+}
+
 void gated(const void *argument) {
     const GatedRequest *request = argument;
-    const int64_t rows = request->rows, outs = request->outs, blocks = (outs + GATED_OUTS - 1) / GATED_OUTS;
+    const int64_t blocks = (request->outs + GATED_OUTS - 1) / GATED_OUTS;
 #pragma omp parallel for num_threads(request->threads) schedule(dynamic, 1)
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t begin = block * GATED_OUTS, end = min_of(begin + GATED_OUTS, outs), count = end - begin;
-        float gates[MOST_GATED * GATED_OUTS];
-        multiply(&request->gate, begin, end, request->x, rows, request->length, gates, GATED_OUTS);
-        multiply(&request->up, begin, end, request->x, rows, request->length, request->out + begin, outs);
-        for (int64_t m = 0; m < rows; m++)
-            for (int64_t n = 0; n < count; n += LANES) {
-                float *up = request->out + m * outs + begin + n;
-                const int part = min_of(LANES, count - n);
-                const vec gate = load_part((const char *)(gates + m * GATED_OUTS + n), FLOAT32, part);
-                const vec silu = gate / (broadcast(1) + exp_of(broadcast(0) - gate));
-                float result[LANES];
-                store(result, silu * load_part((const char *)up, FLOAT32, part));
-                memcpy(up, result, part * sizeof(float));
-            }
-    }
+    for (int64_t block = 0; block < blocks; block++)
+        gated_block(request, block);
 }

@@ -112,7 +112,7 @@ INLINE void dots(const char *const *at, const char *const *ahead, int kind, int 
         for (int i = 0; i < right; i++) {
             rows[i] = load_as(at[i] + at_element * bytes, kind);
             if (ahead)
-                _mm_prefetch(ahead[i] + at_element * bytes, _MM_HINT_T0);
+                _mm_prefetch(ahead[i] + at_element * bytes, _MM_HINT_T1);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < left; m++) {

@@ -1,0 +1,141 @@
+/* Selection of the context chunks that a retrieval view attends to; see kernels/step/select.py. */
+
+typedef struct {
+    char *work;
+    int64_t work_bytes;
+    const float *q;     /* [batch, heads * group, dim], the last dimension dense, as of the others */
+    int64_t q_batch, q_head;
+    const float *means; /* [batch, heads, chunks, columns], columns dim or 2 dim */
+    int64_t means_batch, means_head, means_chunk;
+    const int64_t *limit; /* [batch] */
+    int32_t *table;       /* [batch, heads, ...] */
+    int64_t table_batch, table_head;
+    int64_t batch, heads, group, dim, columns, chunks, slots, threads;
+    double scale, variance; /* factors on the scores, and on the squares of the queries */
+} SelectRequest;
+
+enum { SCORED = 256 }; /* chunks of a task */
+
+/* The element of rank ``rank``, descending from 0, of numbers without NaN; reorders them. */
+static float nth_largest(float *numbers, int64_t count, int64_t rank) {
+    int64_t low = 0, high = count - 1;
+    while (low < high) {
+        const float pivot = numbers[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (numbers[i] > pivot)
+                i++;
+            while (numbers[j] < pivot)
+                j--;
+            if (i <= j) {
+                const float held = numbers[i];
+                numbers[i++] = numbers[j], numbers[j--] = held;
+            }
+        }
+        if (rank <= j)
+            high = j;
+        else if (rank >= i)
+            low = i;
+        else
+            break;
+    }
+    return numbers[rank];
+}
+
+/* Raw scores [group, chunks] of the chunks ``begin`` to ``end`` of a head. */
+static void score_chunks(const SelectRequest *request, int64_t b, int64_t head, int64_t begin, int64_t end,
+                         const float *q, float *scores) {
+    const float *means = request->means + b * request->means_batch + head * request->means_head;
+    const int64_t together = equal_parts(request->group, MOST_LEFT), row = request->means_chunk;
+    for (int64_t chunk = begin; chunk < end;) {
+        const int right = end - chunk >= RIGHT ? RIGHT : 1;
+        const char *at[RIGHT], *ahead[RIGHT];
+        for (int i = 0; i < right; i++) {
+            at[i] = (const char *)(means + (chunk + i) * row);
+            ahead[i] = (const char *)(means + (chunk + i + 2 * RIGHT) * row);
+        }
+        for (int64_t m = 0; m < request->group; m += together) {
+            const int left = min_of(together, request->group - m);
+            float *to = scores + m * request->chunks + chunk;
+            if (right == RIGHT)
+                dots_of(at, m ? NULL : ahead, FLOAT32, RIGHT, q + m * request->columns, request->columns, left,
+                        request->columns, to, request->chunks);
+            else
+                dots_of(at, NULL, FLOAT32, 1, q + m * request->columns, request->columns, left, request->columns, to,
+                        request->chunks);
+        }
+        chunk += right;
+    }
+    for (int64_t m = 0; m < request->group; m++)
+        for (int64_t chunk = begin; chunk < end; chunk++)
+            scores[m * request->chunks + chunk] *= (float)request->scale;
+}
+
+/* The group's scores [limit] of each chunk into the first row: the largest log-softmax over its queries. */
+static void join_group(float *scores, int64_t group, int64_t chunks, int64_t limit) {
+    for (int64_t m = 0; m < group && group > 1; m++) {
+        float *row = scores + m * chunks, most = -INFINITY, sum = 0;
+        for (int64_t i = 0; i < limit; i++)
+            most = fmaxf(most, row[i]);
+        for (int64_t i = 0; i < limit; i++)
+            sum += expf(row[i] - most);
+        const float whole = most + logf(sum);
+        for (int64_t i = 0; i < limit; i++) {
+            row[i] -= whole;
+            /* NaN stays NaN. */
+            if (m && !(row[i] <= scores[i]) && scores[i] == scores[i])
+                scores[i] = row[i];
+        }
+    }
+    for (int64_t i = 0; i < limit; i++)
+        scores[i] = scores[i] >= -FLT_MAX ? scores[i] : -FLT_MAX;
+    scores[0] = INFINITY;
+}
+
+/* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
+int64_t select_chunks(const void *argument) {
+    const SelectRequest *request = argument;
+    const int64_t heads = request->batch * request->heads, group = request->group, chunks = request->chunks;
+    const int64_t columns = request->columns, dim = request->dim, own = group * (columns + chunks) + chunks;
+    const int64_t needed = heads * own * sizeof(float) + LINE, parts = (chunks + SCORED - 1) / SCORED;
+    if (request->work_bytes < needed)
+        return needed;
+    float *work = (float *)(((intptr_t)request->work + LINE - 1) / LINE * LINE);
+#pragma omp parallel num_threads(request->threads) if (heads * parts > 1)
+    {
+#pragma omp for
+        for (int64_t each = 0; each < heads * group; each++) {
+            const int64_t b = each / (request->heads * group), head = each % (request->heads * group);
+            const float *q = request->q + b * request->q_batch + head * request->q_head;
+            float *to = work + each / group * own + each % group * columns;
+            for (int64_t d = 0; d < dim; d++)
+                to[d] = q[d];
+            for (int64_t d = dim; d < columns; d++)
+                to[d] = (float)request->variance * (q[d - dim] * q[d - dim]);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < heads * parts; task++) {
+            const int64_t each = task / parts, b = each / request->heads, begin = task % parts * SCORED;
+            const int64_t end = min_of(begin + SCORED, request->limit[b]);
+            if (begin < end)
+                score_chunks(request, b, each % request->heads, begin, end, work + each * own,
+                             work + each * own + group * columns);
+        }
+#pragma omp for
+        for (int64_t each = 0; each < heads; each++) {
+            const int64_t b = each / request->heads, limit = request->limit[b], slots = request->slots;
+            float *scores = work + each * own + group * columns, *copy = scores + group * chunks;
+            int32_t *table = request->table + b * request->table_batch + each % request->heads * request->table_head;
+            join_group(scores, group, chunks, limit);
+            memcpy(copy, scores, limit * sizeof(float));
+            const float least = nth_largest(copy, limit, slots - 1);
+            int64_t equal = slots, found = 0;
+            for (int64_t i = 0; i < limit; i++)
+                equal -= scores[i] > least;
+            for (int64_t i = 0; i < limit && found < slots; i++)
+                if (scores[i] > least || (scores[i] == least && equal-- > 0))
+                    table[found++] = i;
+        }
+    }
+    return 0;
+}

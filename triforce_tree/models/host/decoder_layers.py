@@ -1,0 +1,153 @@
+"""Decoder layers on the CPU in two calls, one before their attention and one after it, for few tokens.
+
+With each module a call of its own, Python and torch take longer than the products of a few tokens. What a
+layer computes is not read from its class: ours replaces it only where both give the same numbers.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triforce_tree.kernels.cpu.fp32.decoder import Norm, finish, project
+from triforce_tree.kernels.cpu.fp32.library import library
+from triforce_tree.models.attention import AttentionParams, RunningAttention
+from triforce_tree.models.host.layers import equal, gated_parts, hooked, norm_epsilon
+from triforce_tree.models.host.linears import FewRowWeight, few_row_weight
+
+_TRIED = 2, 3  # sequences and tokens
+# Factors of the norms' weights in trials: with the second, limits on queries, keys and values take effect.
+_FACTORS = 1.0, 1e4
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a layer is made of, where it is a layer of this kind."""
+
+    norms: tuple[nn.Module, nn.Module]
+    eps: tuple[float, float]
+    projections: Sequence[FewRowWeight]
+    output: FewRowWeight
+    mlp: Sequence[FewRowWeight]
+
+
+def use_fused_decoder_layers(
+    layers: Iterable[nn.Module], linears: Collection[nn.Linear], running: RunningAttention
+) -> None:
+    """Let decoder layers of a copy of a model whose results ours equal compute by the C library, for good.
+
+    Args:
+        layers: after ``use_fused_layers``; their attention is that of a ``StepModel``.
+        linears: those whose forwards ``use_few_row_linears`` has replaced.
+        running: the attention of the current forward; another one while layers are compared.
+    """
+    if library() is None or torch.get_default_device().type == "meta":
+        return
+    few_row = set(linears)
+    for layer in layers:
+        if "forward" in vars(layer) or (parts := _parts(layer, few_row)) is None:
+            continue
+        params = _same(layer, parts, running)
+        if params is not None:
+            layer.forward = partial(_forward, layer, parts, params, running)
+
+
+def _parts(layer: nn.Module, few_row: Collection[nn.Linear]) -> _Parts | None:
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    modules = [module for name in names if (module := layer._modules.get(name)) is not None]
+    if len(modules) != len(names) or len(layer._modules) != len(names) or any(map(hooked, modules)):
+        return None
+    first, attention, second, mlp = modules
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    found = [attention._modules.get(name) for name in names]
+    linears = [own for own in found if isinstance(own, nn.Linear) and own in few_row and not hooked(own)]
+    eps = norm_epsilon(first), norm_epsilon(second)
+    gated = gated_parts(mlp, few_row)
+    if len(linears) != len(names) or len(attention._modules) != len(names) or gated is None:
+        return None
+    if eps[0] is None or eps[1] is None or len(mlp._modules) > len(gated) + 1:
+        return None
+    *projections, output = map(few_row_weight, linears)
+    return _Parts((first, second), (eps[0], eps[1]), projections, output, list(map(few_row_weight, gated)))
+
+
+@torch.no_grad()
+def _same(layer: nn.Module, parts: _Parts, running: RunningAttention) -> AttentionParams | None:
+    """How the layer attends, if ours gives the same results; else None."""
+    weights = [norm._parameters["weight"] for norm in parts.norms]
+    params = None
+    try:
+        for factor in _FACTORS:
+            for norm, weight in zip(parts.norms, weights, strict=True):
+                assert weight is not None, "norms have weights"
+                norm._parameters["weight"] = nn.Parameter(weight * factor, requires_grad=False)
+            if (params := _tried(layer, parts, running)) is None:
+                return None
+    finally:
+        for norm, weight in zip(parts.norms, weights, strict=True):
+            norm._parameters["weight"] = weight
+    return params
+
+
+def _tried(layer: nn.Module, parts: _Parts, running: RunningAttention) -> AttentionParams | None:
+    """How the layer attends, if ours gives the same results for random inputs; else None."""
+    generator = torch.Generator().manual_seed(0)
+    heads = [by.matrix().weight.shape[0] for by in parts.projections]
+    dim = getattr(layer.self_attn, "head_dim", None)
+    if not isinstance(dim, int) or any(outs % dim for outs in heads):
+        return None
+    x = torch.randn(*_TRIED, len(parts.norms[0].weight), generator=generator)  # type: ignore[arg-type]
+    angles = torch.randn(2, *_TRIED, dim, generator=generator)
+    attended = torch.randn(*_TRIED, heads[0] // dim, dim, generator=generator)
+    seen: list[tuple[Tensor, Tensor, Tensor, AttentionParams]] = []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        seen.append((q, k, v, params))
+        return attended
+
+    keywords = {"position_embeddings": (angles[0], angles[1]), "attention_mask": None}
+    running.attend, running.layer, running.layers = attend, 0, range(2)
+    try:
+        expected = type(layer).forward(layer, x, **keywords)
+        if len(seen) != 1 or not isinstance(expected, Tensor):
+            return None
+        params = seen[0][3]
+        found = _forward(layer, parts, params, running, x, **keywords)
+    except (TypeError, AttributeError, RuntimeError, ValueError, KeyError):
+        return None
+    finally:
+        running.attend = None
+    if len(seen) != 2:
+        return None
+    pairs = [(found, expected), *zip(seen[1][:3], seen[0][:3], strict=True)]
+    return params if all(equal(a, b) for a, b in pairs) else None
+
+
+def _forward(
+    layer: Any,
+    parts: _Parts,
+    params: AttentionParams,
+    running: RunningAttention,
+    hidden_states: Tensor,
+    *args: Any,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **keywords: Any,
+) -> Any:
+    """The layer's forward: in two calls for few rows, else its own."""
+    x, made = hidden_states, None
+    if not args and position_embeddings is not None:
+        norms = [Norm(norm.weight, eps) for norm, eps in zip(parts.norms, parts.eps, strict=True)]  # type: ignore[arg-type]
+        q, k, v = (by.matrix() for by in parts.projections)
+        made = project(x, norms[0], (q, k, v), *position_embeddings)
+    if made is None:
+        return type(layer).forward(layer, x, *args, position_embeddings=position_embeddings, **keywords)
+    dim = position_embeddings[0].shape[-1]  # type: ignore[index]
+    heads = [t.view(*t.shape[:2], -1, dim).transpose(1, 2) for t in made]
+    attended = running.next(heads[0], heads[1], heads[2], params).flatten(2)
+    gate, up, down = (by.matrix() for by in parts.mlp)
+    out = finish(attended.contiguous(), x, norms[1], parts.output.matrix(), gate, up, down)
+    assert out is not None, "arguments that fitted before the attention fit after it"
+    return out
