@@ -297,7 +297,7 @@ class PrefixPlan:
         return owners, starts
 
     def set(self, prefixes: Sequence[PrefixSegment], own: Sequence[int]) -> None:
-        """Describe the prefixes, at most ``depth`` of a sequence; ``own``: each one's first slot after them."""
+        """Describe the prefixes, at most ``depth`` of a sequence; ``own``: its first slots after them."""
         plan, segments = self.plan, torch.tensor(self._columns(prefixes, own), dtype=torch.int32)
         plan.segments.copy_(segments)
         owners, starts = self._owners(prefixes)

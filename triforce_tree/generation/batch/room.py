@@ -1,0 +1,106 @@
+"""The room for prefixes of a batch that further prompts join while it runs."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.kv.shared.choice import prefix_tokens
+from triforce_tree.kv.shared.pool import PrefixPool
+from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixRoom, PrefixSize, PrefixTree
+from triforce_tree.trees.device_shapes import PassLimits
+
+
+class JoiningPrefixes:
+    """Slots for what rows share and for what each has alone: no more than if all of them stored copies.
+
+    Args:
+        hierarchy: which decodes them.
+        prompts: with which the batch begins.
+        new_tokens: most of them in each of these.
+        rows: most sequences that are decoded together, as far as that is known.
+        tokens: most tokens of all prompts together, where there is such a limit.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        rows: int,
+        tokens: int | None,
+    ) -> None:
+        self._hierarchy, self._prompts, self._new_tokens = hierarchy, prompts, new_tokens
+        self._longest = max(map(len, prompts)) + new_tokens
+        self._rows, self._tokens, self._share, self._begun = rows, tokens, 1.0, False
+
+    def __call__(self) -> PrefixTree:
+        """See ``Prefixes``; copies where prompts are too short to have a prefix, or memory is."""
+        hierarchy = self._hierarchy
+        unit = prefix_tokens(hierarchy.target, hierarchy.config)
+        longest = hierarchy.rounded(self._longest)
+        if unit is None or longest <= unit or not self._share:
+            return PrefixTree()
+        scratch, page = self._scratch()
+        # Trials of stages have sequences of any length, all of which begin with one prefix.
+        least = max(self._least(unit), longest + self._rows * (scratch + 3 * page))
+        return PrefixRoom(max(least, int(self._share * self._most(unit, longest))), self._longest, unit)
+
+    def _scratch(self) -> tuple[int, int]:
+        """Slots after a sequence's last token, and what own slots may be a multiple of."""
+        config = self._hierarchy.config
+        levels = self._hierarchy.levels(min(map(len, self._prompts)), self._longest)
+        return PassLimits.of(config, levels).scratch_slots, max(64, config.retrieval.chunk)
+
+    def _most(self, unit: int, longest: int) -> int:
+        rows, own = self._rows, sum(self._scratch())
+        copies = rows * (longest + own)
+        if self._tokens is None:
+            return copies
+        # A prompt of any length, and what others that share its chunks have after them.
+        tokens = max(self._tokens, longest + (rows - 1) * unit)
+        return min(copies, tokens + rows * (self._new_tokens + own))
+
+    def _least(self, unit: int) -> int:
+        """Slots of the prompts that begin together."""
+        scratch, page = self._scratch()
+        pool = PrefixPool(sys.maxsize, unit, page, scratch, sys.maxsize, lambda stored: None)
+        for row, prompt in enumerate(self._prompts[: self._rows]):
+            pool.admit(row, prompt, self._new_tokens)
+        return pool.taken + self._rows * pool.own_size([0], 0)
+
+    def fitting(self, rows: Callable[[PrefixSize, int], int], most: int) -> int:
+        """See ``Prefixes``."""
+        if self._begun:
+            # Sequences run in what there is; where the number of rows was not known, there is more for more.
+            self._rows = max(self._rows, most)
+            return rows(self().size, most)
+        # A batch of one row gets others.
+        wanted = max(2, most)
+        while self():
+            size = self().size
+            if (found := rows(size, wanted)) >= wanted:
+                return most
+            self._share /= 2
+            if self().size == size:
+                # There is no less.
+                if found >= rows(NO_PREFIX, wanted):
+                    return min(most, found)
+                self._share = 0
+        return rows(NO_PREFIX, most)
+
+    def beginning(self, prompts: Sequence[Sequence[int]], rows: int) -> tuple[list[int], list[Sequence[int]]]:
+        """See ``Prefixes``."""
+        self._begun = True
+        order = list(range(len(prompts)))
+        if (unit := self().unit) and len(prompts) > 1:
+            # As in a tree whose nodes are numbered as they are found.
+            found: dict[tuple[int, ...], int] = {}
+            paths = []
+            for prompt in prompts:
+                path: list[int] = []
+                for stop in range(unit, len(prompt), unit):
+                    key = (path[-1] if path else -1, *prompt[stop - unit : stop])
+                    path.append(found.setdefault(key, len(found)))
+                paths.append(path)
+            order.sort(key=lambda n: [*paths[n], len(found) + n])
+        return order, [prompts[n] for n in [*order[:rows], *order[:1] * (rows - len(prompts))]]
