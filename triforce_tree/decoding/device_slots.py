@@ -1,6 +1,5 @@
 """What a program allocates on the device: KV slots, buffers of its sequences, level 1's own weights."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from triforce_tree.kv.parallel.split import SequenceSplit
 from triforce_tree.kv.parallel.store import SplitStore, split_of
 from triforce_tree.kv.parallel.views import SplitRetrievalView, SplitView, share_of
 from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.shared.choice import page_of
 from triforce_tree.kv.shared.given import TreeStore
 from triforce_tree.kv.shared.pooled import PooledStore
 from triforce_tree.kv.shared.prefill import SharedSequenceRows
@@ -156,8 +156,7 @@ def _with_prefix(
 ) -> DeviceSlots:
     retrieval, limits = config.retrieval, PassLimits.of(config, levels)
     slots = max(max_seq_len + limits.scratch_slots, retrieval.budget if levels == 3 else 0)
-    # The page of tables, which all prefixes are whole multiples of.
-    page = retrieval.chunk if levels == 3 else math.gcd(prefix.unit, 64) if prefix.room else 1
+    page = page_of(prefix, config, levels)
     kept = slots, target.device, target.dtype, page, limits.scratch_slots, config.kv_bits
     store: SharedStore
     if prefix.room:

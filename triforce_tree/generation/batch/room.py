@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from triforce_tree.decoding.assembly import Hierarchy
-from triforce_tree.kv.shared.choice import prefix_tokens
+from triforce_tree.kv.shared.choice import page_of, prefix_tokens
 from triforce_tree.kv.shared.pool import PrefixPool
 from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixRoom, PrefixSize, PrefixTree
 from triforce_tree.trees.device_shapes import PassLimits
@@ -36,37 +36,25 @@ class JoiningPrefixes:
     def __call__(self) -> PrefixTree:
         """See ``Prefixes``; copies where prompts are too short to have a prefix, or memory is."""
         hierarchy = self._hierarchy
-        unit = prefix_tokens(hierarchy.target, hierarchy.config)
+        config, unit = hierarchy.config, prefix_tokens(hierarchy.target, hierarchy.config)
         longest = hierarchy.rounded(self._longest)
         if unit is None or longest <= unit or not self._share:
             return PrefixTree()
-        scratch, page = self._scratch()
-        # Trials of stages have sequences of any length, all of which begin with one prefix.
-        least = max(self._least(unit), longest + self._rows * (scratch + 3 * page))
-        return PrefixRoom(max(least, int(self._share * self._most(unit, longest))), self._longest, unit)
-
-    def _scratch(self) -> tuple[int, int]:
-        """Slots after a sequence's last token, and what own slots may be a multiple of."""
-        config = self._hierarchy.config
-        levels = self._hierarchy.levels(min(map(len, self._prompts)), self._longest)
-        return PassLimits.of(config, levels).scratch_slots, max(64, config.retrieval.chunk)
-
-    def _most(self, unit: int, longest: int) -> int:
-        rows, own = self._rows, sum(self._scratch())
-        copies = rows * (longest + own)
-        if self._tokens is None:
-            return copies
-        # A prompt of any length, and what others that share its chunks have after them.
-        tokens = max(self._tokens, longest + (rows - 1) * unit)
-        return min(copies, tokens + rows * (self._new_tokens + own))
-
-    def _least(self, unit: int) -> int:
-        """Slots of the prompts that begin together."""
-        scratch, page = self._scratch()
+        room = PrefixRoom(1, self._longest, unit)
+        levels = hierarchy.levels(min(map(len, self._prompts)), longest)
+        scratch, page = PassLimits.of(config, levels).scratch_slots, page_of(room, config, levels)
+        most = copies = self._rows * (longest + scratch + page)
+        if self._tokens is not None:
+            # A prompt of any length, and what others that share its chunks have after them.
+            tokens = max(self._tokens, longest + (self._rows - 1) * unit)
+            most = min(copies, tokens + self._rows * (self._new_tokens + scratch + page))
         pool = PrefixPool(sys.maxsize, unit, page, scratch, sys.maxsize, lambda stored: None)
         for row, prompt in enumerate(self._prompts[: self._rows]):
             pool.admit(row, prompt, self._new_tokens)
-        return pool.taken + self._rows * pool.own_size([0], 0)
+        # Trials of stages have sequences of any length, all of which begin with one prefix.
+        trial = longest + self._rows * (scratch + 2 * page + 1)
+        least = max(trial, pool.taken + self._rows * pool.own_size([0], 0))
+        return PrefixRoom(max(least, int(self._share * most)), self._longest, unit)
 
     def fitting(self, rows: Callable[[PrefixSize, int], int], most: int) -> int:
         """See ``Prefixes``."""

@@ -162,16 +162,16 @@ class RunningBatch:
         """The row without a sequence whose neighbours begin most like a prompt.
 
         What rows that follow each other share is read once. Where no neighbour begins like it, it is a row
-        whose neighbours have least in common, as a later prompt may begin like both.
+        with few neighbours that have little in common, as a later prompt may begin like them.
         """
         free = [number for number, row in enumerate(self._rows) if row is None]
         if len(free) == 1:
             return free[0]
         prompts = [[], *(row.prompt if row is not None else [] for row in self._rows), []]
 
-        def gain(number: int) -> tuple[int, int]:
+        def gain(number: int) -> tuple[int, int, int]:
             before, after = prompts[number], prompts[number + 2]
             alike = common_prefix(before, prompt) + common_prefix(prompt, after)
-            return alike, -common_prefix(before, after)
+            return alike, -common_prefix(before, after), -bool(before) - bool(after)
 
         return max(free, key=gain)

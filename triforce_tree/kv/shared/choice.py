@@ -46,3 +46,10 @@ def prefix_tokens(target: HFModel, config: HierarchyConfig) -> int | None:
     ):
         return None
     return math.lcm(chunk_tokens(config.prefill_chunk, target.device), config.retrieval.chunk)
+
+
+def page_of(prefix: PrefixTree, config: HierarchyConfig, levels: int) -> int:
+    """The page of tables, which all prefixes are whole multiples of."""
+    if levels == 3:
+        return config.retrieval.chunk
+    return math.gcd(prefix.unit, 64) if prefix.room else 1
