@@ -323,6 +323,11 @@ class KVStore:
         # In place: all stores that share the memory share the list.
         self._lengths[:] = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of all sequences whose keys and values are stored, those that several share counted once;
+        and how many fewer these are than the tokens of each."""
+        return sum(self._lengths), 0
+
     def holds(self, lengths: Sequence[int]) -> bool:
         """Whether decoding can continue from these lengths, none beyond what was written."""
         return all(self.continues(b, length) for b, length in enumerate(lengths))

@@ -198,6 +198,16 @@ class SharedStore(KVStore):
                     read = old[:, 0 if shared else b, :, run.place : run.place + count]
                     new[:, 0, :, to : to + count] = read
 
+    def tokens(self) -> tuple[int, int]:
+        """See :class:`KVStore`."""
+        runs = sorted((run.place, run.stop - run.start) for path in self.paths for run in path)
+        read, stored, end = sum(count for _, count in runs), 0, 0
+        # Runs of several rows overlap.
+        for place, count in runs:
+            stored += max(0, place + count - max(place, end))
+            end = max(end, place + count)
+        return sum(self._lengths) - read + stored, read - stored
+
     @property
     def bytes(self) -> int:
         """Of all keys and values, and their scales."""
