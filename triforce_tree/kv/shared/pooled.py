@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from triforce_tree.kv.cached_tokens import CachedTokens
-from triforce_tree.kv.shared.pool import PrefixPool
+from triforce_tree.kv.shared.pool import PoolFullError, PrefixPool
 from triforce_tree.kv.shared.store import SharedStore
 from triforce_tree.kv.shared.tree import DEPTH, PrefixTree, Run
 from triforce_tree.kv.store import KVStore
@@ -59,13 +59,21 @@ class PooledStore(SharedStore):
         whole = [len(p) > 1 and cached.common(b, p, "all") == len(p) - 1 for b, p in enumerate(prompts)]
         # Their own slots were made for as many tokens to come.
         others = [b for b, kept in enumerate(whole) if not kept or self._left(b, prompts[b]) < 0]
-        self.pool.release(others)
-        for b in others:
-            self.pool.admit(b, prompts[b], self.new_tokens[b])
+        try:
+            self._admit(others, prompts)
+        except PoolFullError:
+            # Rows that stay may have more slots of their own than they need now.
+            others = list(range(self.batch))
+            self._admit(others, prompts)
         self._follow_pool()
         for b in others:
             self._begin(b, prompts[b], cached, features)
         return [0 if b in others else len(prompt) - 1 for b, prompt in enumerate(prompts)]
+
+    def _admit(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        self.pool.release(rows)
+        for b in rows:
+            self.pool.admit(b, prompts[b], self.new_tokens[b])
 
     def _left(self, b: int, prompt: Sequence[int]) -> int:
         """Own slots that row b has left after a sequence and the tokens to come."""
