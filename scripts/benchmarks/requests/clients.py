@@ -5,8 +5,9 @@
 
 The first client asks alone; the others come while its answer is decoded, and join as there is room. Each
 run begins with nothing in memory, and the two layouts take turns. ``seconds`` are from the first request to
-the last answer. ``slots`` are KV slots of a head that were made, ``stored`` the most tokens that were in them
-at a time; ``same_tokens`` is how many tokens of all answers come before the first one that differs.
+the last answer, ``decode_seconds`` those of passes alone. ``slots`` are KV slots of a head that were made,
+``stored`` the most tokens that were in them at a time; ``same_tokens`` is how many tokens of all answers come
+before the first one that differs.
 ``--tiny`` runs the embedded pair on the CPU.
 """
 
@@ -33,6 +34,7 @@ from triforce_tree.runtime.executor import free_memory
 
 FILE = "clients_h200.json"
 LAYOUTS = ("stored once", "copied")
+TIMES = ("seconds", "decode_seconds")
 
 
 class Clients:
@@ -82,7 +84,7 @@ def measure(engine: Engine, questions: list[list[int]], new: int, tokens: int | 
     """One run, from the first request to the last answer."""
     clients = Clients(engine, questions[1:], new, tokens)
     start = time.perf_counter()
-    engine.generate(
+    out = engine.generate(
         [questions[0]], joining=clients, max_batch=len(questions), do_sample=False, max_new_tokens=new,
         eos_token_id=[],
     )  # fmt: skip
@@ -93,8 +95,9 @@ def measure(engine: Engine, questions: list[list[int]], new: int, tokens: int | 
     slots = program.store.memory.numel() // sum(t.shape[0] * t.shape[2] * t.shape[4] for t in group.kv)
     answers = [clients.answers[number] for number in range(len(questions))]
     return {
-        "seconds": seconds, "slots": slots, "bytes": program.store.memory.nbytes, "stored": clients.stored,
-        "together": clients.together, "tokens": answers,
+        "seconds": seconds, "decode_seconds": out.decode_seconds, "slots": slots,
+        "bytes": program.store.memory.nbytes, "stored": clients.stored, "together": clients.together,
+        "tokens": answers,
     }  # fmt: skip
 
 
@@ -138,10 +141,10 @@ def main(words: Sequence[str]) -> int:
                 free_memory()
         texts = [[t for answer in found[name][-1]["tokens"] for t in answer] for name in LAYOUTS]
         for name in LAYOUTS:
-            timed = statistics.median(run["seconds"] for run in found[name][1:])
+            timed = {key: statistics.median(run[key] for run in found[name][1:]) for key in TIMES}
             same = {"same_tokens": common_prefix(*texts), "all_tokens": len(texts[0])}
             last = {key: value for key, value in found[name][-1].items() if key != "tokens"}
-            rows.append({"levels": levels, "layout": name, **last, "seconds": timed, **same})
+            rows.append({"levels": levels, "layout": name, **last, **timed, **same})
             print(rows[-1], flush=True)
         write(path, header(args.seed, "api") | sizes_of | {"rows": rows})
     return 0
