@@ -156,7 +156,7 @@ def _with_prefix(
 ) -> DeviceSlots:
     retrieval, limits = config.retrieval, PassLimits.of(config, levels)
     slots = max(max_seq_len + limits.scratch_slots, retrieval.budget if levels == 3 else 0)
-    page = page_of(prefix, config, levels)
+    page = page_of(prefix.unit, config, levels)
     kept = slots, target.device, target.dtype, page, limits.scratch_slots, config.kv_bits
     store: SharedStore
     if prefix.room:

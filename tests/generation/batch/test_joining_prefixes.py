@@ -203,6 +203,50 @@ def test_a_row_beside_its_like_is_chosen() -> None:
     assert batch._row_for(prompt_of(30)[::-1]) in (4, 5)
 
 
+def test_nothing_moves_that_a_graph_would_hold() -> None:
+    """Of views, plans and slots; prompts leave and join, and slots are moved together."""
+    engine, seen = ENGINES["three levels"](), set()
+
+    class Looking(Coming):
+        def next(self, fits: Fits) -> Joined | None:
+            program = engine.hierarchy.last_program
+            store, views = program.store, [program.retrieval_view]
+            tensors = [store.prefix, store.first, store.pages, store.memory, *(g.k for g in store.groups)]
+            tensors += [t for view in views for r in view.retrieved for t in (r.table, r.means)]
+            for plan in (each.plan for each in store._plans):
+                tensors += [plan.lengths, plan.segments, plan.owner_start, plan.owners, plan.mask]
+            seen.add(tuple(tensor.data_ptr() for tensor in tensors))
+            return super().next(fits)
+
+    long = [*PROMPTS[:3], *PROMPTS[4:7], PROMPTS[8]]
+    assert decoded(engine, Looking(long, 3), 3) == texts(long)
+    assert len(seen) == 1
+
+
+def test_a_prompt_that_joins_without_room_is_refused() -> None:
+    class Careless(Coming):
+        def next(self, fits: Fits) -> Joined | None:
+            return Joined(self.waiting.pop(0)[0], NEW) if self.waiting else None
+
+    prompts = [[*prompt_of(900)[n:], n] for n in range(3)]
+    engine = triforce_tree.load(TARGET, levels=1, **OPTIONS)
+    with pytest.raises(ValueError, match=r"more than are left of the .* of its batch; let it join later"):
+        decoded(engine, Careless(prompts, 3, tokens=950))
+    assert decoded(engine, Coming(prompts, 3, tokens=950)) == texts(prompts)
+
+
+def test_later_batches_use_what_was_made_for_earlier_ones() -> None:
+    """Other numbers of new tokens need no other buffers, which on a GPU would be captured anew."""
+    engine, prompts = ENGINES["plain"](), [asked(FIRST, n) for n in range(3)]
+    made = set()
+    for new in (10, 30, 3):
+        coming = Coming(prompts, 3, tokens=400, new=[new] * 3)
+        found = decoded(engine, coming, 3, max_new_tokens=new)
+        assert found == [greedy(TARGET, prompt, new) for prompt in prompts]
+        made.add(id(engine.hierarchy.last_program))
+    assert len(made) == 1
+
+
 def test_too_short_to_share_stores_copies() -> None:
     engine = triforce_tree.load(TARGET, levels=1, **{**OPTIONS, "prefill_chunk": 2048})
     assert decoded(engine, Coming(PROMPTS, 3)) == texts(PROMPTS)

@@ -40,9 +40,8 @@ class JoiningPrefixes:
         longest = hierarchy.rounded(self._longest)
         if unit is None or longest <= unit or not self._share:
             return PrefixTree()
-        room = PrefixRoom(1, self._longest, unit)
         levels = hierarchy.levels(min(map(len, self._prompts)), longest)
-        scratch, page = PassLimits.of(config, levels).scratch_slots, page_of(room, config, levels)
+        scratch, page = PassLimits.of(config, levels).scratch_slots, page_of(unit, config, levels)
         most = copies = self._rows * (longest + scratch + page)
         if self._tokens is not None:
             # A prompt of any length, and what others that share its chunks have after them.
@@ -54,7 +53,7 @@ class JoiningPrefixes:
         # Trials of stages have sequences of any length, all of which begin with one prefix.
         trial = longest + self._rows * (scratch + 2 * page + 1)
         least = max(trial, pool.taken + self._rows * pool.own_size([0], 0))
-        return PrefixRoom(max(least, int(self._share * most)), self._longest, unit)
+        return PrefixRoom(max(least, int(self._share * most)), least, self._longest, unit)
 
     def fitting(self, rows: Callable[[PrefixSize, int], int], most: int) -> int:
         """See ``Prefixes``."""

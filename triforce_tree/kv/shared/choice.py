@@ -48,8 +48,11 @@ def prefix_tokens(target: HFModel, config: HierarchyConfig) -> int | None:
     return math.lcm(chunk_tokens(config.prefill_chunk, target.device), config.retrieval.chunk)
 
 
-def page_of(prefix: PrefixTree, config: HierarchyConfig, levels: int) -> int:
-    """The page of tables, which all prefixes are whole multiples of."""
+def page_of(unit: int, config: HierarchyConfig, levels: int) -> int:
+    """The page of tables, which all prefixes are whole multiples of.
+
+    ``unit``: of prompts that join a batch; 0 where none do.
+    """
     if levels == 3:
         return config.retrieval.chunk
-    return math.gcd(prefix.unit, 64) if prefix.room else 1
+    return math.gcd(unit, 64) if unit else 1

@@ -275,7 +275,8 @@ class PrefixPool:
             unused = [b for b in self.blocks() if not b.users and not b.children]
             if not unused:
                 raise PoolFullError(
-                    f"{count} more KV slots exceed the {self.slots} of this batch by {over}; use fewer rows"
+                    f"another sequence needs {count} KV slots, {over} more than are left of the "
+                    f"{self.slots} of its batch; let it join later"
                 )
             self._drop(min(unused, key=lambda block: block.used))
 

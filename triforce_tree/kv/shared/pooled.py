@@ -129,7 +129,7 @@ class PooledStore(SharedStore):
 
     def fits(self, max_seq_len: int, tree: PrefixTree) -> bool:
         """See :class:`SharedStore`."""
-        return 0 < tree.room <= self.slots
+        return 0 < tree.least <= self.slots
 
     def keeps(self, prefix: PrefixTree) -> bool:
         """See :class:`SharedStore`."""

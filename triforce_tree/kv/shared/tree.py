@@ -69,10 +69,11 @@ class PrefixTree:
 
     Attributes:
         room: KV slots of a head for prompts that come later, and for all that rows need; 0 where none do.
+        least: of these, what the first prompts need.
         unit: what the tokens of such a prompt's prefix are a multiple of.
     """
 
-    room = unit = 0
+    room = least = unit = 0
 
     def __init__(self, roots: Sequence[PrefixNode] = (), saved: int = 0) -> None:
         self.roots = list(roots)
@@ -115,13 +116,13 @@ class PrefixRoom(PrefixTree):
     """Room for the prefixes of prompts that are not known yet, and for what each row has after them.
 
     Args:
-        room, unit: see :class:`PrefixTree`.
+        room, least, unit: see :class:`PrefixTree`.
         longest: most tokens of a sequence.
     """
 
-    def __init__(self, room: int, longest: int, unit: int) -> None:
+    def __init__(self, room: int, least: int, longest: int, unit: int) -> None:
         super().__init__()
-        self.room, self.unit = room, unit
+        self.room, self.least, self.unit = room, least, unit
         # Rows have no slots beside these.
         self.size = PrefixSize(room, longest)
 
