@@ -25,7 +25,14 @@ from triforce_tree.generation.drafter_choice import Model, check_drafter_options
 from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.loading.checkpoints import PAIR, load_model, load_target, tokenizer_of, unwrapped
+from triforce_tree.loading.checkpoints import (
+    PAIR,
+    load_model,
+    load_target,
+    tokenizer_of,
+    unwrapped,
+    with_text_ranks,
+)
 from triforce_tree.loading.gguf import gguf_path
 from triforce_tree.loading.placement import on_one_device
 from triforce_tree.planning import profiles
@@ -52,7 +59,8 @@ def load(
     """Make an engine.
 
     Under torchrun the processes share the target: each takes the GPU of its ``LOCAL_RANK`` and a share of
-    the heads and neurons. All of them must call the engine with the same arguments, and get the same output.
+    the heads or positions, and of the neurons. All of them must call the engine with the same arguments, and
+    get the same output.
 
     Args:
         target: a transformers model (a compiled one runs uncompiled), a hub id, a folder, or a path that ends
@@ -109,7 +117,8 @@ def load(
         # It is not moved.
         device = device_of(target.device) if target.device.type == "cuda" else target.device
     group = distributed.join(device)
-    grid = distributed.arrange(config.context_parallel)
+    config = with_text_ranks(config, target, dtype)
+    grid = distributed.arrange(config.text_ranks)
     if profile is None and (group is not None or own is not None):
         # Profiles are measured on one GPU, with a draft model or suffix matching.
         profile = False

@@ -1,6 +1,6 @@
 """Settings of the hierarchy: frozen dataclasses, checked when they are made."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -134,7 +134,9 @@ class HierarchyConfig:
     logits included, in 16 bits too (docs/losslessness.md).
 
     ``context_parallel`` C splits the keys and values of every sequence by position over C of the W
-    processes that torchrun started, where C divides W; W / C processes each split the target's heads.
+    processes that torchrun started, where C divides W; W / C processes each split the target's heads. "auto"
+    becomes, when models are loaded, the C that is possible and has the fastest passes by their bytes and
+    collectives.
 
     ``prefix_cache`` True keeps keys and values of the last call where a prompt begins with the same tokens,
     in whole chunks of a prefill, so that the text stays the same, bit by bit. It takes no memory. A size
@@ -166,7 +168,7 @@ class HierarchyConfig:
     kv_bits: int = 16
     exact: bool = False
     prefix_cache: bool | int | str = True
-    context_parallel: int = 1
+    context_parallel: int | str = "auto"
     offload: bool | str | None = None
     gpu_memory: int | str | None = None
     host_memory: int | str | None = None
@@ -187,9 +189,9 @@ class HierarchyConfig:
             raise ValueError(f"retrieval_weight_bits={self.retrieval_weight_bits!r} must be 16, 8 or 4")
         if not isinstance(self.prefix_cache, bool):
             try:
-                bytes_of(self.prefix_cache)
+                bytes_of(self.prefix_cache, "prefix_cache")
             except ValueError as error:
-                raise ValueError(f"prefix_cache={error}; or give True or False") from error
+                raise ValueError(f"{error}; or give True or False") from error
         if isinstance(self.kv_bits, bool) or self.kv_bits not in (8, 16):
             raise ValueError(f"kv_bits={self.kv_bits!r} must be 16 or 8")
         if self.levels not in ("auto", 1, 2, 3):
@@ -208,10 +210,7 @@ class HierarchyConfig:
             size = getattr(self, name)
             if size is None:
                 continue
-            try:
-                bytes_of(size)
-            except ValueError as error:
-                raise ValueError(f"{name}={error}") from error
+            bytes_of(size, name)
             if self.offload is False:
                 raise ValueError(
                     f"{name}={size!r} bounds an offloaded cache, and offload=False asks for none; leave one "
@@ -233,13 +232,14 @@ class HierarchyConfig:
             )
         if self.kv_bits != 16 and self.offloads is True:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
-        _within("context_parallel", self.context_parallel, 1)
+        if self.context_parallel != "auto":
+            _within("context_parallel", self.context_parallel, 1)
         if not isinstance(self.exact, bool):
             raise ValueError(f"exact={self.exact!r} must be True or False")
         offloaded = "an offloaded cache (offload, gpu_memory, host_memory, offload_weights)"
         refused = {offloaded: self.offloads, f"kv_bits={self.kv_bits}": self.kv_bits != 16}
-        split = {f"context_parallel={self.context_parallel}": self.context_parallel > 1}
-        if self.context_parallel > 1:
+        split = {f"context_parallel={self.context_parallel}": self.text_ranks > 1}
+        if self.text_ranks > 1:
             _alone(next(iter(split)), {**refused, "select_chunks": self.retrieval.select_chunks})
         if self.exact:
             _alone("exact=True", {**refused, **split})
@@ -257,6 +257,11 @@ class HierarchyConfig:
         if self.lookup is None:
             return 0 if draft_model else _MATCHED_ALONE
         return self.lookup
+
+    @property
+    def text_ranks(self) -> int:
+        """Ranks that split each text by position: 1 where "auto" was not decided, as in one process."""
+        return self.context_parallel if isinstance(self.context_parallel, int) else 1
 
     @property
     def shapes(self) -> tuple[str | Shape, ...]:
@@ -289,17 +294,17 @@ class HierarchyConfig:
     @property
     def gpu_bytes(self) -> int | None:
         """Device memory limit; None for all of it."""
-        return None if self.gpu_memory is None else bytes_of(self.gpu_memory)
+        return None if self.gpu_memory is None else bytes_of(self.gpu_memory, "gpu_memory")
 
     @property
     def host_bytes(self) -> int | None:
         """Host memory limit; None for all but what is left to the system."""
-        return None if self.host_memory is None else bytes_of(self.host_memory)
+        return None if self.host_memory is None else bytes_of(self.host_memory, "host_memory")
 
     @property
     def prefix_bytes(self) -> int:
         """Host memory for keys and values of texts before the last ones; 0 for none."""
-        return 0 if isinstance(self.prefix_cache, bool) else bytes_of(self.prefix_cache)
+        return 0 if isinstance(self.prefix_cache, bool) else bytes_of(self.prefix_cache, "prefix_cache")
 
     @property
     def level_one_bits(self) -> int:  # of its weights, 16 where there is no level 1
@@ -310,6 +315,12 @@ class HierarchyConfig:
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         streaming, retrieval = own.pop("streaming"), own.pop("retrieval")
         return {**own, **vars(streaming), **vars(retrieval)}
+
+    def changed(self, options: Mapping[str, Any]) -> "HierarchyConfig":
+        """These settings with other options; ``context_parallel="auto"`` stays as it was decided."""
+        if options.get("context_parallel") == "auto":
+            options = {**options, "context_parallel": self.context_parallel}
+        return self.from_options(**{**self.as_options(), **options})
 
     @classmethod
     def from_options(cls, **options: Any) -> "HierarchyConfig":

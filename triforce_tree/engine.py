@@ -84,7 +84,7 @@ class Engine:
         self.profile = profile
         self._given = frozenset(given)
         self._notices = CostNotices()
-        self._in_session, self._room = False, 0
+        self._in_session, self._capacity = False, 0
         self._config = config or HierarchyConfig()
         if self._config.offload_weights is True and streamed is None:
             raise ValueError(
@@ -112,7 +112,7 @@ class Engine:
             )
         other = copy.copy(self)
         other._given = self._given | options.keys()
-        other._config = HierarchyConfig.from_options(**{**self._config.as_options(), **options})
+        other._config = self._config.changed(options)
         other.hierarchy = self.hierarchy.with_config(other._config)
         return other
 
@@ -126,10 +126,11 @@ class Engine:
 
     tree = tree_of
 
-    def in_session(self, room: int) -> "Engine":
-        """The same engine over the same buffers, made for ``room`` tokens, which keeps all they hold."""
+    def in_session(self, capacity: int) -> "Engine":
+        """The same engine over the same buffers, made for ``capacity`` tokens, which keeps all they hold."""
         other = copy.copy(self)
-        other._in_session, other._room = True, min(room, self.hierarchy.target.max_positions or room)
+        other._in_session = True
+        other._capacity = min(capacity, self.hierarchy.target.max_positions or capacity)
         return other
 
     @property
@@ -314,11 +315,11 @@ class Engine:
         distributed.check_equal("prompts or settings", alike)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         longest = sorted(prompts, key=len)[-most:]
-        coming = max(new_tokens, self._room - len(longest[-1]))
+        coming = max(new_tokens, self._capacity - len(longest[-1]))
         hierarchy.config, prefix = self._config, how.prefixes(hierarchy, prompts, coming, self._reuse)
         entry = self._choose_settings(job.temperature, longest, coming, prefix().size)
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
-        whole = most < len(prompts) and (hierarchy.offloads or self._config.context_parallel > 1)
+        whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
         if whole or not hierarchy.together(to_probs, prompts):
             raise OneByOneError
         rows = how.rows(hierarchy, most, len(longest[-1]), coming, prefix)
@@ -346,4 +347,5 @@ class Engine:
             out = run.decode(self._reuse)
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
         out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None
+        out.ranks = distributed.shares(self._config.text_ranks)
         return out

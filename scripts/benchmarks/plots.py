@@ -1,4 +1,4 @@
-"""Plots of docs/benchmarks.md and docs/kernel.md from the results files; needs matplotlib."""
+"""Plots of docs/measurements.md and docs/kernel.md from the results files; needs matplotlib."""
 
 import json
 from collections.abc import Callable

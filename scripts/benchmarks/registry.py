@@ -3,8 +3,9 @@
 # Name -> module below ``scripts`` with ``main(words)``, and what it measures.
 BENCHMARKS = {
     "tables": ("benchmarks.tables", "no benchmark: writes the tables of README.md and docs/"),
+    "series": ("benchmarks.series.run", "the benchmarks of a GPU one after another, within a time limit"),
     "texts": ("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
-    "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/benchmarks.md"),
+    "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/measurements.md"),
     "prefill": ("benchmarks.on_chip.prefill", "prompts of up to 122,880 tokens on one GPU: docs/prefill.md"),
     "requests": (
         "benchmarks.requests.run",
@@ -22,12 +23,19 @@ BENCHMARKS = {
     "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),
     "real_model": (
         "benchmarks.texts.real_model",
-        "three levels of SmolLM2 and of its function at 8B: docs/benchmarks.md",
+        "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",
     ),
     "trees": ("benchmarks.texts.trees", "token trees beside chains of equal cost, by kind of text"),
     "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),
     "parallel": ("benchmarks.offload.parallel", "the same on several cards, under torchrun"),
-    "split": ("benchmarks.cards.split", "stages on several cards, a text split by position or by heads"),
+    "split": (
+        "benchmarks.cards.split",
+        "stages on several cards, a text split by position or by heads; --texts: whole decoding",
+    ),
+    "rope": (
+        "benchmarks.rope.run",
+        "the embedded pair at more positions, with YaRN: docs/several_cards.md",
+    ),
     "tree_attention": (
         "benchmarks.attention.run",
         "tree attention beside its peers; --check: the gate",
@@ -36,6 +44,7 @@ BENCHMARKS = {
         "benchmarks.workloads.run",
         "texts that branch, as DeFT, FastTree and PAT build them: docs/branching.md",
     ),
+    "exact": ("benchmarks.exact.run", "greedy texts and times of bit-exact mode: docs/losslessness.md"),
     "linear": ("benchmarks.linear.run", "few-row linear layers: check, time, compare; --quick: less"),
     "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
     "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),

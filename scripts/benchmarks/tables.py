@@ -10,14 +10,25 @@ from collections.abc import Sequence
 
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
-from scripts.benchmarks.common.markdown import OLDER, Columns, Record, Table, grid, listing, rows_of
+from scripts.benchmarks.common.markdown import (
+    OLDER,
+    Columns,
+    Record,
+    Table,
+    file_note,
+    grid,
+    listing,
+    rows_of,
+)
 from scripts.benchmarks.common.results import PAIR_VOCABULARY
 from scripts.benchmarks.cpu import tables as cpu
+from scripts.benchmarks.exact import tables as exact
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.retrieval import tables as retrieval
+from scripts.benchmarks.rope import tables as rope
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.verification import tables as verification
 from scripts.benchmarks.workloads import tables as workloads
@@ -34,11 +45,19 @@ FRONT: Columns = {
     "plain decoding": "{plain_ms:,.1f}", "speed-up": "**{gain:.1f}x**{spread}",
     "repeated 8-grams": "{repeated_8grams:pct}",
 }  # fmt: skip
+REQUESTS: Columns = {
+    "card": "{card}", "size of model": "{size}", "prompt, tokens": "{where}", "text": "{text}",
+    "T": "{temperature:g}", "first answer, s": "**{cold:.1f}**", "plain, s": "{cold_plain:.1f}",
+    "speed-up": "**{cold_gain:.1f}x**", "next answer, s": "**{next:.1f}**",
+    "its plain, s": "{next_plain:.1f}", "its speed-up": "**{gain:.1f}x**",
+}  # fmt: skip
 _SIZES = {
     "llama-2-7b inflated": "Llama-2-7B", "llama-3.1-8b inflated": "Llama-3.1-8B",
     "llama-2-13b inflated": "Llama-2-13B", "embedded pair": "the embedded pair",
 }  # fmt: skip
 _OWN_KIND = "documentation"
+# New tokens of a whole request.
+_ANSWER = 256
 # (part, batch, context) of the file of figures with all on the card.
 _ON_CARD = (
     ("lengths", 1, 4_096), ("lengths", 1, 16_384), ("lengths", 1, 32_768), ("7b", 1, 122_880),
@@ -127,6 +146,37 @@ def _on_two_cores() -> list[Record]:
     return [ours | place | figures | {"where": f"{ours['context']:,}", "origin": (cpu.SPEED, "", content)}]
 
 
+def request_rows(content: Record) -> list[Record]:
+    """Seconds until a first and a next answer about one text: the first row of each size in ``front``.
+
+    Args:
+        content: of the file of prefills on the same card.
+    """
+    reading: dict[tuple[str, str], float] = {}
+    for row in content["rows"]:
+        if row["path"] == "engine" and row["kernels"]:
+            key = f"{row['shape']} inflated", f"{row['context']:,}"
+            reading[key] = min(row["seconds"], reading.get(key, row["seconds"]))
+    found: dict[str, Record] = {}
+    for r in front_rows(held(on_chip.FILE) or NOTHING):
+        seconds = reading.get((r["shape"], r["where"]))
+        if seconds is not None and r["card"] == content["hardware"]:
+            ours, plain = (_ANSWER * ms / 1e3 for ms in (r["ms_per_token"], r["plain_ms"]))
+            cold = {"cold": seconds + ours, "cold_plain": seconds + plain}
+            gain = {"cold_gain": cold["cold_plain"] / cold["cold"]}
+            found.setdefault(r["shape"], r | cold | gain | {"next": ours, "next_plain": plain})
+    return list(found.values())
+
+
+def request_note(content: Record, rows: Sequence[Record]) -> str:
+    origins = {r["origin"][0] for r in rows}
+    others = ", ".join(f"`docs/results/{name}`" for name in sorted(origins))
+    return (
+        f"Sums of seconds for the prompt and {_ANSWER} times the milliseconds above ({others}). "
+        f"{file_note(on_chip.PREFILL_FILE, {'': content})}"
+    )
+
+
 def front_note(content: Record, rows: list[Record]) -> str:
     files: dict[str, dict[str, Record]] = {}
     for r in rows:
@@ -154,10 +204,15 @@ def which_code(content: Record) -> str:
 front = listing(FRONT, front_rows, front_note, left=5)
 TABLES = {
     "front": Table(on_chip.FILE, front, f"{on_chip.COMMAND} 7b"),
+    "front_requests": Table(
+        on_chip.PREFILL_FILE, listing(REQUESTS, request_rows, request_note, left=4),
+        "python -m scripts.benchmarks prefill",
+    ),
     "which_code": Table(on_chip.FILE, which_code, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
-    **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES,
+    **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES, **exact.TABLES,
+    **rope.TABLES,
 }  # fmt: skip
 
 

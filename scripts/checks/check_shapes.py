@@ -30,11 +30,11 @@ from transformers import (
 
 from scripts.checks.report import Report, need_gpu, parser
 from triforce_tree import Engine, load
-from triforce_tree.decoding.explain.roofs import weight_bytes
 from triforce_tree.eval.attention.timing import read_bandwidth, timed
 from triforce_tree.eval.compare import compared, ms_per_token
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv.offload.bandwidth import bandwidths
+from triforce_tree.models.model_copy import weight_bytes
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.planning.memory_map import GIB, Sizes, tensor_bytes
 from triforce_tree.planning.pass_time import pass_tokens

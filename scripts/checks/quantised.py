@@ -110,7 +110,7 @@ def main(words: list[str] | None = None) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         if args.memory:
             # Only now: the plain weights were larger.
-            bound_memory(device, bytes_of(args.memory))
+            bound_memory(device, bytes_of(args.memory, "--memory"))
     text = token_ids(tokenizer, pydoc_text())
     prompt = (text * -(-args.context // len(text)))[: args.context]
     engine = load(target, draft, tokenizer=tokenizer, levels=3, profile=False, kv_bits=args.kv_bits)
@@ -123,7 +123,7 @@ def main(words: list[str] | None = None) -> int:
     report.add("accepted", sum(level.accepted for level in out.levels or []) > 0)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None
     if args.memory and on_gpu:
-        report.add("memory", peak is not None and peak <= bytes_of(args.memory) / 2**30)
+        report.add("memory", peak is not None and peak <= bytes_of(args.memory, "--memory") / 2**30)
     return report.finish(
         method=args.method,
         shape=args.shape,

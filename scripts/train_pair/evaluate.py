@@ -106,7 +106,8 @@ def main(words: Sequence[str] | None = None) -> None:
         stack = needle.Haystack(source, engine.tokenizer, length)
         depths = [(i + 0.5) / args.trials for i in range(args.trials)]
         records = results.Records(None, {})
-        needle.measure(engine, stack, [length], depths, 1, records, through=("target",), seed=args.seed)
+        series = results.Series(records, args.seed)
+        needle.measure(engine, stack, [length], depths, 1, series, through=("target",))
         accuracy[str(length)] = needle.accuracy(records.all)
         print(f"needle at {length}: {accuracy[str(length)]}")
 

@@ -149,8 +149,10 @@ LINES = (
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: TinyPair) -> Any:
     """The command ``chat`` with these lines on stdin."""
 
-    def asked(target: object, lines: str, *words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    def asked(
+        target: object, lines: str, *words: str, stdin: type[io.StringIO] = io.StringIO
+    ) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", stdin(lines))
         models = ["--target", str(target), "--draft", pair.draft, "--device", "cpu"]
         settings = ["--levels", "1", "--max-new-tokens", "12", "--temperature", "0", "--json"]
         return run(capsys, "chat", *models, *settings, *words)
@@ -183,6 +185,26 @@ def test_a_conversation_about_a_document(
     again = last_object(ask(target, "And then?\n", "--load", str(saved))[1])["turns"][0]
     # Of the last answer the template's text may have other tokens than those that were drawn.
     assert again["reused_tokens"] >= second["prompt_tokens"] - 1
+
+
+def test_at_a_terminal_a_wrong_line_does_not_end_the_conversation(
+    ask: Any, pair: TinyPair, tmp_path: Path
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    (tmp_path / "file").touch()
+    code, out, err = ask(
+        pair.target,
+        f"/save {tmp_path}/s\n/x\nIt binds\n/save {tmp_path}/file/s\nAnd\n/quit\n",
+        stdin=Terminal,
+    )
+    assert code == 0
+    assert len(last_object(out)["turns"]) == 2
+    said = " ".join(err.split())
+    for message in ("the session has no tokens yet", "/x is no command", "Not a directory"):
+        assert message in said
 
 
 BAD_CHATS: dict[str, tuple[list[str], str, str]] = {

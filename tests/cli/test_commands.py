@@ -115,6 +115,8 @@ BAD = {
     "nan temperature": (["generate", "PROMPT", "--temperature", "nan"], "temperature=nan"),
     "top_p": (["generate", "PROMPT", "--top-p", "1.5"], "top_p=1.5"),
     "top_k": (["generate", "PROMPT", "--top-k", "-2"], "top_k=-2"),
+    "nan length penalty": (["generate", "PROMPT", "--length-penalty", "nan"], "nan must be a finite number"),
+    "nan seconds": (["tune", "--seconds", "nan"], "--seconds: nan must be above 0"),
     "budget": (["generate", "PROMPT", "--budget", "1001"], "budget=1001"),
     "tree": (["generate", "PROMPT", "--tree", "oak"], "tree='oak'"),
     "levels": (["generate", "PROMPT", "--levels", "4"], "'4' is none of"),

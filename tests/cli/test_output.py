@@ -95,6 +95,16 @@ def test_text_that_stdout_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None
     assert json.loads(line) == {"text": "smile 😀"}
 
 
+def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """A path may hold what rich would take for markup, and refuse as such."""
+    name = "results[/b][red]:smile:"
+    console.screen().print(name)
+    console.screen().print(console.plain_table(name, (name,), [(name,)]))
+    with console.bar("units") as progress:
+        progress.add_task(name, total=1)
+    assert capsys.readouterr().err.count(name) == 5
+
+
 @pytest.mark.parametrize("asked", [[], ["--json"]])
 def test_ctrl_c_at_the_start_ends_with_json_where_it_was_asked_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, asked: list[str]

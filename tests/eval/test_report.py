@@ -100,6 +100,22 @@ def test_a_folder_without_results_is_told(tmp_path: Path) -> None:
         write.write(tmp_path / "none")
 
 
+RECORDS = ['{"decode_seconds": 1}', '{"kind": "batch"}', "5", '{"depth": 1, "found": true}']
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_records_of_another_form_are_left_out(tmp_path: Path, record: str) -> None:
+    """Results of other versions, or changed by hand."""
+    public(tmp_path / "good.jsonl", **results.header(0))
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"settings": {"benchmark": "text"}}\n' + record + "\n")
+    made = write.write(tmp_path)
+    assert [path.name for path in made.shown] == ["good.jsonl"]
+    assert made.passed_over == [other]
+    with pytest.raises(ValueError, match=r"other\.jsonl'.* (this version's form|not a results file)"):
+        verify.cells_of(other)
+
+
 def test_a_run_leaves_a_table_and_a_plot_beside_its_results(tmp_path: Path) -> None:
     records = public(tmp_path / "run.jsonl", **write.about(3, ["bench", "narrativeqa"]))
     written = write.write_beside(tmp_path / "run.jsonl", records)

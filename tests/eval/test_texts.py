@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from triforce_tree.eval.text import dataset_texts
 from triforce_tree.eval.texts import loaders, packed, registry
 from triforce_tree.eval.texts.loaders import MissingTextError
 from triforce_tree.eval.texts.registry import KINDS, SOURCES, Texts, copied, named, prompts
@@ -135,6 +136,14 @@ def test_a_copied_prompt_ends_inside_a_passage_that_goes_on(context: int) -> Non
     coming = min(2048, context // 8) // 2
     assert made[-1] + coming < head, "the copy can go on within the first half"
     assert made[-coming:] == list(range(made[-1] - coming + 1, made[-1] + 1))
+
+
+@pytest.mark.parametrize("held", ["null", "5", '["a"]'])
+def test_a_column_of_something_else_than_text_is_refused(tmp_path: Path, held: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"text": {held}}}\n')
+    with pytest.raises(ValueError, match=r"column 'text' of data set .* no text; name another"):
+        list(dataset_texts(str(file)))
 
 
 def test_prompts_are_cut_evenly_and_too_few_tokens_are_refused() -> None:

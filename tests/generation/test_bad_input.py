@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from api_cases import characters
 from families import VOCABULARY, prompt_of, tiny
 from messages import says
 from own_drafters import FixedSiblings
@@ -42,6 +43,13 @@ def test_a_prompt_of_padding_alone_is_empty(engine) -> None:
         engine.generate([1, 2], attention_mask=torch.zeros(1, 2), max_new_tokens=3)
 
 
+@pytest.mark.parametrize("prompt", ["caf\udce9", [{"role": "user", "content": "caf\udce9"}]])
+def test_text_that_was_no_utf_8(prompt) -> None:
+    own = triforce_tree.load(TARGET, tokenizer=characters())
+    with pytest.raises(ValueError, match=says(r"'\udce9'", "character 3", "no UTF-8", "convert it first")):
+        own.generate(prompt, max_new_tokens=3)
+
+
 def test_text_without_a_tokenizer(engine) -> None:
     with pytest.raises(ValueError, match=says("tokenizer", "load(..., tokenizer=...)")):
         engine.generate("some text", max_new_tokens=3)
@@ -69,9 +77,12 @@ def test_different_vocabularies() -> None:
         triforce_tree.load(TARGET, tiny("llama", vocab_size=50))
 
 
-@pytest.mark.parametrize("temperature", [-0.1, math.nan, math.inf])
-def test_temperature(engine, temperature: float) -> None:
-    with pytest.raises(ValueError, match=says(f"temperature={temperature}", "at least 0", "0 means greedy")):
+@pytest.mark.parametrize(
+    ("temperature", "limit"),
+    [(-0.1, "at least 0"), (math.nan, "at least 0"), (math.inf, "at least 0"), (1e-40, "below 1e-30")],
+)
+def test_temperature(engine, temperature: float, limit: str) -> None:
+    with pytest.raises(ValueError, match=says(f"temperature={temperature}", limit, "means greedy")):
         engine.generate([1], temperature=temperature, max_new_tokens=3)
 
 

@@ -68,7 +68,7 @@ def test_the_heads_of_an_8b_compute_the_same(script: Any, engine: Engine, yarn: 
     """9 query heads of 64 over 3 in 32 of 128 over 8, with the rotary frequencies of the model or YaRN's."""
     small = copy.deepcopy(engine.hierarchy.target.model)
     if yarn:
-        script("benchmarks.texts.real_model").stretch(small, 8192, 32_768)
+        script("benchmarks.common.rope").use_yarn(small, 4, 8192, truncate=False)
     ids = engine.tokenizer(PROMPT).input_ids
     exact = logits(small, ids)
     ours = logits(inflate(small, WIDE), ids)
@@ -83,7 +83,7 @@ def test_the_heads_of_an_8b_compute_the_same(script: Any, engine: Engine, yarn: 
 def test_yarn_in_three_levels(script: Any, engine: Engine) -> None:
     """The text of transformers' own forward with the same rope_parameters."""
     model = copy.deepcopy(engine.hierarchy.target.model)
-    script("benchmarks.texts.real_model").stretch(model, 8192, 32_768)
+    script("benchmarks.common.rope").use_yarn(model, 4, 8192, truncate=False)
     ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
     text = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
     own = triforce_tree.load(model, tokenizer=engine.tokenizer, lookup=4, **SETTINGS)

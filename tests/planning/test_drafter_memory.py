@@ -21,6 +21,7 @@ from triforce_tree.drafters.merged import Merged
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.drafter_memory import uses
+from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes, workspace
 from triforce_tree.planning.memory_plan import plan
 from triforce_tree.trees.device_shapes import PassLimits
@@ -97,7 +98,7 @@ def test_a_plan_counts_them() -> None:
     models = HFModel(target), HFModel(perturbed(target, 0.1))
     machine = Machine(GIB, GIB, 5e10, 4e12)
     without, beside = (
-        plan(Sizes.of(*models, config, drafter), machine, config, OPTIONS, 2, 300, 84)
+        plan(Sizes.of(*models, config, drafter), machine, config, OPTIONS, Workload(2, 300, 84))
         for drafter in (None, SuffixMatching(8))
     )
     index = beside.device["suffix index"]

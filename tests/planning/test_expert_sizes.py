@@ -9,6 +9,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.expert_sizes import ExpertSizes
+from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan, plan
 
@@ -25,7 +26,7 @@ STREAMED = replace(QWEN3_30B, streamed=EXPERTS.total, slots=EXPERTS.layer_bytes)
 def planned(sizes: Sizes, prompt: int, device: float = 23, host: float = 90, **options: object) -> MemoryPlan:
     machine = Machine(int(device * GIB), int(host * GIB), BUS, READ)
     config = HierarchyConfig.from_options(**{"offload": "auto", **options})
-    return plan(sizes, machine, config, options, 1, prompt, 256)
+    return plan(sizes, machine, config, options, Workload(1, prompt, 256))
 
 
 def test_qwen3_30b_decodes_on_24_gib_with_its_experts_on_the_host() -> None:

@@ -7,6 +7,7 @@ import pytest
 from model_sizes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_1_8B, LONG, STREAMED_13B
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan, plan
 
@@ -19,7 +20,7 @@ def on_4090(
     sizes: Sizes, host: float, prompt: int = LONG, given: dict[str, object] | None = None, new: int = 256
 ) -> MemoryPlan:
     config = HierarchyConfig.from_options(**{"offload": True, **(given or {})})
-    return plan(sizes, replace(RTX_4090, host=int(host * GIB)), config, given or (), 1, prompt, new)
+    return plan(sizes, replace(RTX_4090, host=int(host * GIB)), config, given or (), Workload(1, prompt, new))
 
 
 def test_a_7b_at_120k_runs_with_64_gb_of_host_memory() -> None:
@@ -89,7 +90,7 @@ def refusal(
 ) -> str:
     config = HierarchyConfig.from_options(**{"offload": True, **(given or {})})
     with pytest.raises(DoesNotFitError) as caught:
-        plan(sizes, machine, config, given or (), batch, prompt, 256)
+        plan(sizes, machine, config, given or (), Workload(batch, prompt, 256))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -126,9 +127,9 @@ def test_more_memory_is_advised_only_if_the_machine_has_it() -> None:
     assert found, message
     config = HierarchyConfig.from_options(offload=True)
     enough = int(found[1]) * GIB
-    assert plan(LLAMA_2_7B, replace(short, device=enough), config, (), 1, LONG, 256).fits
+    assert plan(LLAMA_2_7B, replace(short, device=enough), config, (), Workload(1, LONG, 256)).fits
     with pytest.raises(DoesNotFitError):
-        plan(LLAMA_2_7B, replace(short, device=enough - GIB), config, (), 1, LONG, 256)
+        plan(LLAMA_2_7B, replace(short, device=enough - GIB), config, (), Workload(1, LONG, 256))
     assert "gpu_memory" not in refusal(LLAMA_2_7B, machine(8, 512))
     message = refusal(LLAMA_2_7B, machine(23, 32, most_host=60))
     assert 'host_memory leaves 32.0 GiB; allow more host memory (host_memory="53GiB"), or shorten' in message
@@ -153,7 +154,7 @@ def test_weights_on_the_host_are_advised_if_they_fit_there() -> None:
 
 def planned_with_streamed_weights(host: int, prompt: int) -> MemoryPlan:
     config = HierarchyConfig.from_options(offload=True)
-    return plan(STREAMED_13B, machine(24, host), config, (), 1, prompt, 256)
+    return plan(STREAMED_13B, machine(24, host), config, (), Workload(1, prompt, 256))
 
 
 def test_given_options_that_prevent_a_plan_are_named() -> None:
@@ -170,4 +171,4 @@ def test_fewer_sequences_are_advised_for_a_batch() -> None:
     found = re.search(r"take at most (\d) of the 8 sequences at once", message)
     assert found, message
     config = HierarchyConfig.from_options(offload=True)
-    assert plan(LLAMA_3_1_8B, machine(23, 40), config, (), int(found[1]), 65_536, 256).fits
+    assert plan(LLAMA_3_1_8B, machine(23, 40), config, (), Workload(int(found[1]), 65_536, 256)).fits

@@ -11,6 +11,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes, WindowedLayers, weights_fit
 from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan, plan
 
@@ -30,7 +31,7 @@ def planned(
     options = {"offload": True, **(given or {})}
     machine = Machine(int(cap * GIB), int(host * GIB), H200_BUS, 4.4e12, others)
     config = HierarchyConfig.from_options(**options)
-    return plan(sizes, machine, config, given or (), batch, context, 256)
+    return plan(sizes, machine, config, given or (), Workload(batch, context, 256))
 
 
 FITTING = [
@@ -115,13 +116,13 @@ def test_other_tensors_and_batches_reduce_the_resident_slots() -> None:
 def test_auto_stays_on_the_device_if_everything_fits() -> None:
     machine = Machine(80 * GIB, 512 * GIB, H200_BUS, 4.4e12)
     config = HierarchyConfig.from_options(offload="auto")
-    small = plan(LLAMA_3_1_8B, machine, config, (), 1, LONG, 256)
+    small = plan(LLAMA_3_1_8B, machine, config, (), Workload(1, LONG, 256))
     assert small.offload is None
     assert small.host_bytes == 0
     assert sum(small.device.values()) == machine.device
     assert small.config == config
     smaller = Machine(72 * GIB, 512 * GIB, H200_BUS, 4.4e12)
-    assert plan(LLAMA_2_7B, smaller, config, (), 1, LONG, 256).offload is not None
+    assert plan(LLAMA_2_7B, smaller, config, (), Workload(1, LONG, 256)).offload is not None
 
 
 def test_streamed_weights_take_slots_and_a_copy_of_few_bits() -> None:
@@ -170,7 +171,7 @@ def test_auto_streams_weights_that_do_not_fit() -> None:
     assert not weights_fit(LLAMA_2_13B.weights, LLAMA_2_13B.weights)
     machine = Machine(80 * GIB, 512 * GIB, H200_BUS, 4.4e12)
     config = HierarchyConfig.from_options(offload="auto")
-    made = plan(STREAMED_13B, machine, config, (), 1, 4096, 256)
+    made = plan(STREAMED_13B, machine, config, (), Workload(1, 4096, 256))
     assert made.offload is not None
     assert made.host["KV"] == 0
 
@@ -219,7 +220,7 @@ def test_planned_bytes_are_those_that_a_program_allocates(variance: bool) -> Non
     tensors = [*target.parameters(), *target.buffers()]
     assert sizes.weights == sum(t.nbytes for t in tensors)
     machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
-    made = plan(sizes, machine, config, options, 2, 300, 84).with_resident(40_000)
+    made = plan(sizes, machine, config, options, Workload(2, 300, 84)).with_resident(40_000)
     drafter = TreeDrafter(models[1], made.config)
     program = DecodingProgram(models[0], drafter, made.config, 2, 384, 3, made.offload)
     cache = program.offloaded
@@ -243,7 +244,7 @@ def test_planned_bytes_of_a_cache_in_8_bits() -> None:
     models = HFModel(target), HFModel(perturbed(target, 0.1))
     sizes = Sizes.of(*models, config)
     machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
-    made = plan(sizes, machine, config, options, 2, 300, 84)
+    made = plan(sizes, machine, config, options, Workload(2, 300, 84))
     assert made.offload is None
     program = DecodingProgram(models[0], TreeDrafter(models[1], config), config, 2, 384, 3)
     view = program.retrieval_view
@@ -265,7 +266,7 @@ def test_an_8b_in_4_bits_with_a_cache_in_8_bits_leaves_a_third_of_24_gib_free() 
     for bits in (16, 8):
         sizes = replace(LLAMA_3_1_8B, weights=int(5.7e9), kv_bits=bits)
         config = HierarchyConfig.from_options(offload="auto", kv_bits=bits, levels=3)
-        made = plan(sizes, machine, config, (), 1, LONG - 256, 256)
+        made = plan(sizes, machine, config, (), Workload(1, LONG - 256, 256))
         assert made.offload is None
         free.append(made.device["free"] / GIB)
     assert free == pytest.approx([1.4, 8.2], abs=0.3)
@@ -282,7 +283,7 @@ def test_planned_bytes_of_layers_with_windows(prompt: int) -> None:
     assert sizes.windowed == (WindowedLayers(2, 100, 128),)
     assert (sizes.full_layers, sizes.row) == (1, 128)
     machine = Machine(GIB, GIB, H200_BUS, 4.4e12)
-    made = plan(sizes, machine, config, options, 2, prompt, 84).with_resident(20_000)
+    made = plan(sizes, machine, config, options, Workload(2, prompt, 84)).with_resident(20_000)
     drafter = TreeDrafter(models[1], made.config)
     program = DecodingProgram(models[0], drafter, made.config, 2, prompt + 84, 2, made.offload)
     cache = program.offloaded
@@ -309,7 +310,7 @@ def test_planned_bytes_of_layers_with_windows(prompt: int) -> None:
     ],
 )
 def test_memory_sizes_are_parsed(text: str | int, size: int, name: str) -> None:
-    assert bytes_of(text) == size
+    assert bytes_of(text, name) == size
     config = HierarchyConfig.from_options(**{name: text})
     assert getattr(config, name.replace("memory", "bytes")) == size
     assert config.offloads == "auto"

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, HostRate, Machine, Sizes
 from triforce_tree.planning.memory_plan import plan
 from triforce_tree.planning.pass_time import HostKV
@@ -48,8 +49,8 @@ def test_cpu_and_bus_end_at_the_same_time() -> None:
 def test_the_plan_gives_the_cpu_a_share() -> None:
     machine = Machine(24 * GIB, 512 * GIB, H200_BUS, 4.4e12, host_attention=RATE)
     config = HierarchyConfig.from_options(offload=True, host_attention=True)
-    alone = plan(LLAMA_2_7B, replace(machine, host_attention=None), config, (), 1, LONG, 256)
-    made = plan(LLAMA_2_7B, machine, config, (), 1, LONG, 256)
+    alone = plan(LLAMA_2_7B, replace(machine, host_attention=None), config, (), Workload(1, LONG, 256))
+    made = plan(LLAMA_2_7B, machine, config, (), Workload(1, LONG, 256))
     assert alone.offload is not None
     assert made.offload is not None
     assert (alone.offload.host_share, alone.offload.plain_host_share) == (0, 0)
@@ -62,11 +63,13 @@ def test_the_plan_gives_the_cpu_a_share() -> None:
     assert made.pass_seconds < 0.8 * alone.pass_seconds
     assert made.config.gamma <= alone.config.gamma
     assert made.as_dict()["split"]["host_share"] == made.offload.host_share
-    given = plan(LLAMA_2_7B, machine, replace(config, runner_ups=True), {"runner_ups"}, 1, LONG, 256)
+    given = plan(
+        LLAMA_2_7B, machine, replace(config, runner_ups=True), {"runner_ups"}, Workload(1, LONG, 256)
+    )
     assert given.config.runner_ups is True
     assert given.offload is not None
     assert given.offload.host_share < made.offload.host_share
-    single = plan(LLAMA_2_7B, machine, replace(config, levels=1), (), 1, LONG, 256)
+    single = plan(LLAMA_2_7B, machine, replace(config, levels=1), (), Workload(1, LONG, 256))
     assert single.offload is not None
     assert single.offload.host_share == single.offload.plain_host_share
     assert single.pass_seconds == pytest.approx(single.host["KV"] / (0.95 * 60e9 + H200_BUS), rel=0.06)

@@ -20,8 +20,8 @@ CONTEXT, PREFIX, NEW = 102_400, 98_304, 256
 def test_a_batch_stays_on_the_device_where_its_prefix_is_stored_once() -> None:
     machine = Machine(80 * GIB, 512 * GIB, 55e9, 4.4e12)
     config = HierarchyConfig.from_options(offload="auto")
-    copied = plan(LLAMA_3_1_8B, machine, config, (), 8, CONTEXT, NEW)
-    once = plan(LLAMA_3_1_8B, machine, config, (), 8, CONTEXT, NEW, PrefixSize(PREFIX, PREFIX))
+    copied = plan(LLAMA_3_1_8B, machine, config, (), Workload(8, CONTEXT, NEW))
+    once = plan(LLAMA_3_1_8B, machine, config, (), Workload(8, CONTEXT, NEW, PrefixSize(PREFIX, PREFIX)))
     assert copied.offload is not None
     assert once.offload is None
     with_copies = on_device(LLAMA_3_1_8B, machine, once.config, Workload(8, CONTEXT, NEW))

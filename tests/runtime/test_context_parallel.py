@@ -8,7 +8,7 @@ from typing import Any
 import context_ranks
 import pytest
 import torch
-from context_ranks import NEW, PROMPT, SAMPLED, SETUPS
+from context_ranks import NEW, OPEN, PROMPT, SAMPLED, SETUPS, THREE
 from families import greedy, tiny
 from processes import ROOT, Ended, ranks_of
 
@@ -88,11 +88,13 @@ class TestRanks:
 
     def test_two_collectives_a_layer(self, two: list[dict[str, Any]]) -> None:
         # Two layers; three queries of four heads of 8 elements, with a log-sum-exp each, and three hidden
-        # states of 32; then the logits.
+        # states of 32; then half of the logits.
         calls, sizes = two[0]["traffic"]
-        assert calls == {"all_gather": 2, "all_reduce": 2, "broadcast": 1}
-        expected = {"all_gather": 2 * 3 * 4 * (8 * 4 + 4), "all_reduce": 2 * 3 * 32 * 4}
-        assert sizes == expected | {"broadcast": 3 * 64 * 4}
+        assert calls == {"all_gather": 2 + 1, "all_reduce": 2}
+        assert sizes == {
+            "all_gather": 2 * 3 * 4 * (8 * 4 + 4) + 3 * 32 * 4,
+            "all_reduce": 2 * 3 * 32 * 4,
+        }
 
     def test_ranks_share_neurons_and_not_heads(self, two: list[dict[str, Any]]) -> None:
         inner = tiny("llama-gqa").config.intermediate_size
@@ -113,6 +115,27 @@ class TestRanks:
 
     def test_four_ranks_split_text_and_heads(self, tmp_path: Path) -> None:
         check(results_of("four", tmp_path, 4), ("three levels", "two levels"))
+
+    @pytest.mark.parametrize("size", [2, 3, 4])
+    def test_ranks_choose_a_split_that_is_possible(self, size: int, tmp_path: Path) -> None:
+        results = results_of("open_split", tmp_path, size)
+        for name, (family, _) in OPEN.items():
+            heads = {"two KV heads": 2, "one KV head": 1, "three KV heads": 3}[name]
+            target = tiny(family, **(THREE if heads == 3 else {}))
+            own = greedy(target, PROMPT, NEW, attention_mask=torch.ones(1, len(PROMPT)))
+            for ranks, tokens in (result[name] for result in results):
+                assert tokens == own, name
+                assert ranks["heads"] * ranks["positions"] == size
+                # As many heads as can be shared, which saves reading weights.
+                assert ranks["heads"] == max(n for n in (1, 2, 3) if size % n == 0 and heads % n == 0)
+            assert results[0]["kept"][1] == own or name != "three KV heads"
+        for result in results:
+            assert result["kept"][0] == result["three KV heads"][0]["positions"]
+            if size == 2:
+                assert result["refused"] == 1
+            else:
+                assert result["refused"].startswith("2 key/value heads of LlamaForCausalLM cannot be shared")
+                assert "does not work with kv_bits=8" in result["refused"]
 
     def test_a_killed_rank_ends_the_others(self, tmp_path: Path) -> None:
         # A deadlock would last ten minutes, and the test would fail before.
@@ -165,6 +188,14 @@ def test_each_accepted_token_is_kept_by_the_rank_of_its_position(start: int) -> 
 def test_what_does_not_combine_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HierarchyConfig.from_options(**{"context_parallel": 2, **options})
+
+
+def test_one_process_has_nothing_to_choose() -> None:
+    made = load(tiny("llama"), profile=False)
+    assert made.hierarchy.config.context_parallel == 1
+    assert made.generate(PROMPT[:9], max_new_tokens=2, do_sample=False).ranks is None
+    with pytest.raises(ValueError, match="context_parallel='heads' must be an integer"):
+        made.with_options(context_parallel="heads")
 
 
 def test_one_process_is_refused() -> None:

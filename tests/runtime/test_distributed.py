@@ -17,8 +17,10 @@ import torch
 from families import greedy, tiny, with_rounded_kv
 from processes import PATIENCE, ROOT, Ended, environment, ranks_of
 from torch import nn
+from transformers import PreTrainedModel
 
 from triforce_tree.cli.entry import main
+from triforce_tree.models import tensor_parallel
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.tensor_parallel import RowParallel, shard, shards_of
@@ -141,6 +143,8 @@ class TestTwoRanks:
         assert json.loads(json_line)["text"] == json.loads(expected_json)["text"]
         assert done.stderr.count("memory map") == 1
         assert done.stderr.count("what each level did") == 1
+        assert done.stderr.count("2 ranks: heads split over 2, the text over 1 (context_parallel 1)") == 1
+        assert json.loads(json_line)["ranks"] == {"heads": 2, "positions": 1}
 
 
 def test_the_shards_of_all_ranks_are_the_whole_model() -> None:
@@ -160,7 +164,38 @@ def test_the_shards_of_all_ranks_are_the_whole_model() -> None:
             assert torch.equal(torch.cat([m.weight for m in shards]), linear.weight)
             if linear.bias is not None:
                 assert torch.equal(torch.cat([m.bias for m in shards]), linear.bias)
-    assert torch.equal(parts[1].lm_head.weight, whole.lm_head.weight)
+    assert torch.equal(torch.cat([part.lm_head.weight for part in parts]), whole.lm_head.weight)
+    assert torch.equal(parts[1].model.embed_tokens.weight, whole.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("size, tied", [(2, False), (3, True), (5, False), (66, True)])
+def test_ranks_share_the_rows_of_a_head(size: int, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> PreTrainedModel:
+        return tiny("llama-mqa", vocab_size=67, tie_word_embeddings=tied).to(torch.bfloat16)
+
+    whole, parts = made(), [made() for _ in range(size)]
+    for rank, part in enumerate(parts):
+        shard(part, Group(0, 1, CPU), Group(rank, size, CPU))
+        shard(part, Group(0, 1, CPU), Group(rank, size, CPU))  # which changes nothing
+        assert part.lm_head.out_features == 67
+        assert part.lm_head.linear.out_features == len(part.lm_head.weight) == -(-67 // size)
+        in_place = part.lm_head.weight.untyped_storage().data_ptr()
+        assert (in_place == part.model.embed_tokens.weight.untyped_storage().data_ptr()) == tied
+    x = torch.randn(2, 3, 32, dtype=torch.bfloat16)
+    gathered = torch.stack([part.lm_head.linear(x) for part in parts]).view(torch.uint8)
+    monkeypatch.setattr(tensor_parallel, "all_gather_tensor", lambda own, group: gathered)
+    for rank in (0, size - 1):
+        monkeypatch.setattr(tensor_parallel, "current", lambda rank=rank: Group(rank, size, CPU))
+        assert torch.allclose(parts[rank].lm_head(x), whole.lm_head(x), atol=1e-2)
+        assert torch.equal(parts[rank].lm_head(x), parts[0].lm_head(x))
+
+
+def test_a_quantised_head_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "quantisation", lambda model: "some library's")
+    model = tiny("llama-gqa")
+    shard(model, Group(0, 1, CPU), Group(1, 2, CPU))
+    assert type(model.lm_head) is nn.Linear
+    assert len(model.lm_head.weight) == 64
 
 
 def test_few_row_copies_of_sharded_linears_share_their_weights() -> None:

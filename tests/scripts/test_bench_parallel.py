@@ -43,10 +43,11 @@ def test_ranks_measure_together_and_fill_the_table(script: Any, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_two_ranks_and_one_write_into_one_file(tmp_path: Path) -> None:
+def test_two_ranks_and_one_write_into_one_file(script: Any, tmp_path: Path) -> None:
     for size in (2, 1):
+        texts = ["--texts", "--kinds", "python-topics", "--new-tokens", "8", "--plain-tokens", "4"]
         first, *others = ranks_of(
-            ["-m", "scripts.benchmarks", "split", "--tiny", "--out", str(tmp_path)], size
+            ["-m", "scripts.benchmarks", "split", "--tiny", "--out", str(tmp_path), *texts], size
         )
         assert [rank.code for rank in (first, *others)] == [0] * size, first.err
         assert all(rank.out == "" for rank in others)
@@ -61,3 +62,16 @@ def test_two_ranks_and_one_write_into_one_file(tmp_path: Path) -> None:
     assert rows["by position"]["collectives"]["plain"] == {"calls": 14, "bytes": 7 * (4 * 129 + 512) * 4}
     assert rows["by heads"]["collectives"]["plain"] == {"calls": 14, "bytes": 14 * 512 * 4}
     assert rows["by position"]["merge_ms"].keys() == {"plain", "target"}
+    # A rank's part of keys and values of all heads of a layer, as often as there are layers.
+    ring = rows["by position"]["ring"]
+    assert ring["ms"] > 0
+    assert ring["layers"] * ring["layer_bytes"] == pytest.approx(rows["by position"]["kv_bytes"], rel=0.01)
+    for row in rows.values():
+        [text] = row["texts"]
+        # In fp32 both kinds of decoding write the same tokens.
+        assert (text["text"], text["new_tokens"], text["equal_tokens"]) == ("python-topics", 8, [4, 4])
+        assert text["speedup"] == pytest.approx(text["plain_ms_per_token"] / text["ms_per_token"])
+    found = script("benchmarks.cards.tables").TABLES["sequence_parallel_texts"].make(content)
+    kept = rows["by heads"]["texts"][0]["speedup"] / rows["one card"]["texts"][0]["speedup"]
+    assert f"| {100 * kept:.0f} % |" in found
+    assert "| 100 % |" in found

@@ -165,6 +165,8 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "messages after text": ([1, 2], [{"role": "user", "content": "a"}], "this session continues a text"),
     "ids after messages": ([{"role": "user", "content": "a"}], [1, 2], "this session is a conversation"),
     "nothing": (None, None, "there is nothing to continue"),
+    "no UTF-8": ("a", "b\udcff", r"the text holds '\\udcff' at character 1, .* no UTF-8"),
+    "no UTF-8 in messages": (None, [{"role": "user", "content": "\udcff"}], "at character 0, .* no UTF-8"),
 }
 
 
@@ -184,6 +186,26 @@ def test_a_refused_call_leaves_the_session_as_it_was() -> None:
     assert session.tokens == before
     session.generate([2], **NINE)
     assert session.tokens == cold([*before, 2])
+
+
+def test_refused_messages_do_not_begin_a_conversation() -> None:
+    session = engine().session()
+    with pytest.raises(ValueError, match="one conversation, not 2"):
+        session.generate([[{"role": "user", "content": "a"}]] * 2, **NINE)
+    assert session.messages is None
+    session.generate([1, 2, 3], **NINE)
+    assert session.tokens == cold([1, 2, 3])
+
+
+def test_a_fork_reads_its_own_question_again() -> None:
+    """An answer begun by the user is taken out of the messages of the session that continues it alone."""
+    begun = [{"role": "user", "content": "Who"}, {"role": "assistant", "content": "It is"}]
+    session = engine().session([{"role": "system", "content": "Be brief"}])
+    session.prompt(begun)
+    other = session.fork()
+    for each in (session, other):
+        each.generate(begun, **NINE)
+        assert [m["role"] for m in each.messages] == ["system", "user", "assistant"]
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -264,6 +286,9 @@ def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     file.write_text(json.dumps({**found, "tokenizer": "x"}))
     with pytest.raises(ValueError, match=r"tokenizer='x', this engine has .* load the tokenizer"):
+        engine().load_session(tmp_path / "s")
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"session\.json is damaged .* save the session again"):
         engine().load_session(tmp_path / "s")
     file.write_text(json.dumps(found))
     (tmp_path / "s" / "layer-00001.safetensors").write_bytes(b"no")

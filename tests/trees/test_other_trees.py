@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.trees.shapes import BestFirst, Static, WithChain, save_shape, shape_name
+from triforce_tree.trees.shapes import BestFirst, Static, WithChain, shape_name
 
 
 def test_other_trees_are_checked_and_kept_in_order(tmp_path: Path) -> None:
     path = tmp_path / "tree.json"
-    save_shape(Static([(0, 0), (1,)]), path)
+    path.write_text('{"paths": [[0, 0], [1]]}')
     config = HierarchyConfig(other_trees=f"chain:2 {path}")
     assert config.other_trees == ("chain:2", Static([(0, 0), (1,)]).name)
     path.unlink()

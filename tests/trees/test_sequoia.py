@@ -19,7 +19,6 @@ from triforce_tree.trees.shapes import (
     expected_acceptances,
     load_shape,
     parse_shape,
-    save_shape,
 )
 
 MOST = 6
@@ -145,12 +144,16 @@ def test_impossible_costs_and_limits_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [Static([[0, 0, 1], [2]]), BestFirst([4, 3]), parse_shape("sequoia:24x5"), parse_shape("chain:7")],
+    ("shape", "content"),
+    [
+        (Static([[0, 0, 1], [2]]), {"paths": [[0, 0, 1], [2]]}),
+        (parse_shape("chain:3"), [[0], [0, 0], [0, 0, 0]]),
+        (BestFirst([4, 3]), {"widths": [4, 3]}),
+    ],
 )
-def test_a_shape_survives_its_file(shape: Static | BestFirst, tmp_path: Path) -> None:
+def test_shapes_from_files(shape: Static | BestFirst, content: object, tmp_path: Path) -> None:
     path = tmp_path / "tree.json"
-    save_shape(shape, path)
+    path.write_text(json.dumps(content))
     again = parse_shape(str(path))
     assert again.name == load_shape(path).name == shape.name
     config = HierarchyConfig(tree=str(path))

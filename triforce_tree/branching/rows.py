@@ -33,7 +33,7 @@ class TreeRows:
         """Pages that so many rows of each node take beyond those that it owns."""
         return sum(max(0, self.pool.pages_of(rows) - len(node.pages)) for node, rows in needs.items())
 
-    def room(self, needs: Mapping[Node, int]) -> None:
+    def reserve(self, needs: Mapping[Node, int]) -> None:
         """Give each node pages for so many rows.
 
         Raises:
@@ -51,7 +51,7 @@ class TreeRows:
         Args:
             progress: called with the tokens of each chunk of a long run.
         """
-        self.room(needs)
+        self.reserve(needs)
         feeds: list[Feed] = []
         for node, rows in needs.items():
             missing = rows - node.stored
@@ -80,7 +80,7 @@ class TreeRows:
         Yields:
             numbers of some of the nodes and their logits ``[n, V]``, until the next item.
         """
-        self.room({tip: len(tip.tokens) for tip in tips})
+        self.reserve({tip: len(tip.tokens) for tip in tips})
         distinct = list(dict.fromkeys(tips))
         for first in range(0, len(distinct), MOST_QUERIES):
             part = distinct[first : first + MOST_QUERIES]
@@ -98,7 +98,7 @@ class TreeRows:
         [child] = node.children
         first, page = len(node.tokens), self.pool.page
         assert node.stored == first, "the rows of a node with children that were computed are stored"
-        self.room({node: first + len(child.tokens)})
+        self.reserve({node: first + len(child.tokens)})
         self.pool.move(child.slots(0, child.stored, page), node.slots(first, first + child.stored, page))
         node.append(child.tokens, child.logprobs)
         node.stored += child.stored

@@ -37,7 +37,7 @@ def fill_logprobs(rows: TreeRows, nodes: Sequence[Node]) -> None:
             after.setdefault(tip, []).append(node)
         if count > 1:
             add(node, min(node.stored, max(0, first - 1)), count - 1)
-    rows.room({node: stop for node, (_, stop) in ranges.items()})
+    rows.reserve({node: stop for node, (_, stop) in ranges.items()})
     feeds: list[Feed] = []
     free = MOST_QUERIES
     for node in sorted(ranges, key=lambda node: len(node.path)):

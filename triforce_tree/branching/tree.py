@@ -128,7 +128,7 @@ class TextTree:
         if new:
             check_rows([new], self._target.vocab_size)
             self._check_length(node.stop, len(new))
-            self._rows.room({node: len(node.tokens) + len(new)})
+            self._rows.reserve({node: len(node.tokens) + len(new)})
             node.append(new)
         return node
 

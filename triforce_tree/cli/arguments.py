@@ -17,7 +17,7 @@ from triforce_tree.cli.groups import (
     add_sampling,
     add_text_source,
 )
-from triforce_tree.cli.parsing import HelpFormatter, Parser, not_negative, positive
+from triforce_tree.cli.parsing import HelpFormatter, Parser, above_zero, finite, not_negative, positive
 from triforce_tree.cli.serve import arguments as serve
 
 
@@ -71,7 +71,7 @@ def _generate(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--length-penalty",
-        type=float,
+        type=finite,
         metavar="X",
         help="with beams: scores are divided by the length to the power of X; without it the checkpoint's",
     )
@@ -194,7 +194,7 @@ def _tune(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=above_zero,
         default=900.0,
         help="start no measurement after this time; the same command continues",
     )

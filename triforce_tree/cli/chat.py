@@ -32,28 +32,32 @@ def run(args: argparse.Namespace) -> int:
     chat = Chat(engine, document, args.system)
     if args.load is not None:
         chat.session = engine.load_session(args.load)
-        screen().print(f"{len(chat.session.tokens):,} tokens read from {args.load}", markup=False)
+        screen().print(f"{len(chat.session.tokens):,} tokens read from {args.load}")
     turns: list[dict[str, Any]] = []
     for line in _lines():
         name, _, rest = line.partition(" ")
         if name == "/quit":
             break
-        if name == "/reset":
-            chat.reset()
-        elif name == "/save" and rest.strip():
-            chat.session.save(Path(rest.strip()))
-            screen().print(f"saved in {rest.strip()}", markup=False)
-        elif name.startswith("/"):
-            _tell(ValueError(f"{name} is no command; there are {COMMANDS}"))
-        else:
-            try:
+        try:
+            if name == "/reset":
+                chat.reset()
+            elif name == "/save" and rest.strip():
+                chat.session.save(Path(rest.strip()))
+                screen().print(f"saved in {rest.strip()}")
+            elif name.startswith("/"):
+                raise ValueError(f"{name} is no command; there are {COMMANDS}")
+            else:
                 # A seed of its own for each answer, the same in every run.
                 out, interrupted = chat.ask(line, seed=seed + len(turns), **more)
-            except ValueError as error:
-                _tell(error)
-                continue
-            turns.append(_turn(line, out, interrupted))
-            screen().print(_summary(out))
+                turns.append(_turn(line, out, interrupted))
+                screen().print(_summary(out))
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError) as error:
+            # Whoever types goes on; without a terminal the program ends.
+            if not sys.stdin.isatty():
+                raise
+            screen().print(str(error))
     if args.json:
         json_line({"seed": seed, "turns": turns, "tokens": len(chat.session.tokens)})
     return 0
@@ -121,13 +125,6 @@ def _lines() -> Iterator[str]:
             return
         if line:
             yield line
-
-
-def _tell(error: ValueError) -> None:
-    """Show what is wrong with a line to whoever types it; without a terminal the program ends."""
-    if not sys.stdin.isatty():
-        raise error
-    screen().print(str(error), markup=False)
 
 
 def _summary(out: GenerateOutput) -> str:

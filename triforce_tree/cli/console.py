@@ -30,9 +30,13 @@ _SHORT = 24
 
 
 def screen() -> Console:
-    """The console on stderr, so that stdout holds nothing but results; quiet on all ranks but the first."""
+    """The console on stderr, so that stdout holds nothing but results; quiet on all ranks but the first.
+
+    Text is shown as it is: paths and prompts may hold what rich takes for markup.
+    """
     width = None if sys.stderr.isatty() else LOG_WIDTH
-    return Console(stderr=True, highlight=False, width=width, quiet=not distributed.is_first_rank())
+    quiet = not distributed.is_first_rank()
+    return Console(stderr=True, highlight=False, markup=False, emoji=False, width=width, quiet=quiet)
 
 
 @contextmanager
@@ -48,7 +52,7 @@ def first_rank_stdout() -> Iterator[None]:
 def bar(unit: str) -> Progress:
     """A progress bar on stderr; where that is no terminal, one line at the end."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(unit),

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     show.print(levels_table(pair.levels))
     _show_tree(engine, pair.trees)
     verdict = difference_verdict(common_prefix(ours, alone), found) if differs else _verdict(pieces, greedy)
-    show.print(f"{_speed(speeds, program.levels)}{verdict}", markup=False)
+    show.print(f"{_speed(speeds, program.levels)}{verdict}")
     if args.json:
         result: dict[str, Any] = {
             "prompt_tokens": len(prompt),
@@ -163,7 +163,7 @@ def _continued(engine: Engine, pair: SideBySide, prompt: list[int], new_tokens: 
     assert engine.tokenizer is not None
     out = LevelText(engine.tokenizer, [level.name for level in pair.levels])
     ending = str(engine.tokenizer.decode(prompt[-48:])).rstrip()
-    screen().print(f"\nThe text ends in\n  ...{ending}".replace("\n", "\n  "), markup=False)
+    screen().print(f"\nThe text ends in\n  ...{ending}".replace("\n", "\n  "))
     screen().print("and goes on\n")
     if out.legend:
         screen().print(out.legend)
@@ -189,7 +189,7 @@ def _show_tree(engine: Engine, trees: Sequence[Sequence[Node]]) -> None:
     words = [str(engine.tokenizer.decode([node.token])) for node in tree]
     screen().print("a drafted token tree, with the draft's probability of each token", style="bold")
     for line in as_lines(tree, words):
-        screen().print(f"  {line}", markup=False, style="green" if line.endswith("accepted") else None)
+        screen().print(f"  {line}", style="green" if line.endswith("accepted") else None)
     screen().print()
 
 

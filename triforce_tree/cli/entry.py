@@ -81,7 +81,8 @@ def _run(args: argparse.Namespace) -> int:
         short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
         if args.traceback or not short:
             raise
-        return _failed(f"out of memory ({_message(error)}); shorten the prompt, or use --dtype bfloat16", 1)
+        less = "ask for shorter prompts or fewer texts at once, or use --dtype bfloat16"
+        return _failed(f"out of memory ({_message(error)}); {less}", 1)
 
 
 def _message(error: Exception) -> str:

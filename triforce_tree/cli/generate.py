@@ -57,6 +57,12 @@ def run(args: argparse.Namespace) -> int:
                 else "stages timed, once for these settings,"
             )
             show.print(f"{what} in {out.capture_seconds:.1f} s, apart from prefill and decoding")
+        if out.ranks:
+            heads, positions = out.ranks["heads"], out.ranks["positions"]
+            show.print(
+                f"{heads * positions} ranks: heads split over {heads}, the text over {positions} "
+                f"(context_parallel {positions})"
+            )
         if out.profile:
             show.print(f"settings from the profile {out.profile}")
         comparison = None

@@ -13,6 +13,7 @@ from triforce_tree.cli.parsing import (
     HelpFormatter,
     levels,
     positive,
+    positive_or_auto,
 )
 from triforce_tree.config import HierarchyConfig
 
@@ -192,11 +193,11 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument(
         "--context-parallel",
-        type=positive,
+        type=positive_or_auto,
         action=Given,
         metavar="C",
         help="under torchrun: split the keys and values of the text by position over C processes, and the "
-        "target's heads over the others; by default 1, heads alone",
+        "target's heads over the others; by default auto, the fastest that is possible",
     )
     group.add_argument(
         "--offload",

@@ -30,7 +30,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
     distributed.join(args.device)
     if args.gpu_memory is not None and torch.cuda.is_available():
         # The limit is for the whole process.
-        bound_memory(torch.device(args.device or "cuda"), bytes_of(args.gpu_memory))
+        bound_memory(torch.device(args.device or "cuda"), bytes_of(args.gpu_memory, "gpu_memory"))
     profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
     models = {
         "drafter": args.drafter,
@@ -50,11 +50,7 @@ def engine_of(args: argparse.Namespace) -> Engine:
 
 def check_sampling(args: argparse.Namespace) -> None:
     """Raise ValueError for a temperature, top_p or top_k out of range."""
-    check_sampling_options({"temperature": args.temperature})
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise ValueError(f"top_p={args.top_p} must lie in (0, 1]; 1 keeps all tokens")
-    if args.top_k is not None and args.top_k < 0:
-        raise ValueError(f"top_k={args.top_k} must be at least 0; 0 keeps all tokens")
+    check_sampling_options({"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k})
 
 
 def sampling_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
@@ -64,7 +60,7 @@ def sampling_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     if args.temperature is None and not own.do_sample:
         found["temperature"] = 0.0
     if found["temperature"] == 0:
-        if args.top_k or (args.top_p or 1) < 1:
+        if args.top_k or (args.top_p is not None and args.top_p < 1):
             screen().print(
                 "--top-k and --top-p change nothing at temperature 0, which takes the most probable token; "
                 "give --temperature"

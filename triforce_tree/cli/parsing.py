@@ -86,10 +86,28 @@ def positive(text: str) -> int:
     return value
 
 
+def positive_or_auto(text: str) -> int | str:
+    return text if text == "auto" else positive(text)
+
+
 def not_negative(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} must be at least 0")
+    return value
+
+
+def above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} must be above 0")
+    return value
+
+
+def finite(text: str) -> float:
+    value = float(text)
+    if not abs(value) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} must be a finite number")
     return value
 
 

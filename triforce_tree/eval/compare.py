@@ -145,6 +145,7 @@ def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[s
         "ms_per_token": ms_per_token(out),
         "profile": out.profile,
         "memory": out.memory,
+        "ranks": out.ranks,
         "levels": [level.as_dict() for level in out.levels or []],
     }
     if comparison is not None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from triforce_tree.engine import Engine
 from triforce_tree.eval.ablations.through import Answer, answer_by
-from triforce_tree.eval.results import Record, Records
+from triforce_tree.eval.results import Record, Series
 from triforce_tree.eval.text import surrounding, token_ids
 from triforce_tree.pair import needle as planted
 from triforce_tree.runtime.stats import Progress
@@ -71,15 +71,11 @@ def measure(
     lengths: Sequence[int],
     depths: Sequence[float],
     trials: int,
-    records: Records,
+    series: Series,
     through: Sequence[str] = ("hierarchy",),
-    seed: int = 0,
-    stop: StoppingCriteria | None = None,
     progress: Callable[[Record, int], Progress | None] = lambda key, tokens: None,
-    done: Callable[[Record], None] = lambda record: None,
-    wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Measure the needles that ``records`` lacks.
+    """Measure the needles that the series lacks; its seed is that of names, numbers and positions.
 
     Args:
         engine: our models and settings.
@@ -87,23 +83,19 @@ def measure(
         lengths: of prompts, in tokens.
         depths: of the needles, 0 ... 1.
         trials: needles for each length and depth.
-        records: gets every answer.
         through: what answers, names of ``eval.ablations.through``.
-        seed: of names, numbers and positions.
-        stop: ends a generation early; its answer is discarded.
         progress: makes a prefill callback for a key and a number of tokens.
-        done: called with every record.
-        wanted: whether to continue, called before each needle.
     """
     answers = {by: answer_by(engine, by) for by in through}
 
     def answer(key: Record) -> Record:
-        needle = haystack.needle(key["length"], key["depth"], key["trial"], seed)
-        return {"found": found(answers[key["through"]], needle, stop, progress(key, len(needle.prompt)))}
+        needle = haystack.needle(key["length"], key["depth"], key["trial"], series.seed)
+        reading = progress(key, len(needle.prompt))
+        return {"found": found(answers[key["through"]], needle, series.stop, reading)}
 
     cells = product(lengths, depths, range(trials), through)
     keys = ({"through": by, "length": n, "depth": depth, "trial": i} for n, depth, i, by in cells)
-    records.fill(keys, answer, wanted, done)
+    series.fill(keys, answer)
 
 
 def accuracy(records: Sequence[Record], **key: object) -> float | None:

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import triforce_tree
 from triforce_tree.runtime.fingerprint import hardware as hardware
@@ -107,32 +109,6 @@ class Records:
         if self.path is not None:
             self._append(self.path, record)
 
-    def fill(
-        self,
-        keys: Iterable[Record],
-        measure: Callable[[Record], Record],
-        wanted: Callable[[], bool],
-        done: Callable[[Record], None],
-    ) -> None:
-        """Measure what is lacking.
-
-        Args:
-            keys: of all records, in the order of the measurements.
-            measure: the values for a key; where ``wanted`` is False after it, they are discarded.
-            wanted: whether to continue, called before and after each measurement.
-            done: called with every record.
-        """
-        for key in keys:
-            if not wanted():
-                return
-            record = self.find(**key)
-            if record is None:
-                record = {**key, **measure(key)}
-                if not wanted():
-                    return
-                self.add(record)
-            done(record)
-
     def _resume(self, path: Path) -> None:
         head, rest, complete = _read_lines(path)
         settings = head["settings"]
@@ -153,6 +129,49 @@ class Records:
             file.write(json.dumps(record) + "\n")
 
 
+@dataclass(frozen=True)
+class Series:
+    """Measurements that are made one after the other, until all are there or the user has had enough.
+
+    Attributes:
+        records: earlier ones, and where new ones are added.
+        seed: of all draws.
+        stop: ends a generation early.
+        wanted: whether to continue, called before and after each measurement; one after which it is False is
+            discarded.
+        done: called with every record, earlier ones included.
+    """
+
+    records: Records
+    seed: int = 0
+    stop: StoppingCriteria | None = None
+    wanted: Callable[[], bool] = lambda: True
+    done: Callable[[Record], None] = lambda record: None
+
+    @property
+    def criteria(self) -> StoppingCriteriaList:
+        """``stop``, as ``generate`` takes it."""
+        return StoppingCriteriaList([self.stop] if self.stop else [])
+
+    def fill(self, keys: Iterable[Record], measure: Callable[[Record], Record]) -> None:
+        """Measure what the records lack.
+
+        Args:
+            keys: of all records, in the order of the measurements.
+            measure: the values for a key.
+        """
+        for key in keys:
+            if not self.wanted():
+                return
+            record = self.records.find(**key)
+            if record is None:
+                record = {**key, **measure(key)}
+                if not self.wanted():
+                    return
+                self.records.add(record)
+            self.done(record)
+
+
 def read(path: str | Path) -> Records:
     """A results file to look at: nothing is written to it.
 
@@ -171,8 +190,8 @@ def _read_lines(path: Path) -> tuple[Record, list[Record], int]:
     try:
         whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
         head, *rest = [json.loads(line) for line in whole.splitlines()]
-        if not isinstance(head["settings"], dict):
-            raise TypeError("settings are an object")
+        if not isinstance(head["settings"], dict) or not all(isinstance(record, dict) for record in rest):
+            raise TypeError("settings and records are objects")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not a results file of this command; give another path") from error
     return head, rest, len(whole.encode()) + 1

@@ -47,7 +47,7 @@ def dataset_texts(name: str, split: str = "test", column: str = "text") -> Itera
         split, column: of the data set.
 
     Raises:
-        ValueError: the column is not there, or the file cannot be read.
+        ValueError: the column is not there or holds no text, or the file cannot be read.
         FileNotFoundError: there is no such file.
     """
     for row in dataset_rows(name, split):
@@ -55,7 +55,11 @@ def dataset_texts(name: str, split: str = "test", column: str = "text") -> Itera
             raise ValueError(
                 f"data set {name!r} has no column {column!r}; its columns: {', '.join(sorted(row))}"
             )
-        yield str(row[column])
+        if not isinstance(row[column], str):
+            raise ValueError(
+                f"column {column!r} of data set {name!r} holds {row[column]!r}, no text; name another"
+            )
+        yield row[column]
 
 
 def dataset_rows(name: str, split: str) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from triforce_tree.generation.tokenized_texts import Tokenizer
+from triforce_tree.generation.tokenized_texts import Tokenizer, check_text
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -39,8 +39,10 @@ def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     As in transformers' pipelines, a last message of the assistant is continued.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or its template refuses these messages.
+        ValueError: the tokenizer has no chat template, or its template refuses these messages; a text that
+            was no UTF-8.
     """
+    check_text(characters(chat))
     continued = chat[-1]["role"] == "assistant"
     try:
         # transformers annotates one of the many types that this returns.

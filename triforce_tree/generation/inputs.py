@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.generation.chat import Chat, characters, chat_ids, chats_of
-from triforce_tree.generation.tokenized_texts import Tokenizer
+from triforce_tree.generation.tokenized_texts import Tokenizer, check_text
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
 Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
@@ -123,10 +123,11 @@ def encoded(tokenizer: Tokenizer, given: str | Chat, positions: int | None = Non
 
     Raises:
         ValueError: its beginning alone has more tokens than ``positions``. Tokenizing all of a text takes
-            seconds a megabyte, so a text that is much too long is not tokenized to its end. For a chat also:
-            there is no chat template, or it refuses these messages.
+            seconds a megabyte, so a text that is much too long is not tokenized to its end. A text that was
+            no UTF-8. For a chat also: there is no chat template, or it refuses these messages.
     """
     text = given if isinstance(given, str) else characters(given)
+    check_text(text)
     if positions is not None and len(text) > _MANY_CHARACTERS * positions:
         start: Any = tokenizer(text[: 3 * _MANY_CHARACTERS * positions // 8], verbose=False)["input_ids"]
         if len(start) > positions:

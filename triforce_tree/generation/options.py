@@ -54,6 +54,8 @@ _REAL = {
     "temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff",
     "repetition_penalty", "max_time",
 }  # fmt: skip
+# Logits divided by less may exceed what fp32 holds.
+_LEAST_TEMPERATURE = 1e-30
 REMEDY = "leave it out, or use the model's own generate()"
 
 
@@ -163,7 +165,7 @@ def check_sampling_options(kwargs: dict[str, Any]) -> None:
     """Turn ``temperature=0`` into greedy decoding, and any other temperature into sampling.
 
     Raises:
-        ValueError: temperature is negative, NaN or infinite; top_p or top_k is out of range, which
+        ValueError: temperature is negative, NaN, infinite or all but 0; top_p or top_k is out of range, which
             transformers notices only where it samples.
     """
     top_p, top_k = _checked("top_p", kwargs.get("top_p")), _checked("top_k", kwargs.get("top_k"))
@@ -177,6 +179,10 @@ def check_sampling_options(kwargs: dict[str, Any]) -> None:
     _checked("temperature", temperature)
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be a finite number of at least 0; 0 means greedy")
+    if 0 < temperature < _LEAST_TEMPERATURE:
+        raise ValueError(
+            f"temperature={temperature} is below {_LEAST_TEMPERATURE}; use 0, which means greedy"
+        )
     if temperature == 0:
         if kwargs.get("do_sample"):
             raise ValueError("temperature=0 means greedy, but do_sample=True; choose one")

@@ -39,7 +39,8 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     ``decode_seconds``: host time. ``capture_seconds``, in neither of them: making stages, which on a GPU
     compiles and captures CUDA graphs, once for all prompts that fit them; before prefill, or for further
     shapes of tree between two passes. ``profile``: the file whose settings were used; None for the engine's
-    own. ``memory``: the memory map, where KV slots may be offloaded.
+    own. ``memory``: the memory map, where KV slots may be offloaded. ``ranks``: under torchrun, over how many
+    processes ``heads`` and ``positions`` are split.
     """
 
     logprobs: Tensor | None = None
@@ -52,6 +53,7 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     capture_seconds: float | None = None
     profile: str | None = None
     memory: dict[str, Any] | None = None
+    ranks: dict[str, int] | None = None
     reused_tokens: int | list[int] | None = None
     sequences_scores: Tensor | None = None
     beam_indices: Tensor | None = None

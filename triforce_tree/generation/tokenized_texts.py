@@ -118,6 +118,21 @@ class TokenizedTexts:
 Tokenizer = PreTrainedTokenizerBase | TokenizedTexts
 
 
+def check_text(text: str) -> None:
+    """Check that a text is Unicode, which tokenizers need.
+
+    Raises:
+        ValueError: it holds a surrogate, as Python makes of bytes that are no UTF-8 (arguments, stdin).
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text holds {text[error.start]!r} at character {error.start:,}, which stands for a byte "
+            "that is no UTF-8; convert it first"
+        ) from error
+
+
 def _listed(ids: Ids) -> list[int]:
     listed: list[int] = ids.tolist()
     return listed

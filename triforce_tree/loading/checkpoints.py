@@ -1,6 +1,7 @@
 """Loads models and tokenizers from folders, hub ids, GGUF files or objects; no pickles."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ from transformers import (
 )
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.kv.offload.bandwidth import read_bandwidth
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
+from triforce_tree.kv.parallel.choice import BETWEEN, HOSTS, WITHIN, Ranks, chosen
 from triforce_tree.loading.gguf import gguf_tokenizer, is_gguf
 from triforce_tree.loading.model_files import configuration, folder_of, in_one_line, needs_code
 from triforce_tree.loading.reading import ModelFiles
 from triforce_tree.models.experts.modules import expert_modules, fused_weights
+from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.tensor_parallel import shard
 from triforce_tree.planning.machine import available_device_bytes
 from triforce_tree.planning.memory_map import tensor_bytes, weights_fit
+from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 from triforce_tree.runtime.distributed import Grid, local_size
 
@@ -127,6 +132,37 @@ def load_target(
             f"embeddings, head and two layers of this {type(model).__name__} do not fit on {device}; free "
             "device memory, allow more of it (gpu_memory), or use a smaller model"
         ) from error
+
+
+def with_text_ranks(
+    config: HierarchyConfig, source: PreTrainedModel | str | Path, dtype: torch.dtype | str | None = None
+) -> HierarchyConfig:
+    """The settings with ``context_parallel`` decided, where it is left open; the same on all ranks.
+
+    Args:
+        source, dtype: as for :func:`load_target`; no weights are read.
+
+    Raises:
+        OSError: as :func:`load_target`.
+        ValueError: as :func:`load_target`; the ranks can share neither heads nor texts.
+    """
+    if config.context_parallel != "auto":
+        return config
+    if (group := distributed.current()) is None:
+        return replace(config, context_parallel=1)
+    if isinstance(source, PreTrainedModel):
+        model, method = source, quantisation(source)
+    else:
+        files = ModelFiles.find(source, group.device, dtype)
+        model, method = files.skeleton(), files.quantised
+
+    def ranks() -> Ranks:
+        read = distributed.all_reduce_min([read_bandwidth(group.device)])[0]
+        links = (WITHIN, BETWEEN) if group.device.type == "cuda" else (HOSTS, HOSTS)
+        return Ranks(group.size, local_size(), read, *links)
+
+    count = chosen(model, config, group.size, ranks, method)
+    return replace(config, context_parallel=distributed.broadcast_object(count))
 
 
 def experts_alone(model: PreTrainedModel, free: int | None) -> bool:

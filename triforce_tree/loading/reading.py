@@ -75,11 +75,7 @@ class ModelFiles:
         if checkpoint is not None and method is not None:
             size = checkpoint.stored
         else:
-            kind = arguments["dtype"]
-            if not isinstance(kind, torch.dtype):
-                kind = getattr(config, "dtype", None)
-            itemsize = kind.itemsize if isinstance(kind, torch.dtype) else 4
-            size = itemsize * sum(weight.numel() for weight in skeleton(config, source).parameters())
+            size = sum(w.nbytes for w in _in_dtype(config, source, arguments["dtype"]).parameters())
         return cls(source, config, arguments["dtype"], size, method, checkpoint, arguments)
 
     def read(self, device: torch.device) -> PreTrainedModel:
@@ -133,6 +129,11 @@ class ModelFiles:
         _leave_out_encoders(ready)
         return ready
 
+    def skeleton(self) -> PreTrainedModel:
+        """The model on the meta device, without memory for its weights; not quantised."""
+        made: PreTrainedModel = _in_dtype(self.config, self.source, self.dtype)
+        return made
+
     def _lacks_package(self, error: ImportError) -> ValueError:
         packages = _PACKAGES.get(self.quantised or "")
         if packages is None:
@@ -154,6 +155,12 @@ class ModelFiles:
                 f"the model in {str(self.source)!r} needs {self.bytes / 2**30:.1f} GiB of host memory, and "
                 f"{what} leaves {left / 2**30:.1f} GiB; {_REMEDY}"
             )
+
+
+def _in_dtype(config: PreTrainedConfig, source: str | Path, dtype: torch.dtype | str | None) -> Any:
+    kind = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None)
+    made: Any = skeleton(config, source)
+    return made.to(kind if isinstance(kind, torch.dtype) else torch.float32)
 
 
 def _method(config: PreTrainedConfig) -> str | None:

@@ -37,8 +37,8 @@ from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import PassThrough
 from triforce_tree.models.recurrent.running import running
 from triforce_tree.models.supported import UnsupportedModelError, max_positions, refuse_unsupported
+from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.runtime.devices import plain_torch_modes
-from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.locks import held
 
 ATTENTION = "triforce_tree"
@@ -260,7 +260,7 @@ class HFModel:
             whole: check that every layer with attention has attended; False if some layers are skipped.
 
         Returns:
-            ``[T, V]`` or ``[1, V]`` in the model's dtype, rank 0's on every rank.
+            ``[T, V]`` or ``[1, V]`` in the model's dtype, the same on every rank.
 
         Raises:
             RuntimeError: a layer bypassed our attention function, so the cache lacks its keys and values.
@@ -286,7 +286,7 @@ class HFModel:
             )
         cache.advance(len(tokens))
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
-        return broadcast_tensor(logits.contiguous())
+        return agreed_logits(self.model, logits.contiguous())
 
     def _settle(self) -> None:
         """Run the model's own forward once.
@@ -340,7 +340,6 @@ class HFModel:
         self.kv_layers: list[KVShape | None] = [None] * self.layers
         for index, shape in zip(self.calls, self.kv_shapes, strict=True):
             self.kv_layers[index] = shape
-        self.has_windows = any(shape.window is not None for shape in self.kv_shapes)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Of the full-attention layers, if there are any: they take most of the memory and time.
         self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads

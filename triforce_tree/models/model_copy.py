@@ -51,6 +51,16 @@ def _indexed(layer: nn.Module) -> bool:
     return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
 
 
+def weight_bytes(model: PreTrainedModel) -> int:
+    """What one forward reads of a model: all but an input embedding that is not the head as well."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    read = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    if head.weight is not embedding.weight:
+        read.pop(id(embedding.weight), None)
+    return sum(t.numel() * t.element_size() for t in read.values())
+
+
 def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of every module and configuration of a model, over the same parameters and buffers.
 

@@ -38,8 +38,8 @@ from triforce_tree.models.model_copy import decoder_layers, listed_layers, shall
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import PassThrough
 from triforce_tree.models.recurrent.running import RecurrentPass, running
+from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.runtime.capture_probe import why_not_capturable
-from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.executor import free_memory
 
 ATTENTION = "triforce_tree_step"
@@ -201,7 +201,7 @@ class StepModel:
     ) -> Tensor:
         """Logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n only those of the last n tokens.
 
-        With several ranks every rank gets rank 0's, so that all make the same choices.
+        With several ranks every rank gets the same, so that all make the same choices.
 
         Args:
             states: of recurrent layers, if there are any.
@@ -224,7 +224,7 @@ class StepModel:
             _running.attend = None
         # Some families compute all of them.
         logits: Tensor = out.logits[:, -last:]
-        return broadcast_tensor(logits.contiguous())
+        return agreed_logits(self.model, logits.contiguous())
 
 
 def step_model(

@@ -33,12 +33,21 @@ def refuse_unsupported(model: nn.Module) -> None:
 def max_positions(text_config: Any) -> int | None:
     """Positions that a model can take, by its configuration; None where it names none.
 
-    Decoders of speech models without their encoder name it ``max_target_positions``.
+    Decoders of speech models without their encoder name it ``max_target_positions``. With YaRN they are
+    ``factor`` times the original ones, also where the number before the extension was left in place.
     """
     for name in ("max_position_embeddings", "max_target_positions"):
         if (positions := getattr(text_config, name, None)) is not None:
-            return int(positions)
+            return max(int(positions), _extended(text_config))
     return None
+
+
+def _extended(text_config: Any) -> int:
+    """Positions by YaRN's parameters; 0 for other rotary embeddings."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
+        return 0
+    return int(rope["factor"] * rope.get("original_max_position_embeddings", 0))
 
 
 def attention_of(config: Any) -> str | None:

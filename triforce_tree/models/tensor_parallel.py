@@ -2,23 +2,31 @@
 
 Which layers are sharded is given by transformers' plan for the family. A "colwise" layer keeps this rank's
 outputs, a "rowwise" one this rank's inputs, and its outputs are summed over all ranks (Megatron-LM, arXiv
-1909.08053): two all-reduces per decoder layer. Embeddings, norms and the head are replicated. The plan's own
-hooks are not used: linear layers are replaced, compiled and captured here, and the all-reduce must remain a
-separate operator.
+1909.08053): two all-reduces per decoder layer. Embeddings and norms are replicated, and all ranks share the
+vocabulary's rows of the head. The plan's own hooks are not used: linear layers are replaced, compiled and
+captured here, and the all-reduce must remain a separate operator.
 
 Where a text is split by position too, all of its ranks have the same hidden states: they share the neurons of
 the MLPs, while those with other positions keep all heads of attention (Helix, arXiv 2507.07120).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_tree.models.few_row import quantisation
-from triforce_tree.runtime.distributed import Group, all_reduce
+from triforce_tree.models.host.linears import is_plain_linear
+from triforce_tree.runtime.distributed import (
+    Group,
+    all_gather_tensor,
+    all_reduce,
+    broadcast_tensor,
+    current,
+)
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
 # Modules that compute the same on every rank, such as a norm over one head.
@@ -45,21 +53,69 @@ class RowParallel(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+class VocabularyParallel(nn.Module):
+    """A language model head of which each rank has some rows: its logits, and one all-gather of all ranks'.
+
+    Every rank gets the same bytes. All have equally many rows; where the vocabulary is no multiple of the
+    ranks, the last ones begin earlier, and what others have computed too is left out.
+
+    Args:
+        head: the full head, which becomes this rank's.
+        group: all ranks.
+        copied: keep a copy of the rows, so that the full weight can be freed; else a view of it, as for the
+            weight of an embedding.
+    """
+
+    def __init__(self, head: nn.Linear, group: Group, copied: bool) -> None:
+        super().__init__()
+        size = -(-head.out_features // group.size)
+        self._starts = [min(rank * size, head.out_features - size) for rank in range(group.size)]
+        rows = slice(self._starts[group.rank], self._starts[group.rank] + size)
+        for name, full in list(head.named_parameters(recurse=False)):
+            part = full.detach()[rows]
+            own = nn.Parameter(part.clone() if copied else part, requires_grad=full.requires_grad)
+            head.register_parameter(name, own)
+        self.out_features, head.out_features = head.out_features, size
+        self.linear = head
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows: some families read the dtype of the head's weight."""
+        return self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, the same on all ranks."""
+        own: Tensor = self.linear(x)
+        group, size = current(), own.shape[-1]
+        assert group is not None, "ranks share a head only after they have joined"
+        # Bytes: gloo does not gather all dtypes.
+        parts = all_gather_tensor(own.contiguous().view(torch.uint8), group).view(own.dtype)
+        ends = enumerate(zip(parts, self._starts, strict=True))
+        return torch.cat([part[..., min(size, rank * size - start) :] for rank, (part, start) in ends], -1)
+
+
+def agreed_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:
+    """The same logits on all ranks, for all decisions: what the head has gathered, else rank 0's."""
+    if isinstance(model.get_output_embeddings(), VocabularyParallel):
+        return logits
+    return broadcast_tensor(logits)
+
+
 def shards_of(model: nn.Module) -> int:
     """How many ranks the heads of a model are sharded over; 1 if they are not."""
-    return next((n for name, n in _shards(model) if _of_attention(model, name)), 1)
+    return next((n for name, n in _shards(model) if of_attention(model, name)), 1)
 
 
 def mlp_shards_of(model: nn.Module) -> int:
     """How many ranks the neurons of a model's MLPs are sharded over; 1 if they are not."""
-    return next((n for name, n in _shards(model) if not _of_attention(model, name)), 1)
+    return next((n for name, n in _shards(model) if not of_attention(model, name)), 1)
 
 
 def _shards(model: nn.Module) -> Iterator[tuple[str, int]]:
     return ((name, m.shards) for name, m in model.named_modules() if isinstance(m, RowParallel))
 
 
-def _of_attention(model: nn.Module, path: str) -> bool:
+def of_attention(model: nn.Module, path: str) -> bool:
     """Whether a linear layer belongs to attention, by its parent."""
     parent = path.rpartition(".")[0]
     return hasattr(model.get_submodule(parent), "is_causal") or "att" in parent.rpartition(".")[2]
@@ -73,14 +129,15 @@ def shard(model: PreTrainedModel, heads: Group, neurons: Group | None = None) ->
         model: the full model, on any device. Its configuration keeps the full model's counts.
         heads: ranks that share the heads, one or more.
         neurons: ranks that share the neurons of the MLPs, by default ``heads``. Where the neurons are no
-            multiple of their number, only ``heads`` share them.
+            multiple of their number, only ``heads`` share them. All of them share the rows of the head,
+            unless it is quantised.
 
     Raises:
         ValueError: the model is sharded over other ranks; or several ranks are to share the heads, and the
             family has no plan that is supported here, or its heads or features are not divisible by their
             number. The model is then unchanged.
     """
-    neurons = neurons or heads
+    every = neurons = neurons or heads
     if any(_shards(model)):
         if shards_of(model) != heads.size or mlp_shards_of(model) not in (heads.size, neurons.size):
             raise ValueError(
@@ -88,22 +145,10 @@ def shard(model: PreTrainedModel, heads: Group, neurons: Group | None = None) ->
                 f"{shards_of(model)}, neurons over {mlp_shards_of(model)}); load the model again"
             )
         return
-    method = quantisation(model)
-    if heads.size == 1:
-        try:
-            planned = _planned(model, 1) if method is None else []
-        except ValueError:  # the family has no plan for linear layers: every rank keeps them whole
-            planned = []
-    elif method is not None:
-        raise ValueError(f"{type(model).__name__} is quantised ({method}) and cannot be sharded; {_REMEDY}")
-    else:
-        _check_heads(model, heads.size)
-        planned = _planned(model, heads.size)
-    attention = {path for path, _ in planned if _of_attention(model, path)}
-    if any(
-        _split_width(model, path, style) % neurons.size for path, style in planned if path not in attention
-    ):
+    planned = layers_to_shard(model, heads.size, quantisation(model))
+    if not neurons_divide(model, planned, neurons.size):
         neurons = heads
+    attention = {path for path, _ in planned if of_attention(model, path)}
     for path, style in planned:
         if (group := heads if path in attention else neurons).size == 1:
             continue
@@ -121,6 +166,47 @@ def shard(model: PreTrainedModel, heads: Group, neurons: Group | None = None) ->
             linear.weight = _shard(linear.weight, 1, group)
             linear.in_features //= group.size
             setattr(owner, name, RowParallel(linear, bias, group.size))
+    _share_head(model, every)
+
+
+def _share_head(model: PreTrainedModel, group: Group) -> None:
+    """Share a head's rows where it is torch's own linear layer over floating-point weights."""
+    head: Any = model.get_output_embeddings()
+    if group.size == 1 or head is None or not is_plain_linear(head) or quantisation(model) is not None:
+        return
+    [path] = [path for path, module in model.named_modules() if module is head]
+    parent, _, name = path.rpartition(".")
+    tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
+    setattr(model.get_submodule(parent), name, VocabularyParallel(head, group, copied=not tied))
+
+
+def layers_to_shard(model: PreTrainedModel, heads: int, method: str | None) -> list[tuple[str, str]]:
+    """(path, style) of the linear layers of which ranks hold shares; of a sharded model nothing useful.
+
+    Args:
+        model: its weights are not read.
+        heads: ranks that share the heads; one shares none, and needs no plan of the family.
+        method: how the weights are quantised; None if they are not.
+
+    Raises:
+        ValueError: as :func:`shard`.
+    """
+    if heads == 1:
+        try:
+            return _planned(model, 1) if method is None else []
+        except ValueError:  # the family has no plan for linear layers: every rank keeps them whole
+            return []
+    if method is not None:
+        raise ValueError(f"{type(model).__name__} is quantised ({method}) and cannot be sharded; {_REMEDY}")
+    _check_heads(model, heads)
+    return _planned(model, heads)
+
+
+def neurons_divide(model: nn.Module, planned: Iterable[tuple[str, str]], size: int) -> bool:
+    """Whether ``size`` ranks can share the neurons of all MLPs among these layers."""
+    return not any(
+        _split_width(model, path, style) % size for path, style in planned if not of_attention(model, path)
+    )
 
 
 def _check_heads(model: PreTrainedModel, size: int) -> None:

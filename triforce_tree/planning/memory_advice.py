@@ -1,14 +1,13 @@
 """The error text when a workload does not fit, with advice that has been checked by planning with it."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.weights.streamed_weights import SLOTS
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_choices import first_fitting, with_level_one
-from triforce_tree.planning.memory_layout import MemoryPlan, Workload, gib, on_device, with_options
-from triforce_tree.planning.memory_map import GIB, Machine, Sizes
+from triforce_tree.planning.memory_layout import MemoryPlan, Task, gib
+from triforce_tree.planning.memory_map import GIB, Sizes
 
 _MOST_ADVICE = 3
 # Advised prompt lengths are multiples of this.
@@ -17,20 +16,13 @@ _PROMPT_STEP = 1024
 _MEMORY_OPTIONS = ("budget", "chunk", "retrieval_weight_bits", "prefill_chunk", "gamma", "tree")
 
 
-def refusal(
-    tried: Sequence[MemoryPlan],
-    sizes: Sizes,
-    machine: Machine,
-    config: HierarchyConfig,
-    given: Collection[str],
-    workload: Workload,
-) -> str:
+def refusal(tried: Sequence[MemoryPlan], task: Task) -> str:
     """The memory that is needed, with its uses, the memory that is available, and what would help.
 
     Args:
-        tried: plans that do not fit, at least one; the other arguments as in
-            :func:`triforce_tree.planning.memory_plan.plan`.
+        tried: plans for the task that do not fit, at least one.
     """
+    machine, workload = task.machine, task.workload
     what = f"a prompt of {workload.prompt} tokens"
     if workload.batch > 1:
         what = f"a batch of {workload.batch} sequences, the longest prompt of {workload.prompt} tokens,"
@@ -45,7 +37,7 @@ def refusal(
         uses = f"{_parts(least.device)}, reserve {gib(reserve)}"
         needs = f"at least {gib(least.peak + reserve)} of device memory ({uses})"
         has = f"{machine.limit} has {gib(machine.device)}"
-    found = _Advice(sizes, machine, config, given, workload).found()
+    found = _Advice(task).found()
     remedy = ", or ".join(found) or "use a smaller model, or a machine with more memory"
     return f"{what} needs {needs}, but {has}; {remedy}"
 
@@ -57,16 +49,8 @@ def _parts(uses: dict[str, int]) -> str:
 class _Advice:
     """Finds changes with which the same workload, or a smaller one, fits."""
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        machine: Machine,
-        config: HierarchyConfig,
-        given: Collection[str],
-        workload: Workload,
-    ) -> None:
-        self.sizes, self.machine, self.config = sizes, machine, config
-        self.given, self.workload = frozenset(given), workload
+    def __init__(self, task: Task) -> None:
+        self.task = task
 
     def found(self) -> list[str]:
         """The first few changes that suffice, the least costly first."""
@@ -82,70 +66,45 @@ class _Advice:
         found = [advice for change in changes for advice in change()]
         return found[:_MOST_ADVICE] or list(self._shorter_with_weights_on_the_host())
 
-    def _fits(
-        self,
-        sizes: Sizes | None = None,
-        machine: Machine | None = None,
-        given: Collection[str] | None = None,
-        workload: Workload | None = None,
-        **options: object,
-    ) -> bool:
-        """Whether there is a plan with these in place of the actual ones."""
-        sizes, machine, workload = sizes or self.sizes, machine or self.machine, workload or self.workload
-        config = with_options(self.config, **options) if options else self.config
-        given = self.given if given is None else given
-        if (
-            config.offloads == "auto"
-            and not sizes.streamed
-            and on_device(sizes, machine, config, workload).fits_device
-        ):
-            return True
-        try:
-            if config.offloads == "auto" and sizes.streams_experts_only:
-                choices = with_level_one(sizes, config, given, workload.prompt)
-                if any(on_device(sizes, machine, choice, workload).fits for choice in choices):
-                    return True
-            return first_fitting(sizes, machine, config, given, workload)[0] is not None
-        except ValueError:
-            # retrieval_weight_bits=16 was given, and does not work with streamed weights.
-            return False
-
     def _more_device_memory(self) -> Iterator[str]:
-        machine = self.machine
+        task, machine = self.task, self.task.machine
         size = _least_gib(
-            machine.device, machine.most_device, lambda n: self._fits(machine=replace(machine, device=n))
+            machine.device,
+            machine.most_device,
+            lambda n: _fits(replace(task, machine=replace(machine, device=n))),
         )
         if size:
             yield f'allow more of the device (gpu_memory="{size}GiB")'
 
     def _more_host_memory(self) -> Iterator[str]:
-        machine = self.machine
+        task, machine = self.task, self.task.machine
         size = _least_gib(
-            machine.host, machine.most_host, lambda n: self._fits(machine=replace(machine, host=n))
+            machine.host, machine.most_host, lambda n: _fits(replace(task, machine=replace(machine, host=n)))
         )
         if size:
             yield f'allow more host memory (host_memory="{size * machine.ranks}GiB")'
 
     def _options_left_out(self) -> Iterator[str]:
-        names = [name for name in _MEMORY_OPTIONS if name in self.given]
+        given = frozenset(self.task.given)
+        names = [name for name in _MEMORY_OPTIONS if name in given]
         for omitted in (*([name] for name in names), names):
-            if omitted and self._fits(given=self.given - set(omitted)):
-                options = self.config.as_options()
+            if omitted and _fits(replace(self.task, given=given - set(omitted))):
+                options = self.task.config.as_options()
                 yield "leave out " + " and ".join(f"{name}={options[name]}" for name in omitted)
                 return
 
     def _weights_on_the_host(self) -> Iterator[str]:
         streamed = self._streamed()
-        if streamed is not None and self._fits(sizes=streamed):
+        if streamed is not None and _fits(replace(self.task, sizes=streamed)):
             yield "keep the weights on the host too (offload_weights=True)"
 
     def _fewer_tokens(self, sizes: Sizes | None = None) -> Iterator[str]:
-        workload = self.workload
+        task = replace(self.task, sizes=sizes or self.task.sizes)
 
         def fits(steps: int) -> bool:
-            return self._fits(sizes=sizes, workload=replace(workload, prompt=steps * _PROMPT_STEP))
+            return _fits(replace(task, workload=replace(task.workload, prompt=steps * _PROMPT_STEP)))
 
-        if steps := _most((workload.prompt - 1) // _PROMPT_STEP, fits):
+        if steps := _most((task.workload.prompt - 1) // _PROMPT_STEP, fits):
             yield f"shorten the prompt to at most {steps * _PROMPT_STEP} tokens"
 
     def _shorter_with_weights_on_the_host(self) -> Iterator[str]:
@@ -159,7 +118,7 @@ class _Advice:
 
         Of a model with experts only those, whose slots hold one layer.
         """
-        sizes = self.sizes
+        sizes = self.task.sizes
         if sizes.experts is not None and not sizes.streamed:
             return replace(sizes, streamed=sizes.experts.total, slots=sizes.experts.layer_bytes)
         attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head_dim
@@ -168,17 +127,31 @@ class _Advice:
         return streamed if not sizes.streamed and streamed.streamed < sizes.weights else None
 
     def _fewer_sequences(self) -> Iterator[str]:
-        workload = self.workload
-        count = _most(workload.batch - 1, lambda n: self._fits(workload=replace(workload, batch=n)))
+        task, workload = self.task, self.task.workload
+        count = _most(workload.batch - 1, lambda n: _fits(replace(task, workload=replace(workload, batch=n))))
         if count:
             yield f"take at most {count} of the {workload.batch} sequences at once"
 
     def _fewer_levels(self) -> Iterator[str]:
-        current = self.config.levels
+        current = self.task.config.levels
         for levels in (2, 1):
-            if (current == "auto" or levels < int(current)) and self._fits(levels=levels):
+            if (current == "auto" or levels < int(current)) and _fits(self.task.with_options(levels=levels)):
                 yield f"set levels={levels}"
                 return
+
+
+def _fits(task: Task) -> bool:
+    """Whether there is a plan."""
+    if task.config.offloads == "auto" and not task.sizes.streamed and task.on_device().fits_device:
+        return True
+    try:
+        by_experts = task.config.offloads == "auto" and task.sizes.streams_experts_only
+        if by_experts and any(choice.on_device().fits for choice in with_level_one(task)):
+            return True
+        return first_fitting(task)[0] is not None
+    except ValueError:
+        # retrieval_weight_bits=16 was given, and does not work with streamed weights.
+        return False
 
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:

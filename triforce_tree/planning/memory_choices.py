@@ -1,21 +1,19 @@
 """The choices of settings for an offloaded cache, from highest acceptance to least memory."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
 from triforce_tree.planning.memory_layout import (
     LEAST_BUDGET,
     MemoryPlan,
-    Workload,
+    Task,
     levels_of,
     offloaded,
-    with_options,
 )
-from triforce_tree.planning.memory_map import MIB, Machine, Sizes
+from triforce_tree.planning.memory_map import MIB
 
 _MOST_BUDGET = 4096
 # A full-target pass over the bus takes far longer than a round of drafting, so larger trees pay off.
@@ -31,32 +29,25 @@ _PREFILL_CHUNK, _SMALL_PREFILL_CHUNK, _LEAST_PREFILL_CHUNK = 4096, 1024, 512
 _STREAMED_CHUNKS = (16_384, 8192, _PREFILL_CHUNK, _SMALL_PREFILL_CHUNK)
 
 
-def first_fitting(
-    sizes: Sizes, machine: Machine, config: HierarchyConfig, given: Collection[str], workload: Workload
-) -> tuple[MemoryPlan | None, list[MemoryPlan]]:
+def first_fitting(task: Task) -> tuple[MemoryPlan | None, list[MemoryPlan]]:
     """The plan of the first choice that fits device and host, or None; and all plans that were tried.
-
-    Args:
-        config: ``offloads`` True or "auto".
-        given: names of options that must not be changed.
 
     Raises:
         ValueError: the retrieval model would run on streamed weights.
     """
     tried: list[MemoryPlan] = []
-    if "tree" not in given and not sizes.states:
-        config = with_options(config, tree=_TREE)
-    for choice, split in _choices(config, given, workload.prompt, bool(sizes.streamed)):
-        plan = offloaded(sizes, machine, choice, split, given, workload)
+    if "tree" not in task.given and not task.sizes.states:
+        task = task.with_options(tree=_TREE)
+    for choice, split in _choices(task):
+        plan = offloaded(choice, split)
         tried.append(plan)
         if plan.fits:
             return plan, tried
     return None, tried
 
 
-def _choices(
-    config: HierarchyConfig, given: Collection[str], prompt: int, streamed: bool
-) -> Iterator[tuple[HierarchyConfig, Offload]]:
+def _choices(task: Task) -> Iterator[tuple[Task, Offload]]:
+    config, given, prompt = task.config, task.given, task.workload.prompt
     retrieval = config.retrieval
     budgets, chunks, coarsest = [retrieval.budget], [retrieval.chunk], retrieval.chunk
     if "budget" not in given:
@@ -71,68 +62,54 @@ def _choices(
     if not any(budget % chunk == 0 for budget, chunk in product(budgets, chunks)):
         budgets, chunks, coarsest = [retrieval.budget], [retrieval.chunk], retrieval.chunk
     for budget in budgets:
-        yield from _of_budget(config, given, prompt, streamed, budget, chunks)
+        yield from _of_budget(task, budget, chunks)
     if coarsest not in chunks:
-        yield from _of_budget(config, given, prompt, streamed, budgets[-1], [coarsest])
+        yield from _of_budget(task, budgets[-1], [coarsest])
     fixed = not _RETRIEVAL_OPTIONS.isdisjoint(given) or levels_of(config, prompt, budgets[-1]) < 3
     if config.levels == "auto" and not fixed:
         # Two levels need neither a retrieval cache nor key means, but each tree needs a full-target pass.
-        fewer = with_options(config, levels=2)
-        yield from _of_budget(fewer, given, prompt, streamed, budgets[-1], chunks[:1])
+        yield from _of_budget(task.with_options(levels=2), budgets[-1], chunks[:1])
 
 
-def with_level_one(
-    sizes: Sizes, config: HierarchyConfig, given: Collection[str], prompt: int
-) -> Iterator[HierarchyConfig]:
-    """The settings for a KV cache on the device: all choices of a prefill's chunks and of level 1's bits.
+def with_level_one(task: Task) -> Iterator[Task]:
+    """For a KV cache on the device: the task with each choice of a prefill's chunks and of level 1's bits.
 
     Every chunk of a prefill goes through all layers, and is routed to nearly all experts, which cross the
     bus: with streamed experts chunks are as large as fits.
     """
-    if not sizes.streamed:
-        yield config
+    config, prompt = task.config, task.workload.prompt
+    if not task.sizes.streamed:
+        yield task
         return
     bits: tuple[int, ...] = (config.retrieval_weight_bits,)
     if levels_of(config, prompt) == 3:
-        bits = _level_one_bits(config, given)
+        bits = _level_one_bits(task)
     chunks: list[int | None] = [config.prefill_chunk]
-    if "prefill_chunk" not in given:
+    if "prefill_chunk" not in task.given:
         # One that holds the prompt is enough.
         smaller = (*_STREAMED_CHUNKS[1:], 0)
         chunks = [chunk for chunk, less in zip(_STREAMED_CHUNKS, smaller, strict=True) if less < prompt]
     for own, chunk in product(bits, chunks):
-        yield with_options(config, retrieval_weight_bits=own, prefill_chunk=chunk)
+        yield task.with_options(retrieval_weight_bits=own, prefill_chunk=chunk)
 
 
-def _level_one_bits(config: HierarchyConfig, given: Collection[str]) -> tuple[int, ...]:
+def _level_one_bits(task: Task) -> tuple[int, ...]:
     """Bits of the retrieval model's copy of streamed weights, in the order of preference."""
-    bits = (config.retrieval_weight_bits,) if "retrieval_weight_bits" in given else (8, 4)
+    bits = (task.config.retrieval_weight_bits,) if "retrieval_weight_bits" in task.given else (8, 4)
     check_level_one(bits[0])
     return bits
 
 
-def _of_budget(
-    config: HierarchyConfig,
-    given: Collection[str],
-    prompt: int,
-    streamed: bool,
-    budget: int,
-    chunks: list[int],
-) -> Iterator[tuple[HierarchyConfig, Offload]]:
-    bits: tuple[int, ...] = (config.retrieval_weight_bits,)
-    if streamed and levels_of(config, prompt, budget) == 3:
-        bits = _level_one_bits(config, given)
-    for retrieval_weight_bits, (split, prefill_chunk, count) in product(bits, _splits()):
-        if "prefill_chunk" not in given:
-            config = with_options(config, prefill_chunk=prefill_chunk)
+def _of_budget(task: Task, budget: int, chunks: list[int]) -> Iterator[tuple[Task, Offload]]:
+    bits: tuple[int, ...] = (task.config.retrieval_weight_bits,)
+    if task.sizes.streamed and levels_of(task.config, task.workload.prompt, budget) == 3:
+        bits = _level_one_bits(task)
+    for own, (split, prefill_chunk, count) in product(bits, _splits()):
+        if "prefill_chunk" not in task.given:
+            task = task.with_options(prefill_chunk=prefill_chunk)
         for chunk in chunks[:count]:
-            if budget % chunk == 0 and chunk <= config.retrieval.recent:
-                yield (
-                    with_options(
-                        config, budget=budget, chunk=chunk, retrieval_weight_bits=retrieval_weight_bits
-                    ),
-                    split,
-                )
+            if budget % chunk == 0 and chunk <= task.config.retrieval.recent:
+                yield task.with_options(budget=budget, chunk=chunk, retrieval_weight_bits=own), split
 
 
 def _splits() -> Iterator[tuple[Offload, int, int]]:

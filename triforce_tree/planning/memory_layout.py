@@ -40,6 +40,25 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Task:
+    """What a plan is made from; ``given`` are the names of options that must not be changed."""
+
+    sizes: Sizes
+    machine: Machine
+    config: HierarchyConfig
+    given: Collection[str]
+    workload: Workload
+
+    def with_options(self, **options: Any) -> "Task":
+        """The same task with other settings."""
+        return replace(self, config=with_options(self.config, **options))
+
+    def on_device(self) -> "MemoryPlan":
+        """The plan without offloading."""
+        return on_device(self.sizes, self.machine, self.config, self.workload)
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """The settings chosen, and the bytes of each use of memory.
 
@@ -168,21 +187,15 @@ class MemoryPlan:
         return None
 
 
-def offloaded(
-    sizes: Sizes,
-    machine: Machine,
-    config: HierarchyConfig,
-    split: Offload,
-    given: Collection[str],
-    workload: Workload,
-) -> MemoryPlan:
+def offloaded(task: Task, split: Offload) -> MemoryPlan:
     """The plan for one choice: gamma is chosen unless given, and the memory left keeps KV slots resident.
 
     Args:
         split: its ``resident_bytes`` and shares of the CPU are chosen here.
     """
+    sizes, machine, config, workload = task.sizes, task.machine, task.config, task.workload
     levels = levels_of(config, workload.prompt)
-    if "gamma" not in given and levels == 3:
+    if "gamma" not in task.given and levels == 3:
         # Scratch slots and probs grow with gamma: memory is planned for the largest, and gamma chosen below.
         config = with_options(config, gamma=MOST_GAMMA)
     slot_bytes, layers, batch = sizes.row, sizes.full_layers, workload.batch
@@ -246,7 +259,7 @@ def offloaded(
         crossing = _on_host(host, weight_bytes(gamma), machine).seconds(tokens)
         return max(crossing, (sizes.read_weights(batch * tokens) + resident) / machine.read)
 
-    if "gamma" not in given and levels == 3:
+    if "gamma" not in task.given and levels == 3:
         config = with_options(config, gamma=best_gamma(sizes, machine, config, seconds))
     on_host = _on_host(host, weight_bytes(), machine)
     split = on_host.split(replace(split, resident_bytes=resident), pass_tokens(config, levels))
@@ -328,7 +341,7 @@ def levels_of(config: HierarchyConfig, prompt: int, budget: int | None = None) -
 
 
 def with_options(config: HierarchyConfig, **options: Any) -> HierarchyConfig:
-    return HierarchyConfig.from_options(**{**config.as_options(), **options})
+    return config.changed(options)
 
 
 def gib(size: int) -> str:

@@ -19,10 +19,9 @@ ends no later than the bus.
 from collections.abc import Collection
 
 from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
-from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.planning.memory_advice import refusal
 from triforce_tree.planning.memory_choices import first_fitting, with_level_one
-from triforce_tree.planning.memory_layout import MemoryPlan, Workload, gib, on_device
+from triforce_tree.planning.memory_layout import MemoryPlan, Task, Workload, gib
 from triforce_tree.planning.memory_map import Machine, Sizes
 
 __all__ = ["DoesNotFitError", "MemoryPlan", "plan"]
@@ -37,35 +36,27 @@ def plan(
     machine: Machine,
     config: HierarchyConfig,
     given: Collection[str],
-    batch: int,
-    prompt: int,
-    new: int,
-    prefix: PrefixSize = NO_PREFIX,
+    workload: Workload,
 ) -> MemoryPlan:
-    """The plan for ``batch`` sequences of at most ``prompt`` tokens and ``new`` further ones.
-
-    Args:
-        config: ``offloads`` True or "auto".
-        given: names of options that must not be changed.
-        prefix: of the common prefixes that are stored once, unless they are offloaded.
+    """Where everything lives; ``config`` has ``offloads`` True or "auto", ``given`` options stay as they are.
 
     Raises:
         DoesNotFitError: device or host memory is short.
         ValueError: the retrieval model would run on streamed weights.
     """
-    workload = Workload(batch, prompt, new, prefix)
+    task = Task(sizes, machine, config, given, workload)
     if config.offloads == "auto" and (not sizes.streamed or sizes.streams_experts_only):
-        for choice in with_level_one(sizes, config, given, prompt):
-            resident = on_device(sizes, machine, choice, workload)
+        for choice in with_level_one(task):
+            resident = choice.on_device()
             if resident.fits:
                 return resident
     if config.kv_bits != 16:
-        needed = on_device(sizes, machine, config, workload)
         raise DoesNotFitError(
-            f"kv_bits={config.kv_bits} keeps the cache of {prompt + new:,} tokens on the device, with "
-            f"{gib(needed.peak)} in all, and {machine.limit} has {gib(machine.device)}; {NO_OFFLOAD}"
+            f"kv_bits={config.kv_bits} keeps the cache of {workload.max_seq_len:,} tokens on the device, "
+            f"with {gib(task.on_device().peak)} in all, and {machine.limit} has {gib(machine.device)}; "
+            f"{NO_OFFLOAD}"
         )
-    chosen, tried = first_fitting(sizes, machine, config, given, workload)
+    chosen, tried = first_fitting(task)
     if chosen is None:
-        raise DoesNotFitError(refusal(tried, sizes, machine, config, given, workload))
+        raise DoesNotFitError(refusal(tried, task))
     return chosen

@@ -190,6 +190,12 @@ def grid(context: int) -> Grid | None:
     return _joined.grids.get(context) if _joined is not None else None
 
 
+def shares(context: int) -> dict[str, int] | None:
+    """Over how many processes ``heads`` and ``positions`` are split; None for one process alone."""
+    size = _joined.group.size if _joined is not None else 0
+    return {"heads": size // context, "positions": context} if size else None
+
+
 def lost_rank(error: BaseException) -> bool:
     """Whether a collective failed because another process has ended."""
     if _joined is None or not isinstance(error, RuntimeError):

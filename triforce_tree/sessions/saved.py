@@ -66,14 +66,18 @@ def read(engine: "Engine", folder: Path) -> tuple[list[int], dict[str, Any]]:
     """The tokens of a session that :func:`save` wrote, and all else that is not keys and values.
 
     Raises:
-        ValueError: it was saved with another model, tokenizer or ``kv_bits``, or by another version.
+        ValueError: it was saved with another model, tokenizer or ``kv_bits``, or by another version;
+            a file is damaged.
         OSError: a file is missing.
     """
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; load sessions in one process")
     if not (folder / _FILE).is_file():
         raise FileNotFoundError(f"{folder} holds no session, as {_FILE} is missing; name a saved one")
-    found = read_json(folder / _FILE)
+    try:
+        found = read_json(folder / _FILE)
+    except ValueError as error:
+        raise _damaged(folder / _FILE, error) from error
     _check(found, _identity(engine), folder)
     with _opened(folder / _TOKENS) as file:
         tokens: list[int] = file.get_tensor("tokens").tolist()
@@ -212,4 +216,8 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); save the session again") from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is damaged ({error}); save the session again")

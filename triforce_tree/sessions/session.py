@@ -10,7 +10,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.chat import Message, chat_ids, chats_of
 from triforce_tree.generation.inputs import Inputs, prompts_of, real_rows
 from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.generation.tokenized_texts import TokenizedTexts
+from triforce_tree.generation.tokenized_texts import TokenizedTexts, check_text
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.sessions import saved
 
@@ -46,7 +46,6 @@ class Session:
         tokens: all token ids so far. In a conversation that begins with messages they are those of the last
             call's, none before the first: what a chat template writes depends on what follows.
         messages: the conversation so far, answers included; None for a text.
-
         begun: messages before the first call.
         turns: after each call in a conversation, the numbers of tokens and of messages.
 
@@ -57,7 +56,7 @@ class Session:
     def __init__(self, engine: "Engine", document: Inputs | None = None, reserve: int = RESERVE) -> None:
         if reserve < 0:
             raise ValueError(f"reserve={reserve} must be at least 0")
-        self._engine, self._reserve, self._room = engine, reserve, 0
+        self._engine, self._reserve, self._capacity = engine, reserve, 0
         self.turns: list[tuple[int, int]] = []
         self._coming: tuple[Inputs | None, list[Message] | None, list[int]] | None = None
         self._texts = TokenizedTexts(engine.tokenizer) if engine.tokenizer is not None else None
@@ -151,6 +150,7 @@ class Session:
         beyond it is prefilled again when it follows a call of the other. No memory is copied.
         """
         other = copy.copy(self)
+        other._coming = None
         other.tokens, other.turns = list(self.tokens), list(self.turns)
         other.messages = None if self.messages is None else list(self.messages)
         return other
@@ -203,7 +203,7 @@ class Session:
     def buffers(self) -> Iterator[DecodingProgram]:
         """A context with the engine's buffers, made for the session's tokens and those in reserve."""
         engine = self._continuing(len(self.tokens))
-        with engine.program([self.tokens], max(1, self._room - len(self.tokens)), None, 0.0) as program:
+        with engine.program([self.tokens], max(1, self._capacity - len(self.tokens)), None, 0.0) as program:
             yield program
 
     @property
@@ -212,16 +212,16 @@ class Session:
 
     def _continuing(self, length: int) -> "Engine":
         limit = self._engine.hierarchy.target.max_positions or length + self._reserve
-        if length >= self._room:
-            self._room = min(length + self._reserve, limit)
-        return self._engine.in_session(self._room)
+        if length >= self._capacity:
+            self._capacity = min(length + self._reserve, limit)
+        return self._engine.in_session(self._capacity)
 
     def _asked(self, question: Inputs | None) -> tuple[list[Message] | None, list[int]]:
         """The messages, in a conversation, and the token ids that the next call continues."""
         chats = chats_of(question)
-        if self.messages is None and chats is not None and not self.tokens:
-            self.messages = []
-        if self.messages is None:
+        begins = self.messages is None and chats is not None and not self.tokens
+        before: list[Message] | None = [] if begins else self.messages
+        if before is None:
             if chats is not None:
                 raise ValueError(
                     "this session continues a text, and the question is a list of messages; give text, or "
@@ -238,7 +238,7 @@ class Session:
             new = [{"role": "user", "content": question}]
         elif question is not None:
             raise ValueError("this session is a conversation; give text, or messages")
-        messages = [*self.messages, *new]
+        messages = [*before, *new]
         if self._texts is None:
             raise ValueError("messages need a tokenizer: load(..., tokenizer=...)")
         return messages, chat_ids(self._texts, messages)
@@ -248,6 +248,7 @@ class Session:
         if isinstance(given, str) and self.tokens:
             if self._engine.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
+            check_text(given)
             given = self._engine.tokenizer(given, add_special_tokens=False, verbose=False)["input_ids"]
             if not given:
                 return []

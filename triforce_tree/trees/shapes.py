@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import overload
 
 from triforce_tree.trees.sequoia import Acceptance, Ranks, best_paths, vectors_by_depth
-from triforce_tree.trees.topology_files import SUFFIX, read_topology, write_topology
+from triforce_tree.trees.topology_files import SUFFIX, read_topology
 
 # Limits of a tree: every proposed token is verified in one forward, every depth takes a forward of the draft.
 MOST_NODES, MOST_DEPTH = 1024, 128
@@ -178,7 +178,7 @@ def parse_shape(text: str | Shape) -> Shape:
     """Parse the name of a shape.
 
     ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |
-    ``static:0;0.0;1`` (rank paths) | the path of a file that :func:`save_shape` wrote, ``tree.json`` |
+    ``static:0;0.0;1`` (rank paths) | the path of a file, ``tree.json`` (:func:`read_topology`) |
     a :class:`Static`, :class:`BestFirst` or :class:`WithChain` object.
 
     Raises:
@@ -227,18 +227,6 @@ def load_shape(path: str | Path) -> Tree:
     """
     paths, widths = read_topology(path)
     return Static(paths) if paths is not None else BestFirst(widths or ())
-
-
-def save_shape(shape: Tree, path: str | Path) -> None:
-    """Write a shape to a file that ``tree=path`` reads; its name should end in .json.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    if isinstance(shape, BestFirst):
-        write_topology(path, widths=list(shape.widths))
-    else:
-        write_topology(path, paths=[list(ranks) for ranks in shape.paths])
 
 
 @lru_cache(maxsize=64)

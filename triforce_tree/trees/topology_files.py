@@ -3,7 +3,6 @@
 A list alone is one of paths, Medusa's form.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,6 @@ def read_topology(path: str | Path) -> tuple[list[list[int]] | None, list[int] |
     if known == {"widths"} and _integers(held["widths"]):
         return None, held["widths"]
     raise ValueError(_FORM)
-
-
-def write_topology(path: str | Path, **content: Any) -> None:
-    """Write ``paths`` or ``widths``, and whatever tells where they come from."""
-    Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def _integers(value: Any) -> bool:

@@ -22,7 +22,7 @@ LEAST_GAIN = 0.02
 # A starting point this many times slower than the best one is not searched from.
 _MUCH_SLOWER = 1.5
 # In longer contexts a GPU spends its time on reading the cache, and large trees, large budgets and a cheap
-# level 1 are faster (docs/benchmarks.md).
+# level 1 are faster (docs/measurements.md).
 _LONG = 32_768
 _LONG_ON_GPU: Options = {
     "levels": 3, "gamma": 20, "tree": "best-first:10,9,7,5", "retrieval_weight_bits": 8, "budget": 8192,

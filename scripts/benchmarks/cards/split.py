@@ -2,24 +2,31 @@
 
     python -m scripts.benchmarks split                                      # one card, where the cache fits
     torchrun --nproc-per-node 2 -m scripts.benchmarks split                 # two, by position and by heads
-    torchrun --nproc-per-node 2 -m scripts.benchmarks split --tiny          # the same code, on a CPU
+    torchrun --nproc-per-node 2 -m scripts.benchmarks split --texts         # and decoding of a real text
+    torchrun --nproc-per-node 2 -m scripts.benchmarks split --texts --tiny  # the same code, on a CPU
 
-Models are the embedded pair in real shapes. KV slots hold random numbers, and nothing is prefilled: a stage
-takes the same time whatever the numbers are. Rows of other cards, shapes and contexts in the file are kept. A
-row's collectives are those of one pass of plain decoding and of level 2 (calls, and bytes that a rank hands
-over, without the broadcast of the logits), and `merge_ms` is the time of the merging ones alone.
+Models are the embedded pair in real shapes. For stages KV slots hold random numbers, and nothing is
+prefilled: they take the same time whatever the numbers are. Rows of other cards, shapes and contexts in the
+file are kept. A row's collectives are those of one pass of plain decoding and of level 2 (calls, and bytes
+that a rank hands over, without those of the logits), `merge_ms` is the time of the merging ones alone, and
+`ring` that of passing all keys and values on to the next rank, as Ring Attention does. With `--texts` a text
+is prefilled and decoded by default settings with three levels, then plainly; beyond the pair's positions by
+YaRN.
 """
 
+import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from scripts.benchmarks.cards.tables import FILE, POSITION
+from scripts.benchmarks.cards.decode import decoded
+from scripts.benchmarks.cards.ring import passed_on
+from scripts.benchmarks.cards.tables import FILE, ONE, POSITION
 from scripts.benchmarks.common.command import (
     TINY_DRAFT,
     TINY_OPTIONS,
@@ -28,17 +35,20 @@ from scripts.benchmarks.common.command import (
     parser,
     results_folder,
 )
+from scripts.benchmarks.common.long_texts import LongTexts
 from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.rope import TRAINED, factor_for, use_yarn
 from triforce_tree import load
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.eval.attention.timing import timed
+from triforce_tree.eval.texts.registry import DOCUMENTATION, Texts
 from triforce_tree.kv.parallel.split import merged_bytes, merged_over_ranks
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import Step, executor, free_memory
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-HEADS, ONE = "by heads", "one card"
+HEADS = "by heads"
 OPTIONS: Record = {"levels": 3, "gamma": 15, "tree": "best-first:4,4,4,3", "budget": 4096, "chunk": 32}
 # Device memory that is left to activations, graphs and NCCL.
 _SPARE = 12 << 30
@@ -107,7 +117,7 @@ def measure(
     runs: int,
     options: Record,
 ) -> Record:
-    """One row's measurements."""
+    """One row's measurements of stages."""
     parallel = cards if way == POSITION else 1
     engine = load(*models, profile=False, prefix_cache=False, context_parallel=parallel, **options)
     try:
@@ -135,9 +145,32 @@ def measure(
                     }
             if way == POSITION:
                 found["merge_ms"] = {name: merge_ms(program, n, runs) for name, n in queries.items()}
+                found["ring"] = passed_on(program, max(1, runs // 4))
     finally:
         engine.close()
     return found
+
+
+def measure_texts(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    context: int,
+    parallel: int,
+    prompts: Mapping[str, list[int]],
+    args: argparse.Namespace,
+) -> list[Record]:
+    """Decoding after the beginnings of real texts, by default settings but for the number of levels."""
+    # Without training, larger scores cost the pair more than they bring (`rope`).
+    factor = factor_for(context + args.new_tokens, TRAINED)
+    use_yarn(models[0], factor, TRAINED, attention_factor=1.0)
+    options = TINY_OPTIONS if args.tiny else {}
+    engine = load(*models, profile=False, prefix_cache=False, context_parallel=parallel, levels=3, **options)
+    try:
+        return [
+            decoded(engine, name, prompt, args.new_tokens, args.plain_tokens)
+            for name, prompt in prompts.items()
+        ]
+    finally:
+        engine.close()
 
 
 def main(words: Sequence[str]) -> int:
@@ -145,8 +178,23 @@ def main(words: Sequence[str]) -> int:
     made.add_argument("--shapes", nargs="+", default=["llama-3.1-8b", "llama-2-7b"], metavar="SHAPE")
     made.add_argument("--contexts", nargs="+", type=int, default=[122_880, 524_288, 1_048_576], metavar="N")
     made.add_argument("--runs", type=int, default=20, help="timed runs of a stage after the first one")
+    made.add_argument(
+        "--texts", nargs="?", const="", metavar="FILE",
+        help="decode real texts too, of a file that `texts` wrote, or as installed",
+    )  # fmt: skip
+    made.add_argument(
+        "--kinds", nargs="+", default=[DOCUMENTATION], help="with --texts: texts by kind or name"
+    )
+    made.add_argument("--new-tokens", type=int, default=256, help="with --texts: of each")
+    made.add_argument("--plain-tokens", type=int, default=64, help="with --texts: of plain decoding")
     args = made.parse_args(words)
     device = device_of(made, args.tiny)
+    texts = None
+    if args.texts is not None:
+        try:
+            texts = LongTexts(Texts(args.texts or None), args.kinds)
+        except (ValueError, OSError) as error:
+            made.error(str(error))
     group = distributed.join(device.type)
     cards, device = (group.size, group.device) if group is not None else (1, device)
     contexts, runs = ([1024], 2) if args.tiny else (args.contexts, args.runs)
@@ -159,16 +207,19 @@ def main(words: Sequence[str]) -> int:
         small = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
         for way in (POSITION, HEADS) if cards > 1 else (ONE,):
             # Both ways share the weights of a model in place, each otherwise.
-            target, draft, _ = inflate_pair(small[0], device, dtype, small[1])
-            # Positions do not change the time.
-            for model in (target, draft):
-                model.config.max_position_embeddings = 1 << 21
+            target, draft, tokenizer = inflate_pair(small[0], device, dtype, small[1])
             for context in contexts:
+                # Positions do not change the time.
+                for model in (target, draft):
+                    model.config.max_position_embeddings = 1 << 21
                 row: Record = {"shape": shape, "context": context, "way": way, "cards": cards}
                 rows = [r for r in rows if any(r[name] != row[name] for name in row)]
                 row["vocabulary"] = target.config.vocab_size
                 if fits(target, context, cards, way, device):
                     row |= measure((target, draft), context, way, cards, runs, options)
+                    if texts is not None:
+                        parallel, prompts = cards if way == POSITION else 1, texts.prompts(tokenizer, context)
+                        row["texts"] = measure_texts((target, draft), context, parallel, prompts, args)
                 else:
                     row["fits"] = False
                 rows.append(row)

@@ -6,7 +6,7 @@ from typing import Any
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
 FILE = "sequence_parallel_h200x2.json"
-POSITION = "by position"
+POSITION, ONE = "by position", "one card"
 COMMAND = "torchrun --nproc-per-node 2 -m scripts.benchmarks split"
 COLUMNS: Columns = {
     "model": "{shape}", "tokens": "{context:,}", "split": "{way}", "cards": "{cards}",
@@ -15,6 +15,7 @@ COLUMNS: Columns = {
     "collectives a token": "?{collectives[plain][calls]}",
     "KB a token": lambda row: f"{row['collectives'].get('plain', {}).get('bytes', 0) / 1e3:,.0f}",
     "merging, ms": "?{merge_ms[plain]:.2f}",
+    "passing K and V on, ms": lambda row: f"{_ring_ms(row, row['cards']):,.1f}" if "ring" in row else "",
 }  # fmt: skip
 _NOTE = (
     "{hardware} with NVLink, bf16, torch {versions[torch]}, CUDA graphs with NCCL's collectives in them. KV "
@@ -22,6 +23,32 @@ _NOTE = (
 )
 # Bytes a second between cards of one machine and of two (NVLink 4, InfiniBand NDR); cards of a machine.
 _LINKS, _MACHINE = (450e9, 50e9), 8
+
+
+TEXTS: Columns = {
+    "model": "{shape}", "tokens": "{context:,}", "split": "{way}", "cards": "{cards}", "text": "{text}",
+    "**ms a token**": "**{ms_per_token:.2f}**", "plain decoding": "{plain_ms_per_token:.2f}",
+    "speed-up": "{speedup:.2f}x", "tokens a pass": "{tokens_per_pass:.1f}",
+    "speed-up kept": "?{kept:pct}", "prefill, s": "{prefill_seconds:.1f}",
+}  # fmt: skip
+
+
+def decoded(content: Record) -> list[Record]:
+    """A row for each text; ``kept`` is its speed-up over that on one card."""
+    rows = [row | text for row in measured(content) for text in row.get("texts", ())]
+    alone = {_text_key(row): row["speedup"] for row in rows if row["way"] == ONE}
+    return [row | {"kept": row["speedup"] / alone[_text_key(row)]} if _text_key(row) in alone else row
+            for row in rows]  # fmt: skip
+
+
+def _text_key(row: Record) -> tuple[Any, ...]:
+    return row["shape"], row["context"], row["text"]
+
+
+def _ring_ms(row: Record, cards: int) -> float:
+    """Milliseconds of a token in which Ring Attention passes keys and values on, at the measured rate."""
+    share = row["ring"]["ms"] * row["cards"] / cards
+    return float((cards - 1) * share)
 
 
 def measured(content: Record) -> list[Record]:
@@ -34,7 +61,8 @@ def projected(rows: list[Record], cards: int) -> dict[str, float]:
 
     Tree Attention (arXiv 2408.04093, section 5) merges partial results in log2(cards) steps, of which each
     takes what two cards were measured to take; Ring Attention passes every card's keys and values to all
-    others in cards - 1 steps. What does not grow with the text is taken to stay as it is.
+    others in cards - 1 steps, within a machine at the measured rate if there is one. What does not grow with
+    the text is taken to stay as it is.
 
     Args:
         rows: of a shorter and a longer text, by position.
@@ -45,9 +73,12 @@ def projected(rows: list[Record], cards: int) -> dict[str, float]:
     reading = (local - before) * longer["context"] / (longer["context"] - shorter["context"])
     own = local - reading + reading * longer["cards"] / cards
     merge, share = longer["merge_ms"]["plain"], longer["kv_bytes"] * longer["cards"] / cards
+    passing = (cards - 1) * 1e3 * share / _LINKS[cards > _MACHINE]
+    if "ring" in longer and cards <= _MACHINE:
+        passing = _ring_ms(longer, cards)
     return {
         "Tree Attention": own + merge * math.log2(cards),
-        "Ring Attention": own + (cards - 1) * (1e3 * share / _LINKS[cards > _MACHINE] + merge),
+        "Ring Attention": own + passing + (cards - 1) * merge,
     }
 
 
@@ -73,5 +104,14 @@ def plot_projection(axis: Any, rows: list[Record]) -> None:
     axis.legend(fontsize=8)
 
 
-TABLES = {"sequence_parallel": Table(FILE, listing(COLUMNS, measured, noted(_NOTE, FILE), left=3), COMMAND)}
+_TEXTS_NOTE = (
+    "Greedy, default settings with three levels, the prompt prefilled; plain decoding in the same cache. "
+    "{hardware}, bf16. Speed-up kept: of that on one card. "
+)
+TABLES = {
+    "sequence_parallel": Table(FILE, listing(COLUMNS, measured, noted(_NOTE, FILE), left=3), COMMAND),
+    "sequence_parallel_texts": Table(
+        FILE, listing(TEXTS, decoded, noted(_TEXTS_NOTE, FILE), left=3), f"{COMMAND} --texts"
+    ),
+}
 PLOTS = {"sequence_parallel_projection": (FILE, shortest_and_longest, (6, 3.6, 0), plot_projection)}

@@ -1,6 +1,7 @@
 """What benchmarks share on the command line, and what makes a run tiny."""
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 
@@ -47,6 +48,15 @@ def device_of(made: argparse.ArgumentParser, tiny: bool) -> torch.device:
     # Every number of rows is compiled once, and ablations bring many of them.
     torch._dynamo.config.recompile_limit = 128
     return torch.device("cpu" if tiny else "cuda")
+
+
+def machine_of(device: torch.device) -> str:
+    """For the name of a results file: ``h200`` of an NVIDIA H200; ``cpu``."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    found = re.search(r"[A-Z]+\d+\w*", name)
+    return (found[0] if found else name.replace(" ", "_")).lower()
 
 
 def results_folder(out: Path | None, tiny: bool) -> Path:

@@ -110,7 +110,7 @@ def vocabulary_note(settings: Record) -> str:
 def file_note(file: str, runs: Mapping[str, Record]) -> str:
     """The end of a caption: the file, and ``OLDER`` where it is not known to be of today's code.
 
-    The commits are in the table ``which_code`` of docs/benchmarks.md.
+    The commits are in the table ``which_code`` of docs/measurements.md.
 
     Args:
         file: in docs/results.

@@ -57,6 +57,15 @@ def dumps(value: Any, depth: int = 0) -> str:
     return json.dumps(value)
 
 
+def open_records(path: Path, settings: Record) -> results.Records:
+    """Those of an earlier run with the same settings; those of other settings or code are dropped."""
+    try:
+        return results.Records(path, settings)
+    except ValueError:
+        path.unlink()
+        return results.Records(path, settings)
+
+
 class ResultsFile:
     """A results file in parts; every measurement is on disk as soon as it is made.
 
@@ -83,11 +92,7 @@ class ResultsFile:
         if source.exists():
             self.all = json.loads(source.read_text(encoding="utf-8"))
         kept = path.with_name(f"{path.stem}.{part}.jsonl")
-        try:
-            self._records = results.Records(kept, settings)
-        except ValueError:  # made with other settings, or by another engine
-            kept.unlink()
-            self._records = results.Records(kept, settings)
+        self._records = open_records(kept, settings)
         header_now = header(settings["seed"], "engine")
         known = self.all["parts"].get(part, {}) if self.samples else {}
         self.mine: Record = {"notes": [], **known, **header_now, "settings": self._records.settings}

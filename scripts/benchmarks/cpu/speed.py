@@ -51,8 +51,8 @@ def main(words: Sequence[str] | None = None) -> None:
             progress.console.print(f"{place} {record['method']}: {ms:.2f} ms a token")
             progress.advance(task)
 
-        timing = speed.Timing(list(METHODS), args.temperatures, args.new_tokens, args.seed, done)
-        speed.measure(engine, prompts, timing, records)
+        timing = speed.Timing(list(METHODS), args.temperatures, args.new_tokens)
+        speed.measure(engine, prompts, timing, results.Series(records, args.seed, done=done))
     result = {
         **header(args.seed, "api"),
         "prompts": len(prompts),

@@ -1,4 +1,4 @@
-"""Tables of README.md about the embedded pair on a CPU, and of docs/offloading.md about attention there."""
+"""Tables of README.md about the embedded pair on a CPU, and of docs/host_attention.md."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ FILE, XEON = "host_attention_h200.json", "host_attention_xeon.json"
 EPYC, AVX2 = "host_attention_epyc.json", "host_attention_epyc_avx2.json"
 COMMAND = "python -m scripts.benchmarks host_attention"
 _OLD = "on AVX2"
-# Bytes a second of PCIe 4 with 16 lanes, as docs/offloading.md takes it for its projections.
+# Bytes a second of PCIe 4 with 16 lanes, as docs/host_attention.md takes it for its projections.
 _PCIE_4_GBPS = 25.0
 _PLAIN = "triforce-autoregressive"
 _BY_TEMPERATURE: Columns = {

@@ -21,11 +21,11 @@ from scripts.benchmarks.common.texts import SOURCES, Source
 from scripts.benchmarks.offload.tables import FILE
 from scripts.benchmarks.on_chip.tables import FILE as ON_CHIP
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.explain.roofs import weight_bytes
 from triforce_tree.eval.attention.timing import read_bandwidth
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.pinned import usable
+from triforce_tree.models.model_copy import weight_bytes
 from triforce_tree.planning import memory_plan
 from triforce_tree.planning.machine import host_rate
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes

@@ -1,4 +1,4 @@
-"""Tables of docs/offloading.md and docs/benchmarks.md from the results of the offloaded cache."""
+"""Tables of docs/offloading.md and docs/measurements.md from the results of the offloaded cache."""
 
 from collections.abc import Sequence
 from functools import partial

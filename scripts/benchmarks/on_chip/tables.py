@@ -1,4 +1,4 @@
-"""Tables of docs/benchmarks.md from docs/results/on_chip_h200.json."""
+"""Tables of docs/measurements.md from docs/results/on_chip_h200.json."""
 
 from collections.abc import Sequence
 from functools import partial

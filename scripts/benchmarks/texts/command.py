@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,13 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, parser, results_folder
+from scripts.benchmarks.common.command import (
+    TINY_DRAFT,
+    TINY_SHAPES,
+    machine_of,
+    parser,
+    results_folder,
+)
 from scripts.benchmarks.common.results import (
     PAIR_VOCABULARY,
     RESULTS,
@@ -165,15 +170,6 @@ def option(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
-
-
-def machine_of(device: torch.device) -> str:
-    """``h200`` of an NVIDIA H200; ``cpu``."""
-    if device.type == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name(device)
-    found = re.search(r"[A-Z]+\d+\w*", name)
-    return (found[0] if found else name.replace(" ", "_")).lower()
 
 
 def chosen_sources(

@@ -20,11 +20,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoConfig, LlamaConfig
 
 import triforce_tree
-from scripts.benchmarks.common.command import TINY_DRAFT, TINY_OPTIONS, TINY_SHAPES, results_folder
+from scripts.benchmarks.common.command import (
+    TINY_DRAFT,
+    TINY_OPTIONS,
+    TINY_SHAPES,
+    machine_of,
+    results_folder,
+)
 from scripts.benchmarks.common.results import (
     PAIR_VOCABULARY,
     RESULTS,
@@ -33,12 +38,12 @@ from scripts.benchmarks.common.results import (
     inflated_vocabulary,
     settings_of,
 )
+from scripts.benchmarks.common.rope import use_yarn
 from scripts.benchmarks.texts.command import (
     device_for,
     found_texts,
     grid_of,
     grid_parser,
-    machine_of,
     measure_grid,
 )
 from scripts.benchmarks.texts.grid import GridRun, TimeLimit
@@ -89,26 +94,13 @@ class Models:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         target, draft = load_model(self.target, device, dtype), load_model(self.draft, device, dtype)
         if self.positions is not None:
-            stretch(target, self.native, self.positions)
+            # A frequency then depends on its place relative to the dimensions of a head alone, so that the
+            # model can have larger heads.
+            use_yarn(target, self.positions / self.native, self.native, truncate=False)
         if self.shape is not None:
             target, draft = inflate_two(target, draft, self.shape, self.draft_shape, seed=seed)
         tokenizer = load_tokenizer(self.target)
         return triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **options)
-
-
-def stretch(model: PreTrainedModel, own: int, positions: int) -> None:
-    """Give a Llama of ``own`` positions YaRN's rotary frequencies for ``positions`` (arXiv 2309.00071).
-
-    As transformers has them for these ``rope_parameters``. ``truncate`` is off: a frequency then depends on
-    its place relative to the dimensions of a head alone, so that the model can have larger heads.
-    """
-    config = model.config
-    config.rope_parameters = {
-        "rope_type": "yarn", "rope_theta": config.rope_parameters["rope_theta"], "factor": positions / own,
-        "original_max_position_embeddings": own, "truncate": False,
-    }  # fmt: skip
-    config.max_position_embeddings = positions
-    model.model.rotary_emb = LlamaRotaryEmbedding(config=config).to(model.device)
 
 
 def packaged() -> str:

@@ -6,10 +6,8 @@
 Measurements lie beside the results file, one JSON line each; a run that was ended goes on from there.
 """
 
-import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -18,35 +16,20 @@ from scripts.benchmarks.common.command import (
     TINY_DRAFT,
     TINY_SHAPES,
     device_of,
+    machine_of,
     parser,
     results_folder,
 )
-from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.results import Record, header, open_records, write
 from triforce_tree.eval.report import machine
 from triforce_tree.eval.report.code_digest import digest
-from triforce_tree.eval.results import Records, hardware
+from triforce_tree.eval.results import Records, Series
 from triforce_tree.eval.text import prompts, pydoc_text
 from triforce_tree.eval.workloads import measure as workloads
 from triforce_tree.eval.workloads.shapes import FAMILIES, chosen
 from triforce_tree.loading.inflate import inflate_pair
 
 _TINY_SCALE = 0.005
-
-
-def machine_name(device: torch.device) -> str:
-    """The last word of the card's name, as in ``h200``; ``cpu``."""
-    if device.type != "cuda":
-        return "cpu"
-    return re.sub(r"[^a-z0-9]+", "_", hardware(device).lower()).split("_")[-1]
-
-
-def records_at(path: Path, settings: Record) -> Records:
-    """Those of an earlier run with the same settings and code, or new ones."""
-    try:
-        return Records(path, settings)
-    except ValueError:
-        path.unlink()
-        return Records(path, settings)
 
 
 def rows_of(records: Records) -> list[Record]:
@@ -73,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
     dtype = torch.float32 if args.tiny else torch.bfloat16
     shape, draft = (TINY_SHAPES[args.shape], TINY_DRAFT) if args.tiny else (args.shape, "llama-68m")
     named = [workload.scaled(scale) for workload in chosen(args.workloads)]
-    path = results_folder(args.out, args.tiny) / f"tree_workloads_{machine_name(device)}.json"
+    path = results_folder(args.out, args.tiny) / f"tree_workloads_{machine_of(device)}.json"
     settings = {
         "shape": shape,
         "scale": scale,
@@ -81,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "seed": args.seed,
         "code": digest("engine"),
     }
-    records = records_at(path.with_suffix(".jsonl"), settings)
+    records = open_records(path.with_suffix(".jsonl"), settings)
     target, drafted, tokenizer = inflate_pair(shape, device, dtype, draft, args.seed)
     engine = triforce_tree.load(target, drafted, tokenizer=tokenizer, profile=False)
     longest = max(max(workload.lengths) for workload in named)
@@ -98,7 +81,7 @@ def main(words: Sequence[str] | None = None) -> int:
         write(path, head | {"rows": rows_of(records)})
 
     torch.manual_seed(args.seed)
-    workloads.measure(run, records, done=done)
+    workloads.measure(run, Series(records, args.seed, done=done))
     engine.close()
     print(*rows_of(records), sep="\n")
     return 0

@@ -16,6 +16,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.offload import layout
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import Machine, Sizes
 from triforce_tree.planning.memory_plan import plan
 
@@ -148,7 +149,7 @@ def test_memory_of_the_states_is_planned() -> None:
     target = HFModel(model("granite-4"))
     config = HierarchyConfig.from_options(offload=True, levels=1, tree="chain:1")
     machine = Machine(2**34, 2**34, 1e10, 1e12)
-    made = plan(Sizes.of(target, None, config), machine, config, (), 3, 4096, 64)
+    made = plan(Sizes.of(target, None, config), machine, config, (), Workload(3, 4096, 64))
     assert made.offload is not None
     assert target.states is not None
     assert made.device["recurrent states"] == 3 * target.states.bytes(4)

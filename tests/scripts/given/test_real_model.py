@@ -16,9 +16,9 @@ from triforce_tree.loading.checkpoints import PAIR
 
 def test_yarn_is_that_of_transformers(script: Any) -> None:
     """A model made with the same rope_parameters has the same logits, and other ones than the model's."""
-    real = script("benchmarks.texts.real_model")
+    use_yarn = script("benchmarks.common.rope").use_yarn
     model, plain = tiny("llama", max_position_embeddings=64), tiny("llama", max_position_embeddings=64)
-    real.stretch(model, 64, 256)
+    use_yarn(model, 4, 64, truncate=False)
     assert model.config.max_position_embeddings == 256
     same = LlamaForCausalLM(model.config).eval()
     same.load_state_dict(model.state_dict())

@@ -107,6 +107,44 @@ def four() -> dict[str, Any]:
     return generations(2, ("three levels", "two levels"))
 
 
+# Family and options where the split is left open; of two KV heads, one, and three. The last one's head is
+# tied, and its vocabulary prime.
+OPEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "two KV heads": ("llama-gqa", {"levels": 3}),
+    "one KV head": ("llama-mqa", {"levels": 2}),
+    "three KV heads": ("llama", {"levels": 2}),
+}
+THREE = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "hidden_size": 24,
+    "intermediate_size": 60,
+    "vocab_size": 67,
+    "tie_word_embeddings": True,
+}
+
+
+def open_split() -> dict[str, Any]:
+    """Any number of ranks, and none says how they share a text: the ranks, and greedy tokens."""
+    result: dict[str, Any] = {}
+    for name, (family, options) in OPEN.items():
+        made = load_open(family, options)
+        out = made.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+        result[name] = [out.ranks, out.sequences[0, len(PROMPT) :].tolist()]
+    kept = made.with_options(context_parallel="auto", levels=1)
+    result["kept"] = [kept.hierarchy.config.context_parallel, generated(kept)]
+    try:
+        result["refused"] = load_open("llama-gqa", {"kv_bits": 8}).hierarchy.config.context_parallel
+    except ValueError as error:
+        result["refused"] = str(error)
+    return result
+
+
+def load_open(family: str, options: dict[str, Any]) -> Engine:
+    target = tiny(family, **(THREE if family == "llama" else {}))
+    return load(target, perturbed(target, 0.05), device="cpu", profile=False, **{**SMALL, **options})
+
+
 def killed() -> dict[str, Any]:
     """Rank 1 is killed while it generates."""
 

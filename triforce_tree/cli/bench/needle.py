@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from triforce_tree.cli import options
-from triforce_tree.cli.bench.running import finish, records_of
+from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line, screen
 from triforce_tree.eval import needle
 from triforce_tree.eval.results import Record, check_picture, header
@@ -36,25 +36,15 @@ def run(args: argparse.Namespace) -> int:
             progress.update(task, description=f"{key['through']}, {tokens:,} tokens")
             return lambda count: interrupt.check()
 
+        series = series_of(args, records, interrupt, lambda record: progress.advance(task))
         needle.measure(
-            engine,
-            haystack,
-            args.lengths,
-            args.depths,
-            args.trials,
-            records,
-            through=args.through,
-            seed=args.seed,
-            stop=interrupt,
-            progress=reading,
-            done=lambda record: progress.advance(task),
-            wanted=lambda: not interrupt.requested,
+            engine, haystack, args.lengths, args.depths, args.trials, series, args.through, reading
         )
     code = finish(args, records, interrupt.requested)
     if args.plot and records.all:
         name = Path(args.target).name if args.target else "embedded pair"
         needle.heat_map(records.all, args.through[0], args.lengths, args.depths, Path(args.plot), name)
-        screen().print(f"written: {args.plot}", markup=False)
+        screen().print(f"written: {args.plot}")
     if args.json:
         cells = {
             levels: {

@@ -8,7 +8,7 @@ import torch
 
 from triforce_tree.api import load
 from triforce_tree.cli import options
-from triforce_tree.cli.bench.running import finish, records_of
+from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.cli.groups import ENGINE_OPTIONS, MEMORY_OPTIONS
 from triforce_tree.engine import Engine
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         def done(record: Record) -> None:
             progress.update(task, advance=1, description=_described(record))
 
-        records.fill(keys, cells.measure, lambda: not interrupt.requested, done)
+        series_of(args, records, interrupt, done).fill(keys, cells.measure)
     code = finish(args, records, interrupt.requested)
     if args.json:
         rows = [

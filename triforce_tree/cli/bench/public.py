@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from triforce_tree.cli import options
-from triforce_tree.cli.bench.running import finish, records_of, timing_of
+from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.engine import Engine
 from triforce_tree.eval import speed
@@ -56,22 +56,14 @@ def run(args: argparse.Namespace) -> int:
         )
 
     with Interrupt() as interrupt, progress:
+        series = series_of(args, records, interrupt, done)
+        timing = speed.Timing(methods, args.temperatures, args.new_tokens)
         for length, cut in prompts.items():
             if "speed" in args.parts:
-                timing = timing_of(args, methods, done, interrupt)
-                speed.measure(engine, cut, timing, records, {"kind": "speed", "length": length})
+                speed.measure(engine, cut, timing, series, {"kind": "speed", "length": length})
         if task is not None and "answers" in args.parts:
-            answers.measure(
-                engine,
-                answers.Questions(found, prompts, task),
-                args.temperatures,
-                records,
-                seed=args.seed,
-                stop=interrupt,
-                progress=lambda count: interrupt.check(),
-                done=done,
-                wanted=lambda: not interrupt.requested,
-            )
+            asked = answers.Questions(found, prompts, task)
+            answers.measure(engine, asked, args.temperatures, series, lambda count: interrupt.check())
     code = finish(args, records, interrupt.requested)
     if args.json:
         json_line(

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from triforce_tree.cli import options
-from triforce_tree.cli.bench.running import finish, records_of
+from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.eval import ruler
 from triforce_tree.eval.ablations.through import answer_by
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
                 lambda count: interrupt.check(),
             )
 
-        records.fill(keys, answer, lambda: not interrupt.requested, lambda record: progress.advance(asking))
+        series_of(args, records, interrupt, lambda record: progress.advance(asking)).fill(keys, answer)
     code = finish(args, records, interrupt.requested)
     if args.json:
         json_line({**header(args.seed), "interrupted": interrupt.requested, "scores": _scores(args, records)})

@@ -7,8 +7,7 @@ from triforce_tree.cli.console import Interrupt, plain_table, screen
 from triforce_tree.eval.report import write
 from triforce_tree.eval.report.code_digest import digest
 from triforce_tree.eval.report.tables import Table, tables
-from triforce_tree.eval.results import Record, Records, hardware
-from triforce_tree.eval.speed import Timing
+from triforce_tree.eval.results import Record, Records, Series, hardware
 
 
 def records_of(args: argparse.Namespace, settings: Record) -> Records:
@@ -22,14 +21,11 @@ def records_of(args: argparse.Namespace, settings: Record) -> Records:
     return Records(args.out, {**settings, **same}, write.about(args.seed, list(args.words)))
 
 
-def timing_of(
-    args: argparse.Namespace, methods: Sequence[str], done: Callable[[Record], None], interrupt: Interrupt
-) -> Timing:
-    """What the command line asks ``speed.measure`` for, until Ctrl-C."""
-    return Timing(
-        methods, args.temperatures, args.new_tokens, args.seed, done, interrupt,
-        lambda: not interrupt.requested,
-    )  # fmt: skip
+def series_of(
+    args: argparse.Namespace, records: Records, interrupt: Interrupt, done: Callable[[Record], None]
+) -> Series:
+    """The measurements of this run, until Ctrl-C."""
+    return Series(records, args.seed, interrupt, lambda: not interrupt.requested, done)
 
 
 def finish(args: argparse.Namespace, records: Records, interrupted: bool) -> int:

@@ -3,7 +3,7 @@
 import argparse
 
 from triforce_tree.cli import options
-from triforce_tree.cli.bench.running import finish, records_of, timing_of
+from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.eval import speed, text
 from triforce_tree.eval.baselines import usable_methods
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
         progress.update(task, advance=1, description=what)
 
     with Interrupt() as interrupt, progress:
-        speed.measure(engine, prompts, timing_of(args, methods, done, interrupt), records)
+        timing = speed.Timing(methods, args.temperatures, args.new_tokens)
+        speed.measure(engine, prompts, timing, series_of(args, records, interrupt, done))
     code = finish(args, records, interrupt.requested)
     if args.json:
         rows = speed.rows(records, args.context, args.new_tokens)

@@ -76,4 +76,4 @@ def _show(found: Explanation) -> None:
     columns = ("level", "depth", "reached", "accepted", "by rank, %")
     show.print(plain_table("acceptance", columns, rows))
     for line in as_lines(found.tree, found.words):
-        show.print(line, markup=False)
+        show.print(line)

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.model_name or str(args.target or "embedded")
     limits = Limits(args.max_waiting, args.max_batch, args.max_batch_tokens, args.max_new_tokens)
     key = args.api_key or os.environ.get(KEY) or None
-    served = Served(name, key, limits, bytes_of(args.max_body), tuple(args.allowed_origins))
+    served = Served(name, key, limits, bytes_of(args.max_body, "--max-body"), tuple(args.allowed_origins))
     loaded: Future[Engine] = Future()
     app = create_app(loaded, served)
     listening = _bound(args.host, args.port)

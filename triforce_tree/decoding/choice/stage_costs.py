@@ -285,7 +285,7 @@ def settings_of(
         "software": f"torch {torch.__version__}",
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "ranks": group.size if (group := distributed.current()) is not None else 1,
-        "context_parallel": config.context_parallel,
+        "context_parallel": config.text_ranks,
         "target": f"{shape_of(target)}, {_bytes(target)} bytes",
         "drafter": _drafter(program.drafter),
         "sampling": sampling,

@@ -1,23 +1,11 @@
 """The least time that stages of decoding can take on this device."""
 
 from collections.abc import Sequence
-from typing import Any
-
-from transformers import PreTrainedModel
 
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.store import KVStore
-
-
-def weight_bytes(model: PreTrainedModel) -> int:
-    """What one forward reads of a model: all but an input embedding that is not the head as well."""
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    read = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    if head.weight is not embedding.weight:
-        read.pop(id(embedding.weight), None)
-    return sum(t.numel() * t.element_size() for t in read.values())
+from triforce_tree.models.model_copy import weight_bytes
 
 
 def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float) -> dict[str, float]:

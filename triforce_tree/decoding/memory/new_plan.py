@@ -40,12 +40,12 @@ def new_plan(
     machine = measured(target.device, weights, config.gpu_bytes, streamed, config.host_bytes)
 
     def planned() -> MemoryPlan:
-        wanted, prompt = (sizes, machine, config, given, workload.batch), workload.prompt
         # Of the rounded length, so that the buffers serve longer sequences too; else of the exact one.
+        longer = replace(workload, new=max_seq_len - workload.prompt)
         try:
-            return memory_plan.plan(*wanted, prompt, max_seq_len - prompt, workload.prefix)
+            return memory_plan.plan(sizes, machine, config, given, longer)
         except memory_plan.DoesNotFitError:
-            return memory_plan.plan(*wanted, prompt, workload.new, workload.prefix)
+            return memory_plan.plan(sizes, machine, config, given, workload)
 
     plan = planned()
     if host_attends(target, config.host_attention) and plan.offload is not None:

@@ -17,7 +17,7 @@ from triforce_tree.eval.attention.problems import (
     random_kv,
     tree_mask,
 )
-from triforce_tree.eval.results import Record, Records
+from triforce_tree.eval.results import Record, Series
 from triforce_tree.kernels.attention import planned, reference
 from triforce_tree.kernels.attention.plan import plan_trees
 
@@ -135,18 +135,15 @@ def measure(
     names: Sequence[str],
     device: torch.device,
     dtype: torch.dtype,
-    records: Records,
-    seed: int = 0,
-    done: Callable[[Record], None] = lambda record: None,
-    wanted: Callable[[], bool] = lambda: True,
+    series: Series,
 ) -> None:
-    """Measure what ``records`` lacks, on ``device`` alone."""
+    """Measure what the series lacks, on ``device`` alone."""
     held: list[Ceilings] = []
 
     def one(key: Record) -> Record:
         if not held:
             held.append(measure_ceilings(device, dtype))
         with torch.inference_mode():
-            return timed_cell(key, device, dtype, held[0], seed)
+            return timed_cell(key, device, dtype, held[0], series.seed)
 
-    records.fill(shapes.keys(names), one, wanted, done)
+    series.fill(shapes.keys(names), one)

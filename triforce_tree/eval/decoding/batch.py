@@ -1,13 +1,13 @@
 """Speed of batches: all levels beside plain decoding of the same batch, and beside one sequence at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from triforce_tree.engine import Engine
 from triforce_tree.eval.baselines import Job
-from triforce_tree.eval.results import Record, Records
+from triforce_tree.eval.results import Record, Series
 from triforce_tree.eval.speed import WARM_UP_PROMPT, WARM_UP_TOKENS
 
 KIND = "batch"
@@ -40,13 +40,9 @@ def measure(
     batches: Sequence[int],
     temperatures: Sequence[float],
     new_tokens: int,
-    records: Records,
-    seed: int = 0,
-    stop: StoppingCriteria | None = None,
-    done: Callable[[Record], None] = lambda record: None,
-    wanted: Callable[[], bool] = lambda: True,
+    series: Series,
 ) -> None:
-    """Measure what ``records`` lacks; arguments as of ``eval.speed.measure``.
+    """Measure what the series lacks; arguments as of ``eval.speed.measure``.
 
     A record has the seconds of decoding and the tokens of all sequences; one by one, their sums.
 
@@ -65,10 +61,11 @@ def measure(
         groups = [list(prompts[first : first + together]) for first in range(0, batch, together)]
         if (method, together, temperature) not in warm:
             short = [prompt[:WARM_UP_PROMPT] for prompt in groups[0]]
-            generate(own, short, temperature, WARM_UP_TOKENS, seed)
+            generate(own, short, temperature, WARM_UP_TOKENS, series.seed)
             warm.add((method, together, temperature))
         outs = [
-            generate(own, group, temperature, new_tokens, seed + i, stop) for i, group in enumerate(groups)
+            generate(own, group, temperature, new_tokens, series.seed + i, series.stop)
+            for i, group in enumerate(groups)
         ]
         return {
             "seconds": sum(out.decode_seconds for out in outs),
@@ -83,4 +80,4 @@ def measure(
         # A single sequence is decoded alone.
         for method in (METHODS if batch > 1 else METHODS[:2])
     ]
-    records.fill(keys, one, wanted, done)
+    series.fill(keys, one)

@@ -1,13 +1,12 @@
 """Speed of an offloaded cache: all levels beside plain decoding of the same engine under the same limit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from transformers import StoppingCriteria
 
 from triforce_tree.engine import Engine
 from triforce_tree.eval.decoding.batch import counted, generate
-from triforce_tree.eval.results import Record, Records
+from triforce_tree.eval.results import Record, Series
 from triforce_tree.kv.offload.host_attention import check_host_attention
 
 KIND = "offload"
@@ -38,13 +37,9 @@ def measure(
     temperatures: Sequence[float],
     new_tokens: int,
     plain_tokens: int,
-    records: Records,
-    seed: int = 0,
-    stop: StoppingCriteria | None = None,
-    done: Callable[[Record], None] = lambda record: None,
-    wanted: Callable[[], bool] = lambda: True,
+    series: Series,
 ) -> None:
-    """Measure what ``records`` lacks; arguments as of ``eval.speed.measure``.
+    """Measure what the series lacks; arguments as of ``eval.speed.measure``.
 
     Args:
         plain_tokens: of each plain decoding, whose time a token does not change.
@@ -66,12 +61,12 @@ def measure(
         if last != [key["method"]]:
             # Only one engine's offloaded cache fits; the first pass of each measures and captures.
             engine.hierarchy.release()
-            generate(own, [prompt], key["temperature"], WARM_UP_TOKENS, seed)
+            generate(own, [prompt], key["temperature"], WARM_UP_TOKENS, series.seed)
             last[:] = [key["method"]]
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         new = new_tokens if key["method"] == OURS else plain_tokens
-        out = generate(own, [prompt], key["temperature"], new, seed + key["prompt"], stop)
+        out = generate(own, [prompt], key["temperature"], new, series.seed + key["prompt"], series.stop)
         if out.memory is None:
             raise ValueError(
                 "the whole cache fits under the limit, and nothing is offloaded; give a smaller "
@@ -92,4 +87,4 @@ def measure(
         for temperature in temperatures
         for number in range(len(prompts))
     ]
-    records.fill(keys, one, wanted, done)
+    series.fill(keys, one)

@@ -1,16 +1,14 @@
 """Answers to questions about long texts, by all levels and by the target alone, with their scores."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from transformers import StoppingCriteria, StoppingCriteriaList
-
 from triforce_tree.engine import Engine
 from triforce_tree.eval.public.catalogue import Task
 from triforce_tree.eval.public.rows import Example
-from triforce_tree.eval.results import Record, Records
+from triforce_tree.eval.results import Record, Series
 from triforce_tree.runtime.stats import Progress
 
 OURS, PLAIN = "hierarchy", "target"
@@ -45,15 +43,11 @@ def measure(
     engine: Engine,
     questions: Questions,
     temperatures: Sequence[float],
-    records: Records,
-    seed: int = 0,
-    stop: StoppingCriteria | None = None,
+    series: Series,
     progress: Progress | None = None,
-    done: Callable[[Record], None] = lambda record: None,
-    wanted: Callable[[], bool] = lambda: True,
     through: Sequence[str] = (OURS, PLAIN),
 ) -> None:
-    """Measure the answers that ``records`` lacks; other arguments as in ``eval.speed.Timing``.
+    """Measure the answers that the series lacks.
 
     Answers end with the model's end token, or after the task's number of tokens.
     """
@@ -66,9 +60,9 @@ def measure(
         out = engines[key["through"]].generate(
             prompt,
             max_new_tokens=questions.task.answer_tokens,
-            stopping_criteria=StoppingCriteriaList([stop] if stop else []),
+            stopping_criteria=series.criteria,
             progress=progress,
-            seed=seed + number,
+            seed=series.seed + number,
             **_sampling(key["temperature"]),
         )
         text = str(out.text or "")
@@ -79,7 +73,7 @@ def measure(
             "tokens": out.sequences[0, len(prompt) :].tolist(),
         }
 
-    records.fill(keys(questions, temperatures, through), answer, wanted, done)
+    series.fill(keys(questions, temperatures, through), answer)
 
 
 def _sampling(temperature: float) -> dict[str, Any]:

@@ -49,7 +49,6 @@ class DataSet:
         columns: where a row has the ``context``, ``input``, ``answers`` and ``options``: dotted paths, which
             go through lists; several separated by commas are gathered into a list.
         tasks: by name; ``""`` where there is only one. None for texts without questions.
-        default_task: of the command.
     """
 
     name: str
@@ -59,7 +58,6 @@ class DataSet:
     columns: Mapping[str, str]
     file: str | None = None
     tasks: Mapping[str, Task] = field(default_factory=dict)
-    default_task: str = ""
 
     @property
     def schema(self) -> str:
@@ -132,7 +130,6 @@ LONGBENCH = DataSet(
         "lcc": _code(),
         "repobench-p": _code(),
     },
-    default_task="qasper",
 )
 LONGBENCH_V2 = DataSet(
     "longbench-v2",
@@ -169,7 +166,6 @@ INFINITEBENCH = DataSet(
         "code_run": _exact(metrics.last_number, 5),
         "code_debug": _exact(metrics.choice, 5, _CHOOSE),
     },
-    default_task="longbook_qa_eng",
 )
 DATA_SETS = {each.name: each for each in (PG19, NARRATIVEQA, LONGBENCH, LONGBENCH_V2, INFINITEBENCH)}
 

@@ -1,7 +1,8 @@
 """What a results file of ``triforce-tree bench`` says: cells with figures, and tables for people."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from triforce_tree.eval.baselines import BASELINES, LOSSY
@@ -13,16 +14,35 @@ from triforce_tree.eval.report.table import Table as Table
 from triforce_tree.eval.results import Record, Records, speed_rows
 
 
+@contextmanager
+def _of_this_form() -> Iterator[None]:
+    """Raise ValueError where a record lacks what this version's have: files of others, or changed by hand."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its records are not of this version's form ({error}); measure again") from error
+
+
+@_of_this_form()
 def tables(records: Records) -> list[Table]:
-    """The tables of a results file, without empty ones."""
+    """The tables of a results file, without empty ones.
+
+    Raises:
+        ValueError: a record lacks a field.
+    """
     if records.settings.get("benchmark") == paper.BENCHMARK:
         return paper.tables(records)
     made = [make(records) for make in (_speed, _answers, _needle, _ruler)]
     return [table for table in made if table.rows] + machine.tables(records)
 
 
+@_of_this_form()
 def cells(records: Records) -> dict[Place, dict[str, float]]:
-    """The figures of each cell: what a reader's own run is compared by."""
+    """The figures of each cell: what a reader's own run is compared by.
+
+    Raises:
+        ValueError: a record lacks a field.
+    """
     if records.settings.get("benchmark") == paper.BENCHMARK:
         return paper.cells(records)
     found = machine.cells(records)

@@ -23,7 +23,14 @@ def cells_of(path: str | Path) -> Cells:
         ValueError: it is neither, or holds no figures.
         OSError: it cannot be read.
     """
-    found = _of_rows(Path(path)) if Path(path).suffix == ".json" else cells(results.read(path))
+    if Path(path).suffix == ".json":
+        found = _of_rows(Path(path))
+    else:
+        records = results.read(path)
+        try:
+            found = cells(records)
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r}: {error}") from error
     if not found:
         raise ValueError(f"{str(path)!r} holds no figures that can be compared; give another results file")
     return found

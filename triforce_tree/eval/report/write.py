@@ -69,13 +69,14 @@ def write(folder: str | Path) -> Report:
     passed_over = []
     for path in sorted(folder.glob("*.jsonl")):
         try:
-            found[path] = results.read(path)
+            records = results.read(path)
+            readable = bool(tables(records))
         except ValueError:
+            readable = False
+        if readable:
+            found[path] = records
+        else:
             passed_over.append(path)
-            continue
-        if not tables(found[path]):
-            passed_over.append(path)
-            del found[path]
     if not found:
         raise ValueError(
             f"{str(folder)!r} has no results file with measurements; make one with triforce-tree bench KIND "

@@ -1,15 +1,14 @@
 """All measurements of ``bench workloads``: attention alone, then decoding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria
 
 from triforce_tree.engine import Engine
 from triforce_tree.eval.attention.problems import Ceilings, measure_ceilings
-from triforce_tree.eval.results import Record, Records
+from triforce_tree.eval.results import Record, Series
 from triforce_tree.eval.workloads import attention, decoding
 from triforce_tree.eval.workloads.shapes import Workload
 from triforce_tree.eval.workloads.storage import Problem
@@ -53,14 +52,8 @@ class Run:
         ]
 
 
-def measure(
-    run: Run,
-    records: Records,
-    stop: StoppingCriteria | None = None,
-    done: Callable[[Record], None] = lambda record: None,
-    wanted: Callable[[], bool] = lambda: True,
-) -> None:
-    """Measure what ``records`` lacks; arguments as of ``eval.speed.measure``."""
+def measure(run: Run, series: Series) -> None:
+    """Measure what the series lacks."""
     target = run.engine.hierarchy.target
     by_name = {workload.name: workload for workload in run.workloads}
     held: dict[str, Any] = {}
@@ -84,9 +77,11 @@ def measure(
         workload = by_name[key["workload"]]
         sizes = {"texts": workload.queries, "stored": workload.stored, "seen": workload.read_by_sequences}
         if key["kind"] == DECODING:
-            return sizes | decoding.measure(run.engine, workload, key["way"], run.tokens, run.new, stop)
+            return sizes | decoding.measure(
+                run.engine, workload, key["way"], run.tokens, run.new, series.stop
+            )
         with torch.inference_mode():
             found = attention.measure(problem(workload), key["way"], ceilings())
         return sizes | {"layers": len(target.kv_shapes), **found}
 
-    records.fill(run.keys(), one, wanted, done)
+    series.fill(run.keys(), one)

@@ -34,11 +34,13 @@ class JoiningPrefixes:
         self._rows, self._tokens, self._share, self._begun = rows, tokens, 1.0, False
 
     def __call__(self) -> PrefixTree:
-        """See ``Prefixes``; copies where prompts are too short to have a prefix, or memory is."""
+        """See ``Prefixes``; copies where prompts are too short to have a prefix, or memory is, and where
+        something may be offloaded: memory is then planned for the prompts that begin, and rows are not added.
+        """
         hierarchy = self._hierarchy
         config, unit = hierarchy.config, prefix_tokens(hierarchy.target, hierarchy.config)
         longest = hierarchy.rounded(self._longest)
-        if unit is None or longest <= unit or not self._share:
+        if unit is None or longest <= unit or not self._share or config.offloads:
             return PrefixTree()
         levels = hierarchy.levels(min(map(len, self._prompts)), longest)
         scratch, page = PassLimits.of(config, levels).scratch_slots, page_of(unit, config, levels)

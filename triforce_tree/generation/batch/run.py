@@ -65,7 +65,7 @@ class RunOptions:
             prompt, new_tokens: of the longest sequence.
             prefixes: what is stored once; less of it where more sequences fit then.
         """
-        if hierarchy.memory is not None or hierarchy.config.context_parallel > 1:
+        if hierarchy.memory is not None or hierarchy.config.text_ranks > 1:
             # Planned for as many.
             return most
         if self.joining is not None and self.max_batch and hierarchy.target.device.type == "cuda":

@@ -61,7 +61,7 @@ def instructions(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
     """
     available = [way for way, needed in _INSTRUCTIONS.get(dtype, {}).items() if _flags().issuperset(needed)]
     if _vendor() == "GenuineIntel":
-        # Intel's bf16 dot products are slower than fp32 (docs/offloading.md), and AMX may be denied.
+        # Intel's bf16 dot products are slower than fp32 (docs/host_attention.md), and AMX may be denied.
         available.sort(key="AVX-512 BF16".__eq__)
     return tuple(available)
 

@@ -34,8 +34,15 @@ def bandwidths(device: torch.device) -> tuple[float, float]:
         del host, stream
     finally:
         memory.release()
+    return host_to_device, read_bandwidth(device)
+
+
+@cache
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second of reading the device's memory."""
+    size = _PROBE if device.type == "cuda" else _PROBE >> 4
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
-    return host_to_device, size / _shortest(lambda: data.sum(), device)
+    return size / _shortest(lambda: data.sum(), device)
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:

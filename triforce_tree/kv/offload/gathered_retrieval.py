@@ -68,11 +68,6 @@ class GatheredRetrievalView(OffloadedView):
         self._chunk_slots = exchange.place_of(self._slot_chunks, chunks)
         self._boundary = torch.zeros_like(cache.base)
 
-    @property
-    def exchanged(self) -> Tensor:
-        """int32 ``[layers, B, H_kv]``: chunks that the last refresh copied."""
-        return self._copied
-
     def refresh(self, root: Tensor, committed: Tensor) -> None:
         """Let the next forward select chunks by its root's queries, among those that have left the window."""
         self._boundary.copy_(self.cache.base // self.chunk)

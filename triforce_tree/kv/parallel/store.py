@@ -77,7 +77,7 @@ def split_of(target: HFModel, config: HierarchyConfig) -> SequenceSplit | None:
     Raises:
         ValueError: the target has recurrent layers, or was loaded for another number of ranks.
     """
-    count = config.context_parallel
+    count = config.text_ranks
     if count == 1:
         return None
     if target.states is not None:

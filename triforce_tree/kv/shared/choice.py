@@ -40,7 +40,7 @@ def prefix_tokens(target: HFModel, config: HierarchyConfig) -> int | None:
         target.states is not None
         or windows
         or config.exact
-        or config.context_parallel > 1
+        or config.text_ranks > 1
         or config.prefix_bytes
         or BoundPolicy(config.retrieval).needs_context
     ):

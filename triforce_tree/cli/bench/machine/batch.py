@@ -29,9 +29,7 @@ def run(args: argparse.Namespace) -> int:
     engine.hierarchy.target.check_length(args.context, args.new_tokens)
     sizes = sorted(set(args.batches))
     prompts = text.prompts(texts, engine.tokenizer, args.context, sizes[-1])
-    measure = partial(
-        batch.measure, engine, prompts, sizes, args.temperatures, args.new_tokens, records, args.seed
-    )
+    measure = partial(batch.measure, engine, prompts, sizes, args.temperatures, args.new_tokens)
     methods = sum(len(batch.METHODS) - (size == 1) for size in sizes)
     return follow(args, records, measure, methods * len(args.temperatures), _said, machine.of_batches)
 

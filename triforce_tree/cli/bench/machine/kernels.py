@@ -52,15 +52,8 @@ def run(args: argparse.Namespace) -> int:
     records = records_of(args, settings)
     shapes = kernels.Shapes(*(chosen[name] for name in ("heads", "prefixes", "trees", "pages")))
     dtype = getattr(torch, chosen["dtype"])
-    measure = partial(kernels.measure, shapes, methods, device, dtype, records, args.seed)
-    return follow(
-        args,
-        records,
-        lambda *, stop, done, wanted: measure(done=done, wanted=wanted),
-        len(shapes.keys(methods)),
-        _said,
-        machine.of_kernels,
-    )
+    measure = partial(kernels.measure, shapes, methods, device, dtype)
+    return follow(args, records, measure, len(shapes.keys(methods)), _said, machine.of_kernels)
 
 
 def _said(record: Record) -> str:

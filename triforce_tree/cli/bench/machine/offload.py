@@ -31,16 +31,7 @@ def run(args: argparse.Namespace) -> int:
     assert engine.tokenizer is not None
     offload.check(engine)
     prompts = text.prompts(texts, engine.tokenizer, args.context, args.prompts)
-    measure = partial(
-        offload.measure,
-        engine,
-        prompts,
-        args.temperatures,
-        args.new_tokens,
-        args.plain_tokens,
-        records,
-        args.seed,
-    )
+    measure = partial(offload.measure, engine, prompts, args.temperatures, args.new_tokens, args.plain_tokens)
     total = len(offload.methods(engine)) * len(args.temperatures) * len(prompts)
     return follow(args, records, measure, total, _said, machine.of_offloading)
 

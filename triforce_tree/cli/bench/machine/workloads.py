@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     longest = max(max(workload.lengths) for workload in scaled)
     [tokens] = text.prompts(texts, engine.tokenizer, longest + args.new_tokens, 1)
     run = workloads.Run(engine, scaled, tokens, args.new_tokens, args.parts)
-    return follow(args, records, partial(workloads.measure, run, records), len(run.keys()), _said, _rows)
+    return follow(args, records, partial(workloads.measure, run), len(run.keys()), _said, _rows)
 
 
 def _rows(records: Records) -> dict[str, list[Record]]:

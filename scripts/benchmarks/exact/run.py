@@ -1,0 +1,178 @@
+"""Greedy texts of ``exact=True``: plain decoding beside two and three levels, partings and times.
+
+    python -m scripts.benchmarks exact                       # docs/results/bit_exact_MACHINE.json
+    python -m scripts.benchmarks exact --shapes llama-3.1-8b --prompt 122880 --new 256 --tokens 4096
+    python -m scripts.benchmarks exact --shapes pair --prompt 1700 --tokens 400     # on a CPU too
+
+Uses the embedded pair inflated to real shapes; ``pair`` is the pair itself. A parting is a prompt whose texts
+differ; after it they are other texts. The goal is none, ties of the two largest logits included, which are
+counted in the first prompts. The first prompts are decoded one by one, with and without ``exact``, for
+milliseconds a token; the goal is at most 10 % more. The others are decoded in batches with ``exact`` alone.
+Exit code 1 where a text parts, 3 where the time limit ended the run; the same command then goes on.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils import logging
+
+from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, machine_of, parser, results_folder
+from scripts.benchmarks.common.results import Record, header, open_records, write
+from scripts.benchmarks.exact.tables import rows_of
+from triforce_tree import Engine, load
+from triforce_tree.eval.report.code_digest import digest
+from triforce_tree.eval.results import Records, hardware
+from triforce_tree.eval.text import pydoc_text, token_ids
+from triforce_tree.loading.inflate import inflate_pair
+from triforce_tree.runtime.executor import free_memory
+
+# Prompts that are decoded one by one; the first one also captures graphs, and is not timed.
+_SINGLE = 4
+# Prompts whose ties of the largest logits are counted.
+_TIES = 2
+
+
+class Mode(NamedTuple):
+    """An engine: the levels of its passes, and whether it is exact."""
+
+    levels: int
+    exact: bool
+
+
+class Comparison:
+    """The prompts of one shape through engines that differ in levels and ``exact``, one engine at a time.
+
+    Args:
+        records: what is measured already; more is added.
+        deadline: of ``time.perf_counter``, after which no further generation is begun.
+    """
+
+    def __init__(self, shape: str, args: Any, records: Records, deadline: float) -> None:
+        self.shape, self.args, self.records, self.deadline = shape, args, records, deadline
+        self.modes = [Mode(levels, exact) for exact in (True, False) for levels in (1, *args.levels)]
+        self.count = -(-args.tokens // args.new)
+        self._options: dict[str, Any] = {"profile": False, "prefix_cache": False}
+        self._models: tuple[Any, Any, Any] | None = None
+
+    def jobs(self, mode: Mode) -> Iterator[range]:
+        """Numbers of the prompts that are decoded together and not recorded yet."""
+        single = min(_SINGLE, self.count)
+        groups = [range(n, n + 1) for n in range(single)]
+        if mode.exact:
+            starts = range(single, self.count, self.args.batch)
+            groups += [range(n, min(n + self.args.batch, self.count)) for n in starts]
+        for numbers in groups:
+            if any(self._find(mode, n) is None for n in numbers):
+                yield numbers
+
+    def measure(self, mode: Mode, done: Any) -> bool:
+        """Decode what an engine lacks; whether it was completed."""
+        jobs = list(self.jobs(mode))
+        if not jobs:
+            return True
+        engine = self._engine(mode)
+        text = token_ids(engine.tokenizer, pydoc_text())
+        if len(text) < self.args.prompt:
+            raise SystemExit(f"the text has {len(text):,} tokens, --prompt is {self.args.prompt:,}; lower it")
+        step = max(1, (len(text) - self.args.prompt) // self.count)
+        try:
+            for numbers in jobs:
+                if time.perf_counter() > self.deadline:
+                    return False
+                prompts = [list(text[n * step : n * step + self.args.prompt]) for n in numbers]
+                self._decode(engine, mode, numbers, prompts)
+                done()
+        finally:
+            engine.close()
+            del engine
+            free_memory()
+        return True
+
+    def _decode(self, engine: Engine, mode: Mode, numbers: range, prompts: list[list[int]]) -> None:
+        how: dict[str, Any] = {"max_new_tokens": self.args.new, "do_sample": False, "seed": 0}
+        out = engine.generate(prompts, **how)
+        for row, number in enumerate(numbers):
+            tokens = out.sequences[row, self.args.prompt :].tolist()
+            record: Record = {**self._key(mode, number), "tokens": tokens}
+            if len(numbers) == 1:
+                record["ms"] = 1e3 * out.decode_seconds / len(tokens)
+            if mode == Mode(1, True) and number < _TIES:
+                logits = engine.generate(prompts, output_logits=True, **how).logits
+                top = torch.stack([step[row].topk(2).values for step in logits])
+                record["ties"] = int((top[:, 0] == top[:, 1]).sum())
+            self.records.add(record)
+
+    def _key(self, mode: Mode, number: int) -> Record:
+        return {"shape": self.shape, "levels": mode.levels, "exact": mode.exact, "prompt": number}
+
+    def _find(self, mode: Mode, number: int) -> Record | None:
+        return self.records.find(**self._key(mode, number))
+
+    def _engine(self, mode: Mode) -> Engine:
+        dtype, device = getattr(torch, self.args.dtype), torch.device(self.args.device)
+        how = {"levels": mode.levels, "exact": mode.exact, **self._options}
+        if self.shape == "pair":
+            return load(device=device, dtype=dtype, **how)
+        if self._models is None:
+            tiny = self.args.tiny
+            shape, draft = (TINY_SHAPES[self.shape], TINY_DRAFT) if tiny else (self.shape, "llama-68m")
+            self._models = inflate_pair(shape, device, dtype, draft)
+        target, draft, tokenizer = self._models
+        return load(target, draft if mode.levels > 1 else None, tokenizer=tokenizer, **how)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    made = parser("benchmarks exact", __doc__)
+    made.add_argument("--shapes", nargs="+", default=["llama-2-7b", "llama-3.1-8b"], help="or pair")
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of torch")
+    dtypes = ("float32", "bfloat16", "float16")
+    made.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of models")
+    made.add_argument("--levels", type=int, nargs="+", default=[2, 3], choices=[2, 3], help="beside plain")
+    made.add_argument("--prompt", type=int, default=4096, help="tokens of a prompt")
+    made.add_argument("--new", type=int, default=512, help="tokens of a text")
+    made.add_argument("--tokens", type=int, default=100_000, help="of all texts of a shape and a mode")
+    made.add_argument("--batch", type=int, default=16, help="prompts that are decoded together")
+    made.add_argument("--seconds", type=float, help="begin nothing after this many")
+    args = made.parse_args(words)
+    if args.tiny:
+        args.device, args.dtype, args.shapes, args.levels = "cpu", "float32", ["llama-3.1-8b"], [2]
+        args.prompt, args.new, args.tokens, args.batch = 300, 4, 24, 2
+    elif args.device == "cpu" and (large := [shape for shape in args.shapes if shape != "pair"]):
+        made.error(f"there is no GPU here for {', '.join(large)}; use --shapes pair, or --tiny")
+    logging.set_verbosity_error()
+    deadline = time.perf_counter() + args.seconds if args.seconds else float("inf")
+    path: Path = (
+        results_folder(args.out, args.tiny) / f"bit_exact_{machine_of(torch.device(args.device))}.json"
+    )
+    settings = {name: getattr(args, name) for name in ("dtype", "prompt", "new", "tokens", "batch", "seed")}
+    settings |= {"code": digest("api"), "machine": hardware()}
+    records = open_records(path.with_suffix(".jsonl"), settings)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    complete = True
+    with Progress(*columns) as progress:
+        for shape in args.shapes:
+            comparison = Comparison(shape, args, records, deadline)
+            for mode in comparison.modes:
+                name = f"{shape}, levels={mode.levels}, exact={mode.exact}"
+                task = progress.add_task(name, total=len(list(comparison.jobs(mode))))
+
+                def done(task: Any = task) -> None:
+                    progress.advance(task)
+                    rows = rows_of(records.all)
+                    write(path, header(args.seed, "api") | {"settings": settings, "rows": rows})
+
+                complete = comparison.measure(mode, done) and complete
+    rows = rows_of(records.all)
+    print(*rows, sep="\n")
+    if any(row["partings"] for row in rows):
+        return 1
+    return 0 if complete else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

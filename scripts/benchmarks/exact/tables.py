@@ -1,0 +1,67 @@
+"""The table of bit-exact decoding in docs/losslessness.md, from docs/results/bit_exact_h200.json."""
+
+import statistics
+from collections.abc import Sequence
+
+from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
+
+FILE = "bit_exact_h200.json"
+COMMAND = "python -m scripts.benchmarks exact"
+COLUMNS: Columns = {
+    "model": "{shape}", "levels": "{levels}", "texts": "{prompts}", "tokens": "{tokens:,}",
+    "**partings**": "**{partings}**", "without `exact`": "{partings_without_exact}", "ties": "?{ties}",
+    "ms a token": "?{ms_exact:.2f}", "without `exact`, ms": "?{ms:.2f}", "ratio": "?{ratio:.2f}x",
+}  # fmt: skip
+_NOTE = (
+    "{hardware}, bf16, torch {versions[torch]}; partings from plain decoding of the same mode; ties of the "
+    "two largest logits; times of single prompts, medians, where no other program used the GPU. "
+)
+
+
+def rows_of(records: Sequence[Record]) -> list[Record]:
+    """A row for each shape and number of levels: what parted from plain decoding, and times.
+
+    Args:
+        records: each the ``tokens`` that one prompt got, by shape, levels, exact and prompt; ``ms`` a token
+            where it was decoded alone, ``ties`` where they were counted.
+    """
+    by_key = {(r["shape"], r["levels"], r["exact"], r["prompt"]): r for r in records}
+    rows = []
+    for shape, levels in dict.fromkeys((r["shape"], r["levels"]) for r in records if r["exact"]):
+        own = [r for r in records if (r["shape"], r["levels"], r["exact"]) == (shape, levels, True)]
+        compared = [
+            (r, by_key[shape, 1, True, r["prompt"]]) for r in own if (shape, 1, True, r["prompt"]) in by_key
+        ]
+        inexact = [r for r in records if (r["shape"], r["levels"], r["exact"]) == (shape, levels, False)]
+        beside = [
+            (r, by_key[shape, 1, False, r["prompt"]])
+            for r in inexact
+            if (shape, 1, False, r["prompt"]) in by_key
+        ]
+        counted = [plain for _, plain in compared if "ties" in plain]
+        parted = sum(a["tokens"] != b["tokens"] for a, b in beside)
+        row: Record = {
+            "shape": shape,
+            "levels": levels,
+            "prompts": len(compared),
+            "tokens": sum(len(r["tokens"]) for r, _ in compared),
+            "partings": sum(a["tokens"] != b["tokens"] for a, b in compared),
+            "partings_without_exact": f"{parted} of {len(beside)} texts",
+        }
+        if counted:
+            tokens = sum(len(r["tokens"]) for r in counted)
+            row["ties"] = f"{sum(r['ties'] for r in counted)} of {tokens:,} tokens"
+        ms_exact, ms = _median_ms(own), _median_ms(inexact)
+        if ms_exact is not None and ms is not None:
+            row |= {"ms_exact": ms_exact, "ms": ms, "ratio": ms_exact / ms}
+        rows.append(row)
+    return rows
+
+
+def _median_ms(records: Sequence[Record]) -> float | None:
+    """Of prompts that were decoded alone, without the first one."""
+    timed = [r["ms"] for r in records if "ms" in r and r["prompt"] > 0]
+    return statistics.median(timed) if timed else None
+
+
+TABLES = {"bit_exact": Table(FILE, listing(COLUMNS, caption=noted(_NOTE, FILE), left=2), COMMAND)}
