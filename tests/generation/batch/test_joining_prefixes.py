@@ -247,10 +247,14 @@ def test_later_batches_use_what_was_made_for_earlier_ones() -> None:
     assert len(made) == 1
 
 
-def test_too_short_to_share_stores_copies() -> None:
+@pytest.mark.parametrize("tokens", [None, 150])
+def test_too_short_to_share_stores_copies(tokens: int | None) -> None:
+    """Their tokens are counted for each then: of 150 one document leaves few."""
     engine = triforce_tree.load(TARGET, levels=1, **{**OPTIONS, "prefill_chunk": 2048})
-    assert decoded(engine, Coming(PROMPTS, 3)) == texts(PROMPTS)
+    coming = Coming(PROMPTS, 3, tokens)
+    assert decoded(engine, coming) == texts(PROMPTS)
     assert not isinstance(engine.hierarchy.last_program.store, PooledStore)
+    assert bool(coming.refused) == (tokens is not None)
 
 
 @pytest.mark.parametrize("slots", [10**9, 4000, 1200])

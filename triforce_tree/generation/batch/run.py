@@ -196,10 +196,10 @@ class BatchRun:
             coming = coming + [(each.prompt, each.ending) for each in begun]
             wanted = [(prompt, ending.max_new_tokens) for prompt, ending in coming]
             return pooled.room(list(running), wanted, self._how.max_batch or 0)
-        if joining is None or joining.tokens is None or not running:
+        beside = [each.prompt for each in (*running.values(), *begun)]
+        if joining is None or joining.tokens is None or not beside:
             return True
-        together = [each.prompt for each in (*running.values(), *begun)] + [prompt for prompt, _ in coming]
-        return sum(map(len, together)) <= joining.tokens
+        return sum(map(len, [*beside, *(prompt for prompt, _ in coming)])) <= joining.tokens
 
     def _ended(self, sequence: BatchSequence) -> None:
         self._how.streamers.end(sequence.number)
