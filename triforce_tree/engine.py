@@ -111,8 +111,7 @@ class Engine:
                 "load the models anew"
             )
         other = copy.copy(self)
-        other._given = self._given | options.keys()
-        other._config = self._config.changed(options)
+        other._given, other._config = self._given | options.keys(), self._config.changed(options)
         other.hierarchy = self.hierarchy.with_config(other._config)
         return other
 
@@ -126,11 +125,10 @@ class Engine:
 
     tree = tree_of
 
-    def in_session(self, capacity: int) -> "Engine":
-        """The same engine over the same buffers, made for ``capacity`` tokens, which keeps all they hold."""
+    def in_session(self, tokens: int) -> "Engine":
+        """The same engine over the same buffers, made for so many tokens, which keeps all they hold."""
         other = copy.copy(self)
-        other._in_session = True
-        other._capacity = min(capacity, self.hierarchy.target.max_positions or capacity)
+        other._in_session, other._capacity = True, min(tokens, self.hierarchy.target.max_positions or tokens)
         return other
 
     @property
@@ -198,7 +196,7 @@ class Engine:
     ) -> Explanation:
         """Continue one prompt, and tell which passes were chosen and why."""
         target, to_probs = self.hierarchy.target, ProbsFromLogits.at(temperature)
-        prompt = prompt_of(inputs, self.tokenizer, target.vocab_size, target.max_positions)
+        prompt = prompt_of(target, self.tokenizer, inputs)
         with self.program([prompt], max_new_tokens, to_probs, temperature) as program:
             return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -142,6 +142,7 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
 }
 
 
+@cache
 def proposals(name: str, **how: Any) -> list[tuple[Proposal, float]]:
     """All proposals that a drafter can make, with their probabilities."""
     return enumerate_proposals(*DRAFTERS[name], **how)

@@ -57,38 +57,49 @@ def same(ours: tuple[Tensor, ...] | None, theirs: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(own, other, atol=2e-5, rtol=2e-5)
 
 
-@ENGINES
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"suppress_tokens": EXPECTED[:3]},
-        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
-        {"min_new_tokens": 4, "eos_token_id": EXPECTED[1:3]},
-    ],
-    ids=lambda options: "+".join(options) or "plain",
-)
-def test_greedy_scores_are_transformers_own(levels: int, drafter: str, options: dict[str, Any]) -> None:
+GREEDY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "suppressed": {"suppress_tokens": EXPECTED[:3]},
+    "penalties": {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+    "ends": {"min_new_tokens": 4, "eos_token_id": EXPECTED[1:3]},
+}
+
+
+@cache
+def greedy(name: str) -> tuple[dict[str, Any], Any]:
+    """Options, and what transformers generates with them."""
     whole = torch.ones(1, len(PROMPT), dtype=torch.int64)
-    own = {"do_sample": False, "max_new_tokens": NEW, "attention_mask": whole, **options, **ASKED}
-    theirs = TARGET.generate(torch.tensor([PROMPT]), **own)
+    own = {"do_sample": False, "max_new_tokens": NEW, "attention_mask": whole, **GREEDY[name], **ASKED}
+    return own, TARGET.generate(torch.tensor([PROMPT]), **own)
+
+
+@ENGINES
+@pytest.mark.parametrize("options", GREEDY)
+def test_greedy_scores_are_transformers_own(levels: int, drafter: str, options: str) -> None:
+    own, theirs = greedy(options)
     ours = engine(levels, drafter).generate(PROMPT, **own)
     assert ours.sequences.tolist() == theirs.sequences.tolist()
     same(ours.scores, theirs.scores)
     same(ours.logits, theirs.logits)
-    if options:
+    if GREEDY[options]:
         assert not torch.equal(ours.scores[0], ours.logits[0])
 
 
-@ENGINES
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.7}], ids=["together", "one by one"])
-def test_a_batch(levels: int, drafter: str, options: dict[str, Any]) -> None:
-    own = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "attention_mask": MASK, **options}
+@cache
+def batch(penalty: float | None) -> tuple[dict[str, Any], Any]:
+    """Options with which the first sequence ends within a block of accepted tokens; transformers' output."""
+    own = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "attention_mask": MASK}
+    own["repetition_penalty"] = penalty
     plain = TARGET.generate(PADDED, **own)[:, len(PROMPT) :]
-    # The first sequence ends early, within a block of accepted tokens.
-    end = next(t for t in plain[0, 3:].tolist() if t not in plain[1])
-    theirs = TARGET.generate(PADDED, eos_token_id=end, **own, **ASKED)
-    ours = engine(levels, drafter).generate(PADDED, eos_token_id=end, logprobs=True, **own, **ASKED)
+    own["eos_token_id"] = next(t for t in plain[0, 3:].tolist() if t not in plain[1])
+    return own, TARGET.generate(PADDED, **own, **ASKED)
+
+
+@ENGINES
+@pytest.mark.parametrize("penalty", [None, 1.7], ids=["together", "one by one"])
+def test_a_batch(levels: int, drafter: str, penalty: float | None) -> None:
+    own, theirs = batch(penalty)
+    ours = engine(levels, drafter).generate(PADDED, logprobs=True, **own, **ASKED)
     assert ours.sequences.tolist() == theirs.sequences.tolist()
     last = ours.new_tokens[0]
     assert 3 < last < ours.new_tokens[1] == NEW

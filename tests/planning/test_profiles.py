@@ -189,15 +189,6 @@ def test_a_profile_with_initial_draft_lengths(
     assert out.sequences.equal(engine.generate(ids, max_new_tokens=12, do_sample=False).sequences)
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_profiles_of_releases_with_two_engines_are_read(tmp_path: Path, captured: bool) -> None:
-    path = tmp_path / "old.json"
-    path.write_text(profile_json(captured=captured))
-    [old] = profiles.read(path).entries
-    path.write_text(profile_json())
-    assert profiles.read(path).entries == (old,)
-
-
 def test_a_profile_of_another_machine_is_used_with_a_warning(
     engine: Engine, pair: TinyPair, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

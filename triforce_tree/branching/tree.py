@@ -80,7 +80,7 @@ class TextTree:
     ) -> None:
         target, config = engine.hierarchy.target, engine.hierarchy.config
         check_engine(engine)
-        tokens = prompt_of(prompt, engine.tokenizer, target.vocab_size, target.max_positions)
+        tokens = prompt_of(target, engine.tokenizer, prompt)
         self._engine, self._target, self._prompt_tokens = engine, target, len(tokens)
         self._check_length(0, 1)
         bytes_of_slot = slot_bytes(target)

@@ -10,10 +10,10 @@ from triforce_tree import __version__
 from triforce_tree.cli.bench import arguments as bench
 from triforce_tree.cli.groups import (
     AUTO,
-    add_chat,
     add_hierarchy,
     add_models,
     add_parser,
+    add_prompt,
     add_sampling,
     add_text_source,
 )
@@ -48,12 +48,7 @@ def _generate(subparsers: Any) -> None:
         "Continue a text, or answer a chat, by exactly the target's own distribution; the new text goes to "
         "stdout.",
     )
-    parser.add_argument(
-        "prompt",
-        nargs="?",
-        help="text file to continue; - or nothing for stdin; with --chat a document before the question",
-    )
-    add_chat(parser)
+    add_prompt(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens to generate")
     parser.add_argument(
         "--num-beams",
@@ -95,12 +90,7 @@ def _explain(subparsers: Any) -> None:
         "Continue a text, and show which passes were chosen and why: acceptance by level, depth and rank, "
         "the time of each stage beside its roofline, what other choices would cost, and a drafted tree.",
     )
-    parser.add_argument(
-        "prompt",
-        nargs="?",
-        help="text file to continue; - or nothing for stdin; with --chat a document before the question",
-    )
-    add_chat(parser)
+    add_prompt(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="most tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")

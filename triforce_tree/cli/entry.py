@@ -1,4 +1,4 @@
-"""The command line: ``triforce-tree generate | chat | explain | bench | check | tune | demo``.
+"""The command ``triforce-tree``: runs what ``arguments`` has parsed, and turns errors into one line.
 
 Exit codes: 0 done, 1 a check failed or memory ran out, 2 bad input (one line on stderr says what),
 130 ended by Ctrl-C.

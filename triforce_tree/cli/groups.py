@@ -238,7 +238,13 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_chat(parser: argparse.ArgumentParser) -> None:
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """A text to continue, or a chat."""
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        help="text file to continue; - or nothing for stdin; with --chat a document before the question",
+    )
     group = parser.add_argument_group("chat (by the tokenizer's chat template)")
     source = group.add_mutually_exclusive_group()
     source.add_argument("--chat", metavar="QUESTION", help="ask the model instead of continuing a text")

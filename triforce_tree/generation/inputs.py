@@ -11,6 +11,7 @@ from torch import Tensor
 
 from triforce_tree.generation.chat import Chat, characters, chat_ids, chats_of
 from triforce_tree.generation.tokenized_texts import Tokenizer, check_text
+from triforce_tree.models.hf_model import HFModel
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
 Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
@@ -39,25 +40,23 @@ class Prompts:
 
 
 def prompts_of(
-    inputs: Inputs | None,
-    input_ids: Ids | None,
-    attention_mask: Ids | None,
+    target: HFModel,
     tokenizer: Tokenizer | None,
-    vocabulary: int,
-    positions: int | None,
-    padding: int,
+    inputs: Inputs | None,
+    input_ids: Ids | None = None,
+    attention_mask: Ids | None = None,
+    padding: int = 0,
     inferred: int | None = None,
 ) -> Prompts:
     """Read one prompt or several.
 
     Args:
+        target: gives the vocabulary, and the most tokens of a prompt.
+        tokenizer: for text; for chats it needs a chat template.
         inputs: text or texts; a chat (a list of messages) or chats; token ids, ``[L]``, ``[B, L]`` or rows
             of different lengths; or what a tokenizer returns for any of these.
         input_ids: token ids by transformers' own keyword, instead.
         attention_mask: of the ids' shape; tokens with mask 0 are padding.
-        tokenizer: for text; for chats it needs a chat template.
-        vocabulary: number of token ids.
-        positions: most tokens that the model takes; None for no limit.
         padding: fills rows of different lengths, on the left.
         inferred: the token that transformers takes for padding in tensors ``[B, L]`` without a mask.
 
@@ -79,7 +78,7 @@ def prompts_of(
         if tokenizer is None:
             what = "a text prompt needs" if chats is None else "messages need"
             raise ValueError(f"{what} a tokenizer: load(..., tokenizer=...)")
-        given = [encoded(tokenizer, each, positions) for each in chats or texts or ()]
+        given = [encoded(tokenizer, each, target.max_positions) for each in chats or texts or ()]
     rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
     if attention_mask is None and getattr(given, "ndim", 0) == 2 and inferred is not None:
         mask = [[int(token != inferred) for token in row] for row in rows]
@@ -92,7 +91,7 @@ def prompts_of(
             [t for t, m in zip(row, seen, strict=True) if m] if 0 in seen else row
             for row, seen in zip(rows, mask, strict=True)
         ],
-        vocabulary,
+        target.vocab_size,
     )
     width = max(map(len, rows))
     device = given.device if isinstance(given, Tensor) else None
@@ -100,11 +99,9 @@ def prompts_of(
     return Prompts(ids, torch.tensor([[0] * (width - len(row)) + row for row in mask], device=device))
 
 
-def prompt_of(
-    inputs: Inputs, tokenizer: Tokenizer | None, vocabulary: int, positions: int | None
-) -> list[int]:
+def prompt_of(target: HFModel, tokenizer: Tokenizer | None, inputs: Inputs) -> list[int]:
     """The tokens of a single prompt; arguments and errors as of :func:`prompts_of`."""
-    prompts = prompts_of(inputs, None, None, tokenizer, vocabulary, positions, 0)
+    prompts = prompts_of(target, tokenizer, inputs)
     if len(prompts.ids) > 1:
         raise ValueError(f"one prompt is needed, and {len(prompts.ids)} were given; leave the others out")
     return real_rows(prompts.ids, prompts.mask)[0]

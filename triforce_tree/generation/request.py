@@ -84,8 +84,7 @@ class Request:
             own_options["return_dict_in_generate"] = True
         sources = own_options, own, vars(settings)
         padding, inferred = pad_token(*sources), inferred_padding(*sources)
-        limits = target.vocab_size, target.max_positions
-        prompts = prompts_of(inputs, input_ids, attention_mask, tokenizer, *limits, padding, inferred)
+        prompts = prompts_of(target, tokenizer, inputs, input_ids, attention_mask, padding, inferred)
         if not isinstance(inputs if input_ids is None else input_ids, Tensor):
             prompts = Prompts(prompts.ids.to(target.device), prompts.mask.to(target.device))
         criteria = StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria))

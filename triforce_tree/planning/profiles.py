@@ -182,16 +182,11 @@ def read(path: str | Path) -> Profile:
         entries = held.pop("entries")
         if not isinstance(entries, list):
             raise ValueError(f"entries must be a list, not {type(entries).__name__}")
-        read_entries = tuple(Entry(**_known(Entry, _without_engine(entry))) for entry in entries)
+        read_entries = tuple(Entry(**_known(Entry, entry)) for entry in entries)
         return Profile(**_known(Profile, held), entries=read_entries, path=path)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         why = repr(error) if isinstance(error, KeyError) else str(error)
         raise ValueError(f"profile {str(path)!r} cannot be used ({why[:300]}); {remedy}") from error
-
-
-def _without_engine(entry: Any) -> Any:
-    """An entry without the field "captured" of releases that had two engines."""
-    return {k: v for k, v in entry.items() if k != "captured"} if isinstance(entry, dict) else entry
 
 
 def _known(kind: type[Entry] | type[Profile], values: Any) -> dict[str, Any]:

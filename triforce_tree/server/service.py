@@ -111,7 +111,7 @@ class Service:
             )
         made: list[Sequence] = []
         for prompt in asked.prompts:
-            ids = prompt_of(prompt, self.texts, target.vocab_size, target.max_positions)
+            ids = prompt_of(target, self.texts, prompt)
             room = most if target.max_positions is None else min(most, target.max_positions - len(ids))
             new = asked.limit or max(1, room)
             if new > most:

@@ -252,9 +252,7 @@ class Session:
             given = self._engine.tokenizer(given, add_special_tokens=False, verbose=False)["input_ids"]
             if not given:
                 return []
-        target = self._engine.hierarchy.target
-        limits = target.vocab_size, target.max_positions
-        prompts = prompts_of(given, None, None, self._engine.tokenizer, *limits, 0)
+        prompts = prompts_of(self._engine.hierarchy.target, self._engine.tokenizer, given)
         rows = real_rows(prompts.ids, prompts.mask)
         if len(rows) > 1:
             raise ValueError(f"a session is one sequence, not {len(rows)}; open one for each")

@@ -24,8 +24,8 @@ STORAGE = {"heads": "`[H, S, D]`", "rows": "`[S, H, D]`"}
 
 CELLS: Columns = {
     "Hq/Hkv": "{hq}/{hkv}", "L": "{l:,}", "T": "{t}", "batch": "{batch}",
-    "**ours**": lambda row: f"**{us(row['ours_us'])}**", "roof": lambda row: us(row["roof_us"]),
-    "% of roof": "{percent_of_roof:.0f}", "best peer / ours": lambda row: (
+    "**ours**": lambda row: f"**{us(row['ours_us'])}**", "roofline": lambda row: us(row["roof_us"]),
+    "% of roofline": "{percent_of_roof:.0f}", "best peer / ours": lambda row: (
     f"{min(row['peers'].values()) / row['ours_us']:.2f}" if row["peers"] else "-" ),
     "error": "{error_ratio:.2f}",
 }  # fmt: skip

@@ -9,12 +9,12 @@ FILE = "bit_exact_h200.json"
 COMMAND = "python -m scripts.benchmarks exact"
 COLUMNS: Columns = {
     "model": "{shape}", "levels": "{levels}", "texts": "{prompts}", "tokens": "{tokens:,}",
-    "**partings**": "**{partings}**", "without `exact`": "{partings_without_exact}", "ties": "?{ties}",
+    "**differences**": "**{partings}**", "without `exact`": "{partings_without_exact}", "ties": "?{ties}",
     "ms a token": "?{ms_exact:.2f}", "without `exact`, ms": "?{ms:.2f}", "ratio": "?{ratio:.2f}x",
 }  # fmt: skip
 _NOTE = (
-    "{hardware}, bf16, torch {versions[torch]}; partings from plain decoding of the same mode; ties of the "
-    "two largest logits; times of single prompts, medians, where no other program used the GPU. "
+    "{hardware}, bf16, torch {versions[torch]}; differences from plain decoding of the same mode; ties of "
+    "the two largest logits; times of single prompts, medians, where no other program used the GPU. "
 )
 
 

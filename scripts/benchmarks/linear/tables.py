@@ -15,7 +15,7 @@ LAYERS: Columns = {
     "+ 4 small kernels": lambda row: us(row["fused, small kernels between"]),
     "these early": lambda row: us(row[EARLY]), "one by one": lambda row: us(row["one by one"]),
     "cuBLAS, bf16": lambda row: us(row["cublas"]), "gemlite": lambda row: us(row["gemlite"]),
-    "roof": "{roof:.1f}", "% of roof": "{share:.0f}",
+    "roofline": "{roof:.1f}", "% of roofline": "{share:.0f}",
 }  # fmt: skip
 _NOTE = (
     "{gpu}, torch {torch}, Triton {triton}; read bandwidth {read_bandwidth:tera} TB/s, measured in the same "

@@ -23,7 +23,7 @@ _HEADLINES = (*_STREAMED, "host-attention", "host-attention-8b")
 HEADLINE: Columns = {
     "model": "{shape}{remarks}", "prompts": "{prompts} x {context:,}",
     "cap, GiB": "{gpu_memory_cap_gib:g}", "host memory, GiB": "{locked_gib:.1f}",
-    "rows on the card": "{near:pct}", "T": "{temperature:g}", "**ms/token**": "**{ms_per_token:.1f}**",
+    "KV slots on the card": "{near:pct}", "T": "{temperature:g}", "**ms/token**": "**{ms_per_token:.1f}**",
     "streamed plain decoding": "?{baseline_ms_per_token:.0f}",
     "its share of the bus": "?{baseline_pcie_gbps:.1f} of {bus_gbps[in]:.1f} GB/s",
     "**speed-up**": "?**{speedup:.1f}x**", "tokens a pass": "{tokens_per_pass:.1f}",
@@ -39,7 +39,7 @@ LEVELS: Columns = {
     "choose, ms": "?{stages[retrieval_refresh]:.2f}", "level 2, ms": "?{stages[target]:.2f}",
     "of it on the bus": "?{on_bus:pct}", "retrieval accepts": "?{acceptance[retrieval]:.2f}",
     "target accepts": "?{acceptance[target]:.2f}", "greedy tokens compared": "?{exact[compared]}",
-    "partings": "?{exact[partings]}",
+    "differences": "?{exact[partings]}",
 }  # fmt: skip
 PREFILL: Columns = {
     "model": "{shape}", "tokens": "{context:,}", "on the device, s": "{on_chip_prefill_seconds:.1f}",
@@ -61,7 +61,7 @@ PARALLEL_SPEED: Columns = {
     "each link while it streams, GB/s": lambda row: _rates(row["baseline_pcie_gbps_by_rank"]),
     "alone": lambda row: _rates(row["bus_gbps_by_rank"]), "**speed-up**": "?**{speedup:.1f}x**",
     "tokens a pass": "{tokens_per_pass:.1f}", "repeated 8-grams": "{repeated_8grams:pct}",
-    "greedy tokens compared": "?{exact[compared]}", "partings": "?{exact[partings]}",
+    "greedy tokens compared": "?{exact[compared]}", "differences": "?{exact[partings]}",
 }  # fmt: skip
 _OPTIONS = ("levels", "gamma", "tree", "budget", "chunk", "refresh", "runner_ups", "retrieval_weight_bits")
 TUNING: Columns = {
@@ -125,7 +125,7 @@ def memory(content: Record) -> str | None:
     sizes = {use: [r["memory_plan"]["device_gib"].get(use, 0.0) for r in rows] for use in uses}
     lines = [[use, *(f"{n:.2f}" for n in some)] for use, some in sizes.items() if max(some) >= 0.005]
     measured = {
-        "**measured peak**": "**{peak_gpu_gib:.2f}**", "rows on the host": "{host_gib:.1f}",
+        "**measured peak**": "**{peak_gpu_gib:.2f}**", "KV slots on the host": "{host_gib:.1f}",
         "weights on the host": "{weights_on_host_gib:.1f}", "**host memory**": "**{locked_gib:.1f}**",
     }  # fmt: skip
     if not any(r["weights_on_host_gib"] for r in rows):

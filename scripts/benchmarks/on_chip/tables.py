@@ -41,14 +41,15 @@ STAGES = {
 HEADLINE: Columns = {
     "model": "{shape}", "prompts": "{prompts} x {batch} x {context:,}", "T": "{temperature:g}",
     "**ms/token**": "**{ms_per_token:.2f}**",
-    "our plain decoding (of its roof)": "?{plain[ms_per_token]:.2f} ({plain[share]:pct})",
+    "our plain decoding (of its roofline)": "?{plain[ms_per_token]:.2f} ({plain[share]:pct})",
     "transformers static": "?{baselines[transformers-static][ms_per_token]:.1f}",
     "**speed-up**": "?**{speedup:.2f}x**", "TriForce, A100": "?{published:.2f}x",
     "repeated 8-grams": "{repeated_8grams:pct}",
 }  # fmt: skip
 LEVELS: Columns = {
     "": "{where}", "level": "{level}", "runs a pass": "?{runs:.2f}", "ms a run": "{ms:.2f}",
-    "roof": "?{roof_ms:.2f}", "of its roof": "?{of_roof:pct}", "share of the pass": "?{share:pct}",
+    "roofline, ms": "?{roof_ms:.2f}", "of its roofline": "?{of_roof:pct}",
+    "share of the pass": "?{share:pct}",
 }  # fmt: skip
 ACCEPTANCE: Columns = {
     "model": "{shape}", "batch x context": "{batch} x {context:,}", "T": "{temperature:g}",
@@ -108,7 +109,7 @@ def _rows(*parts: str, order: tuple[str, ...] = ()) -> Rows:
 
 
 def _levels(content: Record) -> list[Record]:
-    """What each stage of a pass takes, beside its own roof."""
+    """What each stage of a pass takes, beside its own roofline."""
     lines: list[Record] = []
     for row in rows_of(content, *HEADLINES):
         where = f"{row['shape']}, {row['batch']} x {row['context']:,}, T={row['temperature']:g}"

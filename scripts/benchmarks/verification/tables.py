@@ -8,7 +8,7 @@ FILE, COMMAND = "verification.json", "python -m scripts.benchmarks verification"
 _LEVELS = {(2, "target"): "draft -> target", (3, "retrieval"): "draft -> retrieval"}
 COLUMNS: Columns = {
     "verification": "{what}", "proposed": "{proposed}", "T": "{temperature:g}",
-    "tokens, node by node": "{tokens_node_by_node:.2f}", "from the leaves on": "{tokens_traversal:.2f}",
+    "tokens, node by node": "{tokens_node_by_node:.2f}", "traversal": "{tokens_traversal:.2f}",
     "gain": "{gain:+.1%}", "standard error": "{gain_standard_error:.1%}",
 }  # fmt: skip
 _NOTE = (

@@ -233,16 +233,21 @@ def test_groups_on_the_cpu(sinks: bool, compiled: bool, monkeypatch: pytest.Monk
 
 @triton_ops.runs_kernels
 @pytest.mark.parametrize(
-    ("heads", "queries", "dtype"), [("GQA", 4, torch.float32), ("MQA", 23, torch.float16)]
+    ("heads", "queries", "dtype", "names"),
+    [("GQA", 4, torch.float32, tuple(GROUPS)), ("MQA", 23, torch.float16, ("nested", "apart"))],
 )
-def test_groups_by_the_kernel(heads: str, queries: int, dtype: torch.dtype) -> None:
-    """One launch over all prefixes and sequences, by one plan in buffers that stay where they are."""
+def test_groups_by_the_kernel(heads: str, queries: int, dtype: torch.dtype, names: tuple[str, ...]) -> None:
+    """One launch over all prefixes and sequences, by one plan in buffers that stay where they are.
+
+    Of the case with several tiles of queries, which takes much longer, the two kinds of groups with which a
+    sequence's queries are in several segments, or in one that others of the same slots do not follow.
+    """
     triton_ops.require_triton()
     from triforce_tree.kernels.attention import launch
 
     shape, lengths, mask = HEADS[heads], [9, 0, 40, 3, 17], tree_mask(queries, queries, 3)
     made, addresses = None, set()
-    for groups in GROUPS.values():
+    for groups in (GROUPS[name] for name in names):
         q, kv, alone = grouped(shape, lengths, queries, groups, dtype)
         made = made or empty_plan(shape, mask, lengths, q, dtype, depth=3)
         made.set([PrefixSegment(*each) for each in groups], places(len(lengths)))

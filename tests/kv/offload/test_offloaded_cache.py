@@ -74,9 +74,9 @@ def test_settings_of_the_retrieval(options: dict[str, object]):
 @pytest.mark.parametrize("variance", [False, True], ids=["means", "variances too"])
 def test_long_sequences_are_evicted_many_times(variance: bool):
     program = program_of(3, 1, max_seq_len=400, key_variance=variance)
-    assert decoded(program, PROMPTS[:1], [250])[0] == references(PROMPTS[:1], [250])
+    assert decoded(program, PROMPTS[:1], [150])[0] == references(PROMPTS[:1], [150])
     assert program.offloaded is not None
-    assert program.offloaded.host.base[0] >= 83 + 250 - 1 - 8 - 16 - 5
+    assert program.offloaded.host.base[0] >= 83 + 150 - 1 - 8 - 16 - 5
     means = program.offloaded.means
     assert means is not None
     host, chunk = program.offloaded.host, program.offloaded.chunk
@@ -90,7 +90,7 @@ def test_long_sequences_are_evicted_many_times(variance: bool):
 
 def test_gathered_chunks_are_copies_of_the_host_stores():
     program = program_of(3, 2, max_seq_len=400, budget=40)
-    decoded(program, PROMPTS[:2], [150, 150])
+    decoded(program, PROMPTS[:2], [80, 80])
     assert program.gathered_view is not None
     assert program.offloaded is not None
     view, cache = program.gathered_view, program.offloaded
@@ -145,10 +145,10 @@ def test_a_resident_last_layer_needs_no_memory_for_prefill(
 @pytest.mark.parametrize("levels", [1, 3])
 def test_rewinding_is_as_good_as_a_new_prefill(levels: int):
     program = program_of(levels, 2, max_seq_len=300)
-    [first, second], _ = decoded(program, PROMPTS[:2], [50, 50])
-    for kept in (0, 1, 40, 30):
+    [first, second], _ = decoded(program, PROMPTS[:2], [35, 35])
+    for kept in (0, 1, 25, 20):
         beginnings = [[*PROMPTS[0], *first[:kept]], [*PROMPTS[1], *second[:kept]]]
-        new, _ = decoded(program, beginnings, [50 - kept, 50 - kept], again=True)
+        new, _ = decoded(program, beginnings, [35 - kept, 35 - kept], again=True)
         assert new == [first[kept:], second[kept:]]
     again = decoded(program, PROMPTS[:2], [30, 30], SAMPLED, seed=3, again=True)[0]
     fresh = program_of(levels, 2, max_seq_len=300)

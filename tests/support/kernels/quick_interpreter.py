@@ -12,6 +12,8 @@ from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
+import quick_types
+
 
 class _Nothing:
     """The patch of a call that changed nothing."""
@@ -41,6 +43,8 @@ def install(interpreter: ModuleType) -> None:
     patch: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     if patch is None or getattr(patch, "once_a_launch", False):
         return
+    if interpreter.triton.__version__.startswith(quick_types.RELEASES):
+        quick_types.install(interpreter)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
