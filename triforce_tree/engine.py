@@ -314,7 +314,7 @@ class Engine:
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         longest = sorted(prompts, key=len)[-most:]
         coming = max(new_tokens, self._capacity - len(longest[-1]))
-        hierarchy.config, prefix = self._config, how.prefixes(hierarchy, prompts, self._reuse)
+        hierarchy.config, prefix = self._config, how.prefixes(hierarchy, prompts, coming, self._reuse)
         entry = self._choose_settings(job.temperature, longest, coming, prefix().size)
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
         whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
@@ -341,7 +341,7 @@ class Engine:
             # Only with as many levels: the estimates of two and of three are of different quantities.
             if entry and (estimates := entry.estimates(decoder.controller.levels, self._given)):
                 decoder.controller.expect(**estimates)
-            run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy, order)
+            run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy, order, prefix)
             out = run.decode(self._reuse)
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
         out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None

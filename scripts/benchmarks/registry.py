@@ -15,6 +15,10 @@ BENCHMARKS = {
         "benchmarks.requests.shared_prefix",
         "questions about one or two documents in a batch, keys and values stored once beside copies",
     ),
+    "clients": (
+        "benchmarks.requests.clients",
+        "clients that ask about one document and join a batch, keys and values stored once beside copies",
+    ),
     "any_text": ("benchmarks.texts.any_text", "speed on texts of seven kinds: docs/any_text.md"),
     "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),
     "real_model": (

@@ -55,7 +55,7 @@ def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) ->
     engine = triforce_tree.load(TARGET, levels=1, prefill_chunk=512)
     hierarchy, how = engine.hierarchy, RunOptions()
     prompts = [[*prompt_of(1800), n] for n in range(9)]
-    prefixes = how.prefixes(hierarchy, prompts, "chunks")
+    prefixes = how.prefixes(hierarchy, prompts, 8, "chunks")
     prefix = prefixes().size
     assert prefix == (1536, 1536)
     sizes = Sizes.of(hierarchy.target, None, hierarchy.config)
@@ -65,7 +65,7 @@ def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) ->
         return made.peak - made.device["weights"] + 192 * 2**20
 
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: held(7, prefix))
-    copies = how.rows(hierarchy, 9, 1801, 8, how.prefixes(hierarchy, prompts, "none"))
+    copies = how.rows(hierarchy, 9, 1801, 8, how.prefixes(hierarchy, prompts, 8, "none"))
     assert held(copies, NO_PREFIX) <= held(7, prefix) < held(copies + 1, NO_PREFIX)
     assert copies < how.rows(hierarchy, 9, 1801, 8, prefixes) == 7
 
@@ -75,7 +75,7 @@ def test_documents_are_copied_where_more_sequences_fit_so(monkeypatch: pytest.Mo
     engine = triforce_tree.load(TARGET, levels=1, prefill_chunk=512)
     hierarchy, how = engine.hierarchy, RunOptions()
     prompts = [[*prompt_of(1800)[n:], n, other] for n in range(4) for other in range(2)]
-    prefixes = how.prefixes(hierarchy, prompts, "chunks")
+    prefixes = how.prefixes(hierarchy, prompts, 8, "chunks")
     assert prefixes().size == (4 * 1536, 1536)
     sizes = Sizes.of(hierarchy.target, None, hierarchy.config)
     made = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, Workload(3, 1802, 8))

@@ -148,6 +148,19 @@ def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
     assert f"| {second['prompt_tokens']:,} | {second['reused_tokens']:,} |" in table.make(content)
 
 
+def test_clients_that_join_are_measured(script: Any, tmp_path: Path) -> None:
+    """Both layouts answer alike; the one that stores the document once holds fewer tokens."""
+    words = ["--tiny", "--context", "1040", "--clients", "3", "--new", "6", "--runs", "1", "--levels", "1"]
+    clients = script("benchmarks.requests.clients")
+    assert clients.main([*words, "--out", str(tmp_path)]) == 0
+    once, copied = json.loads((tmp_path / clients.FILE).read_text())["rows"]
+    assert (once["layout"], copied["layout"]) == clients.LAYOUTS
+    assert once["stored"] < 1040 + 3 * 60 < 2 * 1040 < copied["stored"]
+    for row in (once, copied):
+        assert row["same_tokens"] == row["all_tokens"] == 3 * 6
+        assert 0 < row["decode_seconds"] < row["seconds"]
+
+
 def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path) -> None:
     """Both layouts answer alike; the one that stores documents once takes less memory."""
     words = ["--tiny", "--shape", "llama-2-7b", "--questions", "4", "--runs", "1", "--levels", "1"]

@@ -80,7 +80,7 @@ def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
     scheduler._closed = False
     scheduler._queue.extend(queued)
     batch = _Batch(scheduler, [one(1.0)])
-    assert scheduler.wanted(batch) == 3
+    assert scheduler.wanted(batch, lambda prompt, new: True) == 3
     assert scheduler.joining(batch, lambda prompt, new: False) is None
     taken = []
     while (sequence := scheduler.joining(batch, lambda prompt, new: True)) is not None:

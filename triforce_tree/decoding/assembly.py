@@ -205,7 +205,7 @@ class Hierarchy:
         return plan if min(lengths) >= least_prompt(plan.config, levels, offloaded=True) else None
 
     def _new_plan(self, given: Collection[str], workload: Workload) -> MemoryPlan:
-        config, max_seq_len = self.config, self._rounded(workload.max_seq_len)
+        config, max_seq_len = self.config, self.rounded(workload.max_seq_len)
         if config.levels == "auto" and not self._retrieves(max_seq_len):
             config = replace(config, levels=2)
         drafter = self.drafter() if config.levels != 1 else None
@@ -218,13 +218,13 @@ class Hierarchy:
         before, plan = self._planned
         held = self._program[1].max_seq_len
         max_seq_len = max(lengths) + new_tokens
-        fits = max_seq_len <= held <= 2 * self._rounded(max_seq_len)
+        fits = max_seq_len <= held <= 2 * self.rounded(max_seq_len)
         fits = fits and self._levels_under(plan, lengths, new_tokens) == plan.levels
         return plan if before == key and fits else None
 
     def _levels_under(self, plan: MemoryPlan, lengths: Sequence[int], new_tokens: int) -> int:
         """How many levels prompts of these lengths get under the plan's settings."""
-        max_seq_len = self._rounded(max(lengths) + new_tokens)
+        max_seq_len = self.rounded(max(lengths) + new_tokens)
         return self.with_config(plan.config).levels(min(lengths), max_seq_len)
 
     def shrink(self) -> bool:
@@ -271,10 +271,10 @@ class Hierarchy:
             prefix: the common prefixes of the prompts, to be stored once (``kv/shared``).
         """
         batch, max_seq_len = len(prompts), max(len(p) for p in prompts) + new_tokens
-        rounded = self._rounded(max_seq_len)
+        rounded = self.rounded(max_seq_len)
         levels = self.levels(min(len(p) for p in prompts), rounded)
         split = self.memory.offload if self.memory is not None else None
-        if prefix is None or split is not None or batch == 1:
+        if prefix is None or split is not None or (batch == 1 and not prefix.room):
             prefix = PrefixTree()
         wanted = (self.config, batch, levels, split, self.target.parameter_ids)
         kept_cache: list[FullCache] = []
@@ -320,7 +320,7 @@ class Hierarchy:
         """Whether the drafter writes into this program's state; a user's drafter serves one at a time."""
         return self.own_drafter is None or program.drafter is None or self._bound[0]() is program
 
-    def _rounded(self, max_seq_len: int) -> int:
+    def rounded(self, max_seq_len: int) -> int:
         """``max_seq_len`` rounded up for longer sequences to come, as far as the model has positions."""
         rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
         return max(max_seq_len, min(rounded, self.target.max_positions or rounded))

@@ -20,6 +20,9 @@ from triforce_tree.kv.parallel.split import SequenceSplit
 from triforce_tree.kv.parallel.store import SplitStore, split_of
 from triforce_tree.kv.parallel.views import SplitRetrievalView, SplitView, share_of
 from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.shared.choice import page_of
+from triforce_tree.kv.shared.given import TreeStore
+from triforce_tree.kv.shared.pooled import PooledStore
 from triforce_tree.kv.shared.prefill import SharedSequenceRows
 from triforce_tree.kv.shared.store import SharedStore
 from triforce_tree.kv.shared.tree import PrefixTree
@@ -152,12 +155,15 @@ def _with_prefix(
     target: HFModel, config: HierarchyConfig, batch: int, max_seq_len: int, levels: int, prefix: PrefixTree
 ) -> DeviceSlots:
     retrieval, limits = config.retrieval, PassLimits.of(config, levels)
-    scratch, page = limits.scratch_slots, prefix_unit(config, levels)
-    slots = max(max_seq_len + scratch, retrieval.budget if levels == 3 else 0)
-    store = SharedStore(
-        target.kv_layers, batch, prefix.size.slots, slots - prefix.size.saved, slots, target.device,
-        target.dtype, page, scratch, config.kv_bits,
-    )  # fmt: skip
+    slots = max(max_seq_len + limits.scratch_slots, retrieval.budget if levels == 3 else 0)
+    page = page_of(prefix.unit, config, levels)
+    kept = slots, target.device, target.dtype, page, limits.scratch_slots, config.kv_bits
+    store: SharedStore
+    if prefix.room:
+        store = PooledStore(target.kv_layers, batch, prefix.room, *kept, prefix.unit)
+    else:
+        size = prefix.size
+        store = TreeStore(target.kv_layers, batch, size.slots, slots - size.saved, *kept)
 
     def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> SharedView:
         return SharedView(store, queries, mask, depths)
@@ -168,11 +174,6 @@ def _with_prefix(
         growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
         retrieval_view = SharedRetrievalView(store, shape.nodes, retrieval, growth, shape.depths)
     return DeviceSlots(store, None, view, retrieval_view, SharedSequenceRows, store)
-
-
-def prefix_unit(config: HierarchyConfig, levels: int) -> int:
-    """What the tokens of a common prefix are a multiple of: the page of tables."""
-    return config.retrieval.chunk if levels == 3 else 1
 
 
 def new_state(

@@ -16,6 +16,7 @@ from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.parallel.store import SplitStore
 from triforce_tree.kv.prefill import chunk_tokens, prefill
 from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
+from triforce_tree.kv.shared.pooled import PooledStore
 from triforce_tree.kv.shared.store import SharedStore
 from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.kv.shared_prefix import copy_prefix
@@ -49,13 +50,12 @@ class FullCache:
         prefix: the common prefixes of the prompts of the next prefill, where any are stored once.
         cached, marks: which tokens are in the cache, and where it can be continued.
         store: the slots on the device; None where the cache is offloaded.
-        split: slots that several ranks keep; None where each keeps all of them. ``store`` then has the layers
-            with a window alone.
+        split: slots that several ranks keep (``store`` has layers with a window alone); None without ranks.
+        pooled: the store, where prompts join a batch and share what is stored; None otherwise.
         offloaded: None where the cache is on the device.
         states: of the target's recurrent layers; None where it has none.
         view: makes views for the target's forwards; ``token_view`` for those of one token that is committed.
-        retrieval_view: level 1's view of slots on the device; None otherwise.
-        gathered_view: level 1's view of an offloaded cache; None otherwise.
+        retrieval_view, gathered_view: level 1's views of slots on the device, and of an offloaded cache.
 
     Raises:
         ValueError: a store that is too small, of other bits, or cannot be paged by chunks; an offloaded cache
@@ -99,6 +99,7 @@ class FullCache:
             taken = kept.store if kept is not None else None
             slots = device_slots(target, config, batch, max_seq_len, levels, store, taken, prefix)
             self.store, self.split, self.view, self.retrieval_view, self._rows, self._shared = slots
+        self.pooled = self._shared if isinstance(self._shared, PooledStore) else None
         self.means = ChunkMeans(self.retrieval_view, batch, max_seq_len, target.device)
         self.token_view = self.view
         if target.states is not None:
@@ -122,7 +123,7 @@ class FullCache:
         if prefix:
             found = [self.cached.common(b, prompts[0], "chunks") for b in range(self._batch)]
             self._offered = max(range(self._batch), key=found.__getitem__)
-            return found[self._offered] > 0
+            return found[self._offered] > 0 or (self._shared is not None and self._shared.keeps(prefix))
         if self._shared is not None or self._batch > len(prompts):
             return False
         return any(self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts[: self._batch]))
@@ -133,9 +134,7 @@ class FullCache:
         assert kept.store is not None
         self._computed_by = kept._computed_by
         if self._shared is not None:
-            b, count = kept._offered, kept.cached.whole[kept._offered]
-            tokens = kept.cached.held[b][:count] if kept.cached.chunk == self.cached.chunk else []
-            self._shared.take_prefix(kept.store, b, tokens, self.cached)
+            self._shared.take_over(kept.store, kept._offered, kept.cached, self.cached)
             return
         lengths = [len(tokens) for tokens in kept.cached.held]
         if self.store.memory is not kept.store.memory:
@@ -185,10 +184,12 @@ class FullCache:
         first, now = row or 0, self._target.function_key()
         newest = features.history if features is not None else 0
         if self._shared is not None and row is None:
-            for b, count in enumerate(self._shared.share(self.prefix, self.cached, prompts)):
+            if self._computed_by != now:
+                self.forget()
+            for b, count in enumerate(self._shared.share(self.prefix, self.cached, prompts, features)):
                 self.means.lost(b, count)
         elif self._shared is not None and row is not None:
-            self._shared.join(row, prompts[0], self.cached)
+            self._shared.join(row, prompts[0], self.cached, features)
         # What other sequences hold of other weights is not to be copied.
         shares = reuse != "none" and self.states is None and self.split is None
         shares = shares and self._computed_by in (None, now)
@@ -272,6 +273,8 @@ class FullCache:
     def forget(self) -> None:
         """Reuse nothing of what the cache holds."""
         self.cached.clear()
+        if self._shared is not None:
+            self._shared.forget()
         if self.states is not None:
             self.states.invalidate()
 

@@ -211,16 +211,16 @@ class Decoder:
         self,
         row: int,
         prompt: Sequence[int],
-        ending: Ending,
+        ending: Ending | None,
         number: int = 0,
         progress: Progress | None = None,
         reuse: Reuse = "none",
     ) -> None:
         """Prefill another sequence in the place of one that has ended; the others go on with the next pass.
-
         Only between two passes, where ``program.replaces``.
 
         Args:
+            ending: None to leave the row without a sequence, with a placeholder for a prompt.
             number: of the sequence, for its draws: see ``sequence_seed``.
 
         Raises:
@@ -230,7 +230,8 @@ class Decoder:
         with self._prefilling():
             self.reused[row] = self.program.replace(row, self._sequences, progress, reuse)
         self.draws.begin(row, number)
-        self.finish_reasons[row] = None
+        self.finish_reasons[row] = "empty" if ending is None else None
+        self._update_active()
         if self._costs is not None:
             # Those of another length may hold again.
             self._costs.anew()
@@ -242,8 +243,7 @@ class Decoder:
             self._update_active()
 
     def _update_active(self) -> None:
-        running = [reason is None for reason in self.finish_reasons]
-        self.program.state.active.copy_(torch.tensor(running, device=self.program.device))
+        self.program.state.active.copy_(torch.tensor([reason is None for reason in self.finish_reasons]))
 
     def _running(self, of: Callable[[list[int]], Value]) -> list[Value | None]:
         """A value of each sequence; None for those that have ended."""

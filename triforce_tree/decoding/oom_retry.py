@@ -123,12 +123,16 @@ class OomRetryDecoder:
         progress: Progress | None = None,
         reuse: Reuse = "none",
         numbers: Sequence[int] | None = None,
+        endings: Sequence[Ending | None] = (),
     ) -> None:
         """Feed the prompts to every level, as ``Decoder.prefill`` does.
 
-        ``numbers``: of the sequences, for their draws; by default those of the rows.
+        Args:
+            numbers: of the sequences, for their draws; by default those of the rows.
+            endings: those that :meth:`decode` will be called with, where others may join.
         """
         self._progress, self._reuse = progress, reuse
+        self._endings, self._emitted = list(endings), [0] * len(endings)
         self._numbers = list(range(len(prompts)) if numbers is None else numbers)
         self._retried(lambda: self._feed(prompts))
         self.reused = list(self._found)
@@ -213,6 +217,9 @@ class OomRetryDecoder:
     def _grow(self) -> None:
         """Go on with a decoder of more rows, which keeps all that is cached of the running sequences."""
         self._growing, joining, self._joining = False, self._joining, []
+        if self.program.cache.pooled is not None:
+            for row in self._ended():
+                self._sequences[row], self._endings[row] = [0], None
         self._drop()
         self._reuse, reuse = "all", self._reuse
         try:
@@ -226,16 +233,35 @@ class OomRetryDecoder:
         """Prefill what :meth:`replace` was called with; memory that runs out is noticed in ``decode``."""
         assert self._decoder is not None
         joining, self._joining = self._joining, []
+        if (pooled := self.program.cache.pooled) is not None and None in self.finish_reasons:
+            ended = self._ended()
+            pooled.release([*joining, *ended], self.program.cache.cached)
+            for row in ended:
+                self._sequences[row], self._endings[row] = [0], None
+            self._expect()
+            for row in ended:
+                self._decoder.replace(row, [0], None)
         for row in joining:
-            ending = self._endings[row]
-            assert ending is not None
             self._decoder.replace(
-                row, self._sequences[row], ending, self._numbers[row], self._progress, self._reuse
-            )
+                row, self._sequences[row], self._endings[row], self._numbers[row], self._progress,
+                self._reuse,
+            )  # fmt: skip
             self.reused[row] = self._found[row]
+
+    def _ended(self) -> list[int]:
+        """Rows whose sequence has ended, and that still hold it."""
+        reasons = enumerate(zip(self.finish_reasons, self._endings, strict=True))
+        return [row for row, (reason, ending) in reasons if reason is not None and ending is not None]
+
+    def _expect(self) -> None:
+        """Tell the cache how many tokens may follow the sequences that are prefilled next."""
+        if (pooled := self.program.cache.pooled) is not None:
+            left = zip(self._endings, self._emitted, strict=True)
+            pooled.new_tokens = [max(1, e.max_new_tokens - n) if e is not None else 0 for e, n in left]
 
     def _feed(self, sequences: Sequence[Sequence[int]]) -> None:
         assert self._decoder is not None
+        self._expect()
         self._decoder.prefill(sequences, self._progress, self._reuse)
         for row, number in enumerate(self._numbers):
             self._decoder.draws.begin(row, number)

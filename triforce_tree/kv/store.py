@@ -323,6 +323,10 @@ class KVStore:
         # In place: all stores that share the memory share the list.
         self._lengths[:] = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
+    def tokens(self) -> tuple[int, int]:
+        """Tokens that are stored, shared ones once; and how many more all sequences have together."""
+        return sum(self._lengths), 0
+
     def holds(self, lengths: Sequence[int]) -> bool:
         """Whether decoding can continue from these lengths, none beyond what was written."""
         return all(self.continues(b, length) for b, length in enumerate(lengths))
@@ -332,14 +336,9 @@ class KVStore:
 
         A ring keeps the slots that the last position sees, but not those that much earlier ones do.
         """
-        for group in self.groups:
-            if group.ring:
-                assert group.shape.window is not None
-                assert self.scratch is not None
-                spare = group.ring - group.shape.window - self.scratch
-                if self._lengths[sequence] > length + spare:
-                    return False
-        return True
+        rings = [group for group in self.groups if group.ring]
+        spare = [group.ring - (group.shape.window or 0) - (self.scratch or 0) for group in rings]
+        return all(self._lengths[sequence] <= length + slots for slots in spare)
 
 
 def _ring_table(batch: int, heads: int, ring: int, positions: int, device: torch.device) -> Tensor:

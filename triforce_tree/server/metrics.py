@@ -59,6 +59,16 @@ class Metrics:
             named("token_seconds"), "Decoding, for each new token of a sequence.",
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5), registry=registry,
         )  # fmt: skip
+        self._stored = Gauge(
+            named("kv_stored_tokens"),
+            "Tokens of sequences that are decoded now whose keys and values are stored, shared ones once.",
+            registry=registry,
+        )
+        self._shared = Gauge(
+            named("kv_shared_tokens"),
+            "Tokens of these sequences that take no memory of their own, as others begin with them.",
+            registry=registry,
+        )
         self._waiting = Gauge(named("waiting_sequences"), "Sequences in the queue.", registry=registry)
         self._running = Gauge(
             named("running_sequences"), "Sequences that are decoded now.", registry=registry
@@ -68,6 +78,8 @@ class Metrics:
         """Report the queue of this scheduler."""
         self._waiting.set_function(lambda: scheduler.waiting)
         self._running.set_function(lambda: scheduler.running)
+        self._stored.set_function(lambda: scheduler.kv_tokens()[0])
+        self._shared.set_function(lambda: scheduler.kv_tokens()[1])
 
     def refused(self) -> None:
         """A request found the queue full."""

@@ -107,10 +107,12 @@ class _Batch:
     Attributes:
         running: its sequences that have not ended, by number, in the order in which they began.
         overtaken: how many of them began before others that came earlier.
+        tokens: see ``Joining``.
     """
 
     def __init__(self, scheduler: "Scheduler", sequences: list[Sequence]) -> None:
         self._scheduler, self._numbers = scheduler, itertools.count()
+        self.tokens: int | None = scheduler.limits.batch_tokens
         self.running: dict[int, Sequence] = {}
         self.overtaken = 0
         for sequence in sequences:
@@ -120,8 +122,8 @@ class _Batch:
         """The sequence begins."""
         self.running[next(self._numbers)] = sequence
 
-    def wanted(self) -> int:
-        return self._scheduler.wanted(self)
+    def wanted(self, fits: Fits) -> int:
+        return self._scheduler.wanted(self, fits)
 
     def next(self, fits: Fits) -> Joined | None:
         sequence = self._scheduler.joining(self, fits)
@@ -162,6 +164,13 @@ class Scheduler:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    def kv_tokens(self) -> tuple[int, int]:
+        """Of the sequences that are decoded now: see ``KVStore.tokens``; 0 where host memory has them."""
+        program = self.engine.hierarchy.last_program
+        if not self.running or program is None or program.cache.store is None:
+            return 0, 0
+        return program.cache.store.tokens()
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue the sequences of one request.
@@ -211,7 +220,7 @@ class Scheduler:
                 sequence.end_waiting()
                 self._done(sequence)
                 sequence.emit(None)
-            elif self._joins(sequence, batch) and sequence.settings == (batch or [sequence])[0].settings:
+            elif self._begins(sequence, batch):
                 batch.append(sequence)
             else:
                 left.append(sequence)
@@ -220,13 +229,22 @@ class Scheduler:
             self._begin(sequence)
         return batch
 
-    def _joins(self, sequence: Sequence, running: list[Sequence]) -> bool:
+    def _begins(self, sequence: Sequence, batch: list[Sequence]) -> bool:
+        """Whether a sequence can begin together with others."""
+        tokens = sum(len(each.prompt) for each in batch) + len(sequence.prompt)
+        return not batch or (
+            tokens <= self.limits.batch_tokens
+            and len(batch) < self.limits.batch
+            and sequence.settings == batch[0].settings
+        )
+
+    def _joins(self, sequence: Sequence, running: list[Sequence], fits: Fits) -> bool:
         """Whether a sequence can be decoded together with those that run."""
-        if not running:
-            return True
-        tokens = sum(len(each.prompt) for each in running) + len(sequence.prompt)
-        room = len(running) < self.limits.batch and tokens <= self.limits.batch_tokens
-        return room and _sampling(sequence) == _sampling(running[0])
+        return (
+            0 < len(running) < self.limits.batch
+            and _sampling(sequence) == _sampling(running[0])
+            and fits(sequence.prompt, sequence.settings["max_new_tokens"])
+        )
 
     def _begin(self, sequence: Sequence) -> None:
         tokenizer = self.engine.tokenizer
@@ -235,12 +253,12 @@ class Scheduler:
         sequence.stream = TextStream(tokenizer, sequence.stop, sequence.emit, sequence.left)
         self.running += 1
 
-    def wanted(self, batch: _Batch) -> int:
+    def wanted(self, batch: _Batch, fits: Fits) -> int:
         """How many sequences could be decoded together now, those of the batch included."""
         with self._changed:
             running = list(batch.running.values())
             for sequence in self._queue:
-                if not sequence.cancelled and self._joins(sequence, running):
+                if not sequence.cancelled and self._joins(sequence, running, fits):
                     running.append(sequence)
             return len(running)
 
@@ -253,8 +271,7 @@ class Scheduler:
             for sequence in self._queue:
                 if sequence.cancelled:
                     continue
-                new = sequence.settings["max_new_tokens"]
-                if running and self._joins(sequence, running) and fits(sequence.prompt, new):
+                if self._joins(sequence, running, fits):
                     batch.overtaken += waits
                     self._queue.remove(sequence)
                     batch.add(sequence)

@@ -12,7 +12,7 @@ import triforce_tree
 from triforce_tree import Engine
 from triforce_tree.decoding import full_cache
 from triforce_tree.generation.batch import prefixes
-from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.given import TreeStore
 from triforce_tree.kv.shared.tree import DEPTH, PrefixTree, common_prefixes
 from triforce_tree.verify.draws import sequence_seed
 
@@ -51,10 +51,10 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }
 
 
-def store_of(engine: Engine) -> SharedStore:
+def store_of(engine: Engine) -> TreeStore:
     program = engine.hierarchy.last_program
     assert program is not None
-    assert isinstance(program.store, SharedStore)
+    assert isinstance(program.store, TreeStore)
     return program.store
 
 

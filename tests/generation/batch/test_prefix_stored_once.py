@@ -16,7 +16,7 @@ from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.batch import prefixes
 from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.given import TreeStore
 from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.kv.store import KVStore
 from triforce_tree.verify.draws import sequence_seed
@@ -78,13 +78,13 @@ def program_of(engine: Engine) -> DecodingProgram:
     return program
 
 
-def store_of(engine: Engine) -> SharedStore:
+def store_of(engine: Engine) -> TreeStore:
     store = program_of(engine).store
-    assert isinstance(store, SharedStore)
+    assert isinstance(store, TreeStore)
     return store
 
 
-def ends_of(store: SharedStore) -> list[int]:
+def ends_of(store: TreeStore) -> list[int]:
     """Tokens of each row's prefixes."""
     return store.prefix.tolist()
 
@@ -263,7 +263,7 @@ def test_where_copies_are_stored(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*args: Any, **how: Any) -> None:
         raise AssertionError("a store of a prefix was made")
 
-    monkeypatch.setattr(SharedStore, "__init__", refuse)
+    monkeypatch.setattr(TreeStore, "__init__", refuse)
     engine = COPIED[kind]()
     model = engine.hierarchy.target.model
     assert generated(engine) == [greedy(model, prompt, NEW) for prompt in PROMPTS]
@@ -275,4 +275,4 @@ def test_where_copies_are_stored(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_copies_are_stored_where_prefixes_save_nothing(prompts: list[list[int]]) -> None:
     engine = ENGINES["plain"]()
     assert generated(engine, prompts) == texts(prompts)
-    assert not isinstance(program_of(engine).store, SharedStore)
+    assert not isinstance(program_of(engine).store, TreeStore)

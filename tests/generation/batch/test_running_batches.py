@@ -227,12 +227,14 @@ def new_tokens_of(out: GenerateOutput, width: int) -> list[list[int]]:
 class Waiting:
     """Prompts that join, and the outputs of all sequences by number."""
 
+    tokens = None
+
     def __init__(self, prompts: list[list[int]], rows: int = 0) -> None:
         self.prompts, self.rows, self.outputs = prompts, rows, {}
         self.streamers = [Collect() for _ in prompts]
         self.refused = 0
 
-    def wanted(self) -> int:
+    def wanted(self, fits: Fits) -> int:
         return self.rows if self.prompts else 0
 
     def next(self, fits: Fits) -> Joined | None:

@@ -91,10 +91,12 @@ def test_processors_that_read_the_text_leave_seeds_alone() -> None:
 class Coming:
     """Prompts with seeds that join; outputs of all sequences by number."""
 
+    tokens = None
+
     def __init__(self, prompts: list[list[int]], seeds: list[int | None]) -> None:
         self.waiting, self.outputs = list(zip(prompts, seeds, strict=True)), {}
 
-    def wanted(self) -> int:
+    def wanted(self, fits: Fits) -> int:
         return 3 if self.waiting else 0
 
     def next(self, fits: Fits) -> Joined | None:

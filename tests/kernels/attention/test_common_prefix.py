@@ -24,6 +24,15 @@ HEADS = {
 Slots = tuple[Tensor, Tensor]
 
 
+def place_of(b: int) -> int:
+    """The first slot of a sequence after its prefixes: the second one lies after the third."""
+    return FIRST + (0, 2, 1, 3, 4)[b] * APART
+
+
+def places(batch: int) -> list[int]:
+    return [place_of(b) for b in range(batch)]
+
+
 def problem(
     heads: Heads, lengths: list[int], queries: int, tail: int, dtype: torch.dtype
 ) -> tuple[Tensor, Slots]:
@@ -34,7 +43,7 @@ def problem(
         made = torch.full((1, heads.kv, FIRST + batch * APART + 3, dim), torch.nan, dtype=dtype)
         made[:, :, : lengths[0]] = torch.randn(1, heads.kv, lengths[0], dim)
         for b, length in enumerate(lengths[1:]):
-            first = FIRST + b * APART
+            first = place_of(b)
             made[:, :, first : first + length + tail] = torch.randn(1, heads.kv, length + tail, dim)
         slots.append(made)
     return torch.randn(batch * queries, heads.query, heads.dim).to(dtype), (slots[0], slots[1])
@@ -43,7 +52,7 @@ def problem(
 def plan_of(heads: Heads, mask: Tensor, lengths: list[int], q: Tensor, kv_dtype: torch.dtype) -> PrefixPlan:
     batch = len(lengths) - 1
     made = empty_plan(heads, mask, lengths[1:], q, kv_dtype, depth=1)
-    made.set([PrefixSegment(0, lengths[0], 0, batch)])
+    made.set([PrefixSegment(0, lengths[0], 0, batch)], places(batch))
     return made
 
 
@@ -54,14 +63,14 @@ def empty_plan(
     batch, device = len(lengths), triton_ops.DEVICE
     words = pack_mask(mask).repeat(batch, 1).to(device)
     counts = torch.tensor([*lengths, *[0] * depth * batch], dtype=torch.int32, device=device)
-    return PrefixPlan(heads, mask, batch, FIRST, APART, depth, counts, words, q.dtype, kv_dtype)
+    return PrefixPlan(heads, mask, batch, depth, counts, words, q.dtype, kv_dtype)
 
 
 def expected(q: Tensor, kv: Slots, mask: Tensor, lengths: list[int], **how: object) -> tuple[Tensor, Tensor]:
     """Each sequence alone, its keys and values after a copy of the prefix, in fp32."""
     parts = []
     for b, length in enumerate(lengths[1:]):
-        first, stop = FIRST + b * APART, FIRST + b * APART + length + mask.shape[1]
+        first, stop = place_of(b), place_of(b) + length + mask.shape[1]
         own = [torch.cat([t[:, :, : lengths[0]], t[:, :, first:stop]], 2).float() for t in kv]
         queries = q[b * len(mask) : (b + 1) * len(mask)].float().transpose(0, 1)[None]
         out, lse = reference.tree_attention(queries, *own, mask, scale=0.4, **how)
@@ -185,7 +194,7 @@ def grouped(
         part[:, :, empty] = torch.nan
     alone = []
     for b, length in enumerate(lengths):
-        own = FIRST + b * APART
+        own = place_of(b)
         runs = [(place, count) for place, count, first, rows in groups if first <= b < first + rows]
         runs.append((own, length + queries))
         parts = [torch.cat([t[:, :, at : at + count] for at, count in runs], 2).float() for t in kv]
@@ -217,7 +226,7 @@ def test_groups_on_the_cpu(sinks: bool, compiled: bool, monkeypatch: pytest.Monk
     for groups in GROUPS.values():
         q, kv, alone = grouped(heads, lengths, 5, groups, torch.float32)
         plan = plan or empty_plan(heads, mask, lengths, q, q.dtype, depth=3)
-        plan.set([PrefixSegment(*each) for each in groups])
+        plan.set([PrefixSegment(*each) for each in groups], places(len(lengths)))
         made = plan(q, *kv, scale=0.4, **variant)
         torch.testing.assert_close(made, each_alone(q, alone, mask, **variant))
 
@@ -241,7 +250,7 @@ def test_groups_by_the_kernel(heads: str, queries: int, dtype: torch.dtype, name
     for groups in (GROUPS[name] for name in names):
         q, kv, alone = grouped(shape, lengths, queries, groups, dtype)
         made = made or empty_plan(shape, mask, lengths, q, dtype, depth=3)
-        made.set([PrefixSegment(*each) for each in groups])
+        made.set([PrefixSegment(*each) for each in groups], places(len(lengths)))
         plan = made.plan
         addresses.add(
             tuple(t.data_ptr() for t in (plan.lengths, plan.segments, plan.owner_start, plan.owners))

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from transformers.generation.streamers import BaseStreamer
 
 Fits = Callable[[list[int], int], bool]
-"""Whether the buffers and levels of a batch serve a prompt, and so many new tokens after it."""
+"""Whether the buffers and levels of a batch serve a prompt, and so many new tokens after it, beside those
+that are decoded."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,24 @@ class Joining(Protocol):
     """Where prompts come from while a batch runs; they share all its options but the number of new tokens.
 
     Sequences are numbered in the order in which they begin, the batch's own first. Prompts do not join where
-    sequences are decoded one by one, or where keys and values are in host memory.
+    sequences are decoded one by one, or where keys and values are in host memory. Those that begin with whole
+    chunks of a prefill that are stored already share them.
+
+    Attributes:
+        tokens: most tokens of all prompts that are decoded together, those that are stored once counted once;
+            more where a single prompt has more. None: as many as there are rows for.
     """
 
-    def wanted(self) -> int:
+    tokens: int | None
+
+    def wanted(self, fits: Fits) -> int:
         """How many sequences could be decoded together now, those of the batch included.
 
         Where it costs nothing, on a CPU, the batch gets as many rows; on a GPU it has ``max_batch`` from the
         beginning, as its stages are captured for a number of rows.
+
+        Args:
+            fits: see :meth:`next`.
         """
 
     def next(self, fits: Fits) -> Joined | None:

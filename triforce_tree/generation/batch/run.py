@@ -9,8 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
+from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.batch.joining import Joining
-from triforce_tree.generation.batch.prefixes import BatchPrefixes
+from triforce_tree.generation.batch.prefixes import BatchPrefixes, Prefixes
+from triforce_tree.generation.batch.room import JoiningPrefixes
 from triforce_tree.generation.batch.running_batch import BatchSequence, RunningBatch
 from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.output import GenerateOutput, output_of
@@ -43,19 +45,20 @@ class RunOptions:
         seeds = self.seeds and self.seeds[number : number + 1]
         return replace(self, streamers=own, seed=seed, seeds=seeds, joining=None)
 
-    def prefixes(self, hierarchy: Hierarchy, prompts: Sequence[Sequence[int]], reuse: Reuse) -> BatchPrefixes:
-        """The common prefixes that a batch of the prompts stores once.
+    def prefixes(
+        self, hierarchy: Hierarchy, prompts: Sequence[Sequence[int]], new_tokens: int, reuse: Reuse
+    ) -> Prefixes:
+        """The common prefixes that a batch of the prompts stores once, and those that join it.
 
-        A prompt that joins later may begin with something else, and a session goes on in slots of its own:
-        there are none then.
+        A session goes on in slots of its own: there are none then.
         """
         rows = self.max_batch or len(prompts)
+        if reuse == "chunks" and self.joining is not None and self.max_batch != 1:
+            return JoiningPrefixes(hierarchy, prompts, new_tokens, rows, self.joining.tokens)
         copied = reuse != "chunks" or self.joining is not None or rows == 1
         return BatchPrefixes(hierarchy, [] if copied else prompts, rows)
 
-    def rows(
-        self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int, prefixes: BatchPrefixes
-    ) -> int:
+    def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int, prefixes: Prefixes) -> int:
         """How many sequences to decode together, up to ``most``, or more where further prompts may join.
 
         Args:
@@ -74,11 +77,11 @@ class RunOptions:
                 return most
             freed = last.store.memory.nbytes if last.offloaded is None else 0
 
-        def fitting(size: PrefixSize) -> int:
+        def fitting(size: PrefixSize, wanted: int) -> int:
             models = hierarchy.target, hierarchy.draft
-            return fitting_batch(*models, hierarchy.config, most, prompt, new_tokens, freed, size)
+            return fitting_batch(*models, hierarchy.config, wanted, prompt, new_tokens, freed, size)
 
-        return prefixes.fitting(fitting)
+        return prefixes.fitting(fitting, most)
 
 
 class BatchRun:
@@ -92,6 +95,7 @@ class BatchRun:
         tokenizer: for the texts of the output.
         hierarchy: whose levels these are.
         order: numbers of the job's prompts in the order in which they begin.
+        prefixes: what is stored once.
     """
 
     def __init__(
@@ -104,8 +108,9 @@ class BatchRun:
         tokenizer: PreTrainedTokenizerBase | None,
         hierarchy: Hierarchy,
         order: Sequence[int],
+        prefixes: Prefixes,
     ) -> None:
-        self._job, self._how, self._decoder = job, how, decoder
+        self._job, self._how, self._decoder, self._prefixes = job, how, decoder, prefixes
         self._scores, self._tokenizer, self._hierarchy = scores, tokenizer, hierarchy
         self._given = [
             BatchSequence(number, prompt, ending)
@@ -125,7 +130,7 @@ class BatchRun:
                 if streamers.put(sequence.number, tokens, self._scores):
                     batch.end(sequence)
             if self._how.joining is not None:
-                self._grow(self._how.joining.wanted())
+                self._grow(self._how.joining.wanted(self._fits))
         out = self._output(self._job.input_ids, self._given, handed_over=self._how.joining is not None)
         out.levels, decoder = self._decoder.levels, self._decoder
         out.prefill_seconds, out.decode_seconds = decoder.prefill_seconds, decoder.decode_seconds
@@ -136,9 +141,7 @@ class BatchRun:
         program = self._decoder.program
         if wanted <= self._batch.rows or program.device.type != "cpu" or not program.replaces:
             return
-        rows = self._how.rows(
-            self._hierarchy, wanted, program.max_seq_len, 0, BatchPrefixes(self._hierarchy, [], wanted)
-        )
+        rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0, self._prefixes)
         if rows > self._batch.rows:
             self._batch.grow(rows)
 
@@ -154,8 +157,11 @@ class BatchRun:
     def _next(self) -> BatchSequence | None:
         """The next sequence: of the job, then of those that join."""
         if self._begun < len(self._given):
+            following = self._given[self._order[self._begun]]
+            if self._decoder.report and not self._has_room([(following.prompt, following.ending)]):
+                return None
             self._begun += 1
-            return self._given[self._order[self._begun - 1]]
+            return following
         joining = self._how.joining
         # Between passes alone, when the decoder is running.
         joined = joining.next(self._fits) if joining is not None and self._decoder.report else None
@@ -179,7 +185,21 @@ class BatchRun:
             len(prompt) + new_tokens <= program.max_seq_len
             and self._hierarchy.levels(len(prompt), program.max_seq_len) <= program.levels
             and self._hierarchy.together(job.to_probs, [job.prompts[0], prompt])
+            and self._has_room([(prompt, self._job.ending(prompt, new_tokens))])
         )
+
+    def _has_room(self, coming: list[tuple[list[int], Ending]]) -> bool:
+        """Whether there are KV slots for prompts to come, beside those that are decoded."""
+        joining, pooled = self._how.joining, self._decoder.program.cache.pooled
+        running, begun = self._batch.running, self._batch.begun
+        if pooled is not None:
+            coming = coming + [(each.prompt, each.ending) for each in begun]
+            wanted = [(prompt, ending.max_new_tokens) for prompt, ending in coming]
+            return pooled.room(list(running), wanted, self._how.max_batch or 0)
+        beside = [each.prompt for each in (*running.values(), *begun)]
+        if joining is None or joining.tokens is None or not beside:
+            return True
+        return sum(map(len, [*beside, *(prompt for prompt, _ in coming)])) <= joining.tokens
 
     def _ended(self, sequence: BatchSequence) -> None:
         self._how.streamers.end(sequence.number)

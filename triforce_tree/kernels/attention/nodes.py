@@ -232,16 +232,15 @@ class PrefixSegment(NamedTuple):
 class PrefixPlan:
     """Attention of T queries of each of B sequences, several of which begin alike: their prefix is read once.
 
-    The slots of each head are ``[prefixes | sequence 0 | sequence 1 | ...]``. A prefix is one segment, seen
-    by the queries of its sequences, and each sequence's own slots are another (cascade inference; Hydragen,
-    arXiv 2402.05099; DeFT-Flatten, arXiv 2404.00242, section 3.3), which the kernel merges as it merges
-    slices. Captured graphs may hold ``plan``: :meth:`set` changes its buffers in place.
+    Prefixes, and what each sequence has after them, are runs of slots. A prefix is one segment, seen by the
+    queries of its sequences, and each sequence's own slots are another (cascade inference; Hydragen, arXiv
+    2402.05099; DeFT-Flatten, arXiv 2404.00242, section 3.3), which the kernel merges as it merges slices.
+    Captured graphs may hold ``plan``: :meth:`set` changes its buffers in place.
 
     Args:
         heads: of the attention.
         mask: bool ``[T, N]`` over the last N positions of a sequence.
         batch: B.
-        first, apart: slots before those of sequence 0, and from one sequence to the next.
         depth: most prefixes of one sequence; ``depth * B`` segments are read once.
         lengths: int32 ``[B + depth * B]``, positions of each sequence between its prefixes and the tail, then
             of each segment, which :meth:`set` writes.
@@ -254,36 +253,32 @@ class PrefixPlan:
         heads: Heads,
         mask: Tensor,
         batch: int,
-        first: int,
-        apart: int,
         depth: int,
         lengths: Tensor,
         words: Tensor,
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
     ) -> None:
-        self._batch, self._first, self._apart, self._depth = batch, first, apart, depth
+        self._batch, self._depth = batch, depth
         (self._count, self._tail), device = mask.shape, lengths.device
         rows = batch * self._count
         config = config_for(rows * heads.group, heads, dtype, device, kv_dtype)
         # As many queries of segments as there can be, for the size of the workspace.
         nominal = [PrefixSegment(0, 0, 0, batch)] * depth
-        zeros = [0] * (batch + depth * batch)
-        made = _make(
-            heads, self._columns(nominal), zeros, *self._owners(nominal), rows, device, dtype, FLATTEN, config
-        )
+        zeros, own = [0] * (batch + depth * batch), [0] * batch
+        columns = self._columns(nominal, own)
+        made = _make(heads, columns, zeros, *self._owners(nominal), rows, device, dtype, FLATTEN, config)
         self.plan = replace(made, lengths=lengths, mask=words)
         self._host: HostPrefixPlan | None = None
         if device.type == "cpu":
-            own = plan_trees(heads, [mask] * batch, [0] * batch, device=device, dtype=dtype)
-            self._host = HostPrefixPlan(replace(own, lengths=lengths[:batch], mask=words))
-        self.set(())
+            alone = plan_trees(heads, [mask], [0], device=device, dtype=dtype)
+            parts = zip(lengths[:batch].split(1), words.split(self._count), strict=True)
+            self._host = HostPrefixPlan([replace(alone, lengths=one, mask=seen) for one, seen in parts])
+        self.set((), own)
 
-    def _columns(self, prefixes: Sequence[PrefixSegment]) -> list[list[int]]:
+    def _columns(self, prefixes: Sequence[PrefixSegment], own: Sequence[int]) -> list[list[int]]:
         batch, count = self._batch, self._count
-        rows = [
-            (0, self._first + self._apart * b, self._tail, count * b, count, count * b) for b in range(batch)
-        ]
+        rows = [(0, place, self._tail, count * b, count, count * b) for b, place in enumerate(own)]
         earlier = batch * count
         for place, _, first, sequences in prefixes:
             rows.append((0, place, 0, count * first, count * sequences, earlier))
@@ -301,9 +296,9 @@ class PrefixPlan:
                 starts.append(len(owners))
         return owners, starts
 
-    def set(self, prefixes: Sequence[PrefixSegment]) -> None:
-        """Describe the prefixes: at most ``depth`` of a sequence, in slots before those of the sequences."""
-        plan, segments = self.plan, torch.tensor(self._columns(prefixes), dtype=torch.int32)
+    def set(self, prefixes: Sequence[PrefixSegment], own: Sequence[int]) -> None:
+        """Describe the prefixes, at most ``depth`` of a sequence; ``own``: its first slots after them."""
+        plan, segments = self.plan, torch.tensor(self._columns(prefixes, own), dtype=torch.int32)
         plan.segments.copy_(segments)
         owners, starts = self._owners(prefixes)
         plan.owners[: len(owners)] = torch.tensor(owners, dtype=torch.int32)
@@ -312,7 +307,7 @@ class PrefixPlan:
         lengths[: len(prefixes)] = torch.tensor([each.length for each in prefixes], dtype=torch.int32)
         plan.lengths[self._batch :].copy_(lengths)
         if self._host is not None:
-            self._host.prefixes = [each for each in prefixes if each.length]
+            self._host.prefixes, self._host.places = [each for each in prefixes if each.length], list(own)
 
     def __call__(
         self,
@@ -329,7 +324,7 @@ class PrefixPlan:
 
         Args:
             q: ``[B * T, H_q, D]``.
-            k, v: ``[1, H_kv, first + B * apart, D]``, D_v for D in v.
+            k, v: ``[1, H_kv, S, D]``, D_v for D in v.
             scale, softcap, sinks, scales: as for ``launch.run``.
 
         Returns:
@@ -341,6 +336,4 @@ class PrefixPlan:
             return launch.run(q, k, v, self.plan, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
         assert self._host is not None
         stored = [k, v, *(scales or ())]
-        after = slice(self._first, self._first + self._batch * self._apart)
-        own = [t[0, :, after].unflatten(1, (self._batch, self._apart)).transpose(0, 1) for t in stored]
-        return prefix_attention(q, stored, own, self._host, scale=scale, softcap=softcap, sinks=sinks)
+        return prefix_attention(q, stored, self._host, scale=scale, softcap=softcap, sinks=sinks)

@@ -15,26 +15,44 @@ def prefixes_stored_once(
 ) -> PrefixTree:
     """The common prefixes of these prompts that a batch of them stores once; none to store copies.
 
-    A prefix has whole chunks of a prefill, and of the retrieval, so that each prompt is computed as alone.
-    Copies are stored where nothing of that length is common, or where they take less memory; with recurrent
-    layers, which have a state and no slots; with layers that have a window, whose rings belong to one
-    sequence; where slots are split over ranks or kept in host memory between calls (``prefix_cache`` in
-    bytes); for a retrieval policy that reads the keys, which expects those of a sequence in one tensor; and
-    in exact mode, as sums over several parts have other bits.
+    Copies are stored where nothing of :func:`prefix_tokens` is common, or where they take less memory.
 
     Args:
         rows: most sequences that are decoded together.
     """
-    if len(prompts) < 2 or target.states is not None:
+    unit = prefix_tokens(target, config)
+    if len(prompts) < 2 or unit is None:
         return PrefixTree()
-    if any(shape.window is not None for shape in target.kv_shapes):
-        return PrefixTree()
+    return common_prefixes(prompts, unit, min(rows, len(prompts)))
+
+
+def prefix_tokens(target: HFModel, config: HierarchyConfig) -> int | None:
+    """What the tokens of a prefix that is stored once are a multiple of; None where copies are stored.
+
+    A prefix has whole chunks of a prefill, and of the retrieval, so that each prompt is computed as alone.
+    Copies are stored with recurrent layers, which have a state and no slots; with layers that have a window,
+    whose rings belong to one sequence; where slots are split over ranks or kept in host memory between calls
+    (``prefix_cache`` in bytes); for a retrieval policy that reads the keys, which expects those of a sequence
+    in one tensor; and in exact mode, as sums over several parts have other bits.
+    """
+    windows = any(shape.window is not None for shape in target.kv_shapes)
     if (
-        config.exact
+        target.states is not None
+        or windows
+        or config.exact
         or config.text_ranks > 1
         or config.prefix_bytes
         or BoundPolicy(config.retrieval).needs_context
     ):
-        return PrefixTree()
-    unit = math.lcm(chunk_tokens(config.prefill_chunk, target.device), config.retrieval.chunk)
-    return common_prefixes(prompts, unit, min(rows, len(prompts)))
+        return None
+    return math.lcm(chunk_tokens(config.prefill_chunk, target.device), config.retrieval.chunk)
+
+
+def page_of(unit: int, config: HierarchyConfig, levels: int) -> int:
+    """The page of tables, which all prefixes are whole multiples of.
+
+    ``unit``: of prompts that join a batch; 0 where none do.
+    """
+    if levels == 3:
+        return config.retrieval.chunk
+    return math.gcd(unit, 64) if unit else 1

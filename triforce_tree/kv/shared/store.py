@@ -1,7 +1,5 @@
-"""KV slots of a batch whose sequences begin alike: those of common prefixes once, then each one's own."""
+"""KV slots of a batch whose sequences begin alike: those of common prefixes once, and each one's own."""
 
-import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,31 +10,34 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.nodes import PrefixPlan, PrefixSegment
 from triforce_tree.kv.cached_tokens import CachedTokens
-from triforce_tree.kv.shared.tree import PrefixTree, Run
+from triforce_tree.kv.shared.tree import DEPTH, PrefixTree, Run
 from triforce_tree.kv.store import KVGroup, KVStore
 from triforce_tree.models.attention import KVShape
+from triforce_tree.runtime.features import Features
 
 
 class SharedStore(KVStore):
     """K and V of B sequences, several of which begin with the same tokens.
 
-    The slots of each KV head are ``[prefixes | sequence 0 | sequence 1 | ...]``. Sequence b begins with P_b
-    tokens in one or more runs of the prefixes' slots, and position r >= P_b is slot ``r - P_b`` of its own.
-    Prefixes may change between batches, as far as they fit; kernels read them on the device.
+    Sequence b begins with P_b tokens in one or more runs of slots that others may read, too, and position
+    r >= P_b is slot ``r - P_b`` of its own ones. Both may change between two passes, as far as they fit:
+    kernels read where they are on the device.
 
     Args:
         layers: as for :class:`KVStore`; none has a window that hides anything.
         batch: B.
-        capacity: slots of all prefixes, a multiple of ``page``.
-        own: slots of a sequence after its prefixes, scratch slots included, rounded up to whole pages.
+        slots: of each KV head, for all prefixes and sequences.
         rows: slots of the longest sequence, those of its prefixes included.
-        page, scratch, bits: as for :class:`KVStore`.
+        page, scratch, bits: as for :class:`KVStore`; prefixes and own slots begin at whole pages.
 
     Attributes:
-        groups: the sequences' own slots, ``[layers, B, H_kv, own, D]``.
-        whole: all slots, ``[layers, 1, H_kv, capacity + B * own, D]`` and more to fill a page.
-        paths: the runs of each sequence's prefixes, on the host.
-        prefix: int64 ``[B]``, P_b on the device.
+        groups: the slots as each sequence's: ``[layers, B, H_kv, slots, D]``, B times the same memory.
+        whole: all slots, ``[layers, 1, H_kv, slots, D]`` and more to fill a page.
+        slots: of a head.
+        depth: most runs that a sequence begins with.
+        paths: these runs of each sequence, on the host.
+        places: the first of each sequence's own slots, on the host.
+        prefix, first: int64 ``[B]``, P_b and ``places`` on the device.
         pages: int32 ``[B, rows / page]``, the page in ``whole`` of each page of a sequence.
     """
 
@@ -44,44 +45,85 @@ class SharedStore(KVStore):
         self,
         layers: Sequence[KVShape | None],
         batch: int,
-        capacity: int,
-        own: int,
+        slots: int,
         rows: int,
         device: torch.device,
         dtype: torch.dtype,
         page: int,
         scratch: int,
         bits: int,
+        depth: int = DEPTH,
     ) -> None:
-        own = -(-own // page) * page
         full = [replace(shape, window=None, chunked=False) if shape is not None else None for shape in layers]
-        super().__init__(full, 1, capacity + batch * own, device, dtype, page, bits=bits)
-        self.capacity, self.own, self.batch = capacity, own, batch
+        super().__init__(full, 1, slots, device, dtype, page, bits=bits)
+        self.slots, self.depth, self.batch = self.rows, depth, batch
         self.rows, self.scratch = -(-rows // page) * page, scratch
         self._most_tokens = self.rows - scratch
         self._lengths = [0] * batch
         self.whole = self.groups
-        self.groups = [self._own_slots(group) for group in self.whole]
-        self.prefix = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.groups = [_for_each(group, batch) for group in self.whole]
+        self.prefix, self.first = torch.zeros(2, batch, dtype=torch.int64, device=device)
         self.pages = torch.zeros(batch, self.rows // page, dtype=torch.int32, device=device)
         self._plans: WeakSet[PrefixPlan] = WeakSet()
-        self._tree = PrefixTree()
-        self.paths: list[list[Run]] = []
-        self._set([[] for _ in range(batch)])
+        self.paths: list[list[Run]] = [[] for _ in range(batch)]
+        self.places = [0] * batch
 
-    def _own_slots(self, group: KVGroup) -> KVGroup:
-        def own(slots: Tensor) -> Tensor:
-            after = slots[:, 0, :, self.capacity : self.capacity + self.batch * self.own]
-            split: Tensor = after.unflatten(2, (self.batch, self.own))
-            return split.transpose(1, 2)
+    def share(
+        self,
+        tree: PrefixTree,
+        cached: CachedTokens,
+        prompts: Sequence[Sequence[int]],
+        features: Features | None = None,
+    ) -> list[int]:
+        """Before a prefill of other prompts into all rows, forget what it overwrites.
 
-        scales = None if group.scales is None else (own(group.scales[0]), own(group.scales[1]))
-        return replace(group, k=own(group.k), v=own(group.v), scales=scales)
+        Args:
+            tree: prefixes of these prompts, which fit.
+            cached: which tokens the sequences hold.
+            features: hidden states that a drafter reads.
+
+        Returns:
+            how many tokens of each sequence are those that it held before.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        raise NotImplementedError
+
+    def join(
+        self, b: int, prompt: Sequence[int], cached: CachedTokens, features: Features | None = None
+    ) -> None:
+        """Before a prefill of another prompt into row b, while the others go on: use the prefixes it has."""
+        raise NotImplementedError
+
+    def fits(self, max_seq_len: int, tree: PrefixTree) -> bool:
+        """Whether sequences of so many tokens fit, which have these prefixes."""
+        raise NotImplementedError
+
+    def take_over(self, source: KVStore, b: int, kept: CachedTokens, cached: CachedTokens) -> None:
+        """Take up what another store holds of the texts to come.
+
+        Args:
+            b: the sequence of the other store that holds most of the first prompt.
+            kept, cached: which tokens the sequences of the other store, and of this one, hold.
+        """
+        raise NotImplementedError
+
+    def keeps(self, prefix: PrefixTree) -> bool:
+        """Whether a store for such prefixes may take over more than the beginning of the first prompt."""
+        return False
+
+    def forget(self) -> None:
+        """Nothing of what the slots hold is to be found again."""
+
+    def layout_of_trial(self, start: int) -> tuple[list[list[Run]], list[int]]:
+        """Paths and places of made-up sequences of ``start`` tokens: as much as fits is one prefix of all."""
+        raise NotImplementedError
 
     def tell(self, plan: PrefixPlan) -> None:
         """Let a plan know the prefixes from now on, whenever they change."""
         self._plans.add(plan)
-        plan.set(self.segments())
+        plan.set(self.segments(), self.places)
 
     def segments(self) -> list[PrefixSegment]:
         """What is read once: a run, for the sequences with it that follow each other."""
@@ -99,104 +141,40 @@ class SharedStore(KVStore):
                 before = run
         return found
 
-    def _set(self, paths: Sequence[Sequence[Run]]) -> None:
-        """From now on sequence b begins with the positions of ``paths[b]``."""
-        self.paths = [list(path) for path in paths]
+    def _set(self, paths: Sequence[Sequence[Run]], places: Sequence[int]) -> None:
+        """From now on sequence b begins with the positions of ``paths[b]``, and goes on at ``places[b]``."""
+        self.paths, self.places = [list(path) for path in paths], list(places)
         ends = [path[-1].stop if path else 0 for path in paths]
         self.prefix.copy_(torch.tensor(ends))
+        self.first.copy_(torch.tensor(self.places))
         page, rows = self.page, torch.empty(self.pages.shape, dtype=torch.int32)
         numbers = torch.arange(rows.shape[1], dtype=torch.int32)
         for b, (path, end) in enumerate(zip(paths, ends, strict=True)):
-            first = (self.capacity + b * self.own) // page
             # Pages after the own slots are not read.
-            rows[b] = (numbers + (first - end // page)).clamp_max(first + self.own // page - 1)
+            rows[b] = (numbers + (places[b] - end) // page).clamp_max(self.slots // page - 1)
             for start, stop, place in path:
                 part = slice(start // page, stop // page)
                 rows[b, part] = numbers[part] + (place - start) // page
         self.pages.copy_(rows)
         segments = self.segments()
         for plan in self._plans:
-            plan.set(segments)
-
-    def share(self, tree: PrefixTree, cached: CachedTokens, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Before a prefill of prompts with other prefixes, forget what it overwrites.
-
-        Args:
-            tree: prefixes of these prompts, which fit.
-            cached: which tokens the sequences hold.
-
-        Returns:
-            how many tokens of each sequence are those that it held before.
-
-        Raises:
-            ValueError: the prefixes do not fit.
-        """
-        if tree.size.slots > self.capacity:
-            raise ValueError(
-                f"common prefixes of {tree.size.slots} tokens exceed {self.capacity} KV slots; "
-                "make another store"
-            )
-        self._tree, before = tree, self.paths
-        after = [[node.run for node in tree.path(prompt)] for prompt in prompts]
-        kept, whole = [], []
-        for b, prompt in enumerate(prompts):
-            # Of every sequence, what is where this one has it from now on.
-            found = [
-                min(cached.common(other, prompt, "chunks"), _same(before[other], after[b], other == b))
-                for other in range(self.batch)
-            ]
-            end = after[b][-1].stop if after[b] else 0
-            kept.append((max(found), found[b]))
-            # Its own slots hold what they did, and so do all runs of prefixes that it has.
-            whole.append(before[b] == after[b] and cached.common(b, prompt, "chunks") >= end)
-        for b, (prompt, (most, _)) in enumerate(zip(prompts, kept, strict=True)):
-            if not whole[b]:
-                cached.copied(b, prompt, most)
-        self._set(after)
-        return [own for _, own in kept]
-
-    def join(self, b: int, prompt: Sequence[int], cached: CachedTokens) -> None:
-        """Before a prefill of another prompt into row b, while the others go on: use the prefixes it has."""
-        path = [node.run for node in self._tree.path(prompt)]
-        if path != self.paths[b]:
-            cached.keep(b, _same(self.paths[b], path, own=False))
-            self._set([path if row == b else other for row, other in enumerate(self.paths)])
-
-    def take_prefix(self, source: KVStore, b: int, tokens: Sequence[int], cached: CachedTokens) -> None:
-        """Begin with tokens that sequence b of another store holds, in whole chunks of a prefill.
-
-        Args:
-            tokens: of the sequence, from its beginning; those beyond the capacity are left out.
-            cached: which tokens the sequences of this store hold; the first one gets these.
-        """
-        unit = math.lcm(self.page, cached.chunk)
-        count = min(len(tokens), self.capacity) // unit * unit
-        shared = isinstance(source, SharedStore)
-        groups = source.whole if isinstance(source, SharedStore) else source.groups
-        runs = source.runs(b, 0, count) if isinstance(source, SharedStore) else [Run(0, count, 0)]
-        for group, other in zip(self.whole, groups, strict=True):
-            for new, old in zip(group.parts, other.parts, strict=True):
-                for start, stop, place in runs:
-                    new[:, 0, :, start:stop] = old[:, 0 if shared else b, :, place : place + stop - start]
-        self._set([[Run(0, count, 0)] if count else []] * self.batch)
-        cached.copied(0, tokens, count)
-
-    def fits(self, max_seq_len: int, tree: PrefixTree) -> bool:
-        """Whether sequences of so many tokens fit, which have these prefixes."""
-        assert self.scratch is not None
-        own = max_seq_len - tree.size.saved + self.scratch
-        return bool(tree) and tree.size.slots <= self.capacity and own <= self.own
+            plan.set(segments, self.places)
 
     def runs(self, b: int, start: int, stop: int) -> list[Run]:
-        """Where positions ``start`` to ``stop`` of a sequence are, in slots of ``whole``."""
+        """Where positions ``start`` to ``stop`` of a sequence are."""
         path = self.paths[b]
         end = path[-1].stop if path else 0
         found = []
-        for run in [*path, Run(end, max(end, stop), self.capacity + b * self.own)]:
+        for run in [*path, Run(end, max(end, stop), self.places[b])]:
             first, last = max(run.start, start), min(run.stop, stop)
             if first < last:
                 found.append(Run(first, last, run.place + first - run.start))
         return found
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        """All that is stored, ``[layers, 1, H_kv, slots, D]``."""
+        return [part for group in self.whole for part in group.parts]
 
     def copy_within(self, source: int, b: int, start: int, stop: int) -> None:
         """See :class:`KVStore`; what both have in the same slots stays."""
@@ -205,41 +183,62 @@ class SharedStore(KVStore):
                 place, count = run.place + old.start - run.start, old.stop - old.start
                 if place == old.place:
                     continue
-                for part in (part for group in self.whole for part in group.parts):
+                for part in self._parts:
                     part[:, 0, :, place : place + count] = part[:, 0, :, old.place : old.place + count]
+
+    def copy_from(self, source: KVStore, b: int, start: int, stop: int, place: int) -> None:
+        """Positions ``start`` to ``stop`` of sequence b of another store go to slots from ``place`` on."""
+        shared = isinstance(source, SharedStore)
+        groups = source.whole if isinstance(source, SharedStore) else source.groups
+        runs = source.runs(b, start, stop) if isinstance(source, SharedStore) else [Run(start, stop, start)]
+        for group, other in zip(self.whole, groups, strict=True):
+            for new, old in zip(group.parts, other.parts, strict=True):
+                for run in runs:
+                    to, count = place + run.start - start, run.stop - run.start
+                    read = old[:, 0 if shared else b, :, run.place : run.place + count]
+                    new[:, 0, :, to : to + count] = read
+
+    def tokens(self) -> tuple[int, int]:
+        """See :class:`KVStore`."""
+        runs = sorted((run.place, run.stop - run.start) for path in self.paths for run in path)
+        read, stored, end = sum(count for _, count in runs), 0, 0
+        # Runs of several rows overlap.
+        for place, count in runs:
+            stored += max(0, place + count - max(place, end))
+            end = max(end, place + count)
+        return sum(self._lengths) - read + stored, read - stored
 
     @property
     def bytes(self) -> int:
         """Of all keys and values, and their scales."""
-        return sum(part.nbytes for group in self.whole for part in group.parts)
+        return sum(part.nbytes for part in self._parts)
 
     @contextmanager
     def saved(self, start: int, count: int) -> Iterator[None]:
-        """See :class:`KVStore`. Inside, as much as the capacity allows is one prefix of all."""
-        before, length = self.paths, min(self.capacity, start // self.page * self.page)
-        self._set([[Run(0, length, 0)] if length else []] * self.batch)
+        """See :class:`KVStore`. Inside, all sequences begin with one prefix: see :meth:`layout_of_trial`."""
+        before = self.paths, self.places
+        self._set(*self.layout_of_trial(start))
+        written = [slice(run.place, run.place + run.stop - run.start)
+                   for b in range(self.batch) for run in self.runs(b, start, start + count)]  # fmt: skip
+        kept = [[part[..., slots, :].clone() for slots in written] for part in self._parts]
         try:
-            with super().saved(start - length, count):
-                yield
+            yield
         finally:
-            self._set(before)
+            for part, copies in zip(self._parts, kept, strict=True):
+                for slots, copy in zip(written, copies, strict=True):
+                    part[..., slots, :] = copy
+            self._set(*before)
 
     def in_pages(self, page: int) -> KVStore:
         """Not for these slots, whose first ones are those of another sequence's pages."""
         raise ValueError(f"slots of a common prefix have pages of {self.page}; make another store")
 
 
-def _same(one: Sequence[Run], other: Sequence[Run], own: bool) -> int:
-    """How many positions from 0 on two paths have in the same slots.
+def _for_each(group: KVGroup, batch: int) -> KVGroup:
+    """The slots of a group as those of each sequence, without a copy."""
 
-    ``own``: those after both paths are in the same slots, too.
-    """
-    position = 0
-    while True:
-        found = [next((r for r in path if r.start <= position < r.stop), None) for path in (one, other)]
-        x, y = found
-        if x is None or y is None or x.place - x.start != y.place - y.start:
-            break
-        position = min(x.stop, y.stop)
-    ends = {path[-1].stop if path else 0 for path in (one, other)}
-    return sys.maxsize if own and ends == {position} else position
+    def seen(slots: Tensor) -> Tensor:
+        return slots.expand(-1, batch, -1, -1, -1)
+
+    scales = None if group.scales is None else (seen(group.scales[0]), seen(group.scales[1]))
+    return replace(group, k=seen(group.k), v=seen(group.v), scales=scales)

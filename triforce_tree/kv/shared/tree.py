@@ -66,7 +66,14 @@ class PrefixTree:
     Args:
         roots: no two of them begin alike, nor do two children of a node.
         saved: see :class:`PrefixSize`.
+
+    Attributes:
+        room: KV slots of a head for prompts that come later, and for all that rows need; 0 where none do.
+        least: of these, what the first prompts need.
+        unit: what the tokens of such a prompt's prefix are a multiple of.
     """
+
+    room = least = unit = 0
 
     def __init__(self, roots: Sequence[PrefixNode] = (), saved: int = 0) -> None:
         self.roots = list(roots)
@@ -103,6 +110,24 @@ class PrefixTree:
             for place in path:
                 first.setdefault(place, number)
         return sorted(range(len(prompts)), key=lambda n: [*(first[place] for place in paths[n]), n])
+
+
+class PrefixRoom(PrefixTree):
+    """Room for the prefixes of prompts that are not known yet, and for what each row has after them.
+
+    Args:
+        room, least, unit: see :class:`PrefixTree`.
+        longest: most tokens of a sequence.
+    """
+
+    def __init__(self, room: int, least: int, longest: int, unit: int) -> None:
+        super().__init__()
+        self.room, self.least, self.unit = room, least, unit
+        # Rows have no slots beside these.
+        self.size = PrefixSize(room, longest)
+
+    def __bool__(self) -> bool:
+        return True
 
 
 def common_prefixes(prompts: Sequence[Sequence[int]], unit: int, rows: int) -> PrefixTree:

@@ -10,7 +10,6 @@ from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.nodes import PrefixPlan
 from triforce_tree.kernels.attention.plan import Heads, Plan
 from triforce_tree.kv.shared.store import SharedStore
-from triforce_tree.kv.shared.tree import DEPTH
 from triforce_tree.kv.store import KVGroup
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.models.attention import AttentionParams
@@ -34,7 +33,7 @@ class SharedView(TreeAttentionView):
         depths: Sequence[int] | None = None,
     ) -> None:
         # Of each sequence after its prefixes, then of the segments of prefixes.
-        count = (1 + DEPTH) * store.batch
+        count = (1 + store.depth) * store.batch
         self._all_lengths = torch.zeros(count, dtype=torch.int32, device=store.device)
         self._prefix_plans: dict[Heads, PrefixPlan] = {}
         super().__init__(store, queries, mask=mask, depths=depths)
@@ -43,9 +42,8 @@ class SharedView(TreeAttentionView):
         store = self.store
         self.lengths = self._all_lengths[: store.batch]
         made = self._prefix_plans[heads] = PrefixPlan(
-            heads, mask, store.batch, store.capacity, store.own, DEPTH, self._all_lengths, self.mask,
-            store.dtype, kv_dtype,
-        )  # fmt: skip
+            heads, mask, store.batch, store.depth, self._all_lengths, self.mask, store.dtype, kv_dtype
+        )
         store.tell(made)
         return made.plan
 
@@ -53,6 +51,7 @@ class SharedView(TreeAttentionView):
         """See :class:`TreeAttentionView`."""
         # A row without a sequence is shorter than its prefixes.
         super().begin((start - self.store.prefix).clamp_min_(0), mask_words)
+        self.at.add_(self.store.first)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         number, place = self.store.place(layer)
@@ -94,7 +93,7 @@ class SharedRetrievalView(PagedRetrievalView):
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """See :class:`TreeAttentionView`."""
         super().begin(start, mask_words)
-        self.at.sub_(self.store.prefix).clamp_(min=0)
+        self.at.sub_(self.store.prefix).clamp_(min=0).add_(self.store.first)
 
     def _to_pages(self, chunks: Tensor, first_page: Tensor) -> None:
         chunks.copy_(self.store.pages.view(-1)[chunks + self._first_in_pages])
@@ -105,9 +104,8 @@ class SharedRetrievalView(PagedRetrievalView):
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """See :class:`PagedRetrievalView`."""
         store = self.store
-        for whole, retrieved in zip(store.whole, self.retrieved, strict=True):
+        for group, retrieved in zip(store.groups, self.retrieved, strict=True):
             assert retrieved is not None
             # As if each sequence had all slots; its pages say which it has.
-            k = whole.k.expand(-1, store.batch, -1, -1, -1)
-            scale = None if whole.scales is None else whole.scales[0].expand(-1, store.batch, -1, -1, -1)
-            step.chunk_means(retrieved.means, k, first, count, self.config.chunk, scale, store.pages)
+            scale = None if group.scales is None else group.scales[0]
+            step.chunk_means(retrieved.means, group.k, first, count, self.config.chunk, scale, store.pages)

@@ -1,0 +1,328 @@
+"""Which KV slots hold which tokens where prompts come and go: whole chunks once, and each row's own slots."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from triforce_tree.kv.shared.tree import Run
+
+Chunk = tuple[int, ...]
+"""Tokens of a whole chunk."""
+
+
+@dataclass(eq=False)
+class Block:
+    """A chunk of tokens after those of its parents, in slots from ``place`` on.
+
+    Attributes:
+        tokens: of the chunk; empty for the root, which has no slots.
+        start: position of the first one.
+        users: rows whose sequences begin with it.
+        written: whether the slots hold its keys and values.
+        used: when a row last began with it.
+    """
+
+    tokens: Chunk
+    start: int
+    place: int
+    parent: "Block | None"
+    children: dict[Chunk, "Block"] = field(default_factory=dict)
+    users: set[int] = field(default_factory=set)
+    written: bool = False
+    used: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def end(self) -> int:
+        """The slot after the last token's."""
+        return self.place + len(self.tokens)
+
+
+@dataclass
+class Own:
+    """The slots of one row alone: what its sequence has after its whole chunks."""
+
+    place: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The slot after the last one."""
+        return self.place + self.size
+
+
+class PoolFullError(ValueError):
+    """A prompt does not fit beside those that are in use."""
+
+
+class PrefixPool:
+    """Slots of the whole chunks that prompts begin with, each stored once, and of what rows have after them.
+
+    Chunks that no row uses any more stay until their slots are needed; those used longest ago are dropped
+    first, a text from its end. Chunks of one text follow each other where there is room. What lies between is
+    closed up by moving: in the order of the tree, the child of most rows next to its parent, so that a row's
+    chunks are at most ``1 + log2(rows)`` runs.
+
+    Args:
+        slots: of a KV head.
+        unit: tokens of a chunk.
+        page: own slots are a multiple of it, and so is ``unit``.
+        scratch: slots after a sequence's last token.
+        depth: most runs of a row, at least ``1 + log2(rows)``.
+        move: called with places and sizes of all that is stored, which is to lie one after the other from
+            slot 0 on, in this order.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        unit: int,
+        page: int,
+        scratch: int,
+        depth: int,
+        move: Callable[[list[tuple[int, int]]], None],
+    ) -> None:
+        self.slots, self.unit, self._page, self._scratch = slots, unit, page, scratch
+        self._depth, self._move, self._clock = depth, move, 0
+        self._root = Block((), 0, 0, None, written=True)
+        self._own: dict[int, Own] = {}
+        self._paths: dict[int, list[Block]] = {}
+
+    def chunks(self, prompt: Sequence[int]) -> Iterator[Chunk]:
+        """Whole chunks of a prompt; its last token is the root of the first pass."""
+        for stop in range(self.unit, len(prompt), self.unit):
+            yield tuple(prompt[stop - self.unit : stop])
+
+    def own_size(self, prompt: Sequence[int], new_tokens: int) -> int:
+        """Own slots of a row with such a sequence and so many tokens to come."""
+        rest = len(prompt) - (len(prompt) - 1) // self.unit * self.unit
+        return -(-(rest + new_tokens + self._scratch) // self._page) * self._page
+
+    def blocks(self) -> Iterator[Block]:
+        """All chunks in the order of the tree, each before those after it, the one of most rows first."""
+        waiting = [self._root]
+        while waiting:
+            now = waiting.pop()
+            if now is not self._root:
+                yield now
+            waiting += sorted(now.children.values(), key=lambda child: (len(child.users), child.used))
+
+    def path(self, row: int) -> list[Block]:
+        """The chunks that a row's sequence begins with."""
+        return self._paths.get(row, [])
+
+    def place(self, row: int) -> int:
+        """The first of a row's own slots."""
+        return self._own[row].place if row in self._own else 0
+
+    def size(self, row: int) -> int:
+        """A row's own slots."""
+        return self._own[row].size if row in self._own else 0
+
+    def written(self, row: int) -> None:
+        """The slots of a row's chunks hold their keys and values."""
+        for block in self.path(row):
+            block.written = True
+
+    def held(self, row: int) -> int:
+        """How many tokens of a row's chunks were written, from the first one on."""
+        count = 0
+        for block in self.path(row):
+            if not block.written:
+                break
+            count = block.stop
+        return count
+
+    def forget(self) -> None:
+        """Nothing is to be found again; rows keep their slots."""
+        for block in list(self.blocks()):
+            block.written = False
+        self._drop_unwritten()
+
+    def release(self, rows: Iterable[int]) -> None:
+        """The sequences of these rows have ended."""
+        for row in rows:
+            for block in self._paths.pop(row, []):
+                block.users.discard(row)
+            self._own.pop(row, None)
+        self._drop_unwritten()
+
+    def _drop_unwritten(self) -> None:
+        # Of a text the end first: what comes after an unwritten chunk is unwritten.
+        for block in reversed(list(self.blocks())):
+            if not block.written and not block.users and not block.children:
+                self._drop(block)
+
+    def _drop(self, block: Block) -> None:
+        assert block.parent is not None
+        del block.parent.children[block.tokens]
+
+    def matched(self, prompt: Sequence[int]) -> list[Block]:
+        """The chunks here that a prompt begins with."""
+        found, now = [], self._root
+        for chunk in self.chunks(prompt):
+            after = now.children.get(chunk)
+            if after is None:
+                break
+            found.append(after)
+            now = after
+        return found
+
+    def needed(self, rows: Collection[int], coming: Sequence[tuple[Sequence[int], int]], empty: int) -> int:
+        """Slots of some rows and of prompts to come, chunks that they share counted once.
+
+        Args:
+            rows: whose sequences go on.
+            coming: prompts, and new tokens of each. What they alone have in common is counted for each.
+            empty: rows without a sequence.
+        """
+        used = sum(len(block.tokens) for block in self.blocks() if not block.users.isdisjoint(rows))
+        used += sum(self.size(row) for row in rows) + empty * self.own_size([0], 0)
+        for prompt, new_tokens in coming:
+            shared = sum(not block.users.isdisjoint(rows) for block in self.matched(prompt))
+            used += ((len(prompt) - 1) // self.unit - shared) * self.unit + self.own_size(prompt, new_tokens)
+        return used
+
+    def admit(self, row: int, prompt: Sequence[int], new_tokens: int) -> None:
+        """Give a row, which has none, the slots of a sequence and of so many tokens to come.
+
+        Raises:
+            PoolFullError: rows in use leave too few slots; nothing has changed.
+        """
+        path, chunks = self.matched(prompt), list(self.chunks(prompt))
+        own, more = self.own_size(prompt, new_tokens), (len(chunks) - len(path)) * self.unit
+        for block in path:
+            block.users.add(row)
+        try:
+            self._make_room(own + more)
+        except PoolFullError:
+            for block in path:
+                block.users.discard(row)
+            raise
+        self._clock += 1
+        last = path[-1] if path else self._root
+        places = self._gaps_for(last, more, own)
+        if places is None:
+            self._close_up()
+            top = self.taken
+            places = top, top + more
+        place, self._own[row] = places[0], Own(places[1], own)
+        for chunk in chunks[len(path) :]:
+            block = Block(chunk, last.stop, place, last, users={row})
+            last.children[chunk] = block
+            path.append(block)
+            last, place = block, block.end
+        for block in path:
+            block.used = self._clock
+        self._paths[row] = path
+        if any(_breaks(path) >= self._depth for path in self._paths.values()):
+            self._close_up()
+
+    def take(self, other: "PrefixPool", rows: int, others: int) -> tuple[list[tuple[int, int, int]], int]:
+        """Begin with what another pool holds, as far as there is room.
+
+        Args:
+            rows: of this pool; they have no sequences before.
+            others: rows of the other pool, whose sequences go on here; none do where these are more than
+                ``rows``, or do not fit.
+
+        Returns:
+            what to copy: places there, sizes, and places here; and how many rows go on.
+        """
+        self.release(list(self._own))
+        empty = self.own_size([0], 0)
+        used = sum(len(block.tokens) for block in other.blocks() if block.users)
+        used += sum(own.size for own in other._own.values()) + (rows - others) * empty
+        going_on = others if others <= rows and used <= self.slots and self.unit == other.unit else 0
+        left = self.slots - (used if going_on else rows * empty)
+        made, copies, place = {other._root: self._root}, list[tuple[int, int, int]](), 0
+        # What is in use first, so that the rest is left out where there is no room.
+        for in_use in (True, False):
+            for block in other.blocks() if self.unit == other.unit else ():
+                needs_room = not (in_use and going_on)
+                if bool(block.users) != in_use or not block.written or block.parent not in made:
+                    continue
+                if needs_room and left < self.unit:
+                    continue
+                left -= self.unit if needs_room else 0
+                parent = made[block.parent]
+                own = Block(block.tokens, block.start, place, parent, written=True, used=block.used)
+                own.users = set(block.users) if going_on else set()
+                parent.children[block.tokens] = made[block] = own
+                copies.append((block.place, self.unit, place))
+                place += self.unit
+        self._clock = other._clock
+        for row in range(going_on):
+            self._paths[row] = [made[block] for block in other.path(row)]
+            self._own[row] = Own(place, other.size(row))
+            copies.append((other.place(row), other.size(row), place))
+            place += other.size(row)
+        for row in range(going_on, rows):
+            self.admit(row, [0], 0)
+        return copies, going_on
+
+    @property
+    def taken(self) -> int:
+        """Slots of all chunks and rows."""
+        return sum(len(block.tokens) for block in self.blocks()) + sum(o.size for o in self._own.values())
+
+    def _make_room(self, count: int) -> None:
+        while (over := self.taken + count - self.slots) > 0:
+            unused = [b for b in self.blocks() if not b.users and not b.children]
+            if not unused:
+                raise PoolFullError(
+                    f"another sequence needs {count} KV slots, {over} more than are left of the "
+                    f"{self.slots} of its batch; let it join later"
+                )
+            self._drop(min(unused, key=lambda block: block.used))
+
+    def _gaps_for(self, last: Block, more: int, own: int) -> tuple[int, int] | None:
+        """Places for chunks after ``last`` and for a row's own slots; None where nothing is large enough."""
+        stored: list[Block | Own] = [*self.blocks(), *self._own.values()]
+        taken = [(0, 0), *sorted((e.place, e.end) for e in stored), (self.slots, self.slots)]
+        gaps = [(end, start) for (_, end), (start, _) in pairwise(taken) if start > end]
+        place = 0
+        if more:
+            fitting = [gap for gap in gaps if gap[1] - gap[0] >= more]
+            if not fitting:
+                return None
+            chosen = next((gap for gap in fitting if gap[0] == last.end), fitting[0])
+            place = chosen[0]
+            gaps[gaps.index(chosen)] = place + more, chosen[1]
+        # From the end, so that texts can go on where they are.
+        fitting = [gap for gap in gaps if gap[1] - gap[0] >= own]
+        return (place, fitting[-1][1] - own) if fitting else None
+
+    def _close_up(self) -> None:
+        stored: list[Block | Own] = [*self.blocks(), *self._own.values()]
+        self._move([(each.place, each.end - each.place) for each in stored])
+        place = 0
+        for each in stored:
+            each.place, place = place, place + each.end - each.place
+
+    def runs(self, row: int) -> list[Run]:
+        """A row's chunks, cut where other rows leave it or where they lie apart; at most ``depth`` runs."""
+        path, found = self.path(row), list[Run]()
+        for number, block in enumerate(path):
+            if number and path[number - 1].end == block.place and path[number - 1].users == block.users:
+                found[-1] = found[-1]._replace(stop=block.stop)
+            else:
+                found.append(Run(block.start, block.stop, block.place))
+        while len(found) > self._depth:
+            # Read more than once: by this row as one run, by others in parts.
+            number = max(n for n in range(1, len(found)) if _adjacent(found[n - 1], found[n]))
+            found[number - 1 : number + 1] = [found[number - 1]._replace(stop=found[number].stop)]
+        return found
+
+
+def _adjacent(run: Run, after: Run) -> bool:
+    return run.place + run.stop - run.start == after.place
+
+
+def _breaks(path: Sequence[Block]) -> int:
+    """How often the chunks of a path do not follow each other."""
+    return sum(block.end != after.place for block, after in pairwise(path))
