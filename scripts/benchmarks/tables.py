@@ -23,6 +23,7 @@ from scripts.benchmarks.verification import tables as verification
 from scripts.benchmarks.workloads import tables as workloads
 from scripts.checks.models import table as models_table
 from scripts.train_pair.heads import results as heads
+from scripts.train_pair.kinds import results as kinds
 from triforce_tree.eval.report.code_digest import ROOT, mark
 
 RESULTS = ROOT / "docs" / "results"
@@ -157,7 +158,7 @@ TABLES = {
     "which_code": Table(on_chip.FILE, which_code, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
-    **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES,
+    **requests.TABLES, **workloads.TABLES, **heads.TABLES, **kinds.TABLES, **cards.TABLES,
 }  # fmt: skip
 
 

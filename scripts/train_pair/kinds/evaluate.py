@@ -23,19 +23,17 @@ from transformers.utils import logging
 
 from scripts.benchmarks.common.results import RESULTS, header, write
 from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward
+from scripts.train_pair.kinds.results import FIGURES, FILE
 from scripts.train_pair.kinds.samples import continuations
 from scripts.train_pair.model import new_model
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.loaders import MissingTextError
-from triforce_tree.eval.texts.registry import SOURCES, Texts
+from triforce_tree.eval.texts.registry import KINDS, SOURCES, Texts
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 
-FILE = "draft_kinds.json"
 # Tokens of context before the first position that is judged.
 CONTEXT = 1024
 TEMPERATURES = (1.0, 0.8)
-# Names of the figures; what is written greedily has the last one alone.
-_FIGURES = {1.0: "overlap at T=1", 0.8: "overlap at T=0.8", 0.0: "greedy match"}
 
 
 class Judge:
@@ -71,10 +69,10 @@ class Judge:
         for name, (draft, streaming) in self._drafts.items():
             q_logits = F.linear(streaming(seen)[:, -last:], draft.lm_head.weight).flatten(0, 1)
             same = p_logits.argmax(-1) == q_logits.argmax(-1)
-            found[name] = {_FIGURES[0.0]: float(same.float().mean())}
+            found[name] = {FIGURES[0.0]: float(same.float().mean())}
             for t in TEMPERATURES:
                 p, q = (x.div(t).softmax(-1) for x in (p_logits, q_logits))
-                found[name][_FIGURES[t]] = float(torch.minimum(p, q).sum(-1).mean())
+                found[name][FIGURES[t]] = float(torch.minimum(p, q).sum(-1).mean())
         return found
 
 
@@ -102,7 +100,7 @@ def measure(judge: Judge, ids: Sequence[int], count: int, rows: int, new: int) -
     if rows:
         own: dict[str, dict[str, float]] = {}
         prompts = windows(ids, CONTEXT, rows).to(judge.device)
-        for t, figure in _FIGURES.items():
+        for t, figure in FIGURES.items():
             written = continuations(judge.target, prompts, new, t)[:, :-1]
             for name, figures in judge(written, new).items():
                 own.setdefault(name, {})[figure] = figures[figure]
@@ -113,7 +111,7 @@ def measure(judge: Judge, ids: Sequence[int], count: int, rows: int, new: int) -
 def _means(parts: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     names = parts[0]
     return {
-        name: {f: statistics.fmean(part[name][f] for part in parts) for f in _FIGURES.values()}
+        name: {f: statistics.fmean(part[name][f] for part in parts) for f in FIGURES.values()}
         for name in names
     }
 
@@ -127,6 +125,7 @@ def main(words: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--drafts", nargs="+", required=True, metavar="NAME=FOLDER", help="drafts to compare")
     add("--texts", type=Path, help="file that `benchmarks texts` wrote; by default what is installed")
+    add("--kinds", nargs="+", help="kinds of text; by default all")
     add("--windows", type=int, default=6, help="of each text")
     add("--rows", type=int, default=8, help="prompts of each text to write behind; 0 for none")
     add("--new", type=int, default=96, help="tokens written behind each")
@@ -141,7 +140,7 @@ def main(words: Sequence[str] | None = None) -> None:
     judge, texts = Judge(drafts, torch.device(args.device)), Texts(args.texts)
     tokenizer, rows = load_tokenizer(PAIR / "target"), list[dict[str, Any]]()
     for source in SOURCES:
-        if source.copies is not None:
+        if source.copies is not None or source.kind not in (args.kinds or KINDS):
             continue
         try:
             ids = token_ids(tokenizer, texts.read(source))
@@ -152,7 +151,7 @@ def main(words: Sequence[str] | None = None) -> None:
             rows.append({"kind": source.kind, "text": source.name, **row})
             print(rows[-1], flush=True)
     settings = {"windows": args.windows, "rows": args.rows, "new": args.new, "context": CONTEXT}
-    write(args.out, header(args.seed, "api") | {"settings": settings, "drafts": [*drafts], "rows": rows})
+    write(args.out, header(args.seed) | {"settings": settings, "drafts": [*drafts], "rows": rows})
 
 
 if __name__ == "__main__":

@@ -26,11 +26,19 @@ from triforce_tree.loading.checkpoints import PAIR
 
 @torch.no_grad()
 def continuations(target: PreTrainedModel, prompts: Tensor, new: int, temperature: float) -> Tensor:
-    """int64 ``[B, L + new]``: prompts ``[B, L]`` and what the target draws behind them; no text ends."""
+    """int64 ``[B, L + new]``: prompts ``[B, L]`` and what the target writes behind them.
+
+    Args:
+        temperature: 0 is greedy. The end token is never chosen.
+    """
+    how = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0}
+        if temperature > 0
+        else {"do_sample": False}
+    )
     made = target.generate(
-        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, top_p=1.0,
-        temperature=temperature, max_new_tokens=new, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new, suppress_tokens=[0], **how
+    )
     assert isinstance(made, Tensor)
     return made
 
