@@ -7,9 +7,9 @@
 
 Prose, verse, dialogue and code of packages under permissive licences or in the public domain, and
 documentation as the pair was trained on. The texts of ``triforce_tree.eval.texts`` are held out, by file and
-by shingles of ten words (``corpus``), as far as they are here or in ``--texts`` (``python -m
-scripts.benchmarks texts``). The file holds an array of uint16 for each kind, documents with an end token
-between them; with two million tokens it has 5 MB.
+by shingles of ten words (``corpus``), as far as they are here or in ``--texts`` (``benchmarks texts``).
+``--source manuals=FILE.jsonl`` adds pages of manuals as text. The file holds an array of uint16 for each
+kind, documents with an end token between them; 15 million tokens have 12 MB.
 """
 
 import argparse
@@ -131,7 +131,12 @@ def held_texts(path: Path | None) -> list[str]:
 
 
 def prepare(
-    out: Path, root: Path, held: Sequence[str], cap: float, sources: Sequence[KindSource] = KIND_SOURCES
+    out: Path,
+    root: Path,
+    held: Sequence[str],
+    cap: float,
+    sources: Sequence[KindSource] = KIND_SOURCES,
+    more: Sequence[str] = (),
 ) -> dict[str, int]:
     """Write the file, and the manifest beside it; returns the tokens of each kind.
 
@@ -139,6 +144,7 @@ def prepare(
         root: where Debian's packages are unpacked.
         held: texts to hold out beside Python's help topics.
         cap: MB of text of each source at most.
+        more: further entries for ``corpus.gather``.
 
     Raises:
         ValueError: no text was found.
@@ -146,7 +152,7 @@ def prepare(
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     end, arrays = tokenizer.token_to_id(END), dict[str, np.ndarray]()
     with TemporaryDirectory() as folder:
-        entries = [entry for source in sources for entry in source.entries(root)]
+        entries = [entry for source in sources for entry in source.entries(root)] + [*more]
         gather(entries, [Path(pydoc_data.topics.__file__)], Path(folder), cap, held)
         for file in sorted(Path(folder).glob("*.jsonl")):
             if file.stat().st_size:
@@ -172,12 +178,14 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--root", type=Path, default=Path("/"), help="where Debian's packages are unpacked")
     add("--texts", type=Path, help="file of the benchmarks' texts, to hold out; by default what is installed")
     add("--cap", type=float, default=2.0, help="MB of text of each source")
+    add("--source", nargs="+", default=[], metavar="KIND=TEXTS", help="further texts; see corpus.py")
     add("--packages", action="store_true", help="print Debian's packages and end")
     args = parser.parse_args(words)
     if args.packages:
         print(*dict.fromkeys(source.package for source in KIND_SOURCES if source.of_debian))
         return
-    for kind, count in prepare(args.out, args.root, held_texts(args.texts), args.cap).items():
+    held = held_texts(args.texts)
+    for kind, count in prepare(args.out, args.root, held, args.cap, more=args.source).items():
         print(f"{kind}: {count:,} tokens")
 
 

@@ -26,9 +26,11 @@ def test_texts_become_tokens_by_kind_without_held_out_ones(script: Any, tmp_path
     (folder / "sayings").write_text("\n%\n".join([*own, held]))
     (folder / "sayings.dat").write_bytes(b"\0index")
     source = text.KindSource("prose", "public domain", "sayings", ("usr/games/say*",))
-    counts = text.prepare(tmp_path / "kinds.npz", tmp_path, [held], 1.0, [source])
-    tokens = np.load(tmp_path / "kinds.npz")["prose"]
-    assert counts == {"prose": len(tokens)}
+    (tmp_path / "more.jsonl").write_text(json.dumps({"text": "A page of a manual, written anew. " * 12}))
+    more = [f"manuals={tmp_path / 'more.jsonl'}"]
+    counts = text.prepare(tmp_path / "kinds.npz", tmp_path, [held], 1.0, [source], more)
+    tokens, others = (np.load(tmp_path / "kinds.npz")[kind] for kind in ("prose", "manuals"))
+    assert counts == {"prose": len(tokens), "manuals": len(others)}
     assert load_tokenizer(PAIR / "target").decode(tokens) == "\n\n".join(own) + "<|endoftext|>"
     assert json.loads((tmp_path / "kinds.json").read_text())["contaminated_paragraphs"] == 1
     with pytest.raises(ValueError, match="no text was found"):
