@@ -1,6 +1,6 @@
 """How well drafts foresee the embedded target on each kind of text: docs/results/draft_kinds.json.
 
-    python -m scripts.train_pair.kinds.evaluate --texts texts.json.xz --drafts before=OLD after=run/draft
+    python -m scripts.train_pair.kinds.evaluate --texts texts.json.xz --drafts before=OLD after=run/mean
 
 On windows of the benchmarks' texts, which no training holds, and on what the target itself writes behind
 them: the mean of sum(min(p, q)) at T = 1 and 0.8, and how often the most probable tokens are the same. The

@@ -6,7 +6,7 @@ from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, 
 
 FILE = "draft_kinds.json"
 COMMAND = (
-    "python -m scripts.train_pair.kinds.evaluate --texts texts.json.xz --drafts before=OLD after=run/draft"
+    "python -m scripts.train_pair.kinds.evaluate --texts texts.json.xz --drafts before=OLD after=run/mean"
 )
 # What is measured, and the heading of its column; what is written greedily has the last one alone.
 FIGURES = {1.0: "overlap at T=1", 0.8: "overlap at T=0.8", 0.0: "greedy match"}

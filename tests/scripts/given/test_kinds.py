@@ -76,6 +76,12 @@ def test_a_further_distilled_draft_is_better_on_what_it_was_trained_on(script: A
     script("train_pair.kinds.__main__").main([*words, "--warm-up", "1"])
     evaluate = script("train_pair.kinds.evaluate")
     assert LlamaForCausalLM.from_pretrained(out / "draft").config.hidden_size == 256
+    weights = [
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight
+        for folder in (PAIR / "draft", out / "draft", out / "mean")
+    ]
+    assert torch.allclose(weights[2], (weights[0] + weights[1]) / 2, atol=2e-3)
+    assert not torch.equal(weights[1], weights[2])
     drafts = {"before": PAIR / "draft", "again": PAIR / "draft", "after": out / "draft"}
     judge = evaluate.Judge(drafts, torch.device("cpu"))
     found = judge(torch.tensor([ids[:1100]]), 50)
