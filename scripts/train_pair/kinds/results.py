@@ -25,14 +25,19 @@ def _by_kind(content: Record) -> list[Record]:
     rows = []
     for (kind, on), same in found.items():
         row: Record = {"kind": kind, "on": on}
-        for figure in FIGURES.values():
+        # Keys without a point, which a format string would take for an attribute.
+        for number, figure in enumerate(FIGURES.values()):
             means = [statistics.fmean(r[draft][figure] for r in same) for draft in content["drafts"]]
-            row[figure] = ", ".join(f"{mean:.3f}" for mean in means)
+            row[f"figure_{number}"] = ", ".join(f"{mean:.3f}" for mean in means)
         rows.append(row)
     return rows
 
 
-_COLUMNS: Columns = {"kind": "{kind}", "measured on": "{on}", **{f: f"{{{f}}}" for f in FIGURES.values()}}
+_COLUMNS: Columns = {
+    "kind": "{kind}",
+    "measured on": "{on}",
+    **{f: f"{{figure_{i}}}" for i, f in enumerate(FIGURES.values())},
+}
 TABLES = {
     "draft_kinds": Table(
         FILE,
