@@ -34,6 +34,7 @@ from scripts.benchmarks.verification import tables as verification
 from scripts.benchmarks.workloads import tables as workloads
 from scripts.checks.models import table as models_table
 from scripts.train_pair.heads import results as heads
+from scripts.train_pair.kinds import results as kinds
 from triforce_tree.eval.report.code_digest import ROOT, mark
 
 RESULTS = ROOT / "docs" / "results"
@@ -212,7 +213,7 @@ TABLES = {
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
     **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES, **exact.TABLES,
-    **rope.TABLES,
+    **rope.TABLES, **kinds.TABLES,
 }  # fmt: skip
 
 

@@ -4,7 +4,8 @@
         --held-out LIB/pydoc_data/topics.py --out corpus
 
 A source is GROUP=TEXTS: a package's docstrings or sources as installed here, the text files of a folder such
-as system documentation (files:/usr/share/doc), or a data set (on the Hugging Face hub, a folder, or a .jsonl,
+as system documentation (files:/usr/share/doc) or those that a pattern names (files:/usr/include/**/*.h), or a
+data set (on the Hugging Face hub, a folder, or a .jsonl,
 .json, .parquet or .csv file with a column ``text``).
 
 Held out: Python's ``pydoc_data.topics`` (every version found). A paragraph that shares a shingle of ten
@@ -18,7 +19,8 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from glob import glob
 from pathlib import Path
 
 from scripts.benchmarks.common.texts import Source, pieces
@@ -29,6 +31,8 @@ SHINGLE = 10  # words
 SHORTEST = 300  # characters of a document
 # Suffixes of texts, without .gz; none is that of a README.
 PROSE = ("", "txt", "md", "rst", "pod", "tex", "texi")
+# Between the entries of a file of fortunes.
+_FORTUNES = re.compile(r"^%$", re.MULTILINE)
 _DULL = re.compile(r"copyright|licen[cs]e|copying|changelog|changes|authors|manifest|md5|index")
 
 
@@ -44,6 +48,8 @@ def documents(source: str) -> Iterator[str]:
     kind, _, package = source.partition(":")
     if kind in ("docstrings", "code") and package:
         return pieces(Source(package, (package,), kind == "code"))
+    if kind == "files" and "*" in package:
+        return read_all(map(Path, sorted(glob(package, recursive=True))))
     if kind == "files":
         return file_texts(Path(package))
     return dataset_texts(source, split="train")
@@ -51,18 +57,28 @@ def documents(source: str) -> Iterator[str]:
 
 def file_texts(folder: Path) -> Iterator[str]:
     """Texts in the files below a folder, in the order of their paths, without licences and change logs."""
-    for path in sorted(folder.rglob("*")):
+
+    def wanted(path: Path) -> bool:
         name = path.name.removesuffix(".gz").lower()
         kind = name.rpartition(".")[2] if "." in name else ""
-        if kind not in PROSE or _DULL.search(name) or not path.is_file() or path.is_symlink():
+        return kind in PROSE and not _DULL.search(name)
+
+    return read_all(filter(wanted, sorted(folder.rglob("*"))))
+
+
+def read_all(paths: Iterable[Path]) -> Iterator[str]:
+    """Texts of those paths that are UTF-8 files, compressed or not, and no links."""
+    for path in paths:
+        if not path.is_file() or path.is_symlink():
             continue
         try:
             data = path.read_bytes()
-            text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+            # A dictionary's .dz is gzip with an index.
+            text = (gzip.decompress(data) if path.suffix in (".gz", ".dz") else data).decode("utf-8")
         except (OSError, EOFError, zlib.error, UnicodeDecodeError):
             continue
         if "\0" not in text:
-            yield text
+            yield _FORTUNES.sub("", text)
 
 
 def words_of(text: str) -> list[str]:
@@ -116,9 +132,15 @@ def english(text: str) -> bool:
     return plain > 0.93 * len(sample) and 0.08 < sample.count(" ") / max(1, len(sample)) < 0.7
 
 
-def gather(sources: list[str], held_out: list[Path], out: Path, cap: float) -> None:
-    """Write the groups' files and the manifest; of each source at most ``cap`` MB."""
-    keep = Filter([text for path in held_out for text in topics_text(path)])
+def gather(
+    sources: list[str], held_out: list[Path], out: Path, cap: float, held_texts: Sequence[str] = ()
+) -> None:
+    """Write the groups' files and the manifest; of each source at most ``cap`` MB.
+
+    Args:
+        held_texts: held out too, beside the topics in the files ``held_out``.
+    """
+    keep = Filter([*(text for path in held_out for text in topics_text(path)), *held_texts])
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("*.jsonl"):
         old.unlink()

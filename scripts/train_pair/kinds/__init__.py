@@ -1,0 +1,1 @@
+"""Further distillation of the embedded draft, on several kinds of text."""

@@ -1,0 +1,101 @@
+"""Further distillation of the embedded draft: what it is trained on, and how drafts are compared."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
+
+
+def saved(path: Path, **kinds: Any) -> Path:
+    np.savez(path, **{kind: np.asarray(tokens, dtype=np.uint16) for kind, tokens in kinds.items()})
+    return path
+
+
+def test_texts_become_tokens_by_kind_without_held_out_ones(script: Any, tmp_path: Path) -> None:
+    text = script("train_pair.kinds.text")
+    folder = tmp_path / "usr" / "games"
+    folder.mkdir(parents=True)
+    held = "No one who had ever seen Catherine in her infancy would have supposed her a heroine."
+    own = [f"A fortune of some length, number {'x' * i} of a row, that is not in any test." for i in range(9)]
+    (folder / "sayings").write_text("\n%\n".join([*own, held]))
+    (folder / "sayings.dat").write_bytes(b"\0index")
+    source = text.KindSource("prose", "public domain", "sayings", ("usr/games/say*",))
+    (tmp_path / "more.jsonl").write_text(json.dumps({"text": "A page of a manual, written anew. " * 12}))
+    more = [f"manuals={tmp_path / 'more.jsonl'}"]
+    counts = text.prepare(tmp_path / "kinds.npz", tmp_path, [held], 1.0, [source], more)
+    tokens, others = (np.load(tmp_path / "kinds.npz")[kind] for kind in ("prose", "manuals"))
+    assert counts == {"prose": len(tokens), "manuals": len(others)}
+    assert load_tokenizer(PAIR / "target").decode(tokens) == "\n\n".join(own) + "<|endoftext|>"
+    assert json.loads((tmp_path / "kinds.json").read_text())["contaminated_paragraphs"] == 1
+    with pytest.raises(ValueError, match="no text was found"):
+        text.prepare(tmp_path / "none.npz", tmp_path / "usr", [], 1.0, [source])
+
+
+def test_slices_come_in_their_shares(script: Any, tmp_path: Path) -> None:
+    mixture = script("train_pair.kinds.mixture")
+    texts = saved(tmp_path / "a.npz", prose=[1] * 50, code=[2] * 9, tables=[9] * 50)
+    written = saved(tmp_path / "b.npz", prose=[3] * 20)
+    device, shares = torch.device("cpu"), {"prose": 0.6, "code": 0.4}
+    both = mixture.Mixture([texts, written], 0.5, device, 0, shares)
+    assert both.tokens == 79
+    drawn = both(1000, 12)
+    assert drawn.shape == (1000, 12)
+    assert (drawn == drawn[:, :1]).all(), "a slice is of one kind and one file"
+    counts = torch.bincount(drawn[:, 0], minlength=4) / 1000
+    # Of 0.3 + 0.2 + 0.3: written code is missing.
+    assert torch.allclose(counts, torch.tensor([0.0, 0.375, 0.25, 0.375]), atol=0.06)
+    with pytest.raises(ValueError, match="none of prose, code"):
+        mixture.Mixture([saved(tmp_path / "c.npz", tables=[1])], 0.5, device, 0, shares)
+
+
+def test_the_target_writes_behind_prompts(script: Any, tmp_path: Path) -> None:
+    tokens = torch.randint(1, 4096, (300,)).tolist()
+    data, out = saved(tmp_path / "kinds.npz", prose=tokens), tmp_path / "written.npz"
+    words = ["--data", str(data), "--out", str(out), "--minutes", "0", "--rows", "3", "--prompt", "8"]
+    script("train_pair.kinds.samples").main([*words, "--new", "5"])
+    rows = np.load(out)["prose"].reshape(3, 14)
+    ring = [*tokens, *tokens]
+    starts = [[ring[i : i + 8] for i in range(300)].index(row[:8].tolist()) for row in rows]
+    assert len(starts) == 3
+    assert (rows[:, -1] == 0).all()
+    assert (rows[:, :-1] > 0).all()
+
+
+def test_a_further_distilled_draft_is_better_on_what_it_was_trained_on(script: Any, tmp_path: Path) -> None:
+    ids = load_tokenizer(PAIR / "target")(
+        "It was a truth, or so we were told, and no one asked. " * 80
+    ).input_ids
+    data, out = saved(tmp_path / "kinds.npz", prose=ids), tmp_path / "out"
+    words = ["--data", str(data), "--out", str(out), "--steps", "3", "--tokens", "1032", "--length", "1032"]
+    script("train_pair.kinds.__main__").main([*words, "--warm-up", "1"])
+    evaluate = script("train_pair.kinds.evaluate")
+    assert LlamaForCausalLM.from_pretrained(out / "draft").config.hidden_size == 256
+    weights = [
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight
+        for folder in (PAIR / "draft", out / "draft", out / "mean")
+    ]
+    assert torch.allclose(weights[2], (weights[0] + weights[1]) / 2, atol=2e-3)
+    assert not torch.equal(weights[1], weights[2])
+    drafts = {"before": PAIR / "draft", "again": PAIR / "draft", "after": out / "draft"}
+    judge = evaluate.Judge(drafts, torch.device("cpu"))
+    found = judge(torch.tensor([ids[:1100]]), 50)
+    assert found["before"] == found["again"]
+    name = "overlap at T=1"
+    assert 0 < found["before"][name] < found["after"][name] < 1
+
+
+def test_the_table_has_the_drafts_side_by_side(script: Any) -> None:
+    table = script("train_pair.kinds.results").TABLES["draft_kinds"]
+    figures = {"overlap at T=1": 0.5, "overlap at T=0.8": 0.25, "greedy match": 0.125}
+    better = {name: 2 * value for name, value in figures.items()}
+    header = {"hardware": "none", "versions": {"torch": "2", "transformers": "5"}, "seed": 0, "date": "today"}
+    settings = {"windows": 3, "rows": 2, "new": 48}
+    row = {"kind": "prose", "on": "the text", "old": figures, "new": better}
+    content = header | {"settings": settings, "drafts": ["old", "new"], "rows": [row, row], "code": {}}
+    assert "| prose | the text | 0.500, 1.000 | 0.250, 0.500 | 0.125, 0.250 |" in table.make(content)
