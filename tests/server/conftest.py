@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from served import KEY, LIMITS, NAME, TEMPLATE, client_of, serving
+from served import KEY, LIMITS, NAME, TEMPLATE, client_of, close_clients, serving
 
 import triforce_tree
 from triforce_tree.engine import Engine
@@ -21,6 +21,12 @@ def engine() -> Engine:
 def url(engine: Engine) -> Iterator[str]:
     with serving(create_app(engine, Served(NAME, KEY, LIMITS, body=2**20))) as (address, _):
         yield address
+
+
+@pytest.fixture(autouse=True)
+def _closed_clients() -> Iterator[None]:
+    yield
+    close_clients()
 
 
 @pytest.fixture

@@ -28,9 +28,11 @@ def status(url: str) -> int | None:
     """Of ``/health``; None where nobody listens. Not asked too often: the process has a model to load."""
     time.sleep(0.2)
     try:
-        return int(urlopen(f"{url}/health", timeout=PATIENCE).status)
+        with urlopen(f"{url}/health", timeout=PATIENCE) as reply:
+            return int(reply.status)
     except HTTPError as error:
-        return error.code
+        with error:
+            return error.code
     except URLError:
         return None
 

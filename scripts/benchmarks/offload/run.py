@@ -28,6 +28,7 @@ from triforce_tree.kv.offload.pinned import usable
 from triforce_tree.models.model_copy import weight_bytes
 from triforce_tree.planning import memory_plan
 from triforce_tree.planning.machine import host_rate
+from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import DoesNotFitError, MemoryPlan
 
@@ -111,7 +112,8 @@ class OffloadSession(Session):
             machine = replace(machine, host_attention=rate)
         sizes = Sizes.of(bench.target, bench.draft, config)
         [(batch, context)] = plan.cells
-        made = memory_plan.plan(sizes, machine, config, plan.options, batch, context, plan.new_tokens)
+        workload = Workload(batch, context, plan.new_tokens)
+        made = memory_plan.plan(sizes, machine, config, plan.options, workload)
         if plan.resident is not None and made.offload is not None:
             whole = (context + plan.new_tokens) * sizes.layers * sizes.row
             made = made.with_resident(int(plan.resident * whole))

@@ -72,9 +72,9 @@ def test_a_spare_length_for_later_generations_is_given_up_first(monkeypatch: pyt
     decide, planned = memory_plan.plan, []
 
     def plan(*args: Any) -> MemoryPlan:
-        *_, new, _prefix = args
-        planned.append(new)
-        if new > NEW:
+        workload = args[-1]
+        planned.append(workload.new)
+        if workload.new > NEW:
             raise DoesNotFitError("no room for more")
         return decide(*args)
 

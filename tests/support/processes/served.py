@@ -40,8 +40,19 @@ def serving(app: FastAPI, seconds: int = 5) -> Iterator[tuple[str, GracefulServe
             assert not thread.is_alive()
 
 
+_clients: list[openai.OpenAI] = []
+
+
 def client_of(url: str, key: str = KEY) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+    """A client that is closed after the test."""
+    _clients.append(openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE))
+    return _clients[-1]
+
+
+def close_clients() -> None:
+    """Close all connections: where garbage collection does, their warnings fail any test that runs then."""
+    while _clients:
+        _clients.pop().close()
 
 
 def until(reached: Callable[[], bool], seconds: float = PATIENCE) -> None:
