@@ -216,8 +216,7 @@ class Decoder:
         progress: Progress | None = None,
         reuse: Reuse = "none",
     ) -> None:
-        """Prefill another sequence in the place of one that has ended; the others go on with the next pass.
-        Only between two passes, where ``program.replaces``.
+        """Between two passes, where ``program.replaces``, prefill another sequence in place of an ended one.
 
         Args:
             ending: None to leave the row without a sequence, with a placeholder for a prompt.

@@ -218,8 +218,7 @@ class OomRetryDecoder:
         """Go on with a decoder of more rows, which keeps all that is cached of the running sequences."""
         self._growing, joining, self._joining = False, self._joining, []
         if self.program.cache.pooled is not None:
-            for row in self._ended():
-                self._sequences[row], self._endings[row] = [0], None
+            self._clear_ended()
         self._drop()
         self._reuse, reuse = "all", self._reuse
         try:
@@ -234,10 +233,8 @@ class OomRetryDecoder:
         assert self._decoder is not None
         joining, self._joining = self._joining, []
         if (pooled := self.program.cache.pooled) is not None and None in self.finish_reasons:
-            ended = self._ended()
+            ended = self._clear_ended()
             pooled.release([*joining, *ended], self.program.cache.cached)
-            for row in ended:
-                self._sequences[row], self._endings[row] = [0], None
             self._expect()
             for row in ended:
                 self._decoder.replace(row, [0], None)
@@ -248,10 +245,13 @@ class OomRetryDecoder:
             )  # fmt: skip
             self.reused[row] = self._found[row]
 
-    def _ended(self) -> list[int]:
-        """Rows whose sequence has ended, and that still hold it."""
+    def _clear_ended(self) -> list[int]:
+        """Leave rows whose sequence has ended without one; which they are."""
         reasons = enumerate(zip(self.finish_reasons, self._endings, strict=True))
-        return [row for row, (reason, ending) in reasons if reason is not None and ending is not None]
+        ended = [row for row, (reason, ending) in reasons if reason is not None and ending is not None]
+        for row in ended:
+            self._sequences[row], self._endings[row] = [0], None
+        return ended
 
     def _expect(self) -> None:
         """Tell the cache how many tokens may follow the sequences that are prefilled next."""

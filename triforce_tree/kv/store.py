@@ -15,6 +15,7 @@ from torch import Tensor
 
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kv.window import ring_table
 from triforce_tree.models.attention import KVShape
 
 RING_PAGE = 128
@@ -166,7 +167,8 @@ class KVStore:
         self.groups: list[KVGroup] = []
         views = iter(self.memory[part].view(size) for part, size in zip(parts, sizes, strict=True))
         for (shape, indices), ring in zip(members.items(), rings, strict=True):
-            table = _ring_table(batch, shape.heads.kv, ring, self.rows, device) if ring else None
+            where = batch, shape.heads.kv, ring // RING_PAGE, -(-self.rows // RING_PAGE)
+            table = ring_table(*where, device) if ring else None
             unit = RING_PAGE if ring else page
             k, v = next(views), next(views)
             scales = None
@@ -336,14 +338,11 @@ class KVStore:
 
         A ring keeps the slots that the last position sees, but not those that much earlier ones do.
         """
-        rings = [group for group in self.groups if group.ring]
-        spare = [group.ring - (group.shape.window or 0) - (self.scratch or 0) for group in rings]
-        return all(self._lengths[sequence] <= length + slots for slots in spare)
-
-
-def _ring_table(batch: int, heads: int, ring: int, positions: int, device: torch.device) -> Tensor:
-    """See ``KVGroup``."""
-    ring_pages = ring // RING_PAGE
-    pages = torch.arange(-(-positions // RING_PAGE), dtype=torch.int32, device=device)
-    sequences = torch.arange(batch, dtype=torch.int32, device=device)
-    return pages % ring_pages + heads * ring_pages * sequences[:, None]
+        for group in self.groups:
+            if group.ring:
+                assert group.shape.window is not None
+                assert self.scratch is not None
+                spare = group.ring - group.shape.window - self.scratch
+                if self._lengths[sequence] > length + spare:
+                    return False
+        return True

@@ -94,3 +94,10 @@ class Window:
     def masked(self, mask: Tensor) -> Tensor:
         """The buffer of the mask under the window: ``mask`` itself where no path is as long as the window."""
         return mask if self._mask is None else self._mask
+
+
+def ring_table(batch: int, heads: int, ring_pages: int, pages: int, device: torch.device) -> Tensor:
+    """Table int32 ``[B, pages]`` of sequences that keep their newest pages: see ``kv.store.KVGroup``."""
+    numbers = torch.arange(pages, dtype=torch.int32, device=device)
+    sequences = torch.arange(batch, dtype=torch.int32, device=device)
+    return numbers % ring_pages + heads * ring_pages * sequences[:, None]

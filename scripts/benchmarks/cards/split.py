@@ -19,7 +19,6 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -36,7 +35,7 @@ from scripts.benchmarks.common.command import (
     results_folder,
 )
 from scripts.benchmarks.common.long_texts import LongTexts
-from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.results import Record, header, rows_at, write
 from scripts.benchmarks.common.rope import TRAINED, factor_for, use_yarn
 from triforce_tree import load
 from triforce_tree.decoding.program import DecodingProgram
@@ -202,7 +201,7 @@ def main(words: Sequence[str]) -> int:
     options = TINY_OPTIONS | {"levels": 3} if args.tiny else OPTIONS
     dtype = torch.float32 if args.tiny else torch.bfloat16
     path = results_folder(args.out, args.tiny) / FILE
-    rows: list[Record] = _rows_of(path)
+    rows: list[Record] = rows_at(path)
     for shape in shapes:
         small = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
         for way in (POSITION, HEADS) if cards > 1 else (ONE,):
@@ -231,11 +230,6 @@ def main(words: Sequence[str]) -> int:
             free_memory()
     distributed.leave()
     return 0
-
-
-def _rows_of(path: Path) -> list[Record]:
-    rows: list[Record] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    return rows
 
 
 if __name__ == "__main__":

@@ -57,6 +57,12 @@ def dumps(value: Any, depth: int = 0) -> str:
     return json.dumps(value)
 
 
+def rows_at(path: Path) -> list[Record]:
+    """The rows of a results file; none where there is no file."""
+    rows: list[Record] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return rows
+
+
 def open_records(path: Path, settings: Record) -> results.Records:
     """Those of an earlier run with the same settings; those of other settings or code are dropped."""
     try:

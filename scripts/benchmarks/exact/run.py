@@ -12,7 +12,6 @@ Exit code 1 where a text parts, 3 where the time limit ended the run; the same c
 """
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from transformers.utils import logging
 from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, machine_of, parser, results_folder
 from scripts.benchmarks.common.results import Record, header, open_records, write
 from scripts.benchmarks.exact.tables import rows_of
+from scripts.benchmarks.texts.grid import TimeLimit
 from triforce_tree import Engine, load
 from triforce_tree.eval.report.code_digest import digest
 from triforce_tree.eval.results import Records, hardware
@@ -49,11 +49,11 @@ class Comparison:
 
     Args:
         records: what is measured already; more is added.
-        deadline: of ``time.perf_counter``, after which no further generation is begun.
+        limit: after which no further generation is begun.
     """
 
-    def __init__(self, shape: str, args: Any, records: Records, deadline: float) -> None:
-        self.shape, self.args, self.records, self.deadline = shape, args, records, deadline
+    def __init__(self, shape: str, args: Any, records: Records, limit: TimeLimit) -> None:
+        self.shape, self.args, self.records, self.limit = shape, args, records, limit
         self.modes = [Mode(levels, exact) for exact in (True, False) for levels in (1, *args.levels)]
         self.count = -(-args.tokens // args.new)
         self._options: dict[str, Any] = {"profile": False, "prefix_cache": False}
@@ -82,7 +82,7 @@ class Comparison:
         step = max(1, (len(text) - self.args.prompt) // self.count)
         try:
             for numbers in jobs:
-                if time.perf_counter() > self.deadline:
+                if self.limit.reached():
                     return False
                 prompts = [list(text[n * step : n * step + self.args.prompt]) for n in numbers]
                 self._decode(engine, mode, numbers, prompts)
@@ -137,7 +137,7 @@ def main(words: Sequence[str] | None = None) -> int:
     made.add_argument("--new", type=int, default=512, help="tokens of a text")
     made.add_argument("--tokens", type=int, default=100_000, help="of all texts of a shape and a mode")
     made.add_argument("--batch", type=int, default=16, help="prompts that are decoded together")
-    made.add_argument("--seconds", type=float, help="begin nothing after this many")
+    made.add_argument("--seconds", type=float, help="end before this many, with what is measured")
     args = made.parse_args(words)
     if args.tiny:
         args.device, args.dtype, args.shapes, args.levels = "cpu", "float32", ["llama-3.1-8b"], [2]
@@ -145,7 +145,7 @@ def main(words: Sequence[str] | None = None) -> int:
     elif args.device == "cpu" and (large := [shape for shape in args.shapes if shape != "pair"]):
         made.error(f"there is no GPU here for {', '.join(large)}; use --shapes pair, or --tiny")
     logging.set_verbosity_error()
-    deadline = time.perf_counter() + args.seconds if args.seconds else float("inf")
+    limit = TimeLimit(args.seconds)
     path: Path = (
         results_folder(args.out, args.tiny) / f"bit_exact_{machine_of(torch.device(args.device))}.json"
     )
@@ -156,7 +156,7 @@ def main(words: Sequence[str] | None = None) -> int:
     complete = True
     with Progress(*columns) as progress:
         for shape in args.shapes:
-            comparison = Comparison(shape, args, records, deadline)
+            comparison = Comparison(shape, args, records, limit)
             for mode in comparison.modes:
                 name = f"{shape}, levels={mode.levels}, exact={mode.exact}"
                 task = progress.add_task(name, total=len(list(comparison.jobs(mode))))

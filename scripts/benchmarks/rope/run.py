@@ -20,10 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scripts.benchmarks.common.command import parser, results_folder
 from scripts.benchmarks.common.long_texts import LongTexts
-from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.results import Record, header, rows_at, write
 from scripts.benchmarks.common.rope import TRAINED, use_yarn
 from scripts.benchmarks.rope.needles import found_share
-from scripts.benchmarks.rope.tables import FILE, rows_of
+from scripts.benchmarks.rope.tables import FILE
 from scripts.benchmarks.texts.command import device_for, machine_of
 from triforce_tree import Engine, load
 from triforce_tree.eval.overlap import overlap, teacher_forced
@@ -98,7 +98,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         made.error(str(error))
     path = results_folder(args.out, args.tiny) / FILE.format(machine=machine_of(device))
-    rows = rows_of(path)
+    rows = rows_at(path)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     target, draft = (load_model(PAIR / name, device, dtype) for name in ("target", "draft"))
     tokenizer = load_tokenizer(PAIR / "target")

@@ -1,8 +1,5 @@
 """The tables of more positions than a model was trained on: docs/results/rope_MACHINE.json."""
 
-import json
-from pathlib import Path
-
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
 FILE = "rope_{machine}.json"
@@ -17,12 +14,6 @@ _NOTE = (
     "slow of transformers' `rope_parameters`, - for the default. Loss over {rows[0][tokens]} tokens after "
     "the text, overlap of each level with the target over the same ones. "
 )
-
-
-def rows_of(path: Path) -> list[Record]:
-    """The rows of a results file; none where there is no file."""
-    rows: list[Record] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    return rows
 
 
 def ordered(content: Record) -> list[Record]:

@@ -172,6 +172,11 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--evaluate", type=int, default=4096, help="prompt tokens of the evaluation; 0 for none")
     add("--budget", type=int, default=1024, help="of the retrieval level in the evaluation")
     add("--windows", type=int, default=4, help="prompts of the evaluation")
+    return checked(parser, words)
+
+
+def checked(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a distillation, whose ``--length`` has room for a segment."""
     args = parser.parse_args(words)
     if args.length < SINKS + SEGMENT:
         parser.error(f"--length {args.length} is less than a segment of {SINKS + SEGMENT} tokens; raise it")

@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
-from scripts.train_pair.distill import SEGMENT, SINKS
-from scripts.train_pair.given.__main__ import Distillation
+from scripts.train_pair.given.__main__ import Distillation, checked
 from scripts.train_pair.kinds.mixture import Mixture
 from scripts.train_pair.loop import Schedule, fit
 from scripts.train_pair.model import new_model
@@ -62,10 +61,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--overlap-weight", type=float, default=2.0, help="of 1 - sum(min(p, q)), beside cross-entropy")
     add("--warm-up", type=int, default=10, help="steps")
     add("--new-weight", type=float, default=0.5, help="of the trained weights, in their mean with the first")
-    args = parser.parse_args(words)
-    if args.length < SINKS + SEGMENT:
-        parser.error(f"--length {args.length} is less than a segment of {SINKS + SEGMENT} tokens; raise it")
-    return args
+    return checked(parser, words)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -1,30 +1,28 @@
 """Prompts that join a batch and begin like what is stored share it: computed once, and texts as alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from api_cases import SMALL, SMALL_LOOKUP, TARGET
-from families import greedy, perturbed, prompt_of
-from head_folders import eagle
+from api_cases import CHUNK, CHUNKED, SHARING, TARGET
+from families import greedy, prompt_of
 
 import triforce_tree
 from triforce_tree import Engine
-from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.batch.running_batch import BatchSequence, RunningBatch
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv.shared.pooled import PooledStore
 
-NEW, CHUNK = 10, 16
+NEW = 10
 SYSTEM = prompt_of(35)
 FIRST, SECOND = SYSTEM + prompt_of(90)[40:], SYSTEM + prompt_of(120)[::-1][:45]
 # Whole chunks of the first document, and of what both begin with.
 DOCUMENT, COMMON = 80, 32
-OPTIONS = {**SMALL_LOOKUP, "prefill_chunk": CHUNK}
-DRAFTED = {**SMALL, "prefill_chunk": CHUNK}
+# How chunks are scored makes no difference to joining.
+KINDS = [kind for kind in SHARING if kind != "with variances"]
 
 
 def asked(document: list[int], number: int, tokens: int = 9) -> list[int]:
@@ -36,20 +34,6 @@ PROMPTS = [
     asked(FIRST, 0), asked(FIRST, 1, 30), asked(FIRST, 1, 40), prompt_of(25)[::-1], asked(SECOND, 2),
     asked(FIRST, 3), asked(SECOND, 4), [5], asked(FIRST, 5),
 ]  # fmt: skip
-ENGINES: dict[str, Callable[[], Engine]] = {
-    "plain": lambda: triforce_tree.load(TARGET, levels=1, **OPTIONS),
-    "two levels": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), levels=2, rounds=1, **DRAFTED),
-    "three levels": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=2, **DRAFTED
-    ),
-    "passes chosen": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **DRAFTED),
-    "8 bits": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=2, kv_bits=8, **DRAFTED
-    ),
-    "EAGLE": lambda: triforce_tree.load(
-        TARGET, drafter=eagle(TARGET, "chain:3"), levels=2, rounds=1, **OPTIONS
-    ),
-}
 
 
 class Coming:
@@ -87,19 +71,6 @@ class Coming:
         return [out.sequences[0, -out.new_tokens :].tolist() for out in found]
 
 
-@pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each prefill that were computed; rows without a sequence have none."""
-    prefill, counts = full_cache.prefill, []
-
-    def counted(model: Any, store: Any, row: int, tokens: list[int], *how: Any) -> None:
-        counts.append(len(tokens) - how[3])
-        prefill(model, store, row, tokens, *how)
-
-    monkeypatch.setattr(full_cache, "prefill", counted)
-    return counts
-
-
 def store_of(engine: Engine) -> PooledStore:
     program = engine.hierarchy.last_program
     assert program is not None
@@ -120,13 +91,13 @@ def texts(prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize(("kind", "rows"), [("plain", 2), *((kind, 3) for kind in ENGINES)])
+@pytest.mark.parametrize(("kind", "rows"), [("plain", 2), *((kind, 3) for kind in KINDS)])
 def test_texts_are_those_of_each_alone(kind: str, rows: int, fed: list[int]) -> None:
     """Each chunk is computed once, whoever comes first; and again over what the batch has left."""
-    engine = ENGINES[kind]()
+    engine = SHARING[kind]()
     expected = texts(PROMPTS)
     if kind == "8 bits":
-        other = ENGINES[kind]()
+        other = SHARING[kind]()
         expected = [decoded(other, Coming([prompt], 2))[0] for prompt in PROMPTS]
     fed.clear()
     assert decoded(engine, Coming(PROMPTS, rows)) == expected
@@ -146,7 +117,7 @@ def test_level_1_retrieves_as_over_copies(monkeypatch: pytest.MonkeyPatch) -> No
 
     def counts() -> list[tuple[int, int, int]]:
         coming = Coming(PROMPTS, 3)
-        decoded(ENGINES["three levels"](), coming, 3)
+        decoded(SHARING["three levels"](), coming, 3)
         levels = [coming.outputs[number].levels[-1] for number in range(len(PROMPTS))]
         return [(level.forwards, level.accepted, level.proposed) for level in levels]
 
@@ -157,7 +128,7 @@ def test_level_1_retrieves_as_over_copies(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("kind", ["plain", "three levels"])
 def test_a_seed_decides_the_text_of_a_sequence_that_joins(kind: str) -> None:
-    engine, options = ENGINES[kind](), {"do_sample": True, "temperature": 0.9}
+    engine, options = SHARING[kind](), {"do_sample": True, "temperature": 0.9}
     seeds = [*range(3, 3 + len(PROMPTS))]
     together = decoded(engine, Coming(PROMPTS, 3, seeds=seeds), seed=seeds[:1], **options)
     alone = [
@@ -171,7 +142,7 @@ def test_what_rows_share_is_counted_once(fed: list[int]) -> None:
     """Eight questions about one document are decoded together in the slots of less than two copies of it."""
     document = prompt_of(1500)
     prompts = [document + prompt_of(40)[n : n + 5] for n in range(8)]
-    engine = triforce_tree.load(TARGET, levels=1, **OPTIONS)
+    engine = triforce_tree.load(TARGET, levels=1, **CHUNKED)
     coming = Coming(prompts, 8, tokens=1600, new=[4] * 8)
     assert decoded(engine, coming, max_new_tokens=4) == [greedy(TARGET, prompt, 4) for prompt in prompts]
     store = store_of(engine)
@@ -183,7 +154,7 @@ def test_what_rows_share_is_counted_once(fed: list[int]) -> None:
 def test_prompts_that_do_not_fit_wait() -> None:
     """Two documents of their own at a time; a short prompt with many new tokens needs room as well."""
     prompts = [[*prompt_of(1200)[n * 13 :], n] for n in range(5)] + [prompt_of(20)[::-1]]
-    engine = triforce_tree.load(TARGET, levels=1, **OPTIONS)
+    engine = triforce_tree.load(TARGET, levels=1, **CHUNKED)
     coming = Coming(prompts, 3, tokens=1300, new=[3, 3, 3, 3, 3, 500])
     assert decoded(engine, coming, max_new_tokens=3) == [
         greedy(TARGET, prompt, n) for prompt, n in zip(prompts, [3, 3, 3, 3, 3, 500], strict=True)
@@ -205,7 +176,7 @@ def test_a_row_beside_its_like_is_chosen() -> None:
 
 def test_nothing_moves_that_a_graph_would_hold() -> None:
     """Of views, plans and slots; prompts leave and join, and slots are moved together."""
-    engine, seen = ENGINES["three levels"](), set()
+    engine, seen = SHARING["three levels"](), set()
 
     class Looking(Coming):
         def next(self, fits: Fits) -> Joined | None:
@@ -229,7 +200,7 @@ def test_a_prompt_that_joins_without_room_is_refused() -> None:
             return Joined(self.waiting.pop(0)[0], NEW) if self.waiting else None
 
     prompts = [[*prompt_of(900)[n:], n] for n in range(3)]
-    engine = triforce_tree.load(TARGET, levels=1, **OPTIONS)
+    engine = triforce_tree.load(TARGET, levels=1, **CHUNKED)
     with pytest.raises(ValueError, match=r"more than are left of the .* of its batch; let it join later"):
         decoded(engine, Careless(prompts, 3, tokens=950))
     assert decoded(engine, Coming(prompts, 3, tokens=950)) == texts(prompts)
@@ -237,7 +208,7 @@ def test_a_prompt_that_joins_without_room_is_refused() -> None:
 
 def test_later_batches_use_what_was_made_for_earlier_ones() -> None:
     """Other numbers of new tokens need no other buffers, which on a GPU would be captured anew."""
-    engine, prompts = ENGINES["plain"](), [asked(FIRST, n) for n in range(3)]
+    engine, prompts = SHARING["plain"](), [asked(FIRST, n) for n in range(3)]
     made = set()
     for new in (10, 30, 3):
         coming = Coming(prompts, 3, tokens=400, new=[new] * 3)
@@ -250,7 +221,7 @@ def test_later_batches_use_what_was_made_for_earlier_ones() -> None:
 @pytest.mark.parametrize("tokens", [None, 150])
 def test_too_short_to_share_stores_copies(tokens: int | None) -> None:
     """Their tokens are counted for each then: of 150 one document leaves few."""
-    engine = triforce_tree.load(TARGET, levels=1, **{**OPTIONS, "prefill_chunk": 2048})
+    engine = triforce_tree.load(TARGET, levels=1, **{**CHUNKED, "prefill_chunk": 2048})
     coming = Coming(PROMPTS, 3, tokens)
     assert decoded(engine, coming) == texts(PROMPTS)
     assert not isinstance(engine.hierarchy.last_program.store, PooledStore)
@@ -260,7 +231,7 @@ def test_too_short_to_share_stores_copies(tokens: int | None) -> None:
 @pytest.mark.parametrize("slots", [10**9, 4000, 1200])
 def test_memory_decides_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     """Down to what a prompt of any length, and rows that share it, need."""
-    engine, asked_for = ENGINES["plain"](), []
+    engine, asked_for = SHARING["plain"](), []
 
     def fitting(*how: Any) -> int:
         asked_for.append(how[-1])

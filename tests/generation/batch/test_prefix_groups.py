@@ -1,22 +1,19 @@
 """Prefixes that some prompts of a batch share, on several levels: stored once, and each text is as alone."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from api_cases import SMALL, SMALL_LOOKUP, TARGET
-from families import greedy, perturbed, prompt_of
+from api_cases import CHUNK, SHARING, TARGET
+from families import greedy, prompt_of
 
-import triforce_tree
 from triforce_tree import Engine
-from triforce_tree.decoding import full_cache
 from triforce_tree.generation.batch import prefixes
 from triforce_tree.kv.shared.given import TreeStore
 from triforce_tree.kv.shared.tree import DEPTH, PrefixTree, common_prefixes
 from triforce_tree.verify.draws import sequence_seed
 
-NEW, CHUNK = 8, 16
+NEW = 8
 SYSTEM = prompt_of(35)
 FIRST, SECOND = prompt_of(90)[40:], prompt_of(120)[::-1][:45]
 
@@ -39,16 +36,6 @@ GROUPS: dict[str, tuple[list[list[int]], list[int], int]] = {
         [48, 32] * 3, 48 + 32,
     ),
 }  # fmt: skip
-
-OPTIONS = {**SMALL_LOOKUP, "prefill_chunk": CHUNK}
-DRAFTED = {**SMALL, "prefill_chunk": CHUNK}
-ENGINES: dict[str, Callable[[], Engine]] = {
-    "plain": lambda: triforce_tree.load(TARGET, levels=1, **OPTIONS),
-    "two levels": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), levels=2, rounds=1, **DRAFTED),
-    "three levels": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=2, **DRAFTED
-    ),
-}
 
 
 def store_of(engine: Engine) -> TreeStore:
@@ -73,17 +60,10 @@ def texts(prompts: list[list[int]]) -> list[list[int]]:
     [*((groups, "three levels") for groups in GROUPS), ("mixed up", "plain"),
      ("two documents behind a header", "plain"), ("two documents behind a header", "two levels")],
 )  # fmt: skip
-def test_texts_are_those_of_each_alone(groups: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_those_of_each_alone(groups: str, kind: str, fed: list[int]) -> None:
     """Every prefix is stored once, computed once, and found by the next batch."""
     prompts, ends, slots = GROUPS[groups]
-    prefill, fed = full_cache.prefill, []
-
-    def counted(model: Any, store: Any, row: int, tokens: list[int], *how: Any) -> None:
-        fed.append(len(tokens) - how[3])
-        prefill(model, store, row, tokens, *how)
-
-    monkeypatch.setattr(full_cache, "prefill", counted)
-    engine = ENGINES[kind]()
+    engine = SHARING[kind]()
     assert generated(engine, prompts) == texts(prompts)
     store = store_of(engine)
     assert sorted(store.prefix.tolist()) == sorted(ends)
@@ -104,7 +84,7 @@ def test_texts_are_those_of_each_alone(groups: str, kind: str, monkeypatch: pyte
 def test_a_sequence_that_follows_uses_stored_prefixes(groups: str, kind: str) -> None:
     """Of three rows some go on while another gets a prompt about another document."""
     prompts, _, slots = GROUPS[groups]
-    engine = ENGINES[kind]()
+    engine = SHARING[kind]()
     assert generated(engine, prompts, max_batch=3) == texts(prompts)
     store = store_of(engine)
     assert (store.capacity, store.batch) == (slots, 3)
@@ -113,7 +93,7 @@ def test_a_sequence_that_follows_uses_stored_prefixes(groups: str, kind: str) ->
 @pytest.mark.usefixtures("poisoned_empty")
 def test_documents_change_from_batch_to_batch() -> None:
     """What the slots held of other groups is not taken for theirs."""
-    engine = ENGINES["three levels"]()
+    engine = SHARING["three levels"]()
     third = prompt_of(150)[60:]
     for documents in [(FIRST, SECOND), (SECOND, FIRST), (third[:50], SECOND), (FIRST, third[:45])]:
         prompts = [prompt for document in documents for prompt in questions(document, 2)]
@@ -123,7 +103,7 @@ def test_documents_change_from_batch_to_batch() -> None:
 
 def test_draws_do_not_depend_on_the_order_of_rows() -> None:
     prompts, *_ = GROUPS["mixed up"]
-    engine = ENGINES["two levels"]()
+    engine = SHARING["two levels"]()
     options = {"do_sample": True, "temperature": 0.9}
     together = generated(engine, prompts, seed=5, **options)
     assert store_of(engine).prefix.min() >= 32
@@ -138,7 +118,7 @@ def test_level_1_retrieves_as_over_copies(monkeypatch: pytest.MonkeyPatch) -> No
     """Texts would not show it: level 2 verifies them."""
 
     def counts() -> list[tuple[int, int]]:
-        engine = ENGINES["three levels"]()
+        engine = SHARING["three levels"]()
         outs = [
             engine.generate(prompts, max_new_tokens=24, do_sample=False, max_batch=3)
             for prompts, *_ in (GROUPS["two documents behind a header"], GROUPS["mixed up"])

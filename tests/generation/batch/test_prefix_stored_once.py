@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import SMALL, SMALL_LOOKUP, TARGET
+from api_cases import CHUNKED, CHUNKED_DRAFTED, SHARING, TARGET
 from families import greedy, perturbed, prompt_of, tiny
-from head_folders import eagle
 from recurrent_families import recurrent
 
 import triforce_tree
 from triforce_tree import Engine
-from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.batch import prefixes
 from triforce_tree.generation.output import GenerateOutput
@@ -21,7 +19,7 @@ from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.kv.store import KVStore
 from triforce_tree.verify.draws import sequence_seed
 
-NEW, CHUNK = 10, 16
+NEW = 10
 DOCUMENT = prompt_of(70)
 # Two of them go on alike for a while; lengths differ, and are more than the rows of some batches.
 PROMPTS = [
@@ -37,39 +35,6 @@ COMMON = 64
 HELD = [COMMON, COMMON, COMMON, 96, COMMON]
 # Two of the prompts go on with the same two chunks.
 HELD_ENDS = [COMMON, 96, COMMON, 96, COMMON]
-OPTIONS = {**SMALL_LOOKUP, "prefill_chunk": CHUNK}
-DRAFTED = {**SMALL, "prefill_chunk": CHUNK}
-
-ENGINES: dict[str, Callable[[], Engine]] = {
-    "plain": lambda: triforce_tree.load(TARGET, levels=1, **OPTIONS),
-    "two levels": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), levels=2, rounds=1, **DRAFTED),
-    "three levels": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=2, **DRAFTED
-    ),
-    "passes chosen": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **DRAFTED),
-    "8 bits": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=2, kv_bits=8, **DRAFTED
-    ),
-    "with variances": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=2, key_variance=True, **DRAFTED
-    ),
-    "EAGLE": lambda: triforce_tree.load(
-        TARGET, drafter=eagle(TARGET, "chain:3"), levels=2, rounds=1, **OPTIONS
-    ),
-}
-
-
-@pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each prefill that were computed."""
-    prefill, counts = full_cache.prefill, []
-
-    def counted(model: Any, store: Any, row: int, tokens: list[int], *how: Any) -> None:
-        counts.append(len(tokens) - how[3])
-        prefill(model, store, row, tokens, *how)
-
-    monkeypatch.setattr(full_cache, "prefill", counted)
-    return counts
 
 
 def program_of(engine: Engine) -> DecodingProgram:
@@ -104,17 +69,17 @@ def texts(prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize(
-    ("kind", "rows"), [("plain", 2), ("three levels", 2), *((kind, len(PROMPTS)) for kind in ENGINES)]
+    ("kind", "rows"), [("plain", 2), ("three levels", 2), *((kind, len(PROMPTS)) for kind in SHARING)]
 )
 def test_texts_are_those_of_each_alone(kind: str, rows: int) -> None:
     """Also where a sequence that has ended makes room for the next, and again over what is held."""
-    engine = ENGINES[kind]()
+    engine = SHARING[kind]()
     first = generated(engine, max_batch=rows)
     store = store_of(engine)
     assert (store.capacity, store.batch) == (96, rows)
     assert rows == 2 or ends_of(store) == [COMMON, 96, 96, COMMON, COMMON]
     if kind == "8 bits":
-        other = ENGINES[kind]()
+        other = SHARING[kind]()
         assert first == [generated(other, [prompt])[0] for prompt in PROMPTS]
     else:
         assert first == texts()
@@ -132,7 +97,7 @@ def test_level_1_retrieves_as_over_copies(kind: str, monkeypatch: pytest.MonkeyP
     shorter = [DOCUMENT[:50] + prompt_of(30)[n :: n + 1] for n in range(len(PROMPTS))]
 
     def counts() -> list[tuple[int, int]]:
-        engine = ENGINES[kind]()
+        engine = SHARING[kind]()
         outs = [
             engine.generate(prompts, max_new_tokens=30, do_sample=False, max_batch=3)
             for prompts in (PROMPTS, shorter)
@@ -147,7 +112,7 @@ def test_level_1_retrieves_as_over_copies(kind: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("levels", [1, 3])
 def test_the_prefix_takes_memory_once(levels: int, bits: int) -> None:
-    how = {"levels": levels, "rounds": 1, "kv_bits": bits, **DRAFTED}
+    how = {"levels": levels, "rounds": 1, "kv_bits": bits, **CHUNKED_DRAFTED}
     engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **how)
     assert len(generated(engine)) == len(PROMPTS)
     program, store = program_of(engine), store_of(engine)
@@ -174,7 +139,7 @@ def test_the_prefix_takes_memory_once(levels: int, bits: int) -> None:
 
 @pytest.mark.parametrize("kind", ["two levels", "three levels"])
 def test_sampled_texts_are_those_of_each_alone(kind: str) -> None:
-    engine = ENGINES[kind]()
+    engine = SHARING[kind]()
     options = {"do_sample": True, "temperature": 0.9}
     together = generated(engine, seed=11, max_batch=3, **options)
     assert min(ends_of(store_of(engine))) == COMMON
@@ -188,7 +153,7 @@ def test_sampled_texts_are_those_of_each_alone(kind: str) -> None:
 @pytest.mark.usefixtures("poisoned_empty")
 def test_what_is_held_serves_further_batches(fed: list[int]) -> None:
     """Other questions about the document, another document, and one that shares less of the first."""
-    engine = ENGINES["three levels"]()
+    engine = SHARING["three levels"]()
     generated(engine, [DOCUMENT + prompt_of(10)[n :: n + 1] for n in range(len(PROMPTS))])
     store = store_of(engine)
     for document, common, kept in [
@@ -210,7 +175,7 @@ def test_what_is_held_serves_further_batches(fed: list[int]) -> None:
 @pytest.mark.parametrize("before", [1, 3])
 def test_a_prefix_that_other_buffers_hold_is_taken_over(before: int, fed: list[int]) -> None:
     """Of one text, and of a smaller batch."""
-    engine = ENGINES["three levels"]()
+    engine = SHARING["three levels"]()
     generated(engine, PROMPTS[:before])
     fed.clear()
     assert generated(engine) == texts()
@@ -220,7 +185,7 @@ def test_a_prefix_that_other_buffers_hold_is_taken_over(before: int, fed: list[i
 
 def test_weights_that_change_compute_the_prefix_again(fed: list[int]) -> None:
     model = perturbed(TARGET, 0.0)
-    engine = triforce_tree.load(model, levels=1, **OPTIONS)
+    engine = triforce_tree.load(model, levels=1, **CHUNKED)
     generated(engine)
     model.load_state_dict(perturbed(TARGET, 0.2).state_dict())
     fed.clear()
@@ -240,18 +205,24 @@ class ReadsKeys:
 
 
 COPIED: dict[str, Callable[[], Engine]] = {
-    "nothing is kept": lambda: triforce_tree.load(TARGET, levels=1, **OPTIONS, prefix_cache=False),
-    "kept in host memory": lambda: triforce_tree.load(TARGET, levels=1, **OPTIONS, prefix_cache="1MiB"),
+    "nothing is kept": lambda: triforce_tree.load(TARGET, levels=1, **CHUNKED, prefix_cache=False),
+    "kept in host memory": lambda: triforce_tree.load(TARGET, levels=1, **CHUNKED, prefix_cache="1MiB"),
     "too short for a chunk": lambda: triforce_tree.load(
-        TARGET, levels=1, **{**OPTIONS, "prefill_chunk": 128}
+        TARGET, levels=1, **{**CHUNKED, "prefill_chunk": 128}
     ),
-    "a window": lambda: triforce_tree.load(tiny("mistral-window"), levels=1, **OPTIONS),
-    "recurrent layers": lambda: triforce_tree.load(recurrent("qwen3-next"), levels=1, **OPTIONS),
+    "a window": lambda: triforce_tree.load(tiny("mistral-window"), levels=1, **CHUNKED),
+    "recurrent layers": lambda: triforce_tree.load(recurrent("qwen3-next"), levels=1, **CHUNKED),
     "a policy that reads keys": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=1, select_chunks=ReadsKeys(), **DRAFTED
+        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=1, select_chunks=ReadsKeys(), **CHUNKED_DRAFTED
     ),
     "offloaded": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=1, offload=True, gpu_memory="2GiB", **DRAFTED
+        TARGET,
+        perturbed(TARGET, 0.05),
+        levels=3,
+        rounds=1,
+        offload=True,
+        gpu_memory="2GiB",
+        **CHUNKED_DRAFTED,
     ),
 }
 
@@ -273,6 +244,6 @@ def test_where_copies_are_stored(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     "prompts", [PROMPTS[:1], [PROMPTS[0], prompt_of(100)[::-1]]], ids=["one", "nothing in common"]
 )
 def test_copies_are_stored_where_prefixes_save_nothing(prompts: list[list[int]]) -> None:
-    engine = ENGINES["plain"]()
+    engine = SHARING["plain"]()
     assert generated(engine, prompts) == texts(prompts)
     assert not isinstance(program_of(engine).store, TreeStore)

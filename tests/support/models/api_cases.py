@@ -1,10 +1,13 @@
 """A small target with its greedy output, and helpers to call ``generate`` on it."""
 
 import string
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from families import greedy, perturbed, prompt_of, tiny, without_tree
+from head_folders import eagle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -26,7 +29,28 @@ SMALL_LOOKUP = without_tree(SMALL)
 PROMPT = prompt_of(41)
 TARGET = tiny("llama-gqa")
 EXPECTED = greedy(TARGET, PROMPT, 40)
+# Engines of short prefills, whose prompts share whole chunks of them.
+CHUNK = 16
+CHUNKED = {**SMALL_LOOKUP, "prefill_chunk": CHUNK}
+CHUNKED_DRAFTED = {**SMALL, "prefill_chunk": CHUNK}
 CHARACTERS = string.ascii_letters + string.digits + " ."
+
+
+def _drafting(**options: Any) -> Callable[[], Engine]:
+    return lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **options, **CHUNKED_DRAFTED)
+
+
+SHARING: dict[str, Callable[[], Engine]] = {
+    "plain": lambda: triforce_tree.load(TARGET, levels=1, **CHUNKED),
+    "two levels": _drafting(levels=2, rounds=1),
+    "three levels": _drafting(levels=3, rounds=2),
+    "passes chosen": _drafting(),
+    "8 bits": _drafting(levels=3, rounds=2, kv_bits=8),
+    "with variances": _drafting(levels=3, rounds=2, key_variance=True),
+    "EAGLE": lambda: triforce_tree.load(
+        TARGET, drafter=eagle(TARGET, "chain:3"), levels=2, rounds=1, **CHUNKED
+    ),
+}
 
 
 @cache

@@ -1,6 +1,6 @@
 """KV slots of a batch that prompts join while it runs: what they begin with is found among what is stored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -60,20 +60,21 @@ class PooledStore(SharedStore):
         # Their own slots were made for as many tokens to come.
         others = [b for b, kept in enumerate(whole) if not kept or self._left(b, prompts[b]) < 0]
         try:
-            self._admit(others, prompts)
+            self._admit({b: prompts[b] for b in others})
         except PoolFullError:
             # Rows that stay may have more slots of their own than they need now.
             others = list(range(self.batch))
-            self._admit(others, prompts)
+            self._admit(dict(enumerate(prompts)))
         self._follow_pool()
         for b in others:
             self._begin(b, prompts[b], cached, features)
         return [0 if b in others else len(prompt) - 1 for b, prompt in enumerate(prompts)]
 
-    def _admit(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        self.pool.release(rows)
-        for b in rows:
-            self.pool.admit(b, prompts[b], self.new_tokens[b])
+    def _admit(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Give rows the slots of other prompts."""
+        self.pool.release(prompts)
+        for b, prompt in prompts.items():
+            self.pool.admit(b, prompt, self.new_tokens[b])
 
     def _left(self, b: int, prompt: Sequence[int]) -> int:
         """Own slots that row b has left after a sequence and the tokens to come."""
@@ -86,8 +87,7 @@ class PooledStore(SharedStore):
         self, b: int, prompt: Sequence[int], cached: CachedTokens, features: Features | None = None
     ) -> None:
         """See :class:`SharedStore`."""
-        self.pool.release([b])
-        self.pool.admit(b, prompt, self.new_tokens[b])
+        self._admit({b: prompt})
         self._follow_pool()
         self._begin(b, prompt, cached, features)
 

@@ -1,0 +1,18 @@
+from typing import Any
+
+import pytest
+
+from triforce_tree.decoding import full_cache
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each prefill that were computed; rows without a sequence have none."""
+    prefill, counts = full_cache.prefill, []
+
+    def counted(model: Any, store: Any, row: int, tokens: list[int], *how: Any) -> None:
+        counts.append(len(tokens) - how[3])
+        prefill(model, store, row, tokens, *how)
+
+    monkeypatch.setattr(full_cache, "prefill", counted)
+    return counts
