@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from tiny_pair import SMALL, TinyPair
 
+from triforce_tree.decoding.choice import controller, passes
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts import loaders, registry
 from triforce_tree.eval.texts.registry import SOURCES, Texts
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 BY_NAME = {source.name: source for source in SOURCES}
 
@@ -82,6 +85,19 @@ def test_contexts_of_as_many_levels_are_measured_together(
     assert cells == [(source.name, context) for context in (200, 96) for source in sources]
     levels = {row["context"]: row["chosen"]["levels"] for row in run.file.rows}
     assert levels == {200: 3, 96: 2}
+
+
+def test_rounds_are_those_of_passes_with_drafts_whatever_their_trees(
+    script: Any, tmp_path: Path, pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, to_probs = run_of(script, tmp_path, pair, monkeypatch), ProbsFromLogits.at(0.0)
+    kinds = cycle([passes.PassKind(3, 2, 1), passes.PLAIN])
+    monkeypatch.setattr(controller.PassController, "choose", lambda self: next(kinds))
+    engine, prompt = pair.load(profile=False, other_trees="chain:1", **SMALL), list(range(1, 201))
+    with engine.program([prompt], 12, to_probs, 0.0) as program:
+        run._feed(program, prompt)
+        chosen = run.decode(program, prompt, 0.0, 0, 12)["chosen"]
+    assert (chosen["rounds"], 0.3 < chosen["plain_passes"] <= 0.5) == (2, True)
 
 
 def test_a_run_that_was_ended_goes_on(

@@ -26,7 +26,6 @@ from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.registry import Texts, TextSource, prompts
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime.executor import free_memory
-from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Tokens decoded before anything is timed, with drafts and without: kernels are compiled then.
@@ -247,14 +246,8 @@ class GridRun:
             decoder.controller.fixed = rounds
         program.rewind([prompt])
         synchronize(self.device)
-        tokens: list[int] = []
-        passes = plain_passes = drafted = 0
-        for [fresh] in decoder.decode([prompt], [Ending(new)]):
-            before, drafted = drafted, decoder.levels[0].forwards if program.levels > 1 else 0
-            passes += 1
-            plain_passes += drafted == before
-            tokens += fresh
-        levels = decoder.levels
+        tokens = [token for [fresh] in decoder.decode([prompt], [Ending(new)]) for token in fresh]
+        levels, passes = decoder.levels, decoder.passes.total()
         measured: Record = {
             "ms_per_token": 1e3 * decoder.decode_seconds / len(tokens),
             "tokens_per_pass": len(tokens) / passes,
@@ -262,8 +255,8 @@ class GridRun:
             "tokens": tokens,
         }
         if rounds != 0:
-            depth = PassLimits.of(program.config, program.levels).depth
-            drafting = max(1, passes - plain_passes)
+            made = sum(kind.rounds * count for kind, count in decoder.passes.items())
+            drafting = sum(count for kind, count in decoder.passes.items() if kind.rounds)
             options = program.config.as_options()
             names = ("gamma", "budget", "chunk") if program.levels == 3 else ()
             measured |= {
@@ -272,8 +265,9 @@ class GridRun:
                 "chosen": {
                     "levels": program.levels,
                     "tree": str(options["tree"]) if program.levels > 1 else None,
-                    "rounds": levels[0].forwards / max(1, depth) / drafting if program.levels > 1 else 0.0,
-                    "plain_passes": plain_passes / passes,
+                    # A pass with drafts; one of two levels has one round.
+                    "rounds": made / max(1, drafting),
+                    "plain_passes": 1 - drafting / passes,
                     **{name: options[name] for name in names},
                 },
             }

@@ -123,15 +123,17 @@ def by_context(content: Record) -> str | None:
 
 def _origin(content: Record) -> str:
     """Machine, versions and what was not measured."""
-    told = []
+    told, notes = list[str](), dict[str, list[str]]()
     for name, part in content["parts"].items():
         versions = part["versions"]
         told.append(
             f"{name}: {part['hardware']}, torch {versions['torch']}, transformers "
             f"{versions['transformers']}, {vocabulary_note(part['settings'])}, {part['date']}."
         )
-        told += [f"Not measured in {name}: {text}." for text in part["notes"]]
-    return " ".join(dict.fromkeys(told))
+        for text in part["notes"]:
+            notes.setdefault(text, []).append(name)
+    told += [f"Not measured in {', '.join(names)}: {text}." for text, names in notes.items()]
+    return " ".join(told)
 
 
 def _caption(file: str) -> Callable[[Record, Sequence[Record]], str]:
