@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from triforce_tree.memory_size import bytes_of
-from triforce_tree.trees.shapes import MOST_DEPTH, MOST_OTHER_TREES, Shape, parse_shape, parse_shapes
+from triforce_tree.trees.shapes import MOST_DEPTH, Shape, grown_alone, other_shapes, tree_shape
 from triforce_tree.trees.topology_files import SUFFIX
 
 # Most tokens of a cache or a window, and most tokens that one pass may propose.
@@ -110,8 +110,9 @@ class HierarchyConfig:
     ``gamma`` is γ2, the most tokens that level 1 proposes to one level-2 pass, in ``rounds`` forwards
     (None: chosen from measured acceptance and stage times); ``tree`` the shape of the draft model's token
     trees (see :func:`triforce_tree.trees.shapes.parse_shape`); ``other_trees`` are at most two further
-    shapes that passes may take instead, where they are expected to be faster (names in one string, or a
-    sequence; "none" for none; None: by the device where ``tree`` is not given, else none). ``runner_ups``
+    shapes that passes may take instead, where they are expected to be faster, and ``lookup:N``, at most N
+    tokens that followed the newest ones before (names in one string, or a sequence; "none" for none; None: by
+    the device where ``tree`` is not given, else none). ``runner_ups``
     says whether level 2 also verifies one runner-up token at every depth of the chain (None: on a GPU, where
     more tokens in a forward cost little). ``lookup`` is the most tokens that suffix matching proposes: alone
     where there is no draft model (None: 15), else beside the draft's trees, in the same pass (None: 0, which
@@ -200,10 +201,10 @@ class HierarchyConfig:
             raise ValueError(f"runner_ups={self.runner_ups!r} must be True, False or None")
         if isinstance(self.tree, str) and self.tree.endswith(SUFFIX):
             # Its content, so that a file that changes later changes nothing here.
-            object.__setattr__(self, "tree", parse_shape(self.tree).name)
-        parse_shape(self.tree)
+            object.__setattr__(self, "tree", tree_shape(self.tree).name)
+        tree_shape(self.tree)
         if self.other_trees is not None:
-            object.__setattr__(self, "other_trees", parse_shapes(self.other_trees, MOST_OTHER_TREES))
+            object.__setattr__(self, "other_trees", other_shapes(self.other_trees, bool(self.lookup)))
         if not isinstance(self.offload, bool) and self.offload not in (None, "auto"):
             raise ValueError(f"offload={self.offload!r} must be True, False or 'auto'")
         for name in ("gpu_memory", "host_memory"):
@@ -266,7 +267,10 @@ class HierarchyConfig:
     @property
     def shapes(self) -> tuple[str | Shape, ...]:
         """The trees that passes may propose, ``tree`` first; it alone where rounds are given."""
-        return self.trees[:1] if self.rounds is not None or self.levels == 1 else self.trees
+        if self.rounds is not None or self.levels == 1:
+            return self.trees[:1]
+        # Passes of two levels verify matched tokens.
+        return self.trees if self.levels != 3 else grown_alone(self.trees)
 
     @property
     def trees(self) -> tuple[str | Shape, ...]:

@@ -19,13 +19,16 @@ def options(
 def test_a_cpu_keeps_the_defaults() -> None:
     defaults = HierarchyConfig().as_options()
     assert options(gpu=False, trees=False) == defaults
-    assert options(gpu=False) == {**defaults, "other_trees": ("best-first:2,2,1", "chain:2")}
+    others = ("best-first:2,2,1", "chain:2", "lookup:12")
+    assert options(gpu=False) == {**defaults, "other_trees": others}
+    without = HierarchyConfig(lookup=0)
+    assert options(without, given=("lookup",), gpu=False)["other_trees"] == others[:2]
 
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_other_trees_are_for_trees_and_memory_that_were_not_given(gpu: bool) -> None:
     found = options(gpu=gpu)["other_trees"]
-    assert len(found) == 2
+    assert len(found) == (2 if gpu else 3)
     assert options(gpu=gpu)["tree"] not in found
     for given in (("tree",), ("other_trees",)):
         assert options(given=given, gpu=gpu)["other_trees"] is None

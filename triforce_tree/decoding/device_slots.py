@@ -189,7 +189,8 @@ def new_state(
     vocabulary = target.vocab_size if levels == 3 else 0
     features = features_of(drafter, target, batch, extent.max_draft_tokens + extent.depth + 2)
     # Acceptance by rank is needed to compare shapes.
-    ranks = (max(len(shape.widths) for shape in shapes), MOST_RANKS) if len(shapes) > 1 else None
+    depths = [len(shape.widths) for shape in shapes if not shape.matched]
+    ranks = (max(depths), MOST_RANKS) if len(depths) > 1 else None
     return SequenceState(
         batch, max_seq_len + extent.scratch_slots, extent.chain, extent.extra, vocabulary,
         target.device, features, ranks,

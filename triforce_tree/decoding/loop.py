@@ -14,6 +14,7 @@ from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.cost_table import correct, other_costs, stage_costs
 from triforce_tree.decoding.choice.costs_by_length import CostsByLength
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
+from triforce_tree.decoding.choice.lookup_choice import LookupChoice
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.prepared_stages import held_back, seeded
 from triforce_tree.decoding.program import DecodingProgram
@@ -84,6 +85,7 @@ class Decoder:
         if self.controller.fixed is None:
             first = stage_costs(program, to_probs)
             self._costs = CostsByLength(self.controller, first, other_costs(program, to_probs, first))
+        self._lookup = LookupChoice.of(self.controller, program.drafter)
         self._learns = self._costs is not None and not repeatable
         self._learnt = LearntChoices(program, to_probs) if self._learns else None
         if self._costs and self._learnt:
@@ -150,13 +152,16 @@ class Decoder:
                     self._costs.at(max(map(len, self._sequences)), measured=self._learns)
                 new_tokens = [len(s) - n for s, n in zip(self._sequences, self._lengths, strict=True)]
                 self.controller.remaining = tokens_left(new_tokens, self._endings, self.finish_reasons)
-                kind = self.controller.choose()
+                matched = self._lookup and self._lookup.choose(self._running(lambda sequence: sequence))
+                kind = matched or self.controller.choose()
                 self._clock.start()
                 if kind != PLAIN:
                     kind = self._prepare(kind, resumed=after_plain)
                 self.draws.before_pass(self._running(len))
                 report = self._pass(kind)
-                resumed, after_plain = after_plain, kind == PLAIN
+                # The drafter catches up with the tokens of passes without its trees.
+                without = kind == PLAIN or self._matched(kind)
+                resumed, after_plain = after_plain and not without, without
                 new = self._append(report)
                 self.report = [(count, proposed) for count, proposed, *_ in report]
                 if observe is not None:
@@ -255,8 +260,8 @@ class Decoder:
         Returns:
             the pass to make: with trees of the first shape, where memory is short for another one's stages.
         """
-        program = self.program
-        if program.drafter is not None:
+        program, matched = self.program, self._matched(kind)
+        if program.drafter is not None and not matched:
             program.drafter.prepare(self._running(lambda sequence: sequence), resumed)
         if kind.levels == 3:
             program.resume_retrieval()
@@ -272,9 +277,12 @@ class Decoder:
                 )
                 free_memory()
                 self.controller.other_costs = [None] * len(self.controller.other_costs)
-                kind = kind._replace(shape=0)
+                kind = self._prepare(kind._replace(shape=0), resumed=resumed or matched)
             self._clock.mark("capture")
         return kind
+
+    def _matched(self, kind: PassKind) -> bool:
+        return self.program.shapes[kind.shape].matched
 
     def _pass(self, kind: PassKind) -> list[list[int]]:
         program, clock = self.program, self._clock
@@ -314,33 +322,26 @@ class Decoder:
         seconds, rounds = self._clock.seconds(), kind.rounds
         running = [row for row in report if row[0] > 0]
         count, proposed, gathered = (sum(row[i] for row in running) for i in range(3))
-        target = self.levels[-1]
-        target.forwards += len(running)
-        target.proposed += proposed
-        target.accepted += count - len(running)
-        target.emitted += emitted
-        target.seconds += seconds["target"]
-        if rounds and running:
-            draft, drafter = self.levels[0], self.program.drafter
+        trees, target = rounds * len(running), self.levels[-1]
+        target.add(len(running), proposed, count - len(running), emitted, seconds["target"])
+        if trees:
+            drafter, shape = self.program.drafter, self.program.shapes[kind.shape]
             assert drafter is not None
-            shape = self.program.shapes[kind.shape]
-            # A deterministic drafter proposes a whole tree in one forward.
-            draft.forwards += rounds * (1 if drafter.deterministic else len(shape.widths)) * len(running)
-            draft.emitted += rounds * (shape.nodes - 1) * len(running)
-            draft.seconds += seconds["prepare"] + seconds["draft"]
+            # A deterministic drafter proposes a whole tree in one forward, matched tokens take none.
+            forwards = 0 if shape.matched else 1 if drafter.deterministic else len(shape.widths)
+            drafting = seconds["prepare"] + seconds["draft"]
+            self.levels[0].add(trees * forwards, 0, 0, trees * (shape.nodes - 1), drafting)
             if kind.levels == 3:
-                retrieval = self.levels[1]
-                retrieval.forwards += rounds * len(running)
-                retrieval.proposed += rounds * shape.depth * len(running)
-                retrieval.accepted += gathered - rounds * len(running)
-                retrieval.emitted += gathered
-                retrieval.seconds += seconds["retrieval"]
+                verified = trees * shape.depth
+                self.levels[1].add(trees, verified, gathered - trees, gathered, seconds["retrieval"])
         if self._learns:
             # Rank 0's times, on all ranks: those that chose different passes would wait forever.
             seconds = broadcast_object(seconds)
         if running:
             rejected, ranks = sum(row[0] <= row[1] for row in running) if rounds else 0, None
-            if rounds and self.program.state.rank_counts is not None:
+            if self._lookup and self._matched(kind):
+                self._lookup.observe([row[0] - 1 for row in report])
+            elif rounds and self.program.state.rank_counts is not None:
                 ranks = (*self.program.state.ranks_of(running), rounds * len(running))
             self.controller.observe(kind, len(running), gathered, count - len(running), rejected, ranks)
             if self._costs is not None:

@@ -51,7 +51,7 @@ def tree_stages(program: "DecodingProgram", to_probs: DeviceProbs, shape: int) -
     stages: dict[str, Stage] = {"draft": draft}
     nodes = draft.tree.nodes
     view: RetrievalView | None = program.retrieval_view or program.gathered_view
-    if view is not None:
+    if view is not None and not program.shapes[shape].matched:
         if shape:
             assert program.retrieval_view is not None, "an offloaded cache has trees of one shape"
             view = program.retrieval_view.beside(nodes, draft.tree.depths.tolist())

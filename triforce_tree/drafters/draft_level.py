@@ -8,9 +8,10 @@ from triforce_tree.drafters.merged import Merged
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.limits import refuse_draft
-from triforce_tree.trees.shapes import chain_shape, with_chain
+from triforce_tree.trees.shapes import Lookup, chain_shape, parse_shape, with_chain
 
 
 class DraftLevel:
@@ -62,4 +63,7 @@ class DraftLevel:
         if self.model is None:
             return SuffixMatching(config.matched_tokens(False))
         grown, matched = TreeDrafter(self.model, config, self.tokens), config.matched_tokens(True)
+        last = parse_shape(config.shapes[-1])
+        if isinstance(last, Lookup):
+            return WithLookup(grown, last.length)
         return Merged(grown, SuffixMatching(matched)) if matched else grown

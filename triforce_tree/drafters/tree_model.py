@@ -34,7 +34,7 @@ class TreeDrafter:
 
     Args:
         draft: the checked model.
-        config: shapes of the trees, sinks and window. A chain beside the trees is left to others.
+        config: shapes of the trees, sinks and window. Chains of matched tokens are left to others.
         tokens: its token ids for the target's; None where these are the same.
     """
 
@@ -44,11 +44,13 @@ class TreeDrafter:
 
     def __init__(self, draft: HFModel, config: HierarchyConfig, tokens: TokenMap | None = None) -> None:
         self.draft, self.config = draft, config.streaming
-        self.shapes: tuple[str | Shape, ...] = tuple(with_chain(shape, 0) for shape in config.shapes)
+        laid_out = [shape for shape in tree_shapes(config) if not shape.matched]
+        self.shapes: tuple[str | Shape, ...] = tuple(
+            with_chain(shape, 0) for shape in config.shapes[: len(laid_out)]
+        )
         self.tree: str | Shape = self.shapes[0]
         own = step_model(draft, compiled=draft.device.type == "cuda")
         self.model: Forwards = own if tokens is None else MappedModel(own, tokens)
-        laid_out = tree_shapes(config)
         self.capturable = self.model.capturable
         deepest = max(shape.depth for shape in laid_out)
         # The chain of level 1 and a tree after it.
@@ -75,6 +77,8 @@ class TreeDrafter:
         # Tokens between the sinks and the window, which the cache does not hold; the same on the host.
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._dropped_on_host = [0] * batch
+        # Tokens of each sequence, the first ones, that the cache holds or has dropped.
+        self._fed = [0] * batch
         for grown in self.grown:
             grown.bind(self.store)
 
@@ -84,19 +88,28 @@ class TreeDrafter:
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         if (rope := self.draft.length_rope) is not None:
             rope.choose_for_window(self.store.rows)
-        self.prepare(sequences, resumed=True)
+        for b in range(len(sequences)):
+            self.start_one(b, sequences)
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
         self._recompute_window(b, sequences[b])
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        """Recompute windows that have no slots left for another pass, or that lack tokens."""
+        """Feed what passes without a tree have committed; recompute windows that have no slots left."""
         for b, sequence in enumerate(sequences):
             if sequence is None:
                 continue
             needed = len(sequence) - self._dropped_on_host[b] + self._scratch_slots
-            if resumed or needed > self.store.rows:
+            final, fed = len(sequence) - self.refeed_tokens, self._fed[b]
+            # Slots of padding on the left are fed with a tree alone.
+            if needed > self.store.rows or (resumed and self._dropped_on_host[b] < 0):
                 self._recompute_window(b, sequence)
+            elif resumed and final > fed:
+                # A forward of a single token would be compiled on its own.
+                fed = max(0, min(fed, final - 2))
+                self._prefill(b, list(sequence[fed:final]), fed - self._dropped_on_host[b])
+            # The tree that is grown now feeds the newest tokens.
+            self._fed[b] = len(sequence)
 
     def _recompute_window(self, b: int, sequence: Sequence[int]) -> None:
         # All but the newest tokens, which every tree feeds again. A sequence shorter than these counts as
@@ -106,18 +119,20 @@ class TreeDrafter:
         newest = min(window, max(0, final - sinks))
         held = [*sequence[: max(0, min(sinks, final))], *sequence[max(0, final - newest) : max(0, final)]]
         self.dropped[b] = self._dropped_on_host[b] = final - len(held)
+        self._fed[b] = max(0, final)
         if held:
             self._prefill(b, held)
 
-    def _prefill(self, b: int, tokens: list[int]) -> None:
-        """Write the keys and values of ``tokens`` into the first slots of sequence b."""
-        ids = torch.tensor([tokens], device=self.model.device)
-        positions = torch.arange(len(tokens), device=ids.device)[None]
+    def _prefill(self, b: int, tokens: list[int], first: int = 0) -> None:
+        """Write the keys and values of ``tokens`` into the slots of sequence b from ``first`` on."""
+        ids, end = torch.tensor([tokens], device=self.model.device), first + len(tokens)
+        positions = torch.arange(first, end, device=ids.device)[None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
             for cached, new in zip(self.store.layer(layer), (k, v), strict=True):
-                cached[b : b + 1, :, : len(tokens)] = new
-            out = windowed_attention(q, k, v, how, 0)
+                cached[b : b + 1, :, first:end] = new
+            k, v = (cached[b : b + 1, :, :end] for cached in self.store.layer(layer))
+            out = windowed_attention(q, k, v, how, end - q.shape[2])
             return out.transpose(1, 2).contiguous()
 
         self.model(ids, positions, attend, last=1)

@@ -10,6 +10,7 @@ from typing import Any
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.profiles import Entry, Profile
+from triforce_tree.trees.shapes import grown_alone
 
 # (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps:
 # buffers and graphs are made anew for other settings.
@@ -17,8 +18,12 @@ _RETRIEVAL = ((98_304, 4096, 32), (49_152, 4096, 16), (32_768, 4096, 8), (8192, 
 _TREE = "best-first:4,4,4,3"
 # What passes may propose instead. On a GPU a pass over 64 rows costs little more than one over 16, and a
 # chain is drafted fastest. On a CPU each verified token has its price: trees of two to five tokens were the
-# best there (``docs/results/trees.json``).
-_OTHER_TREES = {True: ("best-first:16,17,16,14", "chain:6"), False: ("best-first:2,2,1", "chain:2")}
+# best there (``docs/results/trees.json``), and matched tokens where a text repeats itself. Those have not
+# been measured on a GPU.
+_OTHER_TREES = {
+    True: ("best-first:16,17,16,14", "chain:6"),
+    False: ("best-first:2,2,1", "chain:2", "lookup:12"),
+}
 _GAMMA, _GROUPED_GAMMA = 20, 15
 # From this many query heads for each KV head on a chain of 16 tokens fills a tile of the attention kernel.
 _GROUPED = 4
@@ -48,7 +53,9 @@ def device_defaults(
     chosen: dict[str, Any] = {}
     # Buffers of more shapes are not in the memory plan; with a chain beside them shapes differ little.
     if trees and "tree" in free and config.offloads is False and not config.lookup:
-        chosen["other_trees"] = _OTHER_TREES[gpu]
+        others = _OTHER_TREES[gpu]
+        # lookup=0 asks for no matched tokens at all.
+        chosen["other_trees"] = grown_alone(others) if "lookup" in given else others
     if gpu:
         chosen["gamma"] = _GROUPED_GAMMA if group >= _GROUPED else _GAMMA
         if trees:

@@ -24,6 +24,14 @@ class LevelStats:
     emitted: int = 0
     seconds: float = 0.0
 
+    def add(self, forwards: int, proposed: int, accepted: int, emitted: int, seconds: float) -> None:
+        """Add the counts and the time of a pass."""
+        self.forwards += forwards
+        self.proposed += proposed
+        self.accepted += accepted
+        self.emitted += emitted
+        self.seconds += seconds
+
     @property
     def acceptance_rate(self) -> float | None:
         return self.accepted / self.proposed if self.proposed else None

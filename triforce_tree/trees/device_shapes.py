@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees.sequoia import Ranks
-from triforce_tree.trees.shapes import BestFirst, Shape, WithChain, parse_shape
+from triforce_tree.trees.shapes import BestFirst, Lookup, Shape, WithChain, parse_shape
 
 _TILE = 16
 """KV slots in host memory are read in tiles of this many."""
@@ -26,11 +26,13 @@ class DeviceTreeShape:
             the nodes at depth d: a static topology (chains, Medusa's lists, Sequoia's trees). None: the most
             probable continuations by the draft distributions (best-first as in EAGLE-2 and DDTree).
         chain: nodes of a chain beside the tree, after all of its own; the first at depth 1.
+        matched: whether it is a chain of tokens that followed the newest ones earlier (``shapes.Lookup``).
     """
 
     widths: tuple[int, ...]
     places: tuple[tuple[tuple[int, int], ...], ...] | None = None
     chain: int = 0
+    matched: bool = False
 
     @property
     def depth(self) -> int:
@@ -79,7 +81,7 @@ def device_tree_shape(shape: Shape) -> DeviceTreeShape:
     if isinstance(shape, BestFirst):
         return DeviceTreeShape(shape.widths)
     places = tuple(_places(shape.counts))
-    return DeviceTreeShape(tuple(len(pairs) for pairs in places), places)
+    return DeviceTreeShape(tuple(len(pairs) for pairs in places), places, matched=isinstance(shape, Lookup))
 
 
 def tree_shapes(config: HierarchyConfig) -> list[DeviceTreeShape]:

@@ -87,6 +87,26 @@ class BestFirst:
         return hash(self.widths)
 
 
+class Lookup(Static):
+    """A chain of at most ``length`` tokens that followed the newest ones before: ``drafters.with_lookup``."""
+
+    def __init__(self, length: int) -> None:
+        _check_size(length, length)
+        super().__init__([[0] * length])
+        self.length = length
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lookup) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash(("lookup", self.length))
+
+    @property
+    def name(self) -> str:
+        """As :func:`parse_shape` reads it."""
+        return f"lookup:{self.length}"
+
+
 @dataclass(frozen=True)
 class WithChain:
     """A tree, and a chain of ``length`` tokens that is proposed beside it, see ``drafters.merged``.
@@ -199,21 +219,54 @@ def parse_shape(text: str | Shape) -> Shape:
 
 
 MOST_OTHER_TREES = 2
-"""Further shapes of trees that passes may take."""
+"""Further shapes of trees that passes may take, beside a chain of matched tokens."""
 
 
-def parse_shapes(given: str | Sequence[str | Shape], most: int) -> tuple[str | Shape, ...]:
-    """The shapes of ``other_trees``; those of files with their content."""
+def other_shapes(given: str | Sequence[str | Shape], merged: bool = False) -> tuple[str | Shape, ...]:
+    """The shapes of ``other_trees``, ``lookup:N`` last; those of files with their content.
+
+    Args:
+        merged: matched tokens stand beside every tree.
+
+    Raises:
+        ValueError: one is no shape, there are too many, or matched tokens are asked for twice.
+    """
     if isinstance(given, str):
         given = () if given == "none" else given.split()
     trees = tuple(parse_shape(t).name if isinstance(t, str) and t.endswith(SUFFIX) else t for t in given)
-    for tree in trees:
-        parse_shape(tree)
-    if len(trees) > most:
+    grown = grown_alone(trees)
+    matched = tuple(tree for tree in trees if tree not in grown)
+    if len(grown) > MOST_OTHER_TREES:
         raise ValueError(
-            f"other_trees names {len(trees)} trees, and each takes stages of its own; name at most {most}"
+            f"other_trees names {len(grown)} trees, and each takes stages of its own; name at most "
+            f"{MOST_OTHER_TREES}"
         )
-    return trees
+    if len(matched) + merged > 1:
+        raise ValueError(
+            f"other_trees={' '.join(map(shape_name, trees))!r} asks for matched tokens twice; name lookup:N "
+            "once, or set lookup=N, which proposes them beside every tree"
+        )
+    return (*grown, *matched)
+
+
+def grown_alone(shapes: Sequence[str | Shape]) -> tuple[str | Shape, ...]:
+    """These shapes without chains of matched tokens."""
+    return tuple(shape for shape in shapes if not isinstance(parse_shape(shape), Lookup))
+
+
+@overload
+def tree_shape(tree: str) -> Tree: ...
+@overload
+def tree_shape(tree: str | Shape) -> Shape: ...
+def tree_shape(tree: str | Shape) -> Shape:
+    """A shape that drafters grow; raises ValueError also for a chain of matched tokens."""
+    shape = parse_shape(tree)
+    if isinstance(shape, Lookup):
+        raise ValueError(
+            f"tree={shape.name!r} is no tree that a drafter grows, but proposed in the place of one; name it "
+            "in other_trees, with a draft model"
+        )
+    return shape
 
 
 _KNOWN = "use chain:4, best-first:6,5,4, sequoia:16x4, static:0;0.0;1 or a file tree.json"
@@ -239,6 +292,8 @@ def _named(text: str) -> Tree | None:
     if kind == "sequoia":
         size, _, depth = rest.partition("x")
         return sequoia(DEFAULT_ACCEPTANCE, _positive(size), _positive(depth))
+    if kind == "lookup":
+        return Lookup(_positive(rest))
     if kind == "static":
         return Static([int(r) for r in path.split(".")] for path in rest.split(";"))
     return None

@@ -6,7 +6,7 @@ import pytest
 from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, draft_of, model, program_of, references
 
 from triforce_tree.decoding import loop
-from triforce_tree.decoding.choice.loss_budget import START_BUDGET
+from triforce_tree.decoding.choice.budgets.loss_budget import START_BUDGET
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.decoding.loop import Decoder

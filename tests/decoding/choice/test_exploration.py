@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from simulated_trees import Simulation
 
-from triforce_tree.decoding.choice.controller import TRIALS, PassController
+from triforce_tree.decoding.choice.budgets.trials import TRIALS
+from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 
 COSTS: dict[str, Any] = {
@@ -25,8 +26,8 @@ def spent(control: PassController) -> list[float]:
     observe = control.observe
 
     def noted(kind: PassKind, *counts: Any) -> None:
-        if control._trial is not None and control._trial[0] == kind:
-            costs.append(control._trial[1])
+        if (trial := control._trials.chosen) is not None and trial[0] == kind:
+            costs.append(trial[1])
         observe(kind, *counts)
 
     control.observe = noted  # type: ignore[method-assign]

@@ -10,9 +10,9 @@ from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from triforce_tree.decoding import loop
+from triforce_tree.decoding.choice.budgets.loss_budget import START_BUDGET
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.learnt_table import LearntChoices, temperature_class
-from triforce_tree.decoding.choice.loss_budget import START_BUDGET
 from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.decoding.loop import Decoder

@@ -10,9 +10,9 @@ from simulated_trees import Simulation
 
 from triforce_tree.decoding import prepared_stages
 from triforce_tree.decoding.choice import cost_table
+from triforce_tree.decoding.choice.budgets.loss_budget import START_BUDGET
 from triforce_tree.decoding.choice.cost_table import CostTable
 from triforce_tree.decoding.choice.estimates import LearntChoice
-from triforce_tree.decoding.choice.loss_budget import START_BUDGET
 from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.predicted_costs import predicted
 from triforce_tree.decoding.choice.stage_costs import StageCosts

@@ -80,8 +80,12 @@ class SlowStages:
         yield begin
         self.length = 0
 
+    def start(self, sequences: list[list[int]]) -> None:
+        self.started = len(sequences[0])
+
     def prepare(self, sequences: list[list[int]], resumed: bool) -> None:
         assert resumed
+        assert self.started == max(1, len(sequences[0]) - 64)
         self.prepared.append(len(sequences[0]))
         self.now += 7e-3
 

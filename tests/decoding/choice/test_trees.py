@@ -6,8 +6,8 @@ from statistics import mean
 import pytest
 from simulated_trees import SHAPES, Simulation, path_lengths
 
-from triforce_tree.decoding.choice.controller import TRIALS
-from triforce_tree.decoding.choice.loss_budget import REFILL, START_BUDGET
+from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET
+from triforce_tree.decoding.choice.budgets.trials import TRIALS
 from triforce_tree.decoding.choice.tree_acceptance import ByRank, TreeAcceptance, accepted_tokens
 
 SURE: ByRank = ((0.9, 0.03, 0.01),)

@@ -7,8 +7,8 @@ import pytest
 from simulated_passes import COSTS, MIXED, Cost, controller, rounds_of, simulated
 from simulated_trees import Simulation
 
+from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET, START_SHARE, LossBudget
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
-from triforce_tree.decoding.choice.loss_budget import REFILL, START_BUDGET, START_SHARE, LossBudget
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.decoding.choice.tree_acceptance import ByRank
 from triforce_tree.trees.device_shapes import device_tree_shape

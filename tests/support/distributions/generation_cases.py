@@ -231,6 +231,23 @@ CASES: dict[str, Case] = {
         {**_chain(1), "lookup": 2, "other_trees": ("static:0;1",), "rounds": None},
         plan=(PassKind(2, 1, 1),),
     ),
+    # Matched tokens in the place of a tree, before and after passes with trees.
+    "matched tokens": Case(
+        2,
+        3,
+        3,
+        None,
+        {**_chain(1), "other_trees": ("lookup:2",), "rounds": None},
+        plan=(PassKind(2, 1, 1), PassKind(2, 1), PLAIN),
+    ),
+    "matched tokens, hierarchy": Case(
+        3,
+        2,
+        4,
+        None,
+        {**BOTH, "gamma": 2, "other_trees": ("static:0;1", "lookup:3"), "rounds": None},
+        plan=(PassKind(2, 1, 2), PassKind(3, 1), PassKind(2, 1, 1)),
+    ),
     "hierarchy off and on": Case(3, 2, 3, None, {**BOTH, "gamma": 2}, plan=(0, 1, 0)),
     # Drafters without a model.
     "lookup": Case(2, 3, 3, drafter=partial(SuffixMatching, 3)),

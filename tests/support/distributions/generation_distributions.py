@@ -27,9 +27,10 @@ from triforce_tree.drafters.merged import Merged
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.kv.prefill import prefill
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.trees.shapes import with_chain
+from triforce_tree.trees.shapes import Lookup, parse_shape, with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 Result = TypeVar("Result")
@@ -98,6 +99,8 @@ class Generations:
             config = replace(config, tree=trees[0], other_trees=trees[1:])
             drafter = self.window = TreeDrafter(HFModel(draft), config, tokens)
             drafter = Merged(drafter, SuffixMatching(matched)) if matched else drafter
+            if isinstance(last := parse_shape(trees[-1]), Lookup):
+                drafter = WithLookup(drafter, last.length)
         if isinstance(drafter, ReadsTarget):
             drafter.attach(wrapped)
         if drafter is not None:
@@ -186,7 +189,8 @@ class Generations:
                 kind if isinstance(kind, PassKind) else PassKind(self.program.levels if kind else 1, kind)
                 for kind in plan
             )
-            decoder.controller.choose = lambda: next(kinds)
+            decoder.controller.choose = lambda: self._with_matches(next(kinds), decoder)
+            decoder._lookup = None
         if self.chooser is not None:
             decoder.controller.choose = self.chooser(decoder)
         for state, after_prompt in zip(self._recurrent(), self._states, strict=True):
@@ -202,6 +206,15 @@ class Generations:
                 tokens += block
                 walk.over = walk.over or reason is not None
         return [tuple(tokens) for tokens in new]
+
+    def _with_matches(self, kind: PassKind, decoder: Decoder) -> PassKind:
+        """A pass of a plan; all matched tokens are proposed where it verifies such."""
+        drafter = self.program.drafter
+        if self.program.shapes[kind.shape].matched:
+            assert isinstance(drafter, WithLookup)
+            matches = drafter.match(decoder._running(lambda sequence: sequence))
+            drafter.take(matches, [drafter.length if match and match.common else 0 for match in matches])
+        return kind
 
     def _recurrent(self) -> list[Tensor]:
         return [] if self.program.states is None else self.program.states.buffers
@@ -221,7 +234,10 @@ def _cache_windows(drafter: TreeDrafter) -> None:
     """Copy draft windows that were computed before: all runs begin with the same one."""
     prefill, known = drafter._prefill, dict[tuple[int, ...], list[Tensor]]()
 
-    def cached(b: int, tokens: list[int]) -> None:
+    def cached(b: int, tokens: list[int], first: int = 0) -> None:
+        if first:
+            prefill(b, tokens, first)
+            return
         slots = [part[:, b, :, : len(tokens)] for part in drafter.store.kv]
         key = tuple(tokens)
         if key in known:

@@ -11,7 +11,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.drafters.draft_level import DraftLevel
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -48,8 +48,11 @@ def program_of(
 ) -> DecodingProgram:
     """A program whose caches are far smaller than its sequences."""
     config = HierarchyConfig.from_options(**{**SMALL, **options})
-    drafter = None if draft is None or levels == 1 else TreeDrafter(HFModel(draft), config)
-    return DecodingProgram(HFModel(target), drafter, config, batch, max_seq_len, levels)
+    wrapped = HFModel(target)
+    drafter = None
+    if draft is not None and levels > 1:
+        drafter = DraftLevel(wrapped, HFModel(draft), None).drafter(config)
+    return DecodingProgram(wrapped, drafter, config, batch, max_seq_len, levels)
 
 
 def decoded(

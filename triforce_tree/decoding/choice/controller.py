@@ -7,8 +7,8 @@ running estimates of the acceptances and of m (``estimates.py``).
 
 Three rules bound what a choice may cost where it does not pay:
 
-* Loss budget (``loss_budget.py``). It is charged with the time by which a drafting pass exceeded plain
-  decoding of the tokens it yielded, credited with what a pass gained, and grows with the time of plain
+* Loss budget (``budgets/loss_budget.py``). It is charged with the time by which a drafting pass exceeded
+  plain decoding of the tokens it yielded, credited with what a pass gained, and grows with the time of plain
   decoding. A pass is made only if the budget covers its worst case, one token. So decoding takes at most
   ``START_SHARE`` of a request's tokens, and no more than ``START_BUDGET`` plain passes, and ``REFILL`` of its
   time more than plain decoding would, whatever is accepted: 2 %. Where that is less than the cheapest pass,
@@ -18,7 +18,7 @@ Three rules bound what a choice may cost where it does not pay:
   that did not pay, and is then tried again with new estimates: the text may have changed, or the trial may
   have been unlucky.
 * Trials of other numbers of levels and shapes of trees are made only where they would be better at the upper
-  end of the confidence interval, and cost at most ``TRIALS`` of the tokens together.
+  end of the confidence interval, and cost at most ``budgets.trials.TRIALS`` of the tokens together.
 
 A later request may resume from what an earlier one learnt: its estimates, its costs, and its loss budget,
 so that all of them together lose ``START_BUDGET`` and ``REFILL`` at most. Pauses end with the request.
@@ -27,8 +27,10 @@ so that all of them together lose ``START_BUDGET`` and ``REFILL`` at most. Pause
 import math
 from collections.abc import Mapping, Sequence
 
+from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET, LossBudget
+from triforce_tree.decoding.choice.budgets.preparation import Preparation
+from triforce_tree.decoding.choice.budgets.trials import Trials
 from triforce_tree.decoding.choice.estimates import Estimates, Learnt, LearntChoice, Ranks, tokens_of
-from triforce_tree.decoding.choice.loss_budget import REFILL, START_BUDGET, LossBudget
 from triforce_tree.decoding.choice.passes import (
     PLAIN,
     CostFactors,
@@ -37,11 +39,8 @@ from triforce_tree.decoding.choice.passes import (
     StageSeconds,
     refined,
 )  # fmt: skip
-from triforce_tree.decoding.choice.preparation import Preparation
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
-TRIALS = 0.02
-"""Share of the tokens that trials of the other number of levels may cost."""
 # Share of the budget that the first pass of a trial may lose: what one pass shows may be chance.
 _FIRST_PASS = 0.75
 # Tokens decoded without drafts after a trial that did not pay: after the first one, and at most.
@@ -51,8 +50,6 @@ _REPAID_LATER = 8  # The same where a trial could not be repaid: sequences that 
 _LATER = 0.5
 # Drafting pauses where it is not this much faster than plain decoding at the confidence intervals' upper end.
 _MARGIN = 1.02
-# Tokens that trials of the other number of levels may cost at first, and at most.
-_FIRST_TRIALS, _MOST_TRIALS = 1.0, 4.0
 
 
 class PassController:
@@ -65,9 +62,11 @@ class PassController:
         max_draft_tokens: most tokens of the chain; with two levels ``depth``.
         fixed: always this many rounds (one at most with two levels), whatever they cost.
         two_levels: with three levels: whether passes of two levels may be chosen as well.
-        shapes: of the draft's trees, where passes may have trees of several: that of ``depth`` first.
+        shapes: of the draft's trees, where passes may have trees of several: that of ``depth`` first, a chain
+            of matched tokens last.
 
     Attributes:
+        lookup: number of the shape of matched tokens, 0 for none: passes that ``lookup_choice.py`` chooses.
         costs: with trees of the first shape. Set before ``choose`` is called, unless rounds are fixed; may be
             changed at any time.
         other_costs: with trees of each other shape; None for one that passes must not take.
@@ -88,17 +87,17 @@ class PassController:
     ) -> None:
         self.levels, self.max_draft_tokens = levels, max_draft_tokens
         self._depths = [depth, *(shape.depth for shape in shapes[1:])]
+        self.lookup = len(shapes) - 1 if len(shapes) > 1 and shapes[-1].matched else 0
         self.fixed = fixed if fixed is None or levels > 2 else min(fixed, 1)
         if levels == 1:
             self.fixed = 0
         self.costs: StageSeconds | None = None
         self.other_costs: Sequence[StageSeconds | None] = [None] * len(shapes[1:])
-        self.estimates = Estimates(levels, self._depths, two_levels, shapes)
+        self.estimates = Estimates(levels, self._depths, two_levels, shapes[: self.lookup or None])
         self._kinds = {1: (), 2: (2,), 3: (2, 3) if two_levels else (3,)}[levels]
         self.preparation = Preparation()
         self.budget, self.remaining, self._made = LossBudget(), math.inf, 0.0
-        self._trials = _FIRST_TRIALS
-        self._trial: tuple[PassKind, float] | None = None
+        self._trials = Trials()
         self._paused = self._pause = self._passes = 0
         self._gained, self._last_plain, self._measured = 0.0, False, set[tuple[str, int]]()
 
@@ -156,7 +155,7 @@ class PassController:
         affordable = [option for option in useful if self._needed(option.kind) <= self.budget.left]
         if affordable and self._repays(affordable):
             best = max(affordable, key=lambda option: option.rate)
-            return (self._worth_a_trial(affordable, best) or best).kind
+            return (self._trials.worth(affordable, best) or best).kind
         if self._passes == 0:
             needed, kind = self._cheapest()  # It shows whether a longer one would pay.
             if not self._repays(useful):
@@ -179,6 +178,24 @@ class PassController:
         shapes = [shape for shape in self._shapes if self.preparation.ready(shape)]
         cheapest = [PassKind(levels, 1, shape) for levels in self._kinds for shape in shapes]
         return min((self._needed(kind), kind) for kind in cheapest)
+
+    def matched_pass(self, tokens: float) -> PassKind | None:
+        """A pass with matched tokens, if it is expected to yield more tokens a second than any other.
+
+        For controllers with :attr:`lookup` that are not fixed.
+
+        Args:
+            tokens: that it is expected to yield for a sequence.
+        """
+        kind = PassKind(2, 1, self.lookup)
+        if self.other_costs[self.lookup - 1] is None:
+            return None
+        option = Option(kind, tokens, tokens, self._seconds(kind, 1.0)).within(self.remaining)
+        others = [Option(PLAIN, _MARGIN, 1.0, self._costs.plain)] if self._paused else self.options()
+        best = max((o.within(self.remaining) for o in others), key=lambda o: o.rate)
+        self.preparation.count([best, option])
+        ready = self.preparation.ready(self.lookup) and self._worst_loss(kind) <= self.budget.left
+        return kind if ready and option.rate > best.rate else None
 
     def options(self) -> list[Option]:
         """What is expected of each kind of pass up to the best number of rounds, plain decoding first."""
@@ -230,7 +247,7 @@ class PassController:
         """
         if self.fixed is None:
             self._charge(kind, 1 + accepted / sequences, gathered / sequences)
-        if kind.levels == 1:
+        if kind.levels == 1 or self._matched(kind):
             return
         self._passes += 1
         self.estimates.observe(kind, gathered / sequences, accepted, rejected, ranks)
@@ -253,10 +270,14 @@ class PassController:
         changed = refined([self.costs, *self.other_costs], kind, new, self._measured)
         self.costs, self.other_costs = changed[0], changed[1:]
 
+    def _matched(self, kind: PassKind) -> bool:
+        return bool(self.lookup) and kind.shape == self.lookup
+
     @property
     def _shapes(self) -> list[int]:
         """The shapes of trees that passes may take."""
-        return [0, *(n for n, costs in enumerate(self.other_costs, 1) if costs is not None)]
+        known = (n for n, costs in enumerate(self.other_costs, 1) if costs is not None)
+        return [0, *(n for n in known if n != self.lookup)]
 
     def _costs_of(self, shape: int) -> StageSeconds:
         costs = self.other_costs[shape - 1] if shape else self._costs
@@ -271,34 +292,6 @@ class PassController:
 
     def _filled(self, kind: PassKind, gathered: float) -> float:
         return gathered / self.max_draft_tokens if kind.levels == 3 else 1.0
-
-    def _worth_a_trial(self, options: list[Option], best: Option) -> Option | None:
-        """A pass of other levels or trees that may be better than the best, if trials may cost so much."""
-
-        def group(option: Option) -> tuple[int, int]:
-            return option.kind.levels, option.kind.shape
-
-        # The best of each group that may be better; the most promising one first.
-        groups: dict[tuple[int, int], Option] = {}
-        for option in sorted(options, key=lambda option: option.rate):
-            groups[group(option)] = option
-        groups.pop(group(best))
-        found = [(self._promise(option, best), option) for option in groups.values()]
-        hopeful = [(rate, option) for rate, option in found if rate > best.rate]
-        for _, other in sorted(hopeful, reverse=True):
-            # Tokens that the best kind of pass is expected to yield in the same time, beyond the other's own.
-            cost = other.seconds * best.rate - other.tokens
-            if cost <= self._trials:
-                self._trial = other.kind, cost
-                return other
-        return None
-
-    @staticmethod
-    def _promise(option: Option, best: Option) -> float:
-        """The rate that it may have: acceptance is as uncertain for trees of other shapes, but no more."""
-        if option.kind.levels == best.kind.levels:
-            return (1 + option.doubt * (option.tokens - 1)) / option.seconds
-        return option.highest_rate
 
     def _repays(self, useful: Sequence[Option]) -> bool:
         """Whether the remaining tokens can repay the first pass of a trial: at the upper end of the intervals
@@ -315,9 +308,8 @@ class PassController:
         return self._seconds(kind, self._filled(kind, most)) / self._costs.plain - 1
 
     def _seconds(self, kind: PassKind, filled: float) -> float:
-        return self._costs_of(kind.shape).of(kind, filled) + (
-            self._costs.prepare if self._last_plain else 0.0
-        )
+        resumed = self._last_plain and not self._matched(kind)
+        return self._costs_of(kind.shape).of(kind, filled) + (self._costs.prepare if resumed else 0.0)
 
     def _needed(self, kind: PassKind) -> float:
         """The least budget with which a pass is made."""
@@ -327,15 +319,12 @@ class PassController:
         """Charge or credit the budgets with a pass that yielded so many tokens per sequence."""
         tokens = min(tokens, self.remaining)
         self._made += tokens
-        self._trials = min(self._trials + TRIALS * tokens, _MOST_TRIALS)
-        if self._trial is not None and self._trial[0] == kind:
-            self._trials -= self._trial[1]
-        self._trial = None
+        self._trials.charge(kind, tokens)
         if kind.levels > 1:
             gain = tokens - self._seconds(kind, self._filled(kind, gathered)) / self._costs.plain
             self.budget.charge(gain)
             self._gained += gain
-            self._last_plain = False
+            self._last_plain = self._matched(kind)
             return
         self._paused = max(0, self._paused - 1)
         self._last_plain = True

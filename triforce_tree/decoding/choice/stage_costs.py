@@ -33,8 +33,8 @@ _OF_TARGET = ("plain", "chain", "root", "tree")
 _RUNS = 3
 # The target's stages are measured at the longest context, and at this many tokens or a quarter of it.
 _SHORT = 1024
-# Number of context lengths for which the costs of an offloaded cache are stored.
-_OFFLOADED_LENGTHS = 5
+# Autoregressive passes before a drafter's preparation; context lengths of an offloaded cache's costs.
+_PAUSED, _OFFLOADED_LENGTHS = 64, 5
 
 
 @dataclass(frozen=True)
@@ -243,11 +243,11 @@ class _Timer:
 
     def of_preparation(self, length: int) -> float:
         """Of the drafter's work before it proposes after autoregressive passes."""
-        drafter = self._stages.drafter
-        if drafter is None:
+        if (drafter := self._stages.drafter) is None:
             return 0.0
-        sequences = [[0] * (length + 1)] * self._stages.batch
-        return self._median(lambda: None, lambda: drafter.prepare(sequences, resumed=True), 1)
+        batch, text = self._stages.batch, [0] * (length + 1)
+        begin = partial(drafter.start, [text[:-_PAUSED] or text[:1]] * batch)
+        return self._median(begin, lambda: drafter.prepare([text] * batch, resumed=True), 1)
 
     def _median(self, begin: Callable[[], None], run: Callable[[], None], runs: int) -> float:
         samples: list[float] = []

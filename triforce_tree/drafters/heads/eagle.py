@@ -15,7 +15,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import MOST_OTHER_TREES, Shape, parse_shapes
+from triforce_tree.trees.shapes import Shape, other_shapes
 from triforce_tree.verify.probs import Sampler
 
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -74,7 +74,7 @@ class Eagle3:
                 f"{str(self.folder)!r} holds no EAGLE-3 head: it has no fc and midlayer (heads of EAGLE 1 "
                 "and 2 read other hidden states, and are not supported)"
             )
-        self.shapes: tuple[str | Shape, ...] = (tree, *parse_shapes(other_trees, MOST_OTHER_TREES))
+        self.shapes: tuple[str | Shape, ...] = (tree, *other_shapes(other_trees))
         self._growths = [TreeGrowth(shape) for shape in self.shapes]
         self._depth = max(growth.depth for growth in self._growths)
         self._nodes = max(growth.nodes for growth in self._growths)

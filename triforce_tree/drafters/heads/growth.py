@@ -10,7 +10,7 @@ from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels import step
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import Shape, parse_shape
+from triforce_tree.trees.shapes import Shape, tree_shape
 from triforce_tree.verify.probs import Sampler
 
 
@@ -27,7 +27,7 @@ class TreeGrowth:
     """
 
     def __init__(self, tree: str | Shape) -> None:
-        self.shape = device_tree_shape(parse_shape(tree))
+        self.shape = device_tree_shape(tree_shape(tree))
         self.depth = len(self.shape.widths)
         starts = [0, *accumulate(self.shape.widths, initial=1)]
         self.nodes = starts[-1]

@@ -15,7 +15,7 @@ from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.sequoia import Ranks
-from triforce_tree.trees.shapes import MOST_OTHER_TREES, Shape, Static, parse_shapes
+from triforce_tree.trees.shapes import Shape, Static, other_shapes
 from triforce_tree.verify.probs import Sampler
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -84,7 +84,7 @@ class Medusa:
         if tree is not None and not isinstance(tree, str | Shape):
             tree = Static(tree)
         self.tree: str | Shape = medusa_tree(self.heads) if tree is None else tree
-        self.shapes: tuple[str | Shape, ...] = (self.tree, *parse_shapes(other_trees, MOST_OTHER_TREES))
+        self.shapes: tuple[str | Shape, ...] = (self.tree, *other_shapes(other_trees))
         self._growths = [TreeGrowth(shape) for shape in self.shapes]
         self._depth = max(growth.depth for growth in self._growths)
         if self._depth > self.heads:

@@ -1,0 +1,135 @@
+"""When passes verify matched tokens: their acceptance by length of the match, beside other passes' speed."""
+
+import pytest
+
+from triforce_tree.decoding.choice.controller import PassController
+from triforce_tree.decoding.choice.estimates import Learnt
+from triforce_tree.decoding.choice.lookup_choice import LookupAcceptance, LookupChoice
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
+from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.drafters.with_lookup import Match, WithLookup
+from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
+from triforce_tree.trees.shapes import parse_shape
+
+MATCHED = PassKind(2, 1, 1)
+LENGTH = 8
+
+
+class Matches:
+    """A drafter whose matches are given."""
+
+    length = LENGTH
+
+    def __init__(self) -> None:
+        self.found: list[Match | None] = []
+        self.taken: list[int] = []
+
+    def match(self, sequences: object) -> list[Match | None]:
+        return self.found
+
+    def take(self, matches: object, counts: list[int]) -> None:
+        self.taken = counts
+
+
+def shapes() -> list[DeviceTreeShape]:
+    return [device_tree_shape(parse_shape(name)) for name in ("chain:3", f"lookup:{LENGTH}")]
+
+
+def choice(cost: float = 1.2, tree: float = 1.5, fixed: int | None = None) -> LookupChoice:
+    """A choice where a pass with matched tokens takes ``cost`` plain passes, one with a tree ``tree``."""
+    control = PassController(2, 3, 3, fixed, False, shapes())
+    control.costs = StageSeconds(1.0, draft=0.1, tree=tree - 0.1)
+    control.other_costs = [StageSeconds(1.0, draft=0.01, tree=cost - 0.01)]
+    control.expect(0.5, 2.0)
+    return LookupChoice(control, Matches())
+
+
+def chosen(made: LookupChoice, *matches: Match | None) -> PassKind | None:
+    made._drafter.found = list(matches)
+    return made.choose([[]] * len(matches))
+
+
+def test_a_longer_match_is_expected_to_be_accepted_more_often() -> None:
+    acceptance = LookupAcceptance()
+    rates = [acceptance.of(Match(9, common)) for common in (6, 12, 24, 48, 64)]
+    assert rates == sorted(rates)
+    assert acceptance.count(Match(0, 0), LENGTH) == 0
+    assert acceptance.count(Match(9, 6), LENGTH) < acceptance.count(Match(9, 64), LENGTH) == LENGTH
+
+
+def test_acceptance_is_learnt_by_length_of_the_match() -> None:
+    acceptance, short, long = LookupAcceptance(), Match(9, 7), Match(9, 30)
+    before = acceptance.of(long)
+    for _ in range(5):
+        acceptance.observe(short, 0, 1)
+    assert acceptance.of(short) < 0.3
+    assert acceptance.of(long) == before
+    for _ in range(20):
+        acceptance.observe(short, LENGTH, 0)
+    assert acceptance.of(short) > 0.9
+
+
+def test_a_long_match_is_verified_and_a_short_one_is_not() -> None:
+    made = choice()
+    assert chosen(made, Match(0, 0)) is None
+    assert chosen(made, Match(9, 30)) == MATCHED
+    assert made._drafter.taken == [LENGTH]
+    # A tree that is accepted often brings more than a short match.
+    made._controller.resume(_learnt(0.9))
+    assert chosen(made, Match(9, 6)) is None
+    assert chosen(made, Match(9, 30)) == MATCHED
+
+
+def test_passes_that_cost_more_than_the_budget_are_not_made() -> None:
+    made = choice(cost=5.0)
+    assert chosen(made, Match(9, 64)) is None
+    made._controller.budget.left = 5.0
+    assert chosen(made, Match(9, 64)) == MATCHED
+
+
+def test_in_a_batch_sequences_without_a_match_get_one_token() -> None:
+    made = choice(cost=2.0)
+    assert chosen(made, Match(9, 30)) == MATCHED
+    assert chosen(made, *[Match(9, 30)] * 2, None) == MATCHED
+    assert made._drafter.taken == [LENGTH, LENGTH, 0]
+    assert chosen(made, Match(9, 30), *[Match(0, 0)] * 9) is None
+
+
+def test_matches_are_verified_while_drafting_pauses() -> None:
+    """Rejected trees end in a pause; neither their acceptance nor the pause concerns matched tokens."""
+    made = choice()
+    control = made._controller
+    while (kind := control.choose()) != PLAIN:
+        control.observe(kind, 1, 0, 0, 1)
+    for _ in range(40):
+        control.observe(control.choose())
+    tree = control.estimates.tree
+    assert control.choose() == PLAIN
+    assert chosen(made, Match(9, 30)) == MATCHED
+    left = control.budget.left
+    control.observe(MATCHED, 1, 0, LENGTH, 0)
+    assert control.budget.left == pytest.approx(left + 1 + LENGTH - 1.2)
+    assert control.estimates.tree == tree
+    made.observe([LENGTH])
+    assert control.choose() == PLAIN
+
+
+def test_given_rounds_leave_no_choice() -> None:
+    control = choice(fixed=1)._controller
+    drafter = WithLookup(SuffixMatching(3), LENGTH)
+    assert LookupChoice.of(control, drafter) is None
+    control.fixed = None
+    assert LookupChoice.of(control, drafter) is not None
+    assert LookupChoice.of(control, drafter.drafter) is None
+
+
+def test_costs_that_are_not_known_leave_no_choice() -> None:
+    made = choice()
+    made._controller.other_costs = [None]
+    assert chosen(made, Match(9, 64)) is None
+
+
+def _learnt(acceptance: float) -> object:
+    control = choice()._controller
+    control.estimates.expect(Learnt(acceptance, 3.0, acceptance))
+    return control.learnt({})

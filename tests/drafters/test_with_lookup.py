@@ -1,0 +1,179 @@
+"""Matched tokens in the place of a tree: the host's index, what is proposed, and the draft's catching up."""
+
+import random
+
+import pytest
+import torch
+from families import perturbed, prompt_of, tiny
+from program_cases import GREEDY, draft_of, model, program_of, reference
+
+import triforce_tree
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.choice.passes import PLAIN, PassKind
+from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.drafters.suffix_index import LONGEST, SHORTEST, SuffixIndex
+
+
+def by_search(text: list[int]) -> tuple[int, int]:
+    """The latest earlier occurrence of the text's end, by comparing everywhere."""
+    end = text[-SHORTEST:]
+    ends = [e for e in range(SHORTEST, len(text)) if text[e - SHORTEST : e] == end]
+    if len(text) <= SHORTEST or not ends:
+        return 0, 0
+    at = ends[-1]
+    common = next((n for n in range(at) if text[at - 1 - n] != text[-1 - n]), at)
+    return at, min(LONGEST, common)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 3, 40])
+def test_the_index_finds_what_a_search_finds(vocabulary: int) -> None:
+    rng, matches = random.Random(vocabulary), 0
+    for start in (0, 1, SHORTEST, SHORTEST + 1, 90):
+        text = [rng.randrange(vocabulary) for _ in range(start)]
+        index = SuffixIndex(text)
+        for _ in range(60):
+            assert index.match() == by_search(text)
+            matches += index.match()[1] > 0
+            more = [rng.randrange(vocabulary) for _ in range(rng.randrange(1, 4))]
+            # Passages are copied, or nothing of a larger vocabulary would be found again.
+            if len(text) > 30 and rng.random() < 0.3:
+                more = text[10 : 12 + SHORTEST]
+            text = text + more
+            assert index.follows(text)
+            index.extend(text)
+    assert matches > 20
+    assert not index.follows(text[:-1])
+    assert not index.follows([*text[:-1], vocabulary])
+
+
+def test_a_text_that_repeats_itself_goes_on_so() -> None:
+    text = [1, 2, 3] * 4
+    index = SuffixIndex(text)
+    end, common = index.match()
+    assert (end, common) == (9, 9)
+    assert index.continuation(end, 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def lookup_program(batch: int = 1, levels: int = 2, **options: object) -> DecodingProgram:
+    """A program whose passes may verify matched tokens."""
+    options = {"tree": "best-first:2,1", "other_trees": ("lookup:5",), "rounds": None, **options}
+    return program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, batch, **options)
+
+
+def decoded(
+    program: DecodingProgram, prompts: list[list[int]], count: int, kinds: list[PassKind]
+) -> tuple[list[list[int]], int]:
+    """New tokens by these passes, then plain ones, and how many matched tokens were accepted.
+
+    All matched tokens are proposed.
+    """
+    drafter, left, accepted = program.drafter, list(kinds), 0
+    decoder = Decoder(program, GREEDY, 0)
+
+    def choose() -> PassKind:
+        kind = left.pop(0) if left else PLAIN
+        if program.shapes[kind.shape].matched:
+            matches = drafter.match(decoder._running(lambda sequence: sequence))
+            drafter.take(matches, [drafter.length if m and m.common else 0 for m in matches])
+        return kind
+
+    decoder.controller.choose, decoder._lookup = choose, None
+    decoder.prefill(prompts)
+    new: list[list[int]] = [[] for _ in prompts]
+    for blocks in decoder.decode(prompts, [Ending(count)] * len(prompts)):
+        last = max(decoder.passes, key=lambda kind: kind.shape)
+        for tokens, block in zip(new, blocks, strict=True):
+            tokens += block
+            accepted += max(0, len(block) - 1) if last.shape else 0
+        decoder.passes.clear()
+    return new, accepted
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_greedy_text_is_the_targets_whatever_passes_are_made(levels: int) -> None:
+    """The second prompt repeats itself, and its matched tokens are accepted where the target repeats too."""
+    prompts = [prompt_of(40), [*prompt_of(20), *prompt_of(20), *prompt_of(20)]]
+    expected = [reference(model("llama-gqa"), prompt, 24) for prompt in prompts]
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        # What the target will write stands in the prompt: its end occurs twice.
+        prompt[:0] = [*prompt[-SHORTEST:], *wanted]
+    expected = [reference(model("llama-gqa"), prompt, 24) for prompt in prompts]
+    program, accepted = lookup_program(2, levels), 0
+    of_trees = PassKind(levels, 1)
+    for seed in range(3):
+        rng = random.Random(seed)
+        kinds = [rng.choice([PLAIN, of_trees, PassKind(2, 1), PassKind(2, 1, 1)]) for _ in range(60)]
+        made, matched = decoded(program, prompts, 24, kinds)
+        assert made == expected
+        accepted += matched
+    assert accepted > 10
+
+
+def test_the_drafts_window_catches_up_with_tokens_of_other_passes() -> None:
+    """Its keys and values are those of a window that is computed anew, while that holds as many tokens."""
+    program = lookup_program(window=40)
+    drafter = program.drafter.drafter
+    sequence = prompt_of(60)
+    drafter.start([sequence])
+    for more in (3, 1, 17, 9):
+        drafter.prepare([sequence], resumed=False)
+        final = len(sequence) - drafter.refeed_tokens
+        # What growing a tree feeds.
+        drafter._prefill(0, sequence[final:], final - int(drafter.dropped[0]))
+        sequence = [*sequence, *prompt_of(more)]
+        drafter.prepare([sequence], resumed=True)
+        dropped, final = int(drafter.dropped[0]), len(sequence) - drafter.refeed_tokens
+        held = final - dropped
+        caught_up = [part[:, 0, :, :held].clone() for part in drafter.store.kv]
+        sinks = drafter.config.sinks
+        drafter._prefill(0, [*sequence[:sinks], *sequence[dropped + sinks : final]])
+        for part, before in zip(drafter.store.kv, caught_up, strict=True):
+            torch.testing.assert_close(part[:, 0, :, :held], before)
+
+
+def test_short_prompts_catch_up_too() -> None:
+    """Fewer tokens than a tree feeds again: the window begins with padding."""
+    target = model("llama-gqa")
+    for count in (1, 2, 5):
+        program = lookup_program()
+        prompt = prompt_of(count)
+        kinds = [PLAIN] * 7 + [PassKind(2, 1)] * 2 + [PassKind(2, 1, 1)] * 2 + [PassKind(2, 1)] * 40
+        assert decoded(program, [prompt], 24, kinds)[0] == [reference(target, prompt, 24)]
+
+
+def test_texts_that_copy_take_few_passes() -> None:
+    """Whole generations, in a batch: the choice finds the copies. Here a token costs nothing to verify."""
+    target = tiny("llama-gqa")
+    prompts = [prompt_of(60), prompt_of(60)[::-1]]
+    written = [reference(target, prompt, 60) for prompt in prompts]
+    engine = triforce_tree.load(
+        target, perturbed(target, 3.0), other_trees="lookup:8", tree="chain:2", levels=2, profile=False
+    )
+    # What the target wrote once it writes again, after the same prompt and half of the answer.
+    again = [[*p, *new, *p, *new[:30]] for p, new in zip(prompts, written, strict=True)]
+    expected = [reference(target, prompt, 60) for prompt in again]
+    out = engine.generate(again, max_new_tokens=60, temperature=0)
+    assert [row[len(again[0]) :] for row in out.sequences.tolist()] == expected
+    assert out.levels[-1].accepted > 0, out.levels
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree": "lookup:4"}, r"tree='lookup:4' is no tree that a drafter grows.*name it in other_trees"),
+        ({"other_trees": "lookup:4 lookup:5"}, r"asks for matched tokens twice"),
+        ({"other_trees": "lookup:4", "lookup": 3}, r"asks for matched tokens twice"),
+        ({"other_trees": "lookup:0"}, r"lookup:0.*at least 1"),
+    ],
+)
+def test_settings_that_cannot_be(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HierarchyConfig.from_options(**options)
+
+
+def test_matched_tokens_come_last_and_need_passes_of_two_levels() -> None:
+    config = HierarchyConfig(other_trees="lookup:4 chain:2")
+    assert config.other_trees == ("chain:2", "lookup:4")
+    assert HierarchyConfig(other_trees="lookup:4 chain:2", levels=3).shapes == (config.tree, "chain:2")

@@ -1,0 +1,1 @@
+"""What drafting may lose, and trials and preparation may cost."""
