@@ -138,12 +138,13 @@ def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: in
 def held_back(program: "DecodingProgram") -> dict[int, float]:
     """The shapes whose stages are not there and take long to make, and the seconds expected for each.
 
-    The same on all ranks.
+    Those of matched tokens do not: their kernels are those of the first shape. The same on all ranks.
     """
     if not makes_slowly(program):
         return {}
     made = program.selected
-    missing = (number for number in range(len(program.shapes)) if number not in made.shapes)
+    grown = (number for number, shape in enumerate(program.shapes) if not shape.matched)
+    missing = (number for number in grown if number not in made.shapes)
     return distributed.broadcast_object(dict.fromkeys(missing, _SHARE * made.seconds))
 
 

@@ -17,6 +17,7 @@ from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.predicted_costs import predicted
 from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.prepared_stages import held_back
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
@@ -82,6 +83,16 @@ def test_costs_of_a_shape_are_predicted_by_its_tokens_and_forwards() -> None:
             assert seconds.tree == pytest.approx(expected.tree)
             assert seconds.draft == pytest.approx(expected.draft)
         assert found.seconds[0].retrieval == pytest.approx(exact(other, 0.01).retrieval)
+    # Matched tokens are verified by the target alone, and take no forward of the draft.
+    matched = device_tree_shape(parse_shape("lookup:6"))
+    for copied, chain in zip(
+        predicted(first, known, matched, 41).seconds,
+        predicted(first, known, device_tree_shape(parse_shape("chain:6")), 41).seconds,
+        strict=True,
+    ):
+        assert copied.tree == chain.tree
+        assert copied.draft < 0.1 * chain.draft
+        assert copied.retrieval == float("inf")
     # With two levels there are two points, and no retrieval level.
     alone = StageCosts((100,), (StageSeconds(1.0, draft=0.4, tree=1.15),))
     known, shape = (device_tree_shape(parse_shape(n)) for n in ("best-first:4,4,4,3", "chain:30"))
@@ -112,6 +123,15 @@ def test_first_use_makes_the_stages_of_one_shape(tmp_path: Path, monkeypatch: py
     made = {name for name in program.stage_names if "/" in name}
     assert made == {"draft/2", "target/2"}, "the other shape would have paid too, but not for its preparation"
     assert {kind.shape for kind in decoder.passes} <= {0, 2}
+
+
+def test_stages_of_matched_tokens_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"other_trees": ("chain:2", "lookup:4"), "rounds": None}
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, **options)
+    program.prepare(GREEDY)
+    assert held_back(program) == {}
+    monkeypatch.setattr(prepared_stages, "makes_slowly", lambda program: True)
+    assert set(held_back(program)) == {1}
 
 
 def test_long_preparations_say_how_far_they_are(

@@ -13,9 +13,14 @@ from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
+# The copy of matched tokens to the device, as a share of the draft of a tree.
+_COPIED = 0.05
+
 
 def predicted(first: StageCosts, known: DeviceTreeShape, shape: DeviceTreeShape, chain: int) -> StageCosts:
     """Costs with trees of ``shape``; stages that the first shape does not have are left out as there.
+
+    Matched tokens take no forward of the draft, and level 1 does not verify them.
 
     Args:
         first: measured with trees of ``known``.
@@ -23,7 +28,7 @@ def predicted(first: StageCosts, known: DeviceTreeShape, shape: DeviceTreeShape,
     """
     trees = [_interpolated(_points(seconds, known.nodes, chain), shape.nodes) for seconds in first.seconds]
     here = [_interpolated(_points(seconds, known.nodes, chain), known.nodes) for seconds in first.seconds]
-    forwards = max(1, len(shape.widths)) / max(1, len(known.widths))
+    forwards = _COPIED if shape.matched else max(1, len(shape.widths)) / max(1, len(known.widths))
     found = []
     for seconds, tree, same in zip(first.seconds, trees, here, strict=True):
         # The retrieval level reads the same weights, and a budget of the context: as at the shortest one.
@@ -32,7 +37,7 @@ def predicted(first: StageCosts, known: DeviceTreeShape, shape: DeviceTreeShape,
             replace(
                 seconds,
                 draft=seconds.draft * forwards,
-                retrieval=seconds.retrieval + more,
+                retrieval=math.inf if shape.matched else seconds.retrieval + more,
                 tree=max(seconds.plain / 2, seconds.tree + tree - same),
             )
         )
