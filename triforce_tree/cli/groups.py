@@ -143,7 +143,7 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         "retrieval_weight_bits": (
             int,
             "bits of the retrieval level's weights, 16, 8 or 4: fewer are faster and do not change the "
-            "distribution of the output (on a GPU)",
+            "distribution of the output (on a GPU; without this option 8 where it has memory to spare)",
         ),
         "sinks": (int, "first tokens that the draft's cache keeps"),
         "window": (int, "newest tokens that the draft's cache keeps"),
