@@ -163,7 +163,7 @@ class Engine:
         if hierarchy.offloads or hierarchy.target.streamed is not None:
             return None
         longest, models = max(map(len, prompts)), (hierarchy.target, hierarchy.draft)
-        hierarchy.config, entry, hierarchy.chooses_bits = chosen_settings(
+        hierarchy.config, entry = chosen_settings(
             self._config, self._given, *models, longest, temperature, self.profile
         )
         return entry

@@ -1,4 +1,4 @@
-"""Bits of level 1's weights where nobody gives them: 8 where a copy leaves enough (simulated) memory."""
+"""Bits of level 1's weights: "auto" takes 8 where a copy leaves enough (simulated) memory; it is kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class Memory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     """A machine whose targets gain from few bits, with a reserve of nothing."""
     found = Memory()
-    monkeypatch.setattr(device_defaults, "gains_from_few_bits", lambda target: True)
+    monkeypatch.setattr(level_one_copy, "gains_from_few_bits", lambda target: True)
     monkeypatch.setattr(device_defaults, "_LEAST_UNUSED", 0)
     monkeypatch.setattr(assembly, "_MAX_SEQ_LEN_STEP", STEP)
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: found.free)
@@ -53,7 +53,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 def engine_of(**options: Any) -> Engine:
-    return load(tiny("llama-gqa"), draft_of("llama-gqa"), **{**SMALL, "profile": False, **options})
+    own = {**SMALL, "profile": False, "retrieval_weight_bits": "auto", **options}
+    return load(tiny("llama-gqa"), draft_of("llama-gqa"), **own)
 
 
 def bits(engine: Engine, prompt: list[int], **options: Any) -> int:
@@ -114,24 +115,29 @@ def test_a_copy_that_exists_counts_as_free_and_stays_with_half_of_the_reserve() 
     assert [found(unused, copied) for unused in (14.9, 7.5, 7.4)] == [8, 8, 16]
 
 
-@pytest.mark.parametrize(
-    "given, expected",
-    [
-        ({}, True), ({"exact": True}, True), ({"levels": 3}, True), ({"kv_bits": 8}, True),
-        ({"retrieval_weight_bits": 16}, False), ({"retrieval_weight_bits": 4}, False),
-        ({"offload": True}, False), ({"offload": "auto"}, False), ({"gpu_memory": "8GiB"}, False),
-    ],
-)  # fmt: skip
-def test_bits_that_are_given_or_planned_are_not_chosen(
-    memory: Memory, given: dict[str, Any], expected: bool
-) -> None:
-    target, config = HFModel(tiny("llama-gqa")), HierarchyConfig.from_options(**given)
-    assert chosen_settings(config, given, target, None, 1000, 0.0, None)[2] is expected
-    # A profile's own are kept, 16 too.
-    for options in ({"levels": 3}, {"levels": 3, "retrieval_weight_bits": 16}):
-        profile = Profile("", "", None, (Entry(1000, 0.0, options, 1.0, 2.0),))
-        found = chosen_settings(config, given, target, None, 1000, 0.0, profile)[2]
-        assert found is (expected and "retrieval_weight_bits" not in options)
+def test_bits_of_a_profile_are_kept() -> None:
+    """Where "auto" is given, 16 too; numbers that are given are above them."""
+    target, how = HFModel(tiny("llama-gqa")), (None, 1000, 0.0)
+
+    def found(given: int | str, **measured: int) -> int | str:
+        config = HierarchyConfig.from_options(retrieval_weight_bits=given)
+        profile = Profile("", "", None, (Entry(1000, 0.0, {"levels": 3, **measured}, 1.0, 2.0),))
+        names = {"retrieval_weight_bits"}
+        return chosen_settings(config, names, target, *how, profile)[0].retrieval_weight_bits
+
+    assert found("auto") == "auto"
+    assert [found("auto", retrieval_weight_bits=bits) for bits in (16, 8, 4)] == [16, 8, 4]
+    assert [found(given, retrieval_weight_bits=8) for given in (16, 4)] == [16, 4]
+
+
+def test_bits_are_chosen_with_auto_alone(memory: Memory) -> None:
+    plain = load(tiny("llama-gqa"), draft_of("llama-gqa"), **SMALL, profile=False)
+    assert bits(plain, SHORT) == 16
+    assert plain.hierarchy.level_one.nbytes == 0
+    assert bits(plain.with_options(retrieval_weight_bits="auto"), SHORT) == 8
+    assert bits(engine_of(kv_bits=8), SHORT) == 8
+    for options in ({"gpu_memory": "64GiB"}, {"offload": "auto"}):
+        assert bits(engine_of(**options), SHORT) == 16, "a plan decides"
 
 
 def test_what_gains_from_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +215,17 @@ def test_requests_that_take_turns_keep_their_bits(memory: Memory) -> None:
         # Of two levels: the copy waits.
         engine.generate(SHORTEST, max_new_tokens=NEW, do_sample=False)
         assert (program(engine).levels, engine.hierarchy.level_one.nbytes) == (2, copied)
+
+
+def test_a_given_copy_is_kept_over_programs() -> None:
+    engine = engine_of(retrieval_weight_bits=8)
+    assert bits(engine, SHORT) == 8
+    first, model = program(engine), program(engine).retrieval_model
+    engine.generate([SHORT, PROMPT], max_new_tokens=NEW, do_sample=False)
+    assert program(engine) is not first
+    assert program(engine).retrieval_model is model
+    engine.close()
+    assert engine.hierarchy.level_one.nbytes == 0
 
 
 def test_batches_and_given_bits_have_no_copy(memory: Memory) -> None:
@@ -317,6 +334,7 @@ def test_explanations_name_the_bits_that_were_chosen(memory: Memory) -> None:
 
 def test_without_a_gpu_nothing_is_copied() -> None:
     target = tiny("llama-gqa")
-    engine = load(target, perturbed(target, 0.05), profile=False, **SMALL)
+    options = {**SMALL, "retrieval_weight_bits": "auto"}
+    engine = load(target, perturbed(target, 0.05), profile=False, **options)
     assert bits(engine, SHORT) == 16
     assert engine.hierarchy.level_one.nbytes == 0

@@ -52,7 +52,6 @@ class Hierarchy:
         own_drafter: the drafter that was given; None for a draft model and for suffix matching.
         guard: what of the target was compared with transformers' own forward.
         memory: where KV slots are kept, as :meth:`adopt_memory_plan` decided; None if nothing is offloaded.
-        chooses_bits: whether a program's bits of level 1 are chosen, by free memory, for the next prompts.
         level_one: the target in fewer bits, if a program needs it.
 
     Raises:
@@ -73,7 +72,7 @@ class Hierarchy:
         self.draft, self.own_drafter = self._level_0.model, self._level_0.own
         self.config = config
         self.memory: MemoryPlan | None = None
-        self.chooses_bits, self.level_one = False, LevelOneCopy(target)
+        self.level_one = LevelOneCopy(target)
         self._planned: tuple[object, MemoryPlan] | None = None
         self._program: tuple[object, DecodingProgram] | None = None
         # Shared by all configurations of these models: host memory holds one full cache at a time.
@@ -168,7 +167,7 @@ class Hierarchy:
         prefix: PrefixSize = NO_PREFIX,
     ) -> None:
         """Take up the plan of :meth:`plan_memory` with its settings; raises what that does."""
-        self.memory, self.chooses_bits = None, False
+        self.memory = None
         self.memory = self.plan_memory(lengths, new_tokens, given, prefix)
         if self.memory is not None:
             self.config = self.memory.config
@@ -244,7 +243,7 @@ class Hierarchy:
                 "plan while they decode; set a smaller gpu_memory, or shorten the prompt"
             )
         smaller = self.memory.smaller() if self.memory is not None else None
-        without_copy = self.chooses_bits and self.level_one.give_up()
+        without_copy = self.config.retrieval_weight_bits == "auto" and self.level_one.give_up()
         self.release()
         if without_copy:
             _LOG.warning("device memory ran out; going on with less: retrieval_weight_bits 8 -> 16")
@@ -286,8 +285,8 @@ class Hierarchy:
         split = self.memory.offload if self.memory is not None else None
         if prefix is None or split is not None or (batch == 1 and not prefix.room):
             prefix = PrefixTree()
-        chooses = self.chooses_bits and batch == 1 and levels == 3 and not prefix
-        chooses = chooses and self.level_one.choosable
+        chooses = self.config.retrieval_weight_bits == "auto" and batch == 1 and levels == 3 and not prefix
+        chooses = chooses and not self.config.offloads and self.level_one.choosable
         # Without the bits that are chosen: the last program serves with those that it has.
         wanted = (self.config, chooses, batch, levels, split, self.target.parameter_ids)
         kept_cache: list[FullCache] = []
@@ -319,6 +318,8 @@ class Hierarchy:
         if chooses:
             workload = Workload(1, len(prompts[0]), rounded - len(prompts[0]))
             config = self.level_one.with_bits(config, workload, self.draft, self.own_drafter, kept_cache)
+        elif config.retrieval_weight_bits == "auto":
+            config = replace(config, retrieval_weight_bits=16)
         if config.retrieval_weight_bits == 16 and (batch > 1 or levels == 3):
             # Prompts that are too short for three levels take turns with longer ones, and need little.
             self.level_one.drop()

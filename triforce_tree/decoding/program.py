@@ -101,7 +101,7 @@ class DecodingProgram:
         self.learnt: dict[Hashable, LearntChoice] = {}
         compiled = self.device.type == "cuda"
         if target.streamed is not None and levels == 3:
-            check_level_one(config.retrieval_weight_bits)
+            check_level_one(config.weight_bits)
         extent = PassLimits.of(config, levels)
         self.max_draft_tokens = extent.max_draft_tokens
         self.runner_ups = levels == 3 and (
@@ -122,7 +122,7 @@ class DecodingProgram:
         if self.drafter is not None:
             self.drafter.bind(self.state)
         if levels == 3:
-            bits = config.retrieval_weight_bits
+            bits = config.weight_bits
             self.retrieval_model = self.full if bits == 16 else level_one(target, bits, compiled, features)
         self.capture_seconds = 0.0
 

@@ -30,11 +30,10 @@ _GAMMA, _GROUPED_GAMMA = 20, 15
 # From this many query heads for each KV head on a chain of 16 tokens fills a tile of the attention kernel.
 _GROUPED = 4
 _RETRIEVAL_NAMES = frozenset({"budget", "chunk", "recent"})
-_BITS = "retrieval_weight_bits"
 # A product with weights of 8 bits takes a microsecond more to launch than one of 16, and a layer has four of
 # them (``docs/kernel.md``): layers of fewer bytes gain nothing.
 _LEAST_LAYER = 64 * MIB
-# Device memory that a copy of the weights which nobody asked for leaves unused.
+# Device memory that a copy of the weights leaves unused where its bits are chosen.
 _LEAST_UNUSED, _UNUSED = 4 * GIB, 0.15
 
 
@@ -84,26 +83,25 @@ def chosen_settings(
     prompt: int,
     temperature: float,
     profile: Profile | None,
-) -> tuple[HierarchyConfig, Entry | None, bool]:
+) -> tuple[HierarchyConfig, Entry | None]:
     """The settings for a prompt of so many tokens: the device's defaults, and a profile's entry above them.
 
     Returns:
-        the settings; the entry, None where the profile has none for such prompts; and whether the bits of
-        level 1 are left to :func:`level_one_bits`, being neither given nor measured nor planned.
+        the settings, and the entry; None where the profile has none for such prompts.
     """
     trees = draft is not None and target.states is None
     config = device_defaults(config, given, target.device.type == "cuda", prompt, target.heads.group, trees)
     entry = profile.nearest(prompt, temperature) if profile is not None else None
-    decided = {*given, *(entry.options if entry is not None else ())}
-    left = _BITS not in decided and config.retrieval_weight_bits == 16 and not config.offloads
-    chooses = left and gains_from_few_bits(target)
     if entry is None:
-        return config, None, chooses
+        return config, None
+    if config.retrieval_weight_bits == "auto":
+        # Bits that were measured are better than those chosen by memory.
+        given = frozenset(given) - {"retrieval_weight_bits"}
     measured = entry.options_for(given)
     if "tree" in measured and "other_trees" not in given:
         # The fastest that was measured.
         measured = {"other_trees": (), **measured}
-    return HierarchyConfig.from_options(**{**config.as_options(), **measured}), entry, chooses
+    return HierarchyConfig.from_options(**{**config.as_options(), **measured}), entry
 
 
 def gains_from_few_bits(target: HFModel) -> bool:
@@ -122,7 +120,7 @@ def gains_from_few_bits(target: HFModel) -> bool:
 def level_one_bits(
     sizes: Sizes, config: HierarchyConfig, workload: Workload, free: int, total: int, held: int
 ) -> int:
-    """Bits of level 1's weights where nobody decided about them: 8 if the copy leaves enough memory, else 16.
+    """``retrieval_weight_bits="auto"``: 8 if the copy leaves enough memory, else 16.
 
     Args:
         sizes: of the models, which are loaded.

@@ -14,7 +14,7 @@ from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.planning import batch_size
-from triforce_tree.planning.device_defaults import level_one_bits
+from triforce_tree.planning.device_defaults import gains_from_few_bits, level_one_bits
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import Sizes
 from triforce_tree.runtime import distributed
@@ -68,7 +68,7 @@ class LevelOneCopy:
 
     @property
     def choosable(self) -> bool:
-        """Whether fewer bits may be chosen, where nobody gave them.
+        """Whether fewer bits may be chosen: the target gains from them (``gains_from_few_bits``).
 
         Not after memory ran out with a copy, and not for weights that were seen to change in place, as in
         training: a copy would be of other weights soon.
@@ -76,7 +76,8 @@ class LevelOneCopy:
         versions = self._target.weight_versions
         if self._first_seen is None:
             self._first_seen = versions
-        return not self._given_up and self._first_seen == versions
+        unchanged = not self._given_up and self._first_seen == versions
+        return unchanged and gains_from_few_bits(self._target)
 
     def with_bits(
         self,
