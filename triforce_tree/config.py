@@ -123,8 +123,9 @@ class HierarchyConfig:
     that is faster: plain ones always, those of two levels with "auto" (on a cache that is not offloaded).
 
     Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which changes what is
-    proposed, but not the distribution of the output. ``prefill_chunk`` tokens of a prompt are prefilled in
-    one forward; None: 1024, on a GPU 4096.
+    proposed, but not the distribution of the output; "auto" is 8 on a GPU with memory to spare, else 16,
+    where neither a profile nor a memory plan decides (docs/defaults.md). ``prefill_chunk`` tokens of a prompt
+    are prefilled in one forward; None: 1024, on a GPU 4096.
 
     ``kv_bits`` 8 stores the target's keys and values in 8 bits, with a scale for each vector; 16 is the
     target's own dtype. Output then follows exactly the distribution of the target with that cache, as plain
@@ -163,7 +164,7 @@ class HierarchyConfig:
     other_trees: str | Sequence[str | Shape] | None = None
     runner_ups: bool | None = None
     lookup: int | None = None
-    retrieval_weight_bits: int = 16
+    retrieval_weight_bits: int | str = 16
     rounds: int | None = None
     prefill_chunk: int | None = None
     kv_bits: int = 16
@@ -186,8 +187,8 @@ class HierarchyConfig:
             _within("lookup", self.lookup, 0, MOST_DEPTH)
         if self.prefill_chunk is not None:
             _within("prefill_chunk", self.prefill_chunk, 1)
-        if self.retrieval_weight_bits not in (4, 8, 16):
-            raise ValueError(f"retrieval_weight_bits={self.retrieval_weight_bits!r} must be 16, 8 or 4")
+        if self.retrieval_weight_bits not in (4, 8, 16, "auto"):
+            raise ValueError(f"retrieval_weight_bits={self.retrieval_weight_bits!r} must be 16, 8, 4 or 'auto'")
         if not isinstance(self.prefix_cache, bool):
             try:
                 bytes_of(self.prefix_cache, "prefix_cache")
@@ -311,8 +312,8 @@ class HierarchyConfig:
         return 0 if isinstance(self.prefix_cache, bool) else bytes_of(self.prefix_cache, "prefix_cache")
 
     @property
-    def level_one_bits(self) -> int:  # of its weights, 16 where there is no level 1
-        return self.retrieval_weight_bits if self.levels in ("auto", 3) else 16
+    def weight_bits(self) -> int:  # of level 1; 16 where "auto" was not decided
+        return self.retrieval_weight_bits if isinstance(self.retrieval_weight_bits, int) else 16
 
     def as_options(self) -> dict[str, Any]:
         """All options as one flat dict, as ``from_options`` takes them."""

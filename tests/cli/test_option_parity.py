@@ -116,6 +116,15 @@ def test_exact_reaches_the_engine(pair: TinyPair) -> None:
     assert engine.hierarchy.config.exact is True
 
 
+def test_bits_of_level_1_can_be_auto(pair: TinyPair, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "--target", pair.target, "--device", "cpu", "--retrieval-weight-bits"]
+    engine = options.engine_of(arguments.parser().parse_args([*words, "auto"]))
+    assert engine.hierarchy.config.retrieval_weight_bits == "auto"
+    with pytest.raises(SystemExit):
+        arguments.parser().parse_args([*words, "5"])
+    assert "'5' is none of 16, 8, 4, auto" in capsys.readouterr().err
+
+
 def test_lookup_reaches_an_engine_without_a_draft(pair: TinyPair) -> None:
     words = ["generate", "--target", pair.target, "--device", "cpu", "--lookup", "3"]
     engine = options.engine_of(arguments.parser().parse_args(words))

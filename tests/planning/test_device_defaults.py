@@ -72,3 +72,14 @@ def test_given_options_are_kept() -> None:
             **changed,
         }
     assert options(given=("budget",))["chunk"] == defaults["chunk"]
+
+
+def test_bits_of_level_1_are_numbers_or_auto() -> None:
+    assert HierarchyConfig().retrieval_weight_bits == HierarchyConfig().weight_bits == 16
+    for given, number in ((16, 16), (8, 8), (4, 4), ("auto", 16)):
+        config = HierarchyConfig.from_options(retrieval_weight_bits=given)
+        assert (config.as_options()["retrieval_weight_bits"], config.weight_bits) == (given, number)
+        assert HierarchyConfig.from_options(**config.as_options()) == config
+    for wrong in (2, 0, True, None, "8", "none"):
+        with pytest.raises(ValueError, match=f"retrieval_weight_bits={wrong!r} must be 16, 8, 4 or 'auto'"):
+            HierarchyConfig.from_options(retrieval_weight_bits=wrong)

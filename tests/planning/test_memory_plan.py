@@ -155,6 +155,12 @@ def test_retrieval_weight_bits_are_the_most_that_fit_or_those_given() -> None:
         assert made.config.retrieval_weight_bits == 16
         assert made.device["low-bit weights"] == 0
     assert planned(LLAMA_2_13B, 48, LONG).config.retrieval_weight_bits == 16
+    # "auto" is decided as if it was not given.
+    auto: dict[str, object] = {"retrieval_weight_bits": "auto"}
+    for sizes, cap, bits in ((STREAMED_13B, 24, 8), (STREAMED_13B, 16, 4), (LLAMA_2_13B, 48, 16)):
+        made = planned(sizes, cap, LONG, auto)
+        assert made.config.retrieval_weight_bits == bits
+        assert made == planned(sizes, cap, LONG)
     with pytest.raises(
         ValueError, match="retrieval_weight_bits=16 lets the retrieval model use the target's own weights"
     ):

@@ -116,6 +116,7 @@ class TestTwoRanks:
         assert first["plan"]["cpu_gbps"] > 0
         assert first["different prompts"].startswith("prompts or settings of rank 1 differ from rank 0's")
         assert len(set(first["no seed"])) > 5
+        assert [first["room"], first["room on rank 0"]] == [[8, expected()], [16, expected()]]
 
     def test_a_fault_on_one_rank_ends_both(self, tmp_path: Path) -> None:
         # A deadlock would last ten minutes, and the test would fail before.

@@ -77,6 +77,8 @@ def test_the_space_fits_machine_pair_and_context() -> None:
     first = host.starts()[0]
     assert (first["levels"], first["budget"], first["runner_ups"]) == (3, 1024, False)
     assert [start["levels"] for start in replace(host, context=600).starts()] == [2]
+    auto = replace(long, start=HierarchyConfig(retrieval_weight_bits="auto"))
+    assert auto.starts() == long.starts()
     one = replace(host, start=HierarchyConfig(levels=1), fixed=frozenset({"levels"}))
     assert [start["levels"] for start in one.starts()] == [1]
     assert not long.allows(long.starts()[0] | {"budget": 1537})

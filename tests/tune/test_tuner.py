@@ -73,6 +73,13 @@ def test_drafting_that_gains_is_chosen(
     assert none.speedup == 1
 
 
+def test_bits_that_are_auto_are_measured(engine: Engine, ids: list[int]) -> None:
+    given = plan(fixed=frozenset({"retrieval_weight_bits", "gamma"}))
+    for bits, fixed in (("auto", {"gamma"}), (8, {"gamma", "retrieval_weight_bits"})):
+        own = engine.with_options(retrieval_weight_bits=bits)
+        assert Tuner(own, ids, given, Records(None, {})).space(CONTEXT).fixed == fixed
+
+
 def test_a_cache_in_host_memory_is_refused(engine: Engine, ids: list[int]) -> None:
     with pytest.raises(ValueError, match=r"offload=True.*leave them out"):
         Tuner(engine.with_options(offload=True), ids, plan(), Records(None, {}))

@@ -65,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
             )
         if out.profile:
             show.print(f"settings from the profile {out.profile}")
+        last = engine.hierarchy.last_program
+        if last is not None and last.levels == 3 and last.config.retrieval_weight_bits != 16:
+            show.print(f"retrieval level on weights in {last.config.retrieval_weight_bits} bits")
         comparison = None
         if args.compare and not interrupt.requested:
             baseline = generate(engine.with_options(levels=1), prompt, interrupt, show=False, **more)

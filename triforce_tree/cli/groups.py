@@ -14,6 +14,7 @@ from triforce_tree.cli.parsing import (
     levels,
     positive,
     positive_or_auto,
+    weight_bits,
 )
 from triforce_tree.config import HierarchyConfig
 
@@ -142,9 +143,9 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             "bytes that are read to select them",
         ),
         "retrieval_weight_bits": (
-            int,
+            weight_bits,
             "bits of the retrieval level's weights, 16, 8 or 4: fewer are faster and do not change the "
-            "distribution of the output (on a GPU)",
+            "distribution of the output (on a GPU); auto takes 8 on a GPU with memory to spare",
         ),
         "sinks": (int, "first tokens that the draft's cache keeps"),
         "window": (int, "newest tokens that the draft's cache keeps"),

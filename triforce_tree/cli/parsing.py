@@ -112,8 +112,16 @@ def finite(text: str) -> float:
 
 
 def levels(text: str) -> int | str:
-    if text not in ("auto", "1", "2", "3"):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, 1, 2, 3")
+    return _one_of(text, "auto", "1", "2", "3")
+
+
+def weight_bits(text: str) -> int | str:
+    return _one_of(text, "16", "8", "4", "auto")
+
+
+def _one_of(text: str, *words: str) -> int | str:
+    if text not in words:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}")
     return text if text == "auto" else int(text)
 
 

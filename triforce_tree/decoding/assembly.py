@@ -11,6 +11,7 @@ import torch
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.full_cache import FullCache
+from triforce_tree.decoding.memory.level_one_copy import LevelOneCopy
 from triforce_tree.decoding.memory.new_plan import new_plan
 from triforce_tree.decoding.oom_retry import with_or_without
 from triforce_tree.decoding.program import DecodingProgram
@@ -51,6 +52,7 @@ class Hierarchy:
         own_drafter: the drafter that was given; None for a draft model and for suffix matching.
         guard: what of the target was compared with transformers' own forward.
         memory: where KV slots are kept, as :meth:`adopt_memory_plan` decided; None if nothing is offloaded.
+        level_one: the target in fewer bits, if a program needs it.
 
     Raises:
         ValueError: a drafter's tree is no tree shape, it was made for another target, or it reads features
@@ -70,6 +72,7 @@ class Hierarchy:
         self.draft, self.own_drafter = self._level_0.model, self._level_0.own
         self.config = config
         self.memory: MemoryPlan | None = None
+        self.level_one = LevelOneCopy(target)
         self._planned: tuple[object, MemoryPlan] | None = None
         self._program: tuple[object, DecodingProgram] | None = None
         # Shared by all configurations of these models: host memory holds one full cache at a time.
@@ -102,6 +105,7 @@ class Hierarchy:
         other = copy.copy(self)
         other.config = config
         other.memory = other._planned = other._program = None
+        other.level_one = LevelOneCopy(self.target)
         return other
 
     def generation(self) -> AbstractContextManager[None]:
@@ -239,7 +243,11 @@ class Hierarchy:
                 "plan while they decode; set a smaller gpu_memory, or shorten the prompt"
             )
         smaller = self.memory.smaller() if self.memory is not None else None
+        without_copy = self.config.retrieval_weight_bits == "auto" and self.level_one.give_up()
         self.release()
+        if without_copy:
+            _LOG.warning("device memory ran out; going on with less: retrieval_weight_bits 8 -> 16")
+            return True
         if smaller is None or self._planned is None:
             return False
         self.memory, what = smaller
@@ -254,6 +262,7 @@ class Hierarchy:
             program.close()
         self._offloaded.clear()
         self._program = None
+        self.level_one.drop()
         free_memory()
 
     def program(
@@ -276,7 +285,10 @@ class Hierarchy:
         split = self.memory.offload if self.memory is not None else None
         if prefix is None or split is not None or (batch == 1 and not prefix.room):
             prefix = PrefixTree()
-        wanted = (self.config, batch, levels, split, self.target.parameter_ids)
+        chooses = self.config.retrieval_weight_bits == "auto" and batch == 1 and levels == 3 and not prefix
+        chooses = chooses and not self.config.offloads and self.level_one.choosable
+        # Without the bits that are chosen: the last program serves with those that it has.
+        wanted = (self.config, chooses, batch, levels, split, self.target.parameter_ids)
         kept_cache: list[FullCache] = []
         if self._program is not None:
             kept, program = self._program
@@ -302,11 +314,21 @@ class Hierarchy:
             rounded = max(max_seq_len, self.memory.workload.max_seq_len)
         if self.memory is not None and self.target.streamed is not None:
             self.target.streamed.keep_experts(self.memory.resident_experts)
-        drafter = self.drafter() if levels > 1 else None
-        settings = (self.target, drafter, self.config, batch, rounded, levels, split, pinned)
+        config = self.config
+        if chooses:
+            workload = Workload(1, len(prompts[0]), rounded - len(prompts[0]))
+            config = self.level_one.with_bits(config, workload, self.draft, self.own_drafter, kept_cache)
+        elif config.retrieval_weight_bits == "auto":
+            config = replace(config, retrieval_weight_bits=16)
+        if config.retrieval_weight_bits == 16 and (batch > 1 or levels == 3):
+            # Prompts that are too short for three levels take turns with longer ones, and need little.
+            self.level_one.drop()
+        drafter, make = self.drafter() if levels > 1 else None, self.level_one.model
+        settings = (self.target, drafter, config, batch, rounded, levels, split, pinned)
         program = with_or_without(
-            kept_cache, lambda cache: DecodingProgram(*settings, kept=cache, prefix=prefix)
+            kept_cache, lambda cache: DecodingProgram(*settings, kept=cache, prefix=prefix, level_one=make)
         )
+        program.capture_seconds += self.level_one.taken_seconds()
         if limit := self.config.prefix_bytes:
             self.prefixes.bound(limit)
             program.cache.exchange_with(self.prefixes)

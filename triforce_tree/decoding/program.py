@@ -26,7 +26,7 @@ from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
 from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import step_model
+from triforce_tree.models.step_model import StepModel, step_model
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, least_prompt
 from triforce_tree.verify.noise import Noise, NoiseFactory
@@ -50,6 +50,7 @@ class DecodingProgram:
         progress: called with bytes of host memory as they are taken.
         store: KV slots on the device to work on, with whatever they hold; by default new ones.
         kept, prefix: an earlier program's cache, and prefixes to store once, see :class:`FullCache`.
+        level_one: level 1's model in fewer bits, of the arguments of ``low_bit_model``; by default a new one.
         noise: makes the random numbers of every stage.
 
     Attributes:
@@ -62,7 +63,7 @@ class DecodingProgram:
             captured by :meth:`prepare_shape`, where a pass first takes them.
         max_draft_tokens: most tokens that are proposed to level 2 in a line.
         runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
-        capture_seconds: spent on making stages and capturing them.
+        capture_seconds: spent on making stages, capturing them, and on a copy of the weights for level 1.
         two_levels: whether three levels may be exchanged for two in any pass: the number was not given.
         prepared: stages by kind of sampling; selected: those prepared last; seeded: see ``prepared_stages``.
         learnt: what controllers of passes learnt, by kind of sampling (``choice/learnt_table.py``).
@@ -87,6 +88,7 @@ class DecodingProgram:
         noise: NoiseFactory = Noise,
         kept: FullCache | None = None,
         prefix: PrefixTree | None = None,
+        level_one: Callable[[HFModel, int, bool, Sequence[int]], StepModel] = low_bit_model,
     ) -> None:
         self.target, self.config, self.levels = target, config, levels
         self.batch, self.max_seq_len, self.device, self.noise = batch, max_seq_len, target.device, noise
@@ -99,7 +101,7 @@ class DecodingProgram:
         self.learnt: dict[Hashable, LearntChoice] = {}
         compiled = self.device.type == "cuda"
         if target.streamed is not None and levels == 3:
-            check_level_one(config.retrieval_weight_bits)
+            check_level_one(config.weight_bits)
         extent = PassLimits.of(config, levels)
         self.max_draft_tokens = extent.max_draft_tokens
         self.runner_ups = levels == 3 and (
@@ -120,11 +122,8 @@ class DecodingProgram:
         if self.drafter is not None:
             self.drafter.bind(self.state)
         if levels == 3:
-            self.retrieval_model = (
-                self.full
-                if config.retrieval_weight_bits == 16
-                else low_bit_model(target, config.retrieval_weight_bits, compiled, features)
-            )
+            bits = config.weight_bits
+            self.retrieval_model = self.full if bits == 16 else level_one(target, bits, compiled, features)
         self.capture_seconds = 0.0
 
     @property

@@ -160,19 +160,18 @@ class HFModel:
         return None if rotary else self.max_positions
 
     def function_key(self) -> object:
-        """Equal as long as weights and choice of rotary frequencies are the same, as far as torch can tell.
+        """Equal as long as :attr:`weight_versions` and the choice of rotary frequencies are the same."""
+        return self.length_rope.long if self.length_rope is not None else None, self.weight_versions
+
+    @property
+    def weight_versions(self) -> list[tuple[int, int]]:
+        """Equal as long as the weights are the same, as far as torch can tell.
 
         Changes in place are seen by torch's counters, which writes to ``parameter.data`` pass by. Weights in
         host memory are taken to stay as they are.
         """
-        long = self.length_rope.long if self.length_rope is not None else None
-        if self.streamed is not None:
-            return long
-        versions = [
-            (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-            for weight in self.model.parameters()
-        ]
-        return long, versions
+        weights = self.model.parameters() if self.streamed is None else ()
+        return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
     @property
     def parameter_ids(self) -> tuple[int, ...]:

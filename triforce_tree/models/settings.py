@@ -8,6 +8,7 @@ from triforce_tree.models.hf_model import HFModel
 
 def check_settings(target: HFModel, config: HierarchyConfig) -> None:
     """Raise ValueError where a target cannot be run so; see ``check_low_bits`` and ``check_exact``."""
-    check_low_bits(target.model, config.level_one_bits)
+    if config.levels in ("auto", 3):
+        check_low_bits(target.model, config.weight_bits)
     if config.exact:
         check_exact(target)

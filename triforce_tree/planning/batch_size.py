@@ -1,5 +1,6 @@
 """How many sequences the device's memory holds at a time."""
 
+import psutil
 import torch
 
 from triforce_tree.config import HierarchyConfig
@@ -12,7 +13,7 @@ from triforce_tree.planning.memory_map import Machine, Sizes
 from triforce_tree.runtime import distributed
 
 # Allocated when the models were loaded.
-_LOADED = ("weights", "weight slots", "draft")
+_LOADED = ("weights", "weight slots", "draft", "heads")
 
 
 def fitting_batch(
@@ -38,13 +39,18 @@ def fitting_batch(
 
     def needed(batch: int) -> int:
         workload = Workload(batch, prompt, new_tokens, prefix if wanted > 1 else NO_PREFIX)
-        plan = on_device(sizes, Machine(0, 0, 1.0, 1.0), config, workload)
-        return plan.peak - sum(plan.device[name] for name in _LOADED) + memory_map.reserve(free)
+        return bytes_beside_models(sizes, config, workload) + memory_map.reserve(free)
 
     first, second = needed(1), needed(2)
     # Each sequence takes the same.
     fits = 1 + max(0, free - first) // max(1, second - first)
     return int(distributed.all_reduce_min([min(wanted, fits)])[0])
+
+
+def bytes_beside_models(sizes: Sizes, config: HierarchyConfig, workload: Workload) -> int:
+    """Bytes of the device that decoding takes beside the loaded models, where nothing is offloaded."""
+    plan = on_device(sizes, Machine(0, 0, 1.0, 1.0), config, workload)
+    return plan.peak - sum(plan.device.get(name, 0) for name in _LOADED)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -53,3 +59,10 @@ def free_bytes(device: torch.device) -> int:
         return available()[0]
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes of the device's memory."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().total)
+    return int(torch.cuda.get_device_properties(device).total_memory)

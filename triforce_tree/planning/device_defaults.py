@@ -5,10 +5,17 @@ more tokens costs little more, and chunk means are read anew in every round.
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.models.experts.modules import expert_modules
+from triforce_tree.models.few_row import why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.model_copy import listed_layers
+from triforce_tree.planning.batch_size import bytes_beside_models
+from triforce_tree.planning.memory_layout import Workload
+from triforce_tree.planning.memory_map import GIB, MIB, Sizes
 from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.trees.shapes import grown_alone
 
@@ -28,6 +35,11 @@ _GAMMA, _GROUPED_GAMMA = 20, 15
 # From this many query heads for each KV head on a chain of 16 tokens fills a tile of the attention kernel.
 _GROUPED = 4
 _RETRIEVAL_NAMES = frozenset({"budget", "chunk", "recent"})
+# A product with weights of 8 bits takes a microsecond more to launch than one of 16, and a layer has four of
+# them (``docs/kernel.md``): layers of fewer bytes gain nothing.
+_LEAST_LAYER = 64 * MIB
+# Device memory that a copy of the weights leaves unused where its bits are chosen.
+_LEAST_UNUSED, _UNUSED = 4 * GIB, 0.15
 
 
 def device_defaults(
@@ -89,8 +101,43 @@ def chosen_settings(
     entry = profile.nearest(prompt, temperature) if profile is not None else None
     if entry is None:
         return config, None
+    if config.retrieval_weight_bits == "auto":
+        # Bits that were measured are better than those chosen by memory.
+        given = frozenset(given) - {"retrieval_weight_bits"}
     measured = entry.options_for(given)
     if "tree" in measured and "other_trees" not in given:
         # The fastest that was measured.
         measured = {"other_trees": (), **measured}
     return HierarchyConfig.from_options(**{**config.as_options(), **measured}), entry
+
+
+def gains_from_few_bits(target: HFModel) -> bool:
+    """Whether level 1 should be faster in 8 bits than in 16: large linear layers in half precision on a GPU.
+
+    Not measured, and so left out: experts.
+    """
+    layers = listed_layers(target.model)
+    if target.device.type != "cuda" or target.dtype.itemsize != 2 or not layers or target.streamed:
+        return False
+    if expert_modules(target.model) or why_not_replaceable(target.model):
+        return False
+    return sum(weight.nbytes for weight in layers.parameters()) >= _LEAST_LAYER * len(layers)
+
+
+def level_one_bits(
+    sizes: Sizes, config: HierarchyConfig, workload: Workload, free: int, total: int, held: int
+) -> int:
+    """``retrieval_weight_bits="auto"``: 8 if the copy leaves enough memory, else 16.
+
+    Args:
+        sizes: of the models, which are loaded.
+        config: the other settings; three levels, all on the device.
+        workload: that memory is needed for.
+        free: bytes of the device that new tensors can take.
+        total: bytes of the device.
+        held: bytes of a copy that exists. They count as free, and half of what is else left unused does for
+            it: requests that take turns do not make and drop it in turn.
+    """
+    needed = bytes_beside_models(sizes, replace(config, retrieval_weight_bits=8), workload)
+    unused = max(_LEAST_UNUSED, int(_UNUSED * total))
+    return 8 if free + held - needed >= (unused // 2 if held else unused) else 16

@@ -81,7 +81,7 @@ def with_level_one(task: Task) -> Iterator[Task]:
     if not task.sizes.streamed:
         yield task
         return
-    bits: tuple[int, ...] = (config.retrieval_weight_bits,)
+    bits: tuple[int, ...] = (config.weight_bits,)
     if levels_of(config, prompt) == 3:
         bits = _level_one_bits(task)
     chunks: list[int | None] = [config.prefill_chunk]
@@ -95,13 +95,13 @@ def with_level_one(task: Task) -> Iterator[Task]:
 
 def _level_one_bits(task: Task) -> tuple[int, ...]:
     """Bits of the retrieval model's copy of streamed weights, in the order of preference."""
-    bits = (task.config.retrieval_weight_bits,) if "retrieval_weight_bits" in task.given else (8, 4)
+    bits = (task.config.weight_bits,) if "retrieval_weight_bits" in task.given else (8, 4)
     check_level_one(bits[0])
     return bits
 
 
 def _of_budget(task: Task, budget: int, chunks: list[int]) -> Iterator[tuple[Task, Offload]]:
-    bits: tuple[int, ...] = (task.config.retrieval_weight_bits,)
+    bits: tuple[int, ...] = (task.config.weight_bits,)
     if task.sizes.streamed and levels_of(task.config, task.workload.prompt, budget) == 3:
         bits = _level_one_bits(task)
     for own, (split, prefill_chunk, count) in product(bits, _splits()):

@@ -337,14 +337,14 @@ def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int
 
 def low_bit(sizes: Sizes, config: HierarchyConfig, levels: int) -> int:
     """Bytes of the retrieval model's copy of the weights in 8 or 4 bits; 0 if it uses the target's."""
-    if config.retrieval_weight_bits == 16 or levels < 3:
+    if config.weight_bits == 16 or levels < 3:
         return 0
     if not sizes.streamed:
-        return sizes.weights * config.retrieval_weight_bits // 16
+        return sizes.weights * config.weight_bits // 16
     # Only the streamed weights are copied, and linear layers; in 4 bits each 128 weights have a scale of two
     # bytes.
     tables = 2 * sizes.vocabulary * sizes.hidden * sizes.itemsize
     copied = max(sizes.streamed, sizes.weights - tables) if sizes.streams_experts_only else sizes.streamed
     count = copied // sizes.itemsize
-    scales = count // 64 if config.retrieval_weight_bits == 4 else 0
-    return count * config.retrieval_weight_bits // 8 + scales
+    scales = count // 64 if config.weight_bits == 4 else 0
+    return count * config.weight_bits // 8 + scales

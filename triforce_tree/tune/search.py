@@ -183,9 +183,9 @@ class Space:
 
     @property
     def _own(self) -> Options:
-        """The options of ``start``; the chain beside its trees follows from ``lookup``."""
+        """The options of ``start``, with numbers; the chain beside its trees follows from ``lookup``."""
         own = self.start.as_options()
-        return own | {"tree": with_chain(own["tree"], 0)}
+        return own | {"tree": with_chain(own["tree"], 0), "retrieval_weight_bits": self.start.weight_bits}
 
 
 def relevant(options: Options) -> Options:

@@ -75,12 +75,16 @@ class Tuner:
         return frozenset() if replaceable else frozenset({"retrieval_weight_bits"})
 
     def space(self, context: int) -> Space:
+        config, fixed = self.hierarchy.config, self.plan.fixed
+        if config.retrieval_weight_bits == "auto":
+            # The fastest that is measured.
+            fixed -= {"retrieval_weight_bits"}
         return Space(
-            self.hierarchy.config,
+            config,
             context,
             gpu=self.hierarchy.target.device.type == "cuda",
             draft=self.hierarchy.draft is not None,
-            fixed=self.plan.fixed | self._impossible,
+            fixed=fixed | self._impossible,
             grid=self.plan.grid,
         )
 

@@ -61,6 +61,9 @@ def test_an_engine_with_streamed_weights() -> None:
     assert plan.host["weights"] == weights.bytes
     assert plan.device["weight slots"] == weights.slot_bytes
     assert (plan.config.retrieval_weight_bits, plan.levels) == (8, 3)
+    auto = engine_of(offload_weights=True, gpu_memory="2GiB", retrieval_weight_bits="auto")
+    assert auto.generate(PROMPT, max_new_tokens=NEW, do_sample=False).sequences.equal(out.sequences)
+    assert auto.hierarchy.config.retrieval_weight_bits == 8
     assert out.memory["pass_weights_gib"] > 0
     assert 0 < out.memory["pass_weights_ms"] <= out.memory["pass_ms"]
     for levels in (1, 2):

@@ -21,12 +21,13 @@ from torch import fx
 from transformers import PreTrainedModel, StoppingCriteria
 
 from triforce_tree import Engine, load
+from triforce_tree.decoding.memory import level_one_copy
 from triforce_tree.eval.text import pydoc_text
 from triforce_tree.kv.offload import layout
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.models import tensor_parallel
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.planning import machine, memory_plan
+from triforce_tree.planning import batch_size, machine, memory_plan
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed, stage_clock
 
@@ -170,6 +171,16 @@ def decisions() -> dict[str, Any]:
     plan = engine(offload=True, host_attention=True).memory_plan(len(PROMPT), NEW)
     assert plan is not None
     result["plan"] = plan.as_dict()
+
+    # Level 1's bits by "auto": every rank has room for a copy, then only rank 0.
+    level_one_copy.gains_from_few_bits = lambda target: True
+    batch_size.total_bytes = lambda device: 0
+    for name, room in (("room", 1 << 50), ("room on rank 0", 0 if RANK else 1 << 50)):
+        batch_size.free_bytes = lambda device, room=room: room
+        chooses = engine(retrieval_weight_bits="auto")
+        tokens, program = generated(chooses), chooses.hierarchy.last_program
+        assert program is not None
+        result[name] = [program.config.retrieval_weight_bits, tokens]
     return result
 
 

@@ -71,11 +71,11 @@ class RunOptions:
         if self.joining is not None and self.max_batch and hierarchy.target.device.type == "cuda":
             # A row without a sequence costs little there, and cannot be added later.
             most = self.max_batch
-        freed, last = 0, hierarchy.last_program
+        freed, last = hierarchy.level_one.nbytes, hierarchy.last_program
         if last is not None:
             if last.batch == most and last.cache.fits(prompt + new_tokens, prefixes()):
                 return most
-            freed = last.store.memory.nbytes if last.offloaded is None else 0
+            freed += last.store.memory.nbytes if last.offloaded is None else 0
 
         def fitting(size: PrefixSize, wanted: int) -> int:
             models = hierarchy.target, hierarchy.draft

@@ -1,0 +1,119 @@
+"""The target's weights in fewer bits, for level 1, kept from one program to the next."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.device_slots import low_bit_model
+from triforce_tree.decoding.full_cache import FullCache
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.kv.shared.tree import PrefixTree
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.step_model import StepModel
+from triforce_tree.planning import batch_size
+from triforce_tree.planning.device_defaults import gains_from_few_bits, level_one_bits
+from triforce_tree.planning.memory_layout import Workload
+from triforce_tree.planning.memory_map import Sizes
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.executor import free_memory
+
+
+class LevelOneCopy:
+    """At most one copy, made where a program first needs it.
+
+    Args:
+        target: whose weights are copied.
+
+    Attributes:
+        seconds: that making the copy took, until they are taken.
+    """
+
+    def __init__(self, target: HFModel) -> None:
+        self._target = target
+        self._model: StepModel | None = None
+        self._made_of: object = None
+        self._first_seen: object = None
+        self._given_up = False
+        self.seconds = 0.0
+
+    def model(self, target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
+        """That of ``low_bit_model``, of the same arguments: the last one, if it was made of them too."""
+        made_of = bits, compiled, tuple(features), target.weight_versions
+        if self._model is None or self._made_of != made_of:
+            self.drop()
+            start, self._made_of = time.perf_counter(), made_of
+            self._model = low_bit_model(target, bits, compiled, features)
+            if target.device.type == "cuda":
+                torch.cuda.synchronize(target.device)
+            self.seconds += time.perf_counter() - start
+        return self._model
+
+    def taken_seconds(self) -> float:
+        """Seconds spent on copies since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy, without what it shares with the target; 0 where there is none."""
+        if self._model is None:
+            return 0
+        own, copied = self._target.model, self._model.model
+        shared = {id(tensor) for tensor in [*own.parameters(), *own.buffers()]}
+        tensors = {id(tensor): tensor for tensor in [*copied.parameters(), *copied.buffers()]}
+        return sum(tensor.nbytes for name, tensor in tensors.items() if name not in shared)
+
+    @property
+    def choosable(self) -> bool:
+        """Whether fewer bits may be chosen: the target gains from them (``gains_from_few_bits``).
+
+        Not after memory ran out with a copy, and not for weights that were seen to change in place, as in
+        training: a copy would be of other weights soon.
+        """
+        versions = self._target.weight_versions
+        if self._first_seen is None:
+            self._first_seen = versions
+        unchanged = not self._given_up and self._first_seen == versions
+        return unchanged and gains_from_few_bits(self._target)
+
+    def with_bits(
+        self,
+        config: HierarchyConfig,
+        workload: Workload,
+        draft: HFModel | None,
+        drafter: Drafter | None,
+        kept: Sequence[FullCache],
+    ) -> HierarchyConfig:
+        """The settings with the bits of level 1 that memory has room for now, the same on all ranks.
+
+        Args:
+            config, workload: of the next program, on the device, of three levels.
+            draft, drafter: what proposes: a model, or a drafter that was given, or neither.
+            kept: the last program's cache, if it is taken over; the rest of that program is freed already.
+        """
+        device = self._target.device
+        free, total = batch_size.free_bytes(device), batch_size.total_bytes(device)
+        for cache in kept:
+            # In its own memory, or else copied, which takes both.
+            if cache.store is not None and cache.fits(workload.max_seq_len, PrefixTree()):
+                free += cache.store.memory.nbytes
+        sizes = Sizes.of(self._target, draft, config, drafter)
+        bits = level_one_bits(sizes, config, workload, free, total, self.nbytes)
+        # The most of any rank: each has its own memory.
+        return replace(config, retrieval_weight_bits=-int(distributed.all_reduce_min([-bits])[0]))
+
+    def drop(self) -> None:
+        """Free the copy, of which no program may be left."""
+        if self._made_of is not None:
+            self._model = self._made_of = None
+            free_memory()
+
+    def give_up(self) -> bool:
+        """Free the copy, and have no more chosen; False where none was there, or about to be made."""
+        used = self._made_of is not None
+        self._given_up = self._given_up or used
+        self.drop()
+        return used
