@@ -187,8 +187,8 @@ class HierarchyConfig:
             _within("lookup", self.lookup, 0, MOST_DEPTH)
         if self.prefill_chunk is not None:
             _within("prefill_chunk", self.prefill_chunk, 1)
-        if self.retrieval_weight_bits not in (4, 8, 16, "auto"):
-            raise ValueError(f"retrieval_weight_bits={self.retrieval_weight_bits!r} must be 16, 8, 4 or 'auto'")
+        if (bits := self.retrieval_weight_bits) not in (4, 8, 16, "auto"):
+            raise ValueError(f"retrieval_weight_bits={bits!r} must be 16, 8, 4 or 'auto'")
         if not isinstance(self.prefix_cache, bool):
             try:
                 bytes_of(self.prefix_cache, "prefix_cache")
