@@ -35,9 +35,9 @@ def shapes() -> list[DeviceTreeShape]:
     return [device_tree_shape(parse_shape(name)) for name in ("chain:3", f"lookup:{LENGTH}")]
 
 
-def choice(cost: float = 1.2, tree: float = 1.5, fixed: int | None = None) -> LookupChoice:
+def choice(cost: float = 1.2, tree: float = 1.5) -> LookupChoice:
     """A choice where a pass with matched tokens takes ``cost`` plain passes, one with a tree ``tree``."""
-    control = PassController(2, 3, 3, fixed, False, shapes())
+    control = PassController(2, 3, 3, None, False, shapes())
     control.costs = StageSeconds(1.0, draft=0.1, tree=tree - 0.1)
     control.other_costs = [StageSeconds(1.0, draft=0.01, tree=cost - 0.01)]
     control.expect(0.5, 2.0)
@@ -114,13 +114,31 @@ def test_matches_are_verified_while_drafting_pauses() -> None:
     assert control.choose() == PLAIN
 
 
-def test_given_rounds_leave_no_choice() -> None:
-    control = choice(fixed=1)._controller
-    drafter = WithLookup(SuffixMatching(3), LENGTH)
-    assert LookupChoice.of(control, drafter) is None
-    control.fixed = None
-    assert LookupChoice.of(control, drafter) is not None
-    assert LookupChoice.of(control, drafter.drafter) is None
+def test_given_passes_leave_no_choice() -> None:
+    """Also where they are given after the choice was made, as for plain decoding beside it."""
+    made = choice()
+    assert chosen(made, Match(9, 64)) == MATCHED
+    for fixed in (0, 1):
+        made._controller.fixed = fixed
+        assert chosen(made, Match(9, 64)) is None
+    assert LookupChoice.of(made._controller, SuffixMatching(3)) is None
+    assert LookupChoice.of(made._controller, WithLookup(SuffixMatching(3), LENGTH)) is not None
+
+
+def test_a_request_that_lost_with_drafts_may_use_what_later_ones_have() -> None:
+    made = choice(cost=2.0)
+    control, budget = made._controller, made._controller.budget
+    budget.bound(96)
+    withheld = budget.kept - budget.left
+    budget.charge(-budget.left)
+    assert withheld > 1
+    assert budget.left == 0
+    assert chosen(made, Match(9, 30)) == MATCHED
+    for _ in range(3):
+        if chosen(made, Match(9, 30)) is not None:
+            control.observe(MATCHED, 1, 0, 0, 1)
+    assert -1e-9 <= budget.kept < 1
+    assert chosen(made, Match(9, 64)) is None
 
 
 def test_costs_that_are_not_known_leave_no_choice() -> None:

@@ -194,8 +194,9 @@ class PassController:
         others = [Option(PLAIN, _MARGIN, 1.0, self._costs.plain)] if self._paused else self.options()
         best = max((o.within(self.remaining) for o in others), key=lambda o: o.rate)
         self.preparation.count([best, option])
-        ready = self.preparation.ready(self.lookup) and self._worst_loss(kind) <= self.budget.left
-        return kind if ready and option.rate > best.rate else None
+        if option.rate <= best.rate or not self.preparation.ready(self.lookup):
+            return None
+        return kind if self.budget.cover(self._worst_loss(kind)) else None
 
     def options(self) -> list[Option]:
         """What is expected of each kind of pass up to the best number of rounds, plain decoding first."""

@@ -67,17 +67,17 @@ class LookupChoice:
 
     @classmethod
     def of(cls, controller: PassController, drafter: Drafter | None) -> "LookupChoice | None":
-        """None where passes have no matched tokens, or are given."""
-        if controller.fixed is not None or not controller.lookup or not isinstance(drafter, WithLookup):
-            return None
-        return cls(controller, drafter)
+        """None where passes have no matched tokens."""
+        return cls(controller, drafter) if controller.lookup and isinstance(drafter, WithLookup) else None
 
     def choose(self, sequences: Sequence[Sequence[int] | None]) -> PassKind | None:
-        """A pass with matched tokens, if it is the best one; its tokens are then proposed.
+        """A pass with matched tokens, if it is the best one and passes are not given; proposes its tokens.
 
         Args:
             sequences: all committed tokens; None for a sequence that has ended.
         """
+        if self._controller.fixed is not None:
+            return None
         matches = self._drafter.match(sequences)
         counts = [0 if m is None else self._acceptance.count(m, self._drafter.length) for m in matches]
         if not any(counts):

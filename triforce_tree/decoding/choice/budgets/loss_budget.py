@@ -65,6 +65,13 @@ class LossBudget:
         self._release(max(0.0, loss - self.left))
         return True
 
+    def cover(self, loss: float) -> bool:
+        """Whether a pass that is expected to gain may lose so much, of what later requests have too."""
+        if self.kept < loss:
+            return False
+        self._release(max(0.0, loss - self.left))
+        return True
+
     def lacks(self, needed: float, least: float) -> float:
         """By how much it must grow until ``needed`` is there, or can be lent."""
         return needed - self.left if self._drafted else min(needed - self.left, least - self.kept)
