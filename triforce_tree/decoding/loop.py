@@ -160,7 +160,7 @@ class Decoder:
                 self.draws.before_pass(self._running(len))
                 report = self._pass(kind)
                 # The drafter catches up with the tokens of passes without its trees.
-                without = kind == PLAIN or self._matched(kind)
+                without = kind == PLAIN or self.controller.matched(kind)
                 resumed, after_plain = after_plain and not without, without
                 new = self._append(report)
                 self.report = [(count, proposed) for count, proposed, *_ in report]
@@ -260,7 +260,7 @@ class Decoder:
         Returns:
             the pass to make: with trees of the first shape, where memory is short for another one's stages.
         """
-        program, matched = self.program, self._matched(kind)
+        program, matched = self.program, self.controller.matched(kind)
         if program.drafter is not None and not matched:
             program.drafter.prepare(self._running(lambda sequence: sequence), resumed)
         if kind.levels == 3:
@@ -280,9 +280,6 @@ class Decoder:
                 kind = self._prepare(kind._replace(shape=0), resumed=resumed or matched)
             self._clock.mark("capture")
         return kind
-
-    def _matched(self, kind: PassKind) -> bool:
-        return self.program.shapes[kind.shape].matched
 
     def _pass(self, kind: PassKind) -> list[list[int]]:
         program, clock = self.program, self._clock
@@ -339,7 +336,7 @@ class Decoder:
             seconds = broadcast_object(seconds)
         if running:
             rejected, ranks = sum(row[0] <= row[1] for row in running) if rounds else 0, None
-            if self._lookup and self._matched(kind):
+            if self._lookup and self.controller.matched(kind):
                 self._lookup.observe([row[0] - 1 for row in report])
             elif rounds and self.program.state.rank_counts is not None:
                 ranks = (*self.program.state.ranks_of(running), rounds * len(running))

@@ -1,10 +1,9 @@
 """How many sequences the device's memory holds at a time."""
 
-import psutil
 import torch
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.kv.offload.pinned import available
+from triforce_tree.kv.offload.pinned import available, total
 from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import memory_map
@@ -64,5 +63,5 @@ def free_bytes(device: torch.device) -> int:
 def total_bytes(device: torch.device) -> int:
     """Bytes of the device's memory."""
     if device.type != "cuda":
-        return int(psutil.virtual_memory().total)
+        return total()
     return int(torch.cuda.get_device_properties(device).total_memory)

@@ -248,7 +248,7 @@ class PassController:
         """
         if self.fixed is None:
             self._charge(kind, 1 + accepted / sequences, gathered / sequences)
-        if kind.levels == 1 or self._matched(kind):
+        if kind.levels == 1 or self.matched(kind):
             return
         self._passes += 1
         self.estimates.observe(kind, gathered / sequences, accepted, rejected, ranks)
@@ -271,7 +271,8 @@ class PassController:
         changed = refined([self.costs, *self.other_costs], kind, new, self._measured)
         self.costs, self.other_costs = changed[0], changed[1:]
 
-    def _matched(self, kind: PassKind) -> bool:
+    def matched(self, kind: PassKind) -> bool:
+        """Whether a pass verifies matched tokens."""
         return bool(self.lookup) and kind.shape == self.lookup
 
     @property
@@ -309,7 +310,7 @@ class PassController:
         return self._seconds(kind, self._filled(kind, most)) / self._costs.plain - 1
 
     def _seconds(self, kind: PassKind, filled: float) -> float:
-        resumed = self._last_plain and not self._matched(kind)
+        resumed = self._last_plain and not self.matched(kind)
         return self._costs_of(kind.shape).of(kind, filled) + (self._costs.prepare if resumed else 0.0)
 
     def _needed(self, kind: PassKind) -> float:
@@ -325,7 +326,7 @@ class PassController:
             gain = tokens - self._seconds(kind, self._filled(kind, gathered)) / self._costs.plain
             self.budget.charge(gain)
             self._gained += gain
-            self._last_plain = self._matched(kind)
+            self._last_plain = self.matched(kind)
             return
         self._paused = max(0, self._paused - 1)
         self._last_plain = True

@@ -156,7 +156,7 @@ def usable(most: int | None = None) -> tuple[int, str]:
     size, name = available()
     if most is not None:
         return min((most, "host_memory"), (max(0, size - SPARE), name))
-    left = min(max(_LEFT_BYTES, int(_LEFT_SHARE * _total())), size // 2)
+    left = min(max(_LEFT_BYTES, int(_LEFT_SHARE * total())), size // 2)
     return size - left, f"{name}, less {left / _GIB:.1f} GiB for the system,"
 
 
@@ -166,7 +166,7 @@ def available() -> tuple[int, str]:
     return min([free, *((size, name) for size, name in _cgroup_available() if size is not None)])
 
 
-def _total() -> int:
+def total() -> int:
     """Bytes of memory of the machine, or of the control group of this process."""
     limits = [_number(f"{folder}/{limit}") for folder, limit, _, _ in _CGROUPS]
     return min([int(psutil.virtual_memory().total), *(size for size in limits if size is not None)])
