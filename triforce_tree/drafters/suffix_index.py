@@ -30,10 +30,10 @@ class SuffixIndex:
         order = np.argsort(hashes, kind="stable")
         self._sorted, self._ends = hashes[order], order + SHORTEST
 
-    def follows(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens may go on from the text that is known: they are no fewer, and end alike."""
-        known, first = len(self._text), max(0, len(self._text) - SHORTEST)
-        return len(tokens) >= known and list(tokens[first:known]) == self._text[first:]
+    def begins(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens begin with the text that is known, which is not empty."""
+        known = len(self._text)
+        return 0 < known <= len(tokens) and list(tokens[:known]) == self._text
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Go on to ``tokens``, the whole text."""
