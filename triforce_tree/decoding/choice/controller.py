@@ -98,6 +98,7 @@ class PassController:
         self.budget, self.remaining, self._made = LossBudget(), math.inf, 0.0
         self._trials = Trials()
         self._paused = self._pause = self._passes = 0
+        self._options: list[Option] = []  # for ``choose`` in the same pass
         self._gained, self._last_plain, self._measured = 0.0, False, set[tuple[str, int]]()
 
     def expect(self, acceptance: float, tokens_per_round: float) -> None:
@@ -142,7 +143,7 @@ class PassController:
         if self._paused:
             return PLAIN
         plain = _MARGIN / self._plain
-        options = self.options()
+        options = self._options or self.options()
         if self._passes and all(option.highest_rate <= plain for option in options[1:]):
             self.preparation.count(options)
             self._pause_drafting()
@@ -191,7 +192,8 @@ class PassController:
         if self.other_costs[self.lookup - 1] is None:
             return None
         option = Option(kind, tokens, tokens, self._seconds(kind, 1.0)).within(self.remaining)
-        others = [Option(PLAIN, _MARGIN, 1.0, self._plain)] if self._paused else self.options()
+        self._options = [] if self._paused else self.options()
+        others = self._options or [Option(PLAIN, _MARGIN, 1.0, self._plain)]
         best = max((o.within(self.remaining) for o in others), key=lambda o: o.rate)
         self.preparation.count([best, option])
         if option.rate <= best.rate or not self.preparation.ready(self.lookup):
@@ -247,6 +249,7 @@ class PassController:
                 accepted / (accepted + rejected) estimates the acceptance.
             ranks: acceptance of the draft's trees by depth and rank, where there are several shapes.
         """
+        self._options = []
         if self.fixed is None:
             self._charge(kind, 1 + accepted / sequences, gathered / sequences)
         if kind.levels == 1 or self.matched(kind):
