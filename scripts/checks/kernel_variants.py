@@ -243,7 +243,7 @@ def _accept(nodes: int, vocabulary: int) -> None:
 def _growth() -> Iterator[Variant]:
     buffers = (_ints(2, 4), _ints(2, 20), _ints(2, 64), _ints(4, 2), _int32(2), _ints(2, 512))
     rest = (_ints(2), _ints(2), _ints(20), _ints(4))
-    yield Variant("first inputs of a tree", partial(grow.begin_tree, *buffers, *rest))
+    yield Variant("first inputs of a tree", partial(place_kernels.begin_tree, *buffers, *rest))
     for vocabulary, draws, how in product(VOCABULARIES, (1, 8, 16), ("draws", "most likely")):
         call = partial(_expand, vocabulary, draws, how == "most likely")
         yield Variant(f"{draws} {how} of {vocabulary} entries", call)

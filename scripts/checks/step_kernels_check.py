@@ -15,7 +15,7 @@ from typing import Any
 import step_cases
 import torch
 from acceptance_cases import LIKENESS, acceptance, greedy, runner_up, traversal
-from grow_cases import beginning, expansion, placement
+from grow_cases import beginning, expansion, placement, scattered
 from step_cases import Problem, selection
 from suffix_cases import graft, indexing, matching
 from torch import Tensor
@@ -97,10 +97,16 @@ def problems() -> Iterator[Make]:
     expansions = [
         (1, 1, 4096, 8), (1, 8, 4096, 6), (6, 8, 4096, 6), (6, 1, 4096, 1), (2, 5, 4095, 16), (2, 4, 100, 60),
         (2, 6, 5, 8), (1, 8, 32000, 8), (2, 8, 128256, 8), (1, 16, 152064, 16),
+        (1, 1, 128256, 4), (1, 4, 128256, 17), (2, 5, 32000, 64), (1, 5, 32000, 65), (1, 3, 16385, 3),
+        (1, 2, 262145, 8), (1, 64, 32000, 5), (1, 2, 128256, 300),
     ]  # fmt: skip
     for shape, seed in product(expansions, range(8)):
         exponential, ties, dtype = seed % 2 == 1, seed // 2 % 2 == 1, BOTH[seed // 4]
         yield partial(expansion, *shape, dtype, exponential, GPU, (None, 0.7)[exponential], ties, seed)
+    for shape, exponential in product(
+        [(2, 3, 32000, 4), (2, 3, 128256, 8), (1, 4, 128256, 17), (1, 2, 40000, 70)], (True, False)
+    ):
+        yield partial(scattered, *shape, exponential, GPU)
     placements = [
         (1, 1, 8, 8), (1, 8, 6, 6), (6, 8, 6, 6), (6, 1, 1, 1), (2, 29, 30, 30), (3, 16, 16, 16)
     ]  # fmt: skip
@@ -140,7 +146,7 @@ def captured() -> Iterator[Callable[..., Problem]]:
     yield partial(cut, partial(greedy, 4, 16, 5, GPU))
     yield partial(runner_up, 4, 6, 4096, True, GPU)
     yield partial(beginning, 4, 5, (8, 6, 4), 300, GPU)
-    for vocab, exponential in product((4096, 32000), (False, True)):
+    for vocab, exponential in product((4096, 32000, 128256), (False, True)):
         yield partial(expanded, vocab, exponential)
     for fixed in (False, True):
         yield partial(placement, 4, 8, 6, 6, GPU, fixed)

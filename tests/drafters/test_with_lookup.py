@@ -1,6 +1,7 @@
 """Matched tokens in the place of a tree: the host's index, what is proposed, and the draft's catching up."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -41,11 +42,34 @@ def test_the_index_finds_what_a_search_finds(vocabulary: int) -> None:
             if len(text) > 30 and rng.random() < 0.3:
                 more = text[10 : 12 + SHORTEST]
             text = text + more
-            assert index.follows(text)
+            assert index.begins(text) == (len(text) > len(more))
             index.extend(text)
     assert matches > 20
-    assert not index.follows(text[:-1])
-    assert not index.follows([*text[:-1], vocabulary])
+    assert index.begins(text)
+    assert not index.begins(text[:-1])
+    assert not index.begins([vocabulary, *text[1:], 0])
+
+
+def test_the_next_turn_extends_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, built = lookup_program(), list[int]()
+
+    class Counted(SuffixIndex):
+        def __init__(self, tokens: Sequence[int]) -> None:
+            built.append(len(tokens))
+            super().__init__(tokens)
+
+    monkeypatch.setattr("triforce_tree.drafters.with_lookup.SuffixIndex", Counted)
+    first, other = prompt_of(40), prompt_of(41)
+    assert other[:40] != first
+    drafter = program.drafter
+    drafter.start([first])
+    drafter.start([[*first, 1, 2, 3]])
+    drafter.match([[*first, 1, 2, 3, 4]])
+    assert built == [40]
+    drafter.start([other])
+    assert built == [40, 41]
+    [match] = drafter.match([[*other, *other[:7]]])
+    assert match == (7, 7), "a dictionary holds what came later"
 
 
 def test_a_text_that_repeats_itself_goes_on_so() -> None:

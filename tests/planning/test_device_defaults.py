@@ -28,7 +28,7 @@ def test_a_cpu_keeps_the_defaults() -> None:
 @pytest.mark.parametrize("gpu", [True, False])
 def test_other_trees_are_for_trees_and_memory_that_were_not_given(gpu: bool) -> None:
     found = options(gpu=gpu)["other_trees"]
-    assert len(found) == (2 if gpu else 3)
+    assert len(found) == 3
     assert options(gpu=gpu)["tree"] not in found
     for given in (("tree",), ("other_trees",)):
         assert options(given=given, gpu=gpu)["other_trees"] is None
@@ -41,9 +41,10 @@ def test_other_trees_are_for_trees_and_memory_that_were_not_given(gpu: bool) -> 
 def test_a_gpu_has_its_own() -> None:
     found = options()
     names = ("gamma", "tree", "budget", "chunk", "runner_ups", "recent", "retrieval_weight_bits")
-    assert [found[name] for name in names] == [20, "best-first:4,4,4,3", 4096, 32, None, 256, 16]
+    assert [found[name] for name in names] == [20, "best-first:4,4,4,3", 4096, 32, None, 256, "auto"]
     grouped = options(group=4)
-    assert (grouped["gamma"], grouped["runner_ups"]) == (15, False)
+    assert (grouped["gamma"], grouped["runner_ups"], grouped["budget"]) == (15, False, 8192)
+    assert grouped["other_trees"][0] != found["other_trees"][0], "many rows cost more there"
     assert options(trees=False)["tree"] == HierarchyConfig().tree, "a drafter has its own trees"
 
 
@@ -58,7 +59,7 @@ def test_the_budget_follows_the_context(prompt: int) -> None:
 
 def test_given_options_are_kept() -> None:
     defaults = HierarchyConfig().as_options()
-    for name in ("gamma", "tree"):
+    for name in ("gamma", "tree", "retrieval_weight_bits"):
         assert options(given=(name,))[name] == defaults[name], "even at their defaults"
     own = HierarchyConfig.from_options(gamma=7, tree="chain:2", runner_ups=True)
     assert {name: options(own, group=8)[name] for name in ("gamma", "tree", "runner_ups")} == {

@@ -9,7 +9,7 @@ SHORTEST = 6
 LONGEST = 64
 """More tokens in common are not counted."""
 # An odd factor of the polynomial hash of n-grams, modulo 2**64.
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_FACTOR, _MODULUS = 0x9E3779B97F4A7C15, 2**64
 
 
 class SuffixIndex:
@@ -30,10 +30,10 @@ class SuffixIndex:
         order = np.argsort(hashes, kind="stable")
         self._sorted, self._ends = hashes[order], order + SHORTEST
 
-    def follows(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens may go on from the text that is known: they are no fewer, and end alike."""
-        known, first = len(self._text), max(0, len(self._text) - SHORTEST)
-        return len(tokens) >= known and list(tokens[first:known]) == self._text[first:]
+    def begins(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens begin with the text that is known, which is not empty."""
+        known = len(self._text)
+        return 0 < known <= len(tokens) and list(tokens[:known]) == self._text
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Go on to ``tokens``, the whole text."""
@@ -66,8 +66,11 @@ class SuffixIndex:
         return [text[end + i % period] for i in range(count)]
 
     def _first(self, gram: tuple[int, ...]) -> int:
-        [wanted] = _hashes(np.asarray(gram, dtype=np.uint64))
-        at = int(np.searchsorted(self._sorted, wanted, side="right")) - 1
+        # That of ``_hashes``: arrays of six numbers would take longer than the search.
+        wanted = 0
+        for token in gram:
+            wanted = (wanted * _FACTOR + token) % _MODULUS
+        at = int(self._sorted.searchsorted(np.uint64(wanted), side="right")) - 1
         if at < 0 or self._sorted[at] != wanted:
             return 0
         end = int(self._ends[at])
@@ -79,5 +82,5 @@ def _hashes(tokens: np.ndarray) -> np.ndarray:
     count = max(0, len(tokens) - SHORTEST + 1)
     found = np.zeros(count, dtype=np.uint64)
     for i in range(SHORTEST):
-        found = found * _FACTOR + tokens[i : i + count]
+        found = found * np.uint64(_FACTOR) + tokens[i : i + count]
     return found

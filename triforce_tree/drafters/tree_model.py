@@ -13,7 +13,7 @@ from triforce_tree.kv.prefill import windowed_attention
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import step_model
+from triforce_tree.models.step_model import MOST_ROWS, step_model
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import tree_shapes
 from triforce_tree.trees.shapes import Shape, with_chain
@@ -79,6 +79,8 @@ class TreeDrafter:
         self._dropped_on_host = [0] * batch
         # Tokens of each sequence, the first ones, that the cache holds or has dropped.
         self._fed = [0] * batch
+        # Layers are compiled for some numbers of tokens up to MOST_ROWS, seconds each: not while decoding.
+        self._least_fed = MOST_ROWS + 1 if device.type == "cuda" else 1
         for grown in self.grown:
             grown.bind(self.store)
 
@@ -105,9 +107,10 @@ class TreeDrafter:
             if needed > self.store.rows or (resumed and self._dropped_on_host[b] < 0):
                 self._recompute_window(b, sequence)
             elif resumed and final > fed:
-                # A forward of a single token would be compiled on its own.
-                fed = max(0, min(fed, final - 2))
-                self._prefill(b, list(sequence[fed:final]), fed - self._dropped_on_host[b])
+                dropped = self._dropped_on_host[b]
+                oldest = dropped + self.config.sinks if dropped else 0
+                fed = max(oldest, min(fed, final - self._least_fed))
+                self._prefill(b, list(sequence[fed:final]), fed - dropped)
             # The tree that is grown now feeds the newest tokens.
             self._fed[b] = len(sequence)
 

@@ -61,17 +61,23 @@ class WithLookup:
     def bind(self, state: SequenceState) -> None:
         self.drafter.bind(state)
         self._proposed = torch.full((state.batch, self.length), -1, device=state.device)
-        self._indices: list[SuffixIndex | None] = [None] * state.batch
+        self._indices = [SuffixIndex(()) for _ in range(state.batch)]
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self.drafter.start(sequences)
-        self._indices = [None] * len(sequences)
+        for b, sequence in enumerate(sequences):
+            self._index(b, sequence)
         # Where stages are captured or timed, they verify a whole chain.
         self._proposed.zero_()
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
         start_one(self.drafter, b, sequences)
-        self._indices[b] = None
+        self._index(b, sequences[b])
+
+    def _index(self, b: int, sequence: Sequence[int]) -> None:
+        """Index a text; the next turn of a session only extends what is known."""
+        if not self._indices[b].begins(sequence):
+            self._indices[b] = SuffixIndex(sequence)
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
         self.drafter.prepare(sequences, resumed)
@@ -87,15 +93,11 @@ class WithLookup:
     def match(self, sequences: Sequence[Sequence[int] | None]) -> list[Match | None]:
         """Where each sequence's end occurs earlier in it; None for one that has ended."""
         found: list[Match | None] = []
-        for b, sequence in enumerate(sequences):
+        for index, sequence in zip(self._indices, sequences, strict=True):
             if sequence is None:
                 found.append(None)
                 continue
-            index = self._indices[b]
-            if index is None or not index.follows(sequence):
-                index = self._indices[b] = SuffixIndex(sequence)
-            else:
-                index.extend(sequence)
+            index.extend(sequence)
             found.append(Match(*index.match()))
         return found
 
@@ -108,6 +110,5 @@ class WithLookup:
         rows = [[-1] * self.length for _ in matches]
         for row, index, match, count in zip(rows, self._indices, matches, counts, strict=True):
             if match is not None and count:
-                assert index is not None, "match() has made it"
                 row[:count] = index.continuation(match.end, count)
         self._proposed.copy_(torch.tensor(rows))

@@ -22,15 +22,16 @@ from triforce_tree.trees.shapes import Shape, grown_alone, other_shapes
 # (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps:
 # buffers and graphs are made anew for other settings.
 _RETRIEVAL = ((98_304, 4096, 32), (49_152, 4096, 16), (32_768, 4096, 8), (8192, 2048, 8), (0, 1024, 8))
+# The same under grouped-query attention, where the chunks are few bytes beside the weights.
+_GROUPED_RETRIEVAL = ((98_304, 8192, 32), *_RETRIEVAL[1:])
 _TREE = "best-first:4,4,4,3"
-# What passes may propose instead. On a GPU a pass over 64 rows costs little more than one over 16, and a
-# chain is drafted fastest. On a CPU each verified token has its price: trees of two to five tokens were the
-# best there (``docs/results/trees.json``), and matched tokens where a text repeats itself. Those have not
-# been measured on a GPU.
-_OTHER_TREES = {
-    True: ("best-first:16,17,16,14", "chain:6"),
-    False: ("best-first:2,2,1", "chain:2", "lookup:12"),
-}
+# What passes may propose instead: trees, and matched tokens where a text repeats itself. On a CPU each
+# verified token has its price: trees of two to five tokens were the best there
+# (``docs/results/trees.json``). On a GPU a pass over 64 rows costs little more than one over 16, and a chain
+# is drafted fastest; where four query heads and more share a KV head, 32 rows cost little more.
+_CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:12")
+_GPU_TREES = ("best-first:16,17,16,14", "chain:6", "lookup:31")
+_GROUPED_TREES = ("best-first:8,8,8,7", *_GPU_TREES[1:])
 _GAMMA, _GROUPED_GAMMA = 20, 15
 # From this many query heads for each KV head on a chain of 16 tokens fills a tile of the attention kernel.
 _GROUPED = 4
@@ -63,16 +64,20 @@ def device_defaults(
     options, defaults = config.as_options(), HierarchyConfig().as_options()
     free = {name for name in options if name not in given and options[name] == defaults[name]}
     chosen: dict[str, Any] = {}
-    if trees and "tree" in free and (others := _beside(_OTHER_TREES[gpu], config, config.lookup, given)):
+    grouped = group >= _GROUPED
+    shapes = (_GROUPED_TREES if grouped else _GPU_TREES) if gpu else _CPU_TREES
+    if trees and "tree" in free and (others := _beside(shapes, config, config.lookup, given)):
         chosen["other_trees"] = others
     if gpu:
-        chosen["gamma"] = _GROUPED_GAMMA if group >= _GROUPED else _GAMMA
+        chosen["gamma"] = _GROUPED_GAMMA if grouped else _GAMMA
+        chosen["retrieval_weight_bits"] = "auto"
         if trees:
             chosen["tree"] = _TREE
-        if group >= _GROUPED:
+        if grouped:
             chosen["runner_ups"] = False
         if free >= _RETRIEVAL_NAMES:
-            _, budget, chunk = next(step for step in _RETRIEVAL if prompt >= step[0])
+            steps = _GROUPED_RETRIEVAL if grouped else _RETRIEVAL
+            _, budget, chunk = next(step for step in steps if prompt >= step[0])
             chosen |= {"budget": budget, "chunk": chunk}
     return HierarchyConfig.from_options(
         **{**options, **{name: value for name, value in chosen.items() if name in free}}

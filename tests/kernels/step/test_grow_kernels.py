@@ -37,14 +37,50 @@ def test_begin_tree(batch, widths, ops) -> None:
 )
 @pytest.mark.parametrize("exponential", [True, False], ids=["exponential", "greedy"])
 @pytest.mark.parametrize("ties", [True, False], ids=["ties", "normal"])
-@pytest.mark.parametrize("block", [8192, 32], ids=["one block", "several blocks"])
-def test_expand_nodes(shape, exponential, ties, block, ops, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "block, walked", [(8192, 16384), (32, 16384), (32, 16)], ids=["one block", "several blocks", "slices"]
+)
+def test_expand_nodes(shape, exponential, ties, block, walked, ops, monkeypatch) -> None:
     from triforce_tree.kernels.step import grow_kernels
 
     monkeypatch.setattr(grow_kernels, "_BLOCK", block)
+    monkeypatch.setattr(grow_kernels, "_WALKED", walked)
+    monkeypatch.setattr(grow_kernels, "_SLICES", 6)
     for dtype, temperature in ((HALF, None), (SINGLE, 0.7)):
         problem = grow_cases.expansion(*shape, dtype, exponential, DEVICE, temperature, ties)
         step_cases.agree(problem, ops)
+
+
+@runs_kernels
+@pytest.mark.parametrize("exponential", [True, False], ids=["exponential", "greedy"])
+@pytest.mark.parametrize("vocab, count", [(90, 4), (90, 30), (20, 33)])
+def test_slices_share_ties_and_may_be_empty(vocab, count, exponential, ops, monkeypatch) -> None:
+    """Equal exponentials have an exact sum, so nothing depends on how the vocabulary is divided."""
+    from triforce_tree.kernels.step import grow_kernels
+
+    problem = grow_cases.scattered(2, 3, vocab, count, exponential, DEVICE)
+    whole = problem.run(ops.expand_nodes, problem.copied())
+    monkeypatch.setattr(grow_kernels, "_WALKED", 16)
+    for slices in (1, 3, 7):
+        monkeypatch.setattr(grow_kernels, "_SLICES", slices)
+        step_cases.agree(problem, ops)
+        divided = problem.run(ops.expand_nodes, problem.copied())
+        assert all(torch.equal(a, b) for a, b in zip(divided, whole, strict=True))
+
+
+@runs_kernels
+@pytest.mark.parametrize("exponential", [True, False], ids=["exponential", "greedy"])
+def test_expand_nodes_of_a_long_vocabulary(exponential, ops) -> None:
+    """Just too long for one program, with the sizes that a GPU has: 17 slices, the last of a single token."""
+    vocab = 16385
+    step_cases.agree(grow_cases.expansion(1, 2, vocab, 3, HALF, exponential, DEVICE, 0.7), ops)
+    logits = torch.arange(vocab, device=DEVICE).remainder(1000).float()[None, None]
+    logits[..., -1] = 1000.0
+    args = logits, torch.tensor(30.0, device=DEVICE), None, torch.full_like(logits, torch.nan), 3
+    tokens, by_rank = ops.expand_nodes(*args)
+    assert tokens.flatten().tolist() == [16384, 999, 1999]
+    assert torch.equal(by_rank, args[3].gather(2, tokens))
+    torch.testing.assert_close(args[3], (logits / 30.0).softmax(-1))
 
 
 @runs_kernels

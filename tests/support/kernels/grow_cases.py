@@ -69,6 +69,27 @@ def expansion(
     return Problem("expand_nodes", (logits, heat, noise, probs, count), (3,), _consistent_draws)
 
 
+def scattered(
+    batch: int, frontier: int, vocab: int, count: int, exponential: bool, device: str, seed: int = 0
+) -> Problem:
+    """Few tokens of equal logits, far apart, and -inf for all others: sums of exponentials are exact.
+
+    The noise takes four values only, so that the draws have ties too.
+    """
+    torch.manual_seed(seed)
+    logits = torch.full((batch, frontier, vocab), -torch.inf, device=device)
+    for row, scores in enumerate(logits.view(-1, vocab)):
+        # The first holds tokens of the second half alone; the last has a single one.
+        first, apart = (vocab // 2, 7 + row) if row == 0 else (row, max(2, vocab // (9 + row)))
+        # Below -104 the exponential of a score that is not relative to the largest underflows.
+        scores[first :: vocab if row == batch * frontier - 1 else apart] = (3.0, -300.0)[row % 2]
+    noise = None
+    if exponential:
+        noise = torch.randint(1, 5, (batch, frontier, vocab), device=device).float()
+    probs = torch.full_like(logits, torch.nan)
+    return Problem("expand_nodes", (logits, None, noise, probs, count), (3,), _consistent_draws)
+
+
 def _consistent_draws(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
     """Probs may differ by rounding; draws and ranked probabilities must follow exactly from them."""
     _, _, exponential, _, count = problem.args

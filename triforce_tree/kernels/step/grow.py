@@ -10,7 +10,7 @@ from triforce_tree.kernels.step.draws import Draws, NoiseDraws, draw_tokens, ran
 @operator(
     "begin_tree",
     writes=("ids", "positions", "root", "at", "lengths"),
-    triton=".grow_kernels",
+    triton=".place_kernels",
     cpu="..cpu.step.grow",
 )
 def begin_tree(

@@ -1,11 +1,11 @@
-"""Triton kernels that grow a token tree between the forwards of a draft model.
+"""Triton kernels that find the children of a tree's frontier: softmax, and the likeliest tokens or the draws.
 
-Two launches a depth. The first has a program for every frontier node: softmax, and the most probable
-tokens, or the draws. The second (``place_kernels``) has one for every sequence, which chooses the
-parents and ranks of the new nodes and writes their fields and the inputs of the next forward.
+One launch with a program for every node, which walks the vocabulary twice; or, where that is long, two
+launches with a program for every slice of it. The first sums exponentials. In the second each slice finds its
+own largest keys, and the last program of a node to end merges them. ``place_kernels`` makes the new nodes.
 
-Both sort by an int64 key made of a number's bits and an index: the larger number first, the lower index
-among equals, and NaN before all others.
+Both files sort by an int64 key made of a number's bits and an index: the larger number first, the lower
+index among equals, and NaN before all others.
 """
 
 import torch
@@ -16,50 +16,21 @@ from torch import Tensor
 from triforce_tree.kernels.launching import warps
 from triforce_tree.kernels.step.grow import empty_draws
 
-# Tokens in a block of the first launch, and those of each of its warps.
+# Most tokens in a block, and those of each of its warps.
 _BLOCK = 8192
 _WARP = 512
+# Longest vocabulary that one program walks; a longer one has so many slices, or more where blocks are full.
+_WALKED, _SLICES = 16384, 32
+# Most keys of slices that a program merges; with more draws a program walks any vocabulary.
+_MERGED = 8192
+# Below the scores of tokens; -inf would make NaN of blocks without any.
+_FLOOR = tl.constexpr(-3.0e38)
 FIRST = tl.constexpr(2**63 - 1)
 LAST = tl.constexpr(-(2**62))
 _LOW = tl.constexpr(2**32 - 1)
 _REMOVED = tl.constexpr(-2)
 # Up to this many draws per node are ordered by comparing every pair.
 _PAIRWISE = tl.constexpr(64)
-
-
-@triton.jit
-def _begin_kernel(
-    ids_ptr,  # int64 [B, A]
-    positions_ptr,  # int64 [B, C]
-    root_ptr,  # int64 [B, N], the first column
-    at_ptr,  # int64 [D, B]
-    lengths_ptr,  # int32 [B]
-    tokens_ptr,  # int64 [B, S]
-    end_ptr,  # int64 [B]
-    dropped_ptr,  # int64 [B]
-    offsets_ptr,  # int64 [C]
-    ahead_ptr,  # int64 [D]
-    tokens_b,
-    root_b,
-    refeed,
-    columns,
-    forwards,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    sequence, batch = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    column, forward = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
-    end = tl.load(end_ptr + sequence)
-    root = end - tl.load(dropped_ptr + sequence)
-    offset = tl.load(offsets_ptr + column, mask=column < columns, other=0)
-    place = tl.maximum(end + offset, 0)
-    token = tl.load(tokens_ptr + sequence * tokens_b + place, mask=column < refeed, other=0)
-    ahead = tl.load(ahead_ptr + forward, mask=forward < forwards, other=0)
-    tl.store(ids_ptr + sequence * refeed + column, token, mask=column < refeed)
-    tl.store(root_ptr + sequence * root_b + column * 0, token, mask=column == refeed - 1)
-    tl.store(positions_ptr + sequence * columns + column, root + offset, mask=column < columns)
-    tl.store(at_ptr + forward * batch + sequence, root + ahead, mask=forward < forwards)
-    tl.store(lengths_ptr + sequence, (root - refeed + 1).to(tl.int32))
 
 
 @triton.jit
@@ -72,6 +43,14 @@ def bits_of(number):
 def rank_key(bits, index):
     """Sort key of a number: by value, then the lower index first; negative where ``bits`` is negative."""
     return (bits.to(tl.int64) << 32) + (_LOW - index.to(tl.int64))
+
+
+@triton.jit
+def _inverse(temperature_ptr):
+    inverse_temperature = tl.full([], 1.0, tl.float32)
+    if temperature_ptr is not None:
+        inverse_temperature /= tl.load(temperature_ptr)
+    return inverse_temperature
 
 
 @triton.jit
@@ -110,11 +89,9 @@ def _expand_kernel(
     # Where tokens are drawn, a second program ranks by probability. Both operands of the masks below are
     # blocks: Triton's interpreter cannot combine a block with a scalar.
     part = tl.program_id(1)
-    inverse_temperature = tl.full([], 1.0, tl.float32)
-    if temperature_ptr is not None:
-        inverse_temperature /= tl.load(temperature_ptr)
+    inverse_temperature = _inverse(temperature_ptr)
 
-    top = tl.full([BLOCK], -3.0e38, tl.float32)
+    top = tl.full([BLOCK], _FLOOR, tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         score = _scores(logits_ptr, inverse_temperature, start, vocab, BLOCK)
@@ -160,14 +137,8 @@ def _expand_kernel(
         else:
             tl.store(ranks_ptr + out, number, mask=(entry < count) & (entry * 0 + part == 1))
     else:
-        for rank in range(count):
-            key = tl.max(keys, 0)
-            keys = tl.where(keys == key, LAST, keys)
-            token, number = _unpacked(key, noise_ptr is not None)
-            if part == 0:
-                tl.store(draws_ptr + row * count + rank, token)
-            if part == 1 or noise_ptr is None:
-                tl.store(ranks_ptr + row * count + rank, number)
+        out = row * count
+        _write_largest(draws_ptr + out, ranks_ptr + out, keys, count, part, noise_ptr is not None)
 
 
 @triton.jit
@@ -180,27 +151,103 @@ def _unpacked(key, SAMPLED: tl.constexpr):
     return token, number
 
 
-def begin_tree(
-    ids: Tensor,
-    positions: Tensor,
-    root: Tensor,
-    at: Tensor,
-    lengths: Tensor,
-    tokens: Tensor,
-    end: Tensor,
-    dropped: Tensor,
-    offsets: Tensor,
-    ahead: Tensor,
-) -> None:
-    """See ``grow.begin_tree``."""
-    check_dense(ids, positions, at, lengths, offsets, ahead, end, dropped)
-    columns, forwards = positions.shape[1], at.shape[0]
-    block = triton.next_power_of_2(columns)
-    _begin_kernel[(ids.shape[0],)](
-        ids, positions, root, at, lengths, tokens, end, dropped, offsets, ahead,
-        tokens.stride(0), root.stride(0), ids.shape[1], columns, forwards,
-        BLOCK_C=block, BLOCK_D=triton.next_power_of_2(forwards), **warps(max(1, block // 256)),
-    )  # fmt: skip
+@triton.jit
+def _write_largest(draws_ptr, ranks_ptr, keys, count, part, SAMPLED: tl.constexpr):
+    """Write the largest keys of a node in order: tokens in part 0, numbers in part 1 or, if greedy, 0."""
+    for rank in range(count):
+        key = tl.max(keys, 0)
+        keys = tl.where(keys == key, LAST, keys)
+        token, number = _unpacked(key, SAMPLED)
+        if part == 0:
+            tl.store(draws_ptr + rank, token)
+        if part == 1 or not SAMPLED:
+            tl.store(ranks_ptr + rank, number)
+
+
+@triton.jit
+def _sum_kernel(
+    top_ptr,  # fp32 [R, S], largest score of a slice
+    mass_ptr,  # fp32 [R, S], sum of exp(score - largest)
+    ended_ptr,  # int32 [R, 2], programs of the next launch that have ended
+    logits_ptr,  # [B, F, V] with strides
+    temperature_ptr,  # fp32 [], or None
+    logits_b,
+    logits_f,
+    frontier,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits_ptr += row // frontier * logits_b + row % frontier * logits_f
+    score = _scores(logits_ptr, _inverse(temperature_ptr), part * BLOCK, vocab, BLOCK)
+    top = tl.maximum(tl.max(score, 0), _FLOOR)
+    out = row * tl.num_programs(1) + part
+    tl.store(top_ptr + out, top)
+    tl.store(mass_ptr + out, tl.sum(tl.exp(score - top), 0))
+    if part == 0:
+        tl.store(ended_ptr + row * 2, 0)
+        tl.store(ended_ptr + row * 2 + 1, 0)
+
+
+@triton.jit
+def _slice_kernel(
+    draws_ptr,  # as in ``_expand_kernel``, up to the noise
+    ranks_ptr,
+    probs_ptr,
+    logits_ptr,
+    temperature_ptr,
+    noise_ptr,
+    key_ptr,  # int64 [R, 2 or 1, S, K], scratch: largest keys of a slice
+    top_ptr,  # fp32 [R, S]
+    mass_ptr,  # fp32 [R, S]
+    ended_ptr,  # int32 [R, 2]
+    probs_b,
+    probs_f,
+    logits_b,
+    logits_f,
+    noise_b,
+    noise_f,
+    frontier,
+    vocab,
+    count,
+    BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    row, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence, node = row // frontier, row % frontier
+    # As in ``_expand_kernel``: part 1 ranks by probability where tokens are drawn.
+    slices, part = tl.num_programs(1), tl.program_id(2)
+    token = own * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    drawing = inside & (token * 0 + part == 0)
+    logits_ptr += sequence * logits_b + node * logits_f
+    score = _scores(logits_ptr, _inverse(temperature_ptr), own * BLOCK, vocab, BLOCK)
+
+    each = tl.arange(0, BLOCK_S)
+    top = tl.load(top_ptr + row * slices + each, mask=each < slices, other=_FLOOR)
+    mass = tl.load(mass_ptr + row * slices + each, mask=each < slices, other=0.0)
+    most = tl.max(top, 0)
+    prob = tl.exp(score - most) * (1.0 / tl.sum(mass * tl.exp(top - most), 0))
+    tl.store(probs_ptr + sequence * probs_b + node * probs_f + token, prob, mask=drawing)
+    if noise_ptr is not None:
+        at = noise_ptr + sequence * noise_b + node * noise_f + token
+        prob = tl.div_rn(prob, tl.load(at, mask=drawing, other=1.0))
+
+    keys = tl.where(inside, rank_key(bits_of(prob), token), LAST)
+    key_ptr += (row * tl.num_programs(2) + part) * slices * count
+    for rank in range(count):
+        key = tl.max(keys, 0)
+        keys = tl.where(keys == key, LAST, keys)
+        tl.store(key_ptr + own * count + rank, key)
+    # All threads must have written before one of them increments the counter.
+    tl.debug_barrier()
+    ended_before = tl.atomic_add(ended_ptr + row * 2 + part, 1, sem="acq_rel", scope="gpu")
+    if ended_before == slices - 1:
+        place = tl.arange(0, BLOCK_M)
+        found = tl.load(key_ptr + place, mask=place < slices * count, other=LAST, cache_modifier=".cg")
+        out = row * count
+        _write_largest(draws_ptr + out, ranks_ptr + out, found, count, part, noise_ptr is not None)
 
 
 def expand_nodes(
@@ -216,17 +263,33 @@ def expand_nodes(
     if exponential is not None and exponential.stride(2) != 1:
         exponential = exponential.contiguous()
     draws, by_rank = empty_draws(logits, count)
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
-    _expand_kernel[(batch * frontier, 1 if exponential is None else 2)](
-        draws, by_rank, probs, logits, temperature, exponential,
+    rows, parts = batch * frontier, 1 if exponential is None else 2
+    given = draws, by_rank, probs, logits, temperature, exponential
+    sizes = (
         *probs.stride()[:2], *logits.stride()[:2],
-        *((0, 0) if exponential is None else exponential.stride()[:2]),
-        frontier, vocab, count,
-        BLOCK=block, BLOCK_K=triton.next_power_of_2(count), **warps(max(1, block // _WARP)),
+        *((0, 0) if exponential is None else exponential.stride()[:2]), frontier, vocab, count,
+    )  # fmt: skip
+    block = min(_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _SLICES)))
+    slices = triton.cdiv(vocab, block)
+    merged = triton.next_power_of_2(slices * count)
+    if vocab <= _WALKED or merged > _MERGED:
+        block = min(_BLOCK, triton.next_power_of_2(vocab))
+        _expand_kernel[(rows, parts)](
+            *given, *sizes,
+            BLOCK=block, BLOCK_K=triton.next_power_of_2(count), **warps(max(1, block // _WARP)),
+        )  # fmt: skip
+        return draws, by_rank
+    tops = torch.empty(rows, slices, dtype=torch.float32, device=logits.device)
+    masses = torch.empty_like(tops)
+    ended = torch.empty(rows, 2, dtype=torch.int32, device=logits.device)
+    keys = torch.empty(rows, parts, slices, count, dtype=torch.int64, device=logits.device)
+    _sum_kernel[(rows, slices)](
+        tops, masses, ended, logits, temperature, *logits.stride()[:2], frontier, vocab,
+        BLOCK=block, **warps(max(1, block // _WARP)),
+    )  # fmt: skip
+    _slice_kernel[(rows, slices, parts)](
+        *given, keys, tops, masses, ended, *sizes,
+        BLOCK=block, BLOCK_S=triton.next_power_of_2(slices), BLOCK_M=merged,
+        **warps(max(1, max(block, merged // 2) // _WARP)),
     )  # fmt: skip
     return draws, by_rank
-
-
-def check_dense(*tensors: Tensor | None) -> None:
-    if not all(x is None or x.is_contiguous() for x in tensors):
-        raise ValueError("buffers of a growing tree must be contiguous")

@@ -1,17 +1,56 @@
-"""Triton kernel that chooses the parents and ranks of a tree's new nodes and writes them; see ``grow``."""
+"""Triton kernels that write the inputs of a draft model's forwards; see ``grow``.
+
+The first prepares the forward of a tree's root. The second has a program for every sequence, which chooses
+the parents and ranks of the new nodes and writes their fields and the inputs of the next forward.
+"""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from triforce_tree.kernels.launching import warps
-from triforce_tree.kernels.step.grow_kernels import FIRST, LAST, bits_of, check_dense, rank_key
+from triforce_tree.kernels.step.grow_kernels import FIRST, LAST, bits_of, rank_key
 
 _POSITIVE = tl.constexpr(2**63 - 1)
 # Most candidates that a program holds at once, and most nodes that it picks from them one by one.
 _HELD, _TAKEN = 4096, 64
 # Block of candidates where either is exceeded.
 _WALKED = 2048
+
+
+@triton.jit
+def _begin_kernel(
+    ids_ptr,  # int64 [B, A]
+    positions_ptr,  # int64 [B, C]
+    root_ptr,  # int64 [B, N], the first column
+    at_ptr,  # int64 [D, B]
+    lengths_ptr,  # int32 [B]
+    tokens_ptr,  # int64 [B, S]
+    end_ptr,  # int64 [B]
+    dropped_ptr,  # int64 [B]
+    offsets_ptr,  # int64 [C]
+    ahead_ptr,  # int64 [D]
+    tokens_b,
+    root_b,
+    refeed,
+    columns,
+    forwards,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    sequence, batch = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    column, forward = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
+    end = tl.load(end_ptr + sequence)
+    root = end - tl.load(dropped_ptr + sequence)
+    offset = tl.load(offsets_ptr + column, mask=column < columns, other=0)
+    place = tl.maximum(end + offset, 0)
+    token = tl.load(tokens_ptr + sequence * tokens_b + place, mask=column < refeed, other=0)
+    ahead = tl.load(ahead_ptr + forward, mask=forward < forwards, other=0)
+    tl.store(ids_ptr + sequence * refeed + column, token, mask=column < refeed)
+    tl.store(root_ptr + sequence * root_b + column * 0, token, mask=column == refeed - 1)
+    tl.store(positions_ptr + sequence * columns + column, root + offset, mask=column < columns)
+    tl.store(at_ptr + forward * batch + sequence, root + ahead, mask=forward < forwards)
+    tl.store(lengths_ptr + sequence, (root - refeed + 1).to(tl.int32))
 
 
 @triton.jit
@@ -161,6 +200,29 @@ def _place_kernel(
         )  # fmt: skip
 
 
+def begin_tree(
+    ids: Tensor,
+    positions: Tensor,
+    root: Tensor,
+    at: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    end: Tensor,
+    dropped: Tensor,
+    offsets: Tensor,
+    ahead: Tensor,
+) -> None:
+    """See ``grow.begin_tree``."""
+    _check_dense(ids, positions, at, lengths, offsets, ahead, end, dropped)
+    columns, forwards = positions.shape[1], at.shape[0]
+    block = triton.next_power_of_2(columns)
+    _begin_kernel[(ids.shape[0],)](
+        ids, positions, root, at, lengths, tokens, end, dropped, offsets, ahead,
+        tokens.stride(0), root.stride(0), ids.shape[1], columns, forwards,
+        BLOCK_C=block, BLOCK_D=triton.next_power_of_2(forwards), **warps(max(1, block // 256)),
+    )  # fmt: skip
+
+
 def place_nodes(
     tokens: Tensor,
     parents: Tensor,
@@ -178,7 +240,7 @@ def place_nodes(
     """See ``grow.place_nodes``."""
     batch, frontier, count = draws.shape
     width = ids.shape[1]
-    check_dense(tokens, parents, mask_words, path_probs, ids, mask, draws, by_rank, pairs)
+    _check_dense(tokens, parents, mask_words, path_probs, ids, mask, draws, by_rank, pairs)
     if pairs is None and frontier * count < width:
         raise ValueError(f"{width} new nodes are too many for {frontier} parents with {count} draws each")
     if 64 * mask_words.shape[2] < tokens.shape[1]:
@@ -197,3 +259,8 @@ def place_nodes(
         WORDS=mask_words.shape[2], MASK_WORDS=0 if mask is None else mask.shape[1],
         BLOCK=block, WALKED=walked, **warps(max(1, min(8, block // 256))),
     )  # fmt: skip
+
+
+def _check_dense(*tensors: Tensor | None) -> None:
+    if not all(x is None or x.is_contiguous() for x in tensors):
+        raise ValueError("buffers of a growing tree must be contiguous")
