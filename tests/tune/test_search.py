@@ -80,6 +80,11 @@ def test_the_space_fits_machine_pair_and_context() -> None:
     assert [start["levels"] for start in replace(host, context=600).starts()] == [2]
     auto = replace(long, start=HierarchyConfig(retrieval_weight_bits="auto"))
     assert auto.starts() == long.starts()
+    copied = replace(long, start=HierarchyConfig(retrieval_weight_bits=8))
+    bits = [(start["levels"], start["retrieval_weight_bits"]) for start in copied.starts()]
+    assert bits == [(3, 8), (3, 16), (2, 8)]
+    fixed = replace(copied, fixed=frozenset({"retrieval_weight_bits"}))
+    assert [start["levels"] for start in fixed.starts()] == [3, 2]
     one = replace(host, start=HierarchyConfig(levels=1), fixed=frozenset({"levels"}))
     assert [start["levels"] for start in one.starts()] == [1]
     assert not long.allows(long.starts()[0] | {"budget": 1537})

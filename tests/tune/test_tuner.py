@@ -14,6 +14,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval.results import Records
 from triforce_tree.planning import profiles
 from triforce_tree.planning.profiles import Entry
+from triforce_tree.tune import tuner as tuner_module
 from triforce_tree.tune.meters import Meter, Sample
 from triforce_tree.tune.plan import Watch
 from triforce_tree.tune.tuner import Tuner
@@ -80,6 +81,16 @@ def test_bits_that_are_auto_are_measured(engine: Engine, ids: list[int]) -> None
     for bits, fixed in (("auto", {"gamma"}), (8, {"gamma", "retrieval_weight_bits"})):
         own = engine.with_options(retrieval_weight_bits=bits)
         assert Tuner(own, ids, given, Records(None, {})).space(CONTEXT).fixed == fixed
+
+
+def test_bits_that_are_auto_begin_from_those_that_it_takes(
+    engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Tuner(engine.with_options(retrieval_weight_bits="auto"), ids, plan(), Records(None, {}))
+    assert own.space(CONTEXT).start.weight_bits == 16, "on a CPU"
+    monkeypatch.setattr(tuner_module, "gains_from_few_bits", lambda target: True)
+    assert own.space(CONTEXT).start.weight_bits == 8
+    assert Tuner(engine, ids, plan(), Records(None, {})).space(CONTEXT).start.weight_bits == 16, "not auto"
 
 
 def test_a_cache_in_host_memory_is_refused(engine: Engine, ids: list[int]) -> None:

@@ -142,6 +142,9 @@ class Space:
         if not self._chooses_levels:
             return [options]
         found = [options | {"levels": 3}, options | {"levels": 2}]
+        if options["retrieval_weight_bits"] != 16 and "retrieval_weight_bits" not in self.fixed:
+            # Memory may be short for a copy of the weights in fewer bits.
+            found.insert(1, found[0] | {"retrieval_weight_bits": 16})
         if self.gpu and self.context >= _LONG:
             found.append(options | {k: v for k, v in _LONG_ON_GPU.items() if k not in self.fixed})
         return [o for o in found if self.allows(o)]

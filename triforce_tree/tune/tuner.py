@@ -15,7 +15,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.eval import overlap
 from triforce_tree.eval.results import Record, Records, repeated_share
 from triforce_tree.models.few_row import why_not_replaceable
-from triforce_tree.planning.device_defaults import device_defaults
+from triforce_tree.planning.device_defaults import device_defaults, gains_from_few_bits
 from triforce_tree.planning.profiles import Entry
 from triforce_tree.trees.shapes import with_chain
 from triforce_tree.tune.meters import Meter
@@ -88,8 +88,10 @@ class Tuner:
             own = replace(own, tree=with_chain(own.tree, 0), other_trees=others)
         config = device_defaults(own, fixed, gpu, context, hierarchy.target.heads.group, draft)
         if config.retrieval_weight_bits == "auto":
-            # The fastest that is measured.
+            # The fastest that is measured, from those that "auto" takes where memory is to spare.
             fixed -= {"retrieval_weight_bits"}
+            if gains_from_few_bits(hierarchy.target):
+                config = replace(config, retrieval_weight_bits=8)
         return Space(
             hierarchy.with_config(config).config,
             context,
