@@ -1,6 +1,7 @@
 """The kernels of the decoding program on a GPU: equal to their references, captured in CUDA graphs too.
 
     python -m scripts.checks.step_kernels_check
+    python -m scripts.checks.step_kernels_check --only traversal expan
 
 Problems are those of ``step_cases.py``, ``grow_cases.py`` and ``suffix_cases.py`` in
 ``tests/support/kernels``. Ends with status 1 where an operator differs from its reference.
@@ -201,11 +202,15 @@ def named(make: object) -> str:
 
 def main() -> int:
     made = parser(__doc__)
-    made.parse_args()
+    made.add_argument("--only", nargs="*", default=[""], metavar="PART", help="problems whose names have one")
+    args = made.parse_args()
     need_gpu(made)
     report = Report()
     runs = [(named(make), partial(_agrees, make)) for make in problems()]
     runs += [(f"graph: {named(make)}", partial(replayed, make)) for make in captured()]
+    runs = [(name, check) for name, check in runs if any(part in name for part in args.only)]
+    if not runs:
+        made.error(f"no problem has a name with {' or '.join(args.only)}")
     with torch.inference_mode():
         for seed, (name, check) in enumerate(runs):
             torch.manual_seed(seed)

@@ -103,7 +103,7 @@ def decoded(
             drafter.take(matches, [drafter.length if m and m.common else 0 for m in matches])
         return kind
 
-    decoder.controller.choose, decoder._lookup = choose, None
+    decoder.controller.choose, decoder.lookup = choose, None
     decoder.prefill(prompts)
     new: list[list[int]] = [[] for _ in prompts]
     for blocks in decoder.decode(prompts, [Ending(count)] * len(prompts)):

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from tiny_pair import TinyPair
-from tune_cases import CONTEXT
+from tune_cases import CONTEXT, profile_of
 
 from triforce_tree import Engine, load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.planning import profiles
 from triforce_tree.planning.profiles import Entry, Profile
-from triforce_tree.runtime import fingerprint
 
 
 def entry(**values: Any) -> Entry:
@@ -26,15 +25,6 @@ def entry(**values: Any) -> Entry:
         "plain_ms_per_token": 3.0,
     }
     return Entry(**(given | values))
-
-
-def profile_of(engine: Engine, path: Path, *entries: Entry) -> Profile:
-    target, draft = engine.hierarchy.target, engine.hierarchy.draft
-    assert draft is not None
-    shapes = fingerprint.shape_of(target.model), fingerprint.shape_of(draft.model)
-    made = Profile(fingerprint.hardware(target.device), *shapes, entries, {"date": "today"}, path)
-    made.write()
-    return made
 
 
 def test_a_written_profile_reads_the_same(engine: Engine, tmp_path: Path) -> None:

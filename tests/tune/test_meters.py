@@ -1,5 +1,6 @@
 """A meter decodes the target's own tokens after any position of a text that is prefilled once."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,6 +8,9 @@ from tune_cases import CONTEXT, FEW
 
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.choice.controller import PassController
+from triforce_tree.decoding.choice.passes import PassKind
+from triforce_tree.decoding.loop import Decoder
 from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.tune.meters import Meter, Sample
 from triforce_tree.tune.search import Space
@@ -70,3 +74,31 @@ def test_the_largest_shapes_of_a_search_fit(engine: Engine) -> None:
     )
     with pytest.raises(ValueError, match="cannot hold"):
         small.run(larger, CONTEXT, 0.0, 9, 0)
+
+
+def test_other_shapes_and_matched_tokens_are_timed_too(
+    engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a profile's settings are run: three levels, which passes of two may replace."""
+    # A text that repeats itself: what the target writes after it stands in it.
+    written = engine.generate(ids[:90], max_new_tokens=20, do_sample=False, eos_token_id=None).sequences[0]
+    text = [*written.tolist(), *ids[:90]]
+    config = config_of(engine, levels="auto", other_trees="chain:2 lookup:5")
+    meter = Meter(engine.hierarchy, text, 15, Space(config, len(text), gpu=False, draft=True).extent())
+    passes: Counter[PassKind] = Counter()
+    made = Decoder._count
+
+    def counted(self: Decoder, kind: PassKind, *rest: Any) -> None:
+        if self.controller.matched(kind):
+            passes[kind] += 1
+        made(self, kind, *rest)
+
+    monkeypatch.setattr(Decoder, "_count", counted)
+    # Where tokens cost nothing to verify.
+    monkeypatch.setattr(PassController, "matched_pass", lambda self, tokens: PassKind(2, 1, self.lookup))
+    sample = meter.run(config, len(text), 0.0, 15, 0)
+    expected = engine.generate(text, max_new_tokens=15, do_sample=False, eos_token_id=None)
+    assert sample.tokens[:15] == expected.sequences[0, len(text) :].tolist()
+    assert passes.keys() == {PassKind(2, 1, 2)}
+    assert sample.levels[-1].accepted > 0
+    assert len(sample.levels) == 3

@@ -7,6 +7,7 @@ import pytest
 from tune_cases import FEW
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.trees.shapes import WithChain, chain_shape
 from triforce_tree.tune.search import OutOfTime, Space, relevant, search
 
 
@@ -79,9 +80,48 @@ def test_the_space_fits_machine_pair_and_context() -> None:
     assert [start["levels"] for start in replace(host, context=600).starts()] == [2]
     auto = replace(long, start=HierarchyConfig(retrieval_weight_bits="auto"))
     assert auto.starts() == long.starts()
+    copied = replace(long, start=HierarchyConfig(retrieval_weight_bits=8))
+    bits = [(start["levels"], start["retrieval_weight_bits"]) for start in copied.starts()]
+    assert bits == [(3, 8), (3, 16), (2, 8)]
+    fixed = replace(copied, fixed=frozenset({"retrieval_weight_bits"}))
+    assert [start["levels"] for start in fixed.starts()] == [3, 2]
     one = replace(host, start=HierarchyConfig(levels=1), fixed=frozenset({"levels"}))
     assert [start["levels"] for start in one.starts()] == [1]
     assert not long.allows(long.starts()[0] | {"budget": 1537})
     assert not long.allows(long.starts()[0] | {"budget": 16_000})
-    assert relevant(long.starts()[1]).keys() == {"levels", "tree"}
+    assert relevant(long.starts()[1]).keys() == {"levels", "tree", "other_trees"}
     assert relevant({"levels": 1, "gamma": 3}) == {"levels": 1}
+
+
+def test_other_trees_are_those_of_the_start_in_every_setting() -> None:
+    """By name, without the chain that stands beside every tree, and in what is written into a profile."""
+    given = HierarchyConfig(other_trees=(chain_shape(2), "lookup:5"))
+    beside = HierarchyConfig(
+        lookup=3, tree=WithChain("chain:4", 3), other_trees=(WithChain("best-first:2,1", 3),)
+    )
+    for start, expected in (
+        (given, "static:0;0.0 lookup:5"), (beside, "best-first:2,1"), (HierarchyConfig(), "none"),
+    ):  # fmt: skip
+        space = Space(start, 8192, gpu=True, draft=True)
+        for options in space.starts():
+            assert options["other_trees"] == expected
+            assert space.config(options).other_trees == HierarchyConfig(other_trees=expected).other_trees
+            assert space.complete(options)["other_trees"] == expected
+        assert space.complete({"levels": 1, "other_trees": expected}) == {"levels": 1}
+        alone = replace(space, draft=False)
+        assert not any("other_trees" in alone.complete(options) for options in alone.starts())
+    # The largest trees and chains that are tried hold them.
+    assert Space(given, 8192, gpu=False, draft=True).extent().depth == 6
+    longer = Space(HierarchyConfig(other_trees="lookup:40"), 8192, gpu=False, draft=True).extent()
+    assert (longer.depth, longer.nodes) == (40, 45)
+
+
+def test_three_levels_are_measured_as_a_profile_runs_them() -> None:
+    """With passes of two levels, unless the number of levels was given."""
+    three, two = {"levels": 3, "gamma": 4}, {"levels": 2}
+    for fixed in (frozenset[str](), frozenset({"levels"})):
+        auto = Space(HierarchyConfig(), 8192, gpu=False, draft=True, fixed=fixed)
+        assert auto.measured(three) == {"levels": "auto", "gamma": 4}
+        assert auto.measured(two) == two
+    given = Space(HierarchyConfig(levels=3), 8192, gpu=False, draft=True, fixed=frozenset({"levels"}))
+    assert given.measured(three) == three

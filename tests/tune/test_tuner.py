@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from tune_cases import CONTEXT, plan
+from tiny_pair import SMALL, TinyPair
+from tune_cases import CONTEXT, plan, profile_of
 
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval.results import Records
+from triforce_tree.planning import profiles
 from triforce_tree.planning.profiles import Entry
+from triforce_tree.tune import tuner as tuner_module
 from triforce_tree.tune.meters import Meter, Sample
 from triforce_tree.tune.plan import Watch
 from triforce_tree.tune.tuner import Tuner
@@ -80,6 +83,16 @@ def test_bits_that_are_auto_are_measured(engine: Engine, ids: list[int]) -> None
         assert Tuner(own, ids, given, Records(None, {})).space(CONTEXT).fixed == fixed
 
 
+def test_bits_that_are_auto_begin_from_those_that_it_takes(
+    engine: Engine, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Tuner(engine.with_options(retrieval_weight_bits="auto"), ids, plan(), Records(None, {}))
+    assert own.space(CONTEXT).start.weight_bits == 16, "on a CPU"
+    monkeypatch.setattr(tuner_module, "gains_from_few_bits", lambda target: True)
+    assert own.space(CONTEXT).start.weight_bits == 8
+    assert Tuner(engine, ids, plan(), Records(None, {})).space(CONTEXT).start.weight_bits == 16, "not auto"
+
+
 def test_a_cache_in_host_memory_is_refused(engine: Engine, ids: list[int]) -> None:
     with pytest.raises(ValueError, match=r"offload=True.*leave them out"):
         Tuner(engine.with_options(offload=True), ids, plan(), Records(None, {}))
@@ -130,7 +143,8 @@ def test_short_memory_is_a_result_and_does_not_end_the_search(
     run = Meter.run
 
     def short_of_memory(self: Meter, config: HierarchyConfig, *more: Any) -> Sample:
-        if config.levels == 3:
+        # Three levels, which two may replace.
+        if config.levels == "auto":
             raise torch.OutOfMemoryError("no memory left")
         return run(self, config, *more)
 
@@ -157,3 +171,72 @@ def test_a_change_of_load_is_corrected_for(
     tuner._must = True
     tuner._measure({"levels": 3, "gamma": 5})
     assert [r["ms_per_token"] for r in records.all] == [5.0, 5.25, 5.0]
+
+
+CPU = ("best-first:2,2,1", "chain:2", "lookup:12")
+
+
+def own_trees(pair: TinyPair, **options: Any) -> Engine:
+    """The pair with settings for short prompts but the tree, which the device decides."""
+    return pair.load(**{name: value for name, value in SMALL.items() if name != "tree"}, **options)
+
+
+def test_the_devices_shapes_are_measured_where_none_were_given(pair: TinyPair, ids: list[int]) -> None:
+    for options, expected in (
+        ({}, CPU),
+        ({"lookup": 0}, CPU[:2]),
+        ({"lookup": 4}, ()),
+        ({"tree": "chain:3"}, ()),
+        ({"tree": "best-first:6,5,4"}, ()),
+        ({"other_trees": "none"}, ()),
+        ({"other_trees": "lookup:7 chain:3"}, ("chain:3", "lookup:7")),
+    ):
+        tuner = Tuner(own_trees(pair, **options), ids, plan(fixed=frozenset(options)), Records(None, {}))
+        space = tuner.space(CONTEXT)
+        assert space.start.other_trees == expected, options
+        assert space.starts()[0]["other_trees"] == (" ".join(expected) or "none")
+
+
+def test_a_profile_runs_what_was_measured(
+    pair: TinyPair, ids: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same settings, other shapes and matched tokens included, and each is measured with them."""
+    configs: list[HierarchyConfig] = []
+
+    def run(self: Meter, config: HierarchyConfig, *more: Any) -> Sample:
+        configs.append(config)
+        ms = {1: 9.0, 2: 5.0, "auto": 4.0}[config.levels]
+        return Sample(ms - (config.gamma == 6), [1, 2, 3], [], {"acceptance": 0.5, "tokens_per_round": 2.0})
+
+    monkeypatch.setattr(Meter, "run", run)
+    monkeypatch.setattr(Tuner, "_acceptance", lambda self: {})
+    engine = own_trees(pair)
+    # Not given, and so in the profile.
+    tuner = Tuner(engine, ids, plan(temperatures=[0.0]), Records(None, {}))
+    [entry] = tuner.entries(lambda each: None)
+    assert {config.other_trees for config in configs if config.levels != 1} == {CPU}
+    assert (entry.options["levels"], entry.options["gamma"]) == (3, 6)
+    made = profile_of(engine, tmp_path / "p.json", entry)
+    assert profiles.read(tmp_path / "p.json") == made
+    tuned = pair.load(profile=tmp_path / "p.json")
+    tuned.generate(ids, max_new_tokens=2, do_sample=False)
+    best = next(c for c in configs if c.gamma == 6 and c.tree == entry.options["tree"])
+    assert tuned.hierarchy.config == best
+    assert tuned.hierarchy.last_program is not None
+    assert [shape.matched for shape in tuned.hierarchy.last_program.shapes] == [False, False, False, True]
+
+
+def test_measurements_with_other_shapes_are_not_taken_for_these(
+    pair: TinyPair, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A results file may hold those that an earlier release made with one tree alone."""
+    records = Records(None, {})
+    alone = {"levels": 3, "tree": "chain:2", "gamma": 4}
+    records.add(
+        {"context": CONTEXT, "temperature": 0.0, "measured": "speed", "options": alone, "place": 0,
+         "ms_per_token": 1e-3}
+    )  # fmt: skip
+    tuner = Tuner(own_trees(pair), ids, plan(), records)
+    tuner._cell = {"context": CONTEXT, "temperature": 0.0}
+    assert tuner._recorded(alone, 0) is not None
+    assert tuner._recorded(alone | {"other_trees": "none"}, 0) is None

@@ -165,6 +165,8 @@ def _dry_run(args: argparse.Namespace, tuner: Tuner) -> int:
         ]
         if space.draft and "tree" not in space.fixed:
             rows.append(("tree", "", "static trees for the measured acceptance"))
+        if "other_trees" in starts[0]:
+            rows.append(("other_trees", starts[0]["other_trees"], ""))
         title = f"{space.context:,} tokens, T={' '.join(f'{t:g}' for t in tuner.plan.temperatures)}"
         screen().print(plain_table(title, ("option", "begins at", "tried"), rows))
     if args.json:

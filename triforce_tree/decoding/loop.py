@@ -56,6 +56,7 @@ class Decoder:
         levels: statistics, level 0 first.
         passes: number of passes by kind.
         report: of the last pass by row: tokens that it committed, and draft tokens that it verified.
+        lookup: chooses passes that verify matched tokens; None where there are none.
         after_stage: called with the name of each stage after it was started, for measurements.
     """
 
@@ -85,7 +86,7 @@ class Decoder:
         if self.controller.fixed is None:
             first = stage_costs(program, to_probs)
             self._costs = CostsByLength(self.controller, first, other_costs(program, to_probs, first))
-        self._lookup = LookupChoice.of(self.controller, program.drafter)
+        self.lookup = LookupChoice.of(self.controller, program.drafter)
         self._learns = self._costs is not None and not repeatable
         self._learnt = LearntChoices(program, to_probs) if self._learns else None
         if self._costs and self._learnt:
@@ -153,7 +154,7 @@ class Decoder:
                     self._costs.at(max(map(len, self._sequences)), measured=self._learns)
                 new_tokens = [len(s) - n for s, n in zip(self._sequences, self._lengths, strict=True)]
                 self.controller.remaining = tokens_left(new_tokens, self._endings, self.finish_reasons)
-                matched = self._lookup and self._lookup.choose(self._running(lambda sequence: sequence))
+                matched = self.lookup and self.lookup.choose(self._running(lambda sequence: sequence))
                 kind = matched or self.controller.choose()
                 self._clock.start()
                 if kind != PLAIN:
@@ -338,8 +339,8 @@ class Decoder:
                 self.controller.host.add(*last)
         if running:
             rejected, ranks = sum(row[0] <= row[1] for row in running) if rounds else 0, None
-            if self._lookup and self.controller.matched(kind):
-                self._lookup.observe([row[0] - 1 for row in report])
+            if self.lookup and self.controller.matched(kind):
+                self.lookup.observe([row[0] - 1 for row in report])
             elif rounds and self.program.state.rank_counts is not None:
                 ranks = (*self.program.state.ranks_of(running), rounds * len(running))
             self.controller.observe(kind, len(running), gathered, count - len(running), rejected, ranks)

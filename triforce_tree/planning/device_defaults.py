@@ -4,7 +4,7 @@ Figures: the ablations and context lengths of ``docs/results/on_chip_h200.json``
 more tokens costs little more, and chunk means are read anew in every round.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from triforce_tree.planning.batch_size import bytes_beside_models
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, MIB, Sizes
 from triforce_tree.planning.profiles import Entry, Profile
-from triforce_tree.trees.shapes import grown_alone
+from triforce_tree.trees.shapes import Shape, grown_alone, other_shapes
 
 # (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps:
 # buffers and graphs are made anew for other settings.
@@ -65,11 +65,9 @@ def device_defaults(
     free = {name for name in options if name not in given and options[name] == defaults[name]}
     chosen: dict[str, Any] = {}
     grouped = group >= _GROUPED
-    # Buffers of more shapes are not in the memory plan; with a chain beside them shapes differ little.
-    if trees and "tree" in free and config.offloads is False and not config.lookup:
-        others = (_GROUPED_TREES if grouped else _GPU_TREES) if gpu else _CPU_TREES
-        # lookup=0 asks for no matched tokens at all.
-        chosen["other_trees"] = grown_alone(others) if "lookup" in given else others
+    shapes = (_GROUPED_TREES if grouped else _GPU_TREES) if gpu else _CPU_TREES
+    if trees and "tree" in free and (others := _beside(shapes, config, config.lookup, given)):
+        chosen["other_trees"] = others
     if gpu:
         chosen["gamma"] = _GROUPED_GAMMA if grouped else _GAMMA
         chosen["retrieval_weight_bits"] = "auto"
@@ -84,6 +82,21 @@ def device_defaults(
     return HierarchyConfig.from_options(
         **{**options, **{name: value for name, value in chosen.items() if name in free}}
     )
+
+
+def _beside(
+    shapes: Sequence[str | Shape], config: HierarchyConfig, lookup: int | None, given: Collection[str]
+) -> tuple[str | Shape, ...]:
+    """Those of ``shapes`` that passes may take in place of the tree, where ``other_trees`` is not given.
+
+    Args:
+        lookup: most matched tokens beside every tree.
+    """
+    # Buffers of more shapes are not in the memory plan; with a chain beside them shapes differ little.
+    if config.offloads is not False or lookup:
+        return ()
+    # lookup=0 asks for no matched tokens at all.
+    return grown_alone(shapes) if "lookup" in given else tuple(shapes)
 
 
 def chosen_settings(
@@ -108,11 +121,28 @@ def chosen_settings(
     if config.retrieval_weight_bits == "auto":
         # Bits that were measured are better than those chosen by memory.
         given = frozenset(given) - {"retrieval_weight_bits"}
-    measured = entry.options_for(given)
-    if "tree" in measured and "other_trees" not in given:
-        # The fastest that was measured.
-        measured = {"other_trees": (), **measured}
+    measured = _without_conflicts(entry.options_for(given), config, given)
     return HierarchyConfig.from_options(**{**config.as_options(), **measured}), entry
+
+
+def _without_conflicts(
+    measured: dict[str, Any], config: HierarchyConfig, given: Collection[str]
+) -> dict[str, Any]:
+    """The options of an entry for a user's ``config``, with ``other_trees`` that go with them and with it.
+
+    An entry with a tree that names no other ones was measured with that tree alone.
+    """
+    if "other_trees" in given:
+        own = config.other_trees or ()
+        if len(grown_alone(own)) < len(own):
+            # They have matched tokens, which the entry has beside every tree.
+            measured.pop("lookup", None)
+    elif "tree" in measured or measured.get("lookup"):
+        # Shapes that were measured beside the entry's own ``lookup`` go with it.
+        lookup = None if "lookup" in measured else config.lookup
+        shapes = other_shapes(measured.get("other_trees") or ())
+        measured["other_trees"] = _beside(shapes, config, lookup, given)
+    return measured
 
 
 def gains_from_few_bits(target: HFModel) -> bool:

@@ -37,7 +37,8 @@ class Entry:
     """The best settings for one context length and temperature.
 
     Attributes:
-        options: as :func:`triforce_tree.load` takes them; ``levels`` is 1 if drafting gains nothing.
+        options: as :func:`triforce_tree.load` takes them; ``levels`` is 1 if drafting gains nothing. A
+            ``tree`` without ``other_trees``, as earlier releases wrote it, was measured alone.
         ms_per_token, plain_ms_per_token: decode time with these options, and of the target alone.
         step_ms: time of one forward of each level with these options.
         tokens_per_pass: mean tokens gained by one pass of each verifying level.
@@ -100,6 +101,9 @@ class Entry:
     def options_for(self, given: Collection[str]) -> dict[str, Any]:
         """The options without those that were ``given``, and those that depend on them."""
         ignored = {*given, *(_DEPENDENT if _DEPENDENT & set(given) else ())}
+        if "tree" in given:
+            # They were measured beside another one.
+            ignored.add("other_trees")
         options = {name: value for name, value in self.options.items() if name not in ignored}
         if options.get("levels") == 3:
             # A prompt that is not much longer than the budget gains nothing from three levels.

@@ -81,7 +81,10 @@ class Meter:
             prefill(target, self._store, 0, self._tokens[:-1], chunk, progress)
 
     def run(self, config: HierarchyConfig, position: int, temperature: float, new: int, seed: int) -> Sample:
-        """Decode at least ``new`` tokens after the first ``position`` tokens of the text."""
+        """Decode at least ``new`` tokens after the first ``position`` tokens of the text.
+
+        With ``levels="auto"`` there are three, which passes of two may replace.
+        """
         to_probs = ProbsFromLogits.at(temperature)
         with self._hierarchy.active():
             program = self._open(config)
@@ -140,8 +143,7 @@ class Meter:
         self._program = old = None
         self._warm = set()
         free_memory()
-        levels = config.levels
-        assert isinstance(levels, int), "the search names the number of levels"
+        levels = config.levels if isinstance(config.levels, int) else 3
         hierarchy = self._hierarchy.with_config(config)
         drafter = hierarchy.drafter() if levels > 1 else None
         self._program = DecodingProgram(

@@ -11,7 +11,7 @@ from typing import Any
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import chain_shape, parse_shape, sequoia, with_chain
+from triforce_tree.trees.shapes import chain_shape, parse_shape, sequoia, shape_name, with_chain
 
 Options = dict[str, Any]
 Measure = Callable[[Options, Options | None], float]
@@ -30,7 +30,7 @@ _LONG_ON_GPU: Options = {
 }  # fmt: skip
 # Passes over all coordinates; the second one repeats those that depend on later ones.
 _SWEEPS = 2
-# Settings that are not searched, and the numbers of levels that they apply to.
+# Settings that are not searched, beside other_trees, and the numbers of levels that they apply to.
 _CARRIED = {"recent": (3,), "sinks": (2, 3), "window": (2, 3)}
 # (tokens, depth) of the trees that are fitted to a measured acceptance vector.
 _FITTED = ((15, 3), (24, 5))
@@ -82,7 +82,7 @@ class Space:
     """The grid for one context length: the coordinates that apply, and where the search begins.
 
     Args:
-        start: the engine's own configuration.
+        start: the settings without a profile: the engine's own, and the device's defaults.
         context: tokens of the prompts.
         gpu, draft: whether there is a GPU, and a draft model.
         fixed: options that the user has given.
@@ -127,7 +127,11 @@ class Space:
         own = self._own
         options = {"levels": own["levels"]}
         options |= {c.name: own[c.name] for c in GRID if c.name != self._inapplicable}
-        if not self.draft:
+        if self.draft:
+            # By name, so that records and profiles hold them.
+            others = (with_chain(shape, 0) for shape in self.start.other_trees or ())
+            options["other_trees"] = " ".join(map(shape_name, others)) or "none"
+        else:
             options["lookup"] = self.start.matched_tokens(draft_model=False)
         if options["runner_ups"] is None:
             options["runner_ups"] = self.gpu
@@ -135,9 +139,12 @@ class Space:
             ladder = next((c.values for c in self.coordinates() if c.name == "budget"), ())
             smaller = [b for b in ladder if self.allows(options | {"levels": 3, "budget": b})]
             options["budget"] = max(smaller, default=options["budget"])
-        if "levels" in self.fixed and options["levels"] != "auto":
+        if not self._chooses_levels:
             return [options]
         found = [options | {"levels": 3}, options | {"levels": 2}]
+        if options["retrieval_weight_bits"] != 16 and "retrieval_weight_bits" not in self.fixed:
+            # Memory may be short for a copy of the weights in fewer bits.
+            found.insert(1, found[0] | {"retrieval_weight_bits": 16})
         if self.gpu and self.context >= _LONG:
             found.append(options | {k: v for k, v in _LONG_ON_GPU.items() if k not in self.fixed})
         return [o for o in found if self.allows(o)]
@@ -181,6 +188,18 @@ class Space:
     def config(self, options: Options) -> HierarchyConfig:
         return HierarchyConfig.from_options(**{**self._own, **options})
 
+    def measured(self, options: Options) -> Options:
+        """What is measured for these options: what a profile's entry of them runs.
+
+        Passes of two levels, matched tokens among them, may then take the place of those of three.
+        """
+        return options | {"levels": "auto"} if options["levels"] == 3 and self._chooses_levels else options
+
+    @property
+    def _chooses_levels(self) -> bool:
+        """Whether the number of levels is not given."""
+        return "levels" not in self.fixed or self.start.levels == "auto"
+
     @property
     def _own(self) -> Options:
         """The options of ``start``, with numbers; the chain beside its trees follows from ``lookup``."""
@@ -192,6 +211,8 @@ def relevant(options: Options) -> Options:
     """The options that apply with their number of levels, so that equal settings compare equal."""
     level = options["levels"]
     applicable = {"levels", *(c.name for c in GRID if level in c.levels)}
+    if level > 1:
+        applicable.add("other_trees")
     return {name: value for name, value in options.items() if name in applicable}
 
 

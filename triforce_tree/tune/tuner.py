@@ -7,6 +7,7 @@ and is not repeated, so that an interrupted search continues.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,9 @@ from triforce_tree.engine import Engine
 from triforce_tree.eval import overlap
 from triforce_tree.eval.results import Record, Records, repeated_share
 from triforce_tree.models.few_row import why_not_replaceable
+from triforce_tree.planning.device_defaults import device_defaults, gains_from_few_bits
 from triforce_tree.planning.profiles import Entry
+from triforce_tree.trees.shapes import with_chain
 from triforce_tree.tune.meters import Meter
 from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.search import Options, OutOfTime, Space, relevant, search
@@ -75,15 +78,25 @@ class Tuner:
         return frozenset() if replaceable else frozenset({"retrieval_weight_bits"})
 
     def space(self, context: int) -> Space:
-        config, fixed = self.hierarchy.config, self.plan.fixed
+        """What is searched for prompts of this length, from the settings that they have without a profile."""
+        hierarchy, fixed = self.hierarchy, self.plan.fixed
+        own, gpu = hierarchy.config, hierarchy.target.device.type == "cuda"
+        draft = hierarchy.draft is not None
+        if draft:
+            # As they were given, without what the hierarchy makes of them.
+            others = own.other_trees if own.other_trees or "other_trees" in fixed else None
+            own = replace(own, tree=with_chain(own.tree, 0), other_trees=others)
+        config = device_defaults(own, fixed, gpu, context, hierarchy.target.heads.group, draft)
         if config.retrieval_weight_bits == "auto":
-            # The fastest that is measured.
+            # The fastest that is measured, from those that "auto" takes where memory is to spare.
             fixed -= {"retrieval_weight_bits"}
+            if gains_from_few_bits(hierarchy.target):
+                config = replace(config, retrieval_weight_bits=8)
         return Space(
-            config,
+            hierarchy.with_config(config).config,
             context,
-            gpu=self.hierarchy.target.device.type == "cuda",
-            draft=self.hierarchy.draft is not None,
+            gpu=gpu,
+            draft=draft,
             fixed=fixed | self._impossible,
             grid=self.plan.grid,
         )
@@ -213,7 +226,7 @@ class Tuner:
 
     def _measured(self, options: Options, number: int) -> Record:
         plan, context, temperature = self.plan, self._cell["context"], self._cell["temperature"]
-        config = self.engine.with_options(**options).hierarchy.config
+        config = self.engine.with_options(**self.space(context).measured(options)).hierarchy.config
         place = plan.starts(context)[number]
         try:
             meter = self._reader(context)

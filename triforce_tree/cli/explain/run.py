@@ -8,6 +8,8 @@ from triforce_tree.cli.console import Interrupt, PrefillBar, json_line, plain_ta
 from triforce_tree.cli.prompt import prompt_of
 from triforce_tree.decoding.explain.drawing import as_lines, draw
 from triforce_tree.decoding.explain.explanation import Explanation, explained
+from triforce_tree.decoding.explain.matched import MatchedPasses
+from triforce_tree.drafters.suffix_index import LONGEST
 from triforce_tree.eval.results import check_picture
 from triforce_tree.generation.inputs import encoded
 from triforce_tree.generation.options import check_sampling_options
@@ -48,8 +50,11 @@ def _show(found: Explanation) -> None:
     show.print(found.why())
     made = "; ".join(f"{count} of {kind}" for kind, count in found.passes.items())
     show.print(f"passes made, {found.tokens_per_pass:.2f} new tokens each on average: {made}")
-    for number, tree in enumerate(found.trees[1:], 2):
+    grown = found.trees[: -1 if found.matched is not None else None]
+    for number, tree in enumerate(grown[1:], 2):
         show.print(f"tree {number}: {tree}")
+    if found.matched is not None:
+        _show_matched(found, found.matched)
     if found.choices:
         rows = [
             (c.kind, str(c.made), f"{c.tokens:.2f}", f"{c.ms:.2f}", f"{c.ms_per_token:.2f}")
@@ -77,3 +82,27 @@ def _show(found: Explanation) -> None:
     show.print(plain_table("acceptance", columns, rows))
     for line in as_lines(found.tree, found.words):
         show.print(line)
+
+
+def _show_matched(found: Explanation, matched: MatchedPasses) -> None:
+    """Passes that verified matched tokens, by length of the match."""
+    show, every = screen(), sum(found.passes.values())
+    show.print(
+        f"matched tokens ({matched.setting} in other_trees): {matched.passes} of {every} passes, "
+        f"which brought {matched.tokens} of {found.new_tokens} tokens"
+    )
+    rows = [
+        (
+            f"{c.least} to {c.most}" if c.most < LONGEST else f"{c.least} or more",
+            str(c.passes),
+            str(c.proposed),
+            str(c.accepted),
+            "" if c.acceptance is None else f"{100 * c.acceptance:.0f} %",
+            f"{100 * c.expected:.0f} %",
+            str(c.tokens),
+        )
+        for c in matched.by_length
+    ]
+    columns = ("match, tokens", "passes", "proposed", "accepted", "acceptance", "expected", "brought")
+    if matched.passes:
+        show.print(plain_table("matched tokens, by length of the match", columns, rows))

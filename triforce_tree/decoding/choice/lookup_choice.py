@@ -33,8 +33,13 @@ class LookupAcceptance:
 
     def of(self, match: Match) -> float:
         """The probability that a matched token is accepted whose predecessors were."""
-        accepted, judged = self._tokens[_class(match)]
+        accepted, judged = self._tokens[match_class(match)]
         return accepted / judged
+
+    @property
+    def by_class(self) -> dict[int, float]:
+        """:meth:`of` the matches of each class, by the fewest tokens that they have in common."""
+        return {least: accepted / judged for least, (accepted, judged) in self._tokens.items()}
 
     def count(self, match: Match, most: int) -> int:
         """How many tokens to propose."""
@@ -44,11 +49,12 @@ class LookupAcceptance:
 
     def observe(self, match: Match, accepted: int, rejected: int) -> None:
         """Take up a verification: so many tokens were accepted, and then one was rejected, or none."""
-        held = self._tokens[_class(match)]
-        self._tokens[_class(match)] = _KEPT * held[0] + accepted, _KEPT * held[1] + accepted + rejected
+        held = self._tokens[match_class(match)]
+        self._tokens[match_class(match)] = _KEPT * held[0] + accepted, _KEPT * held[1] + accepted + rejected
 
 
-def _class(match: Match) -> int:
+def match_class(match: Match) -> int:
+    """The class of a match's length: the fewest tokens in common."""
     return max(least for least in _EXPECTED if least <= max(match.common, min(_EXPECTED)))
 
 
@@ -58,12 +64,16 @@ class LookupChoice:
     Args:
         controller: chooses all other passes; both share one loss budget.
         drafter: finds the matches.
+
+    Attributes:
+        acceptance: by class of length.
+        taken: of the last such pass by sequence: its match, and how many tokens were proposed.
     """
 
     def __init__(self, controller: PassController, drafter: WithLookup) -> None:
         self._controller, self._drafter = controller, drafter
-        self._acceptance = LookupAcceptance()
-        self._taken: list[tuple[Match | None, int]] = []
+        self.acceptance = LookupAcceptance()
+        self.taken: list[tuple[Match | None, int]] = []
 
     @classmethod
     def of(cls, controller: PassController, drafter: Drafter | None) -> "LookupChoice | None":
@@ -79,19 +89,19 @@ class LookupChoice:
         if self._controller.fixed is not None:
             return None
         matches = self._drafter.match(sequences)
-        counts = [0 if m is None else self._acceptance.count(m, self._drafter.length) for m in matches]
+        counts = [0 if m is None else self.acceptance.count(m, self._drafter.length) for m in matches]
         if not any(counts):
             return None
         running = [(m, count) for m, count in zip(matches, counts, strict=True) if m is not None]
-        tokens = sum(tokens_of(self._acceptance.of(m), n) if n else 1.0 for m, n in running) / len(running)
+        tokens = sum(tokens_of(self.acceptance.of(m), n) if n else 1.0 for m, n in running) / len(running)
         kind = self._controller.matched_pass(tokens)
         if kind is not None:
-            self._taken = list(zip(matches, counts, strict=True))
+            self.taken = list(zip(matches, counts, strict=True))
             self._drafter.take(matches, counts)
         return kind
 
     def observe(self, accepted: Sequence[int]) -> None:
         """Learn from the pass: tokens that the target accepted of each sequence's."""
-        for (match, count), tokens in zip(self._taken, accepted, strict=True):
+        for (match, count), tokens in zip(self.taken, accepted, strict=True):
             if match is not None and count:
-                self._acceptance.observe(match, min(tokens, count), int(tokens < count))
+                self.acceptance.observe(match, min(tokens, count), int(tokens < count))

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.decoding.choice.passes import OF_SHAPE, PassKind
+from triforce_tree.decoding.explain.matched import MatchedPasses, MatchTally
 from triforce_tree.decoding.explain.roofs import roofs_ms
 from triforce_tree.decoding.explain.tally import AcceptanceTally, DepthCounts, Node
 from triforce_tree.decoding.loop import Decoder
@@ -67,12 +68,13 @@ class Explanation:
     Attributes:
         prompt_tokens, new_tokens: of the sequence.
         options: settings of the engine, after defaults, profile and memory plan.
-        passes: number of passes by kind.
+        passes: number of passes by kind; those that verified matched tokens as ``2 levels, matched tokens``.
         tokens_per_pass: new tokens for each pass of the target.
         acceptance: by level, then depth: verifications that reached it, and accepted tokens by sibling rank.
         stages: times by the table of stage costs; empty where rounds are given.
         choices: kinds of passes, the fastest one first; empty where rounds are given.
-        trees: the shapes that passes may propose, the configured one first.
+        trees: the shapes that passes may propose, the configured one first, and ``lookup:N`` last.
+        matched: passes that verified matched tokens; None where the settings have none.
         tree: the last tree of the drafter that was verified.
         words: the text of each of its tokens.
         text: the new text; None without a tokenizer.
@@ -87,6 +89,7 @@ class Explanation:
     stages: list[StageTime]
     choices: list[Choice]
     trees: list[str]
+    matched: MatchedPasses | None
     tree: list[Node]
     words: list[str]
     text: str | None
@@ -103,6 +106,7 @@ class Explanation:
                 ]
                 for level, depths in self.acceptance.items()
             },
+            "matched": self.matched.as_dict() if self.matched is not None else None,
             "choices": [{**asdict(choice), "ms_per_token": choice.ms_per_token} for choice in self.choices],
         }
 
@@ -155,23 +159,32 @@ def explained(
     decoder.prefill([prompt], progress)
     tally = AcceptanceTally(program)
     decoder.after_stage = tally
-    new = [token for [block] in decoder.decode([prompt], [Ending(new_tokens)]) for token in block]
+    matches, new = MatchTally(decoder), list[int]()
+    for [block] in decoder.decode([prompt], [Ending(new_tokens)]):
+        matches.add(len(block))
+        new += block
     length = len(prompt) + len(new)
     words = [str(tokenizer.decode([n.token])) if tokenizer else str(n.token) for n in tally.tree]
+    trees = [shape_name(shape) for shape in program.config.shapes[: len(program.shapes)]]
     return Explanation(
         prompt_tokens=len(prompt),
         new_tokens=len(new),
         options=program.config.as_options() | {"levels": program.levels},
-        passes={str(kind): made for kind, made in decoder.passes.most_common()},
+        passes={_name(kind, decoder): made for kind, made in decoder.passes.most_common()},
         tokens_per_pass=len(new) / max(1, decoder.passes.total()),
         acceptance=tally.depths,
         stages=_stages(program, decoder, length),
         choices=_choices(decoder, decoder.passes),
-        trees=[shape_name(shape) for shape in program.config.shapes[: len(program.shapes)]],
+        trees=trees,
+        matched=matches.found(trees[-1]),
         tree=tally.tree,
         words=words,
         text=str(tokenizer.decode(new, skip_special_tokens=True)) if tokenizer else None,
     )
+
+
+def _name(kind: PassKind, decoder: Decoder) -> str:
+    return f"{kind.levels} levels, matched tokens" if decoder.controller.matched(kind) else str(kind)
 
 
 def _stages(program: DecodingProgram, decoder: Decoder, length: int) -> list[StageTime]:

@@ -13,6 +13,8 @@ LEVELS = {
     "target_tree": "target, trees",
 }
 """The name of a verifying stage in an explanation."""
+MATCHED = "target, matched tokens"
+"""The same of those that verify matched tokens."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class AcceptanceTally:
 
     def __call__(self, stage: str) -> None:
         # Stages of other shapes of trees: ``target_tree/1``.
-        name = stage.partition("/")[0]
+        name, _, shape = stage.partition("/")
         judged = self._program.stage(stage) if name in LEVELS else None
         if not isinstance(judged, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage):
             return
@@ -77,7 +79,8 @@ class AcceptanceTally:
             ranks.append(seen[parent])
             # The root's token is not a proposal.
             seen[parent] += int(node > 0 and tokens[node] >= 0)
-        depths = self.depths.setdefault(LEVELS[name], [])
+        matched = bool(shape) and self._program.shapes[int(shape)].matched
+        depths = self.depths.setdefault(MATCHED if matched else LEVELS[name], [])
         for depth, node in enumerate(path):
             if not seen[node] or depth >= judged.tree.depth:
                 break
@@ -86,7 +89,7 @@ class AcceptanceTally:
             depths[depth].tried += 1
             if depth + 1 < len(path):
                 depths[depth].accepted[ranks[path[depth + 1]]] += 1
-        if not isinstance(judged, ChainVerifyStage):
+        if not isinstance(judged, ChainVerifyStage) and not matched:
             tree = judged.tree
             rows = tree.probs_rows[0].tolist()
             self.tree = [

@@ -30,7 +30,54 @@ _NOT_ACCEPTED = tl.constexpr(-1)
 
 
 @triton.jit
-def _scan_vocab(
+def _sum_vocab(
+    p_ptr,
+    q_ptr,
+    rejected_ptr,
+    rejections,
+    drawn,
+    kept,
+    vocab,
+    weight,
+    coef,
+    BLOCK: tl.constexpr,
+):
+    """One pass over the vocabulary: the sum of m = (weight p - coef q)+, and that of q without the rejected
+    tokens.
+
+    A rejected token of -1 - x was proposed deterministically: m is without x, but for the ``kept``-th. ``q``
+    is read where there are ``drawn`` tokens among the rejected ones; NaN counts as 0.
+    """
+    mass_sum = tl.zeros([BLOCK], tl.float32)
+    q_sum = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        mass, q = _mass(
+            p_ptr, q_ptr, rejected_ptr, token, rejections, drawn, kept, vocab, weight, coef
+        )  # fmt: skip
+        mass_sum += mass
+        q_sum += q
+    return tl.sum(mass_sum, 0), tl.sum(q_sum, 0)
+
+
+@triton.jit
+def _mass(p_ptr, q_ptr, rejected_ptr, token, rejections, drawn, kept, vocab, weight, coef):
+    """m and q of some tokens, see ``_sum_vocab``."""
+    inside = token < vocab
+    p = tl.load(p_ptr + token, mask=inside, other=0.0)
+    # Blocks on both sides: Triton's interpreter makes no mask of a block and a scalar.
+    q = tl.load(q_ptr + token, mask=inside & (token * 0 + drawn > 0), other=0.0)
+    mass = weight * p - coef * q
+    mass = tl.where(mass > 0.0, mass, 0.0)
+    for at in range(rejections):
+        rejected = tl.load(rejected_ptr + at)
+        q = tl.where(token == rejected, 0.0, q)
+        mass = tl.where((token == -1 - rejected) & (token * 0 + at != kept), 0.0, mass)
+    return mass, q
+
+
+@triton.jit
+def _draw_token(
     p_ptr,
     q_ptr,
     noise_ptr,
@@ -41,41 +88,29 @@ def _scan_vocab(
     vocab,
     weight,
     coef,
-    emit,
     BLOCK: tl.constexpr,
 ):
-    """One pass over the vocabulary: the sum of m = (weight p - coef q)+, the sum of q without the rejected
-    tokens, and the argmax of m / exponential.
+    """One pass over the vocabulary: the argmax of m / exponential, see ``_sum_vocab``, and the sum of m.
 
-    A rejected token of -1 - x was proposed deterministically: m is without x, but for the ``kept``-th. Noise
-    is read where ``emit``, ``q`` where there are ``drawn`` tokens among the rejected ones; NaN counts as 0.
+    Divisions take most of the time of such a pass, so sums alone are computed without it.
     """
     mass_sum = tl.zeros([BLOCK], tl.float32)
-    q_sum = tl.zeros([BLOCK], tl.float32)
     best = tl.zeros([BLOCK], tl.float32)
     best_token = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        inside = token < vocab
-        # Blocks on both sides: Triton's interpreter makes no mask of a block and a scalar.
-        p = tl.load(p_ptr + token, mask=inside, other=0.0)
-        q = tl.load(q_ptr + token, mask=inside & (token * 0 + drawn > 0), other=0.0)
-        exponential = tl.load(noise_ptr + token, mask=inside & (token * 0 + emit > 0), other=1.0)
-        mass = weight * p - coef * q
-        mass = tl.where(mass > 0.0, mass, 0.0)
-        for at in range(rejections):
-            rejected = tl.load(rejected_ptr + at)
-            q = tl.where(token == rejected, 0.0, q)
-            mass = tl.where((token == -1 - rejected) & (token * 0 + at != kept), 0.0, mass)
+        exponential = tl.load(noise_ptr + token, mask=token < vocab, other=1.0)
+        mass, _ = _mass(
+            p_ptr, q_ptr, rejected_ptr, token, rejections, drawn, kept, vocab, weight, coef
+        )  # fmt: skip
         mass_sum += mass
-        q_sum += q
         score = tl.where(mass > 0.0, tl.div_rn(mass, exponential), 0.0)
         better = score > best
         best_token, best = tl.where(better, token, best_token), tl.where(better, score, best)
     top = tl.max(best, 0)
     # Elements that met nothing positive hold token 0, which is also what probs of sum 0 emit.
     token = tl.min(tl.where(best == top, best_token, 2147483647), 0)
-    return tl.sum(mass_sum, 0), tl.sum(q_sum, 0), token
+    return tl.sum(mass_sum, 0), token
 
 
 @triton.jit
@@ -170,10 +205,18 @@ def _judge_kernel(
             # The list is written by one thread and read by all.
             tl.debug_barrier()
             emit = is_own & (child == BLOCK_N)
-            mass, q_mass, token_here = _scan_vocab(
-                p_of_node, q_of_node, noise_ptr, place, rejections, drawn, kept, vocab, reached, next_coef,
-                emit, BLOCK_V,
-            )  # fmt: skip
+            if emit:
+                # The last child: q without it is of no use.
+                mass, token_here = _draw_token(
+                    p_of_node, q_of_node, noise_ptr, place, rejections, drawn, kept, vocab, reached,
+                    next_coef, BLOCK_V,
+                )  # fmt: skip
+                q_mass = q_left
+            else:
+                mass, q_mass = _sum_vocab(
+                    p_of_node, q_of_node, place, rejections, drawn, kept, vocab, reached, next_coef, BLOCK_V
+                )
+                token_here = emitted
             share = tl.div_rn(mass, scale)
             rest = 1.0 - weight + share
             # An empty residual leaves p as it is, with a weight of 1 or 0.
@@ -190,9 +233,9 @@ def _judge_kernel(
             accepted = (node == 0) | (uniform < weight)
             if accepted & ~scanned:
                 tl.debug_barrier()
-                _, _, emitted = _scan_vocab(
+                _, emitted = _draw_token(
                     p_of_node, q_of_node, noise_ptr, place, rejections, drawn, kept, vocab, reached, coef,
-                    is_own, BLOCK_V,
+                    BLOCK_V,
                 )  # fmt: skip
             outcome = tl.where(accepted, emitted.to(tl.int64), _NOT_ACCEPTED)
             alive = node < 0
