@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.cost_table import correct, other_costs, stage_costs
+from triforce_tree.decoding.choice.cost_table import other_costs, stage_costs
 from triforce_tree.decoding.choice.costs_by_length import CostsByLength
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.lookup_choice import LookupChoice
@@ -19,7 +19,7 @@ from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.prepared_stages import held_back, seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stage_set import stage_name
-from triforce_tree.decoding.stop_criteria import Ending, finish_reason, tokens_left
+from triforce_tree.decoding.stop_criteria import Ending, append, tokens_left
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.distributed import broadcast_object
@@ -102,6 +102,7 @@ class Decoder:
         self.finish_reasons: list[str | None] = []
         self.report: list[tuple[int, int]] = []
         self._clock = StageClock(program.device)
+        self._last: tuple[PassKind, float] | None = None  # with its seconds beyond those of its stages
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
@@ -167,8 +168,11 @@ class Decoder:
                 self.report = [(count, proposed) for count, proposed, *_ in report]
                 if observe is not None:
                     observe(new, self.emitted_logits)
-                self._count(kind, report, sum(map(len, new)), resumed)
-                self.decode_seconds += time.perf_counter() - self.program.capture_seconds - start
+                seconds = self._clock.seconds()
+                self._count(kind, report, sum(map(len, new)), seconds, resumed)
+                taken = time.perf_counter() - self.program.capture_seconds - start
+                self.decode_seconds += taken
+                self._last = kind, taken - sum(seconds.values()) + seconds.get("capture", 0.0)
                 yield new
         except GeneratorExit:
             raise
@@ -178,9 +182,7 @@ class Decoder:
             raise
         finally:
             if self._costs is not None:
-                factors = self._costs.kept_factors()
-                if correct(self.program, self._to_probs, self._costs.first, self._costs.others):
-                    factors = {}  # They are relative to what was corrected.
+                factors = self._costs.end(self.program, self._to_probs)
                 if self._learnt is not None:
                     self._learnt.keep(self.controller.learnt(factors))
 
@@ -199,16 +201,12 @@ class Decoder:
         for b, (count, _, _, broken, *tokens) in enumerate(report):
             if broken:
                 raise ValueError(NAN_LOGITS)
-            new.append([])
-            sequence, ending = self._sequences[b], self._endings[b]
-            for token in tokens[:count] if self.finish_reasons[b] is None else []:
+            sequence, ending, before = self._sequences[b], self._endings[b], len(self._sequences[b])
+            if self.finish_reasons[b] is None:
                 assert ending is not None
-                new[b].append(token)
-                sequence.append(token)
-                reason = finish_reason(sequence, token, len(sequence) - self._lengths[b], ending)
-                if reason:
-                    self.finish_reasons[b], ended = reason, True
-                    break
+                self.finish_reasons[b] = append(sequence, tokens[:count], self._lengths[b], ending)
+                ended |= self.finish_reasons[b] is not None
+            new.append(sequence[before:])
         if ended:
             self._update_active()
         return new
@@ -310,15 +308,17 @@ class Decoder:
         if self.after_stage is not None:
             self.after_stage(stage)
 
-    def _count(self, kind: PassKind, report: list[list[int]], emitted: int, resumed: bool) -> None:
+    def _count(
+        self, kind: PassKind, report: list[list[int]], emitted: int, seconds: dict[str, float], resumed: bool
+    ) -> None:
         """Add up the statistics of the sequences that were still running, and let the controller learn.
 
         Args:
             emitted: new tokens up to the end of each sequence; the report also counts later ones.
+            seconds: of the stages.
             resumed: whether the pass before it was plain.
         """
-        seconds, rounds = self._clock.seconds(), kind.rounds
-        running = [row for row in report if row[0] > 0]
+        rounds, running = kind.rounds, [row for row in report if row[0] > 0]
         count, proposed, gathered = (sum(row[i] for row in running) for i in range(3))
         trees, target = rounds * len(running), self.levels[-1]
         target.add(len(running), proposed, count - len(running), emitted, seconds["target"])
@@ -334,7 +334,9 @@ class Decoder:
                 self.levels[1].add(trees, verified, gathered - trees, gathered, seconds["retrieval"])
         if self._learns:
             # Rank 0's times, on all ranks: those that chose different passes would wait forever.
-            seconds = broadcast_object(seconds)
+            seconds, last = broadcast_object((seconds, self._last))
+            if last is not None:
+                self.controller.host.add(*last)
         if running:
             rejected, ranks = sum(row[0] <= row[1] for row in running) if rounds else 0, None
             if self.lookup and self.controller.matched(kind):

@@ -30,6 +30,23 @@ def finish_reason(tokens: list[int], token: int, emitted: int, ending: Ending) -
     return "length" if emitted >= ending.max_new_tokens else None
 
 
+def append(tokens: list[int], new: Sequence[int], start: int, ending: Ending) -> str | None:
+    """Append the new tokens of a pass to a sequence, up to its end.
+
+    Args:
+        start: length of its prompt.
+
+    Returns:
+        why it ends with the last one appended; None where it does not.
+    """
+    for token in new:
+        tokens.append(token)
+        reason = finish_reason(tokens, token, len(tokens) - start, ending)
+        if reason is not None:
+            return reason
+    return None
+
+
 def tokens_left(
     emitted: Sequence[int], endings: Sequence[Ending | None], reasons: Sequence[str | None]
 ) -> int:

@@ -183,6 +183,32 @@ def test_ranks_share_times_only_where_draft_lengths_follow_them(monkeypatch: pyt
     assert len(sent) == len(kinds) > 0
 
 
+@pytest.mark.usefixtures("table")
+def test_the_hosts_time_counts_without_a_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the time of a pass beyond its stages', and the next request goes on with it."""
+    program, now = adaptive(2), 0.0
+
+    def slow_host() -> float:
+        # A pass asks twice.
+        nonlocal now
+        now += 50.0
+        return now
+
+    fast = [decoded(program, repeatable)[:2] for repeatable in (True, False)]
+    assert fast[0] == fast[1]
+    program = adaptive(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.time, "perf_counter", slow_host)
+        slow = {repeatable: decoded(program, repeatable) for repeatable in (True, False)}
+    assert slow[True][:2] == fast[0], "with a seed the choices do not depend on wall times"
+    host = slow[False][2].controller.host
+    assert 0 < host.of(PLAIN) <= host.of(PassKind(2, 1))
+    assert slow[True][2].controller.host.of(PassKind(2, 1)) == 0
+    later = {repeatable: Decoder(program, SAMPLED, 0, repeatable) for repeatable in (True, False)}
+    assert later[False].controller.host.of(PassKind(2, 1)) == host.of(PassKind(2, 1))
+    assert later[True].controller.host.of(PassKind(2, 1)) == 0
+
+
 def test_two_levels_fall_back_to_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random draft whose trees cost more than a pass."""
     monkeypatch.setattr(loop, "stage_costs", lambda *_: table_of(1.0, 1.4))

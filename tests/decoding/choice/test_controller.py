@@ -11,6 +11,7 @@ from simulated_passes import COSTS, DEPTH, MIXED, MOST, Cost, controller, costs_
 from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.estimates import acceptance_of, tokens_of
+from triforce_tree.decoding.choice.host_seconds import HostSeconds
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 
 
@@ -267,6 +268,62 @@ def test_stages_that_were_not_measured_follow_the_others() -> None:
     drafting.refine(PassKind(2, 1), 0, {"draft": 0.2, "target": 1.1})
     assert drafting.costs is not None
     assert drafting.costs.plain == 3.0, "drafts may be fast or slow by themselves"
+
+
+MS = StageSeconds(0.3e-3, draft=0.05e-3, retrieval=0.05e-3, chain=0.31e-3, tree=0.31e-3, prepare=0.05e-3)
+
+
+@pytest.mark.parametrize("levels", [2, 3, MIXED])
+def test_the_hosts_time_decides_whether_small_models_draft(levels: int) -> None:
+    """Stages of 0.3 ms, and 0.3 ms more on the host in a drafting pass: 0.1 and 0.4 ms."""
+    host, late = (0.1e-3, 0.4e-3), {}
+    for acceptance in (0.35, 0.95):
+        for known in ((0.0, 0.0), host):
+            speeds, drafted = [], 0
+            for seed in range(4):
+                control = controller(levels, MS)
+                speed, chosen = simulated(control, acceptance, 1500, seed, 0.35, host=known)
+                speeds.append(speed)
+                drafted += sum(kind != PLAIN for kind in chosen[len(chosen) // 4 :])
+            late[acceptance, known] = drafted
+            if acceptance > 0.9:
+                assert min(speeds) > 1.4, "it wins with the host's time too"
+            elif known == host:
+                assert min(speeds) >= 0.98, "what is lost is charged"
+    assert late[0.35, (0.0, 0.0)] > 10 * max(1, late[0.35, host]), "by its stages alone drafting would pay"
+
+
+def test_the_hosts_time_hardly_matters_to_passes_of_10_ms() -> None:
+    costs = StageSeconds(10e-3, draft=1e-3, retrieval=2e-3, chain=10.5e-3, tree=10.3e-3)
+    control = controller(MIXED, costs)
+    plain, *before = control.options()
+    for _ in range(4):
+        control.host.add(PLAIN, 0.1e-3)
+        control.host.add(PassKind(2, 1), 0.4e-3)
+    slower, *after = control.options()
+    for one, other in zip(before, after, strict=True):
+        assert 0.97 < (other.rate / slower.rate) / (one.rate / plain.rate) < 1.03
+
+
+def test_the_hosts_time_is_a_median() -> None:
+    host, drafting = HostSeconds(), PassKind(2, 1)
+    assert host.of(PLAIN) == host.of(drafting) == 0
+    for seconds in (5.0, 1e-4, 1e-4, 1.5e-4, 1e-4):
+        host.add(PLAIN, seconds)
+    assert host.of(PLAIN) == 1e-4
+    assert host.of(drafting) == 1e-4, "as plain passes, until it is measured"
+    for _ in range(2):
+        host.add(drafting, 3.0)
+    assert host.of(drafting) == 1e-4, "the first ones may be chance"
+    for _ in range(6):
+        host.add(drafting, 4e-4)
+    assert host.of(drafting) == 4e-4
+    for _ in range(20):
+        host.add(PLAIN, 5e-4)
+    assert host.of(drafting) == 5e-4, "the machine has become busy"
+    for _ in range(20):
+        host.add(PLAIN, -1e-3)
+    assert host.of(PLAIN) == 0
 
 
 def test_factors_are_of_the_stages_that_there_are() -> None:

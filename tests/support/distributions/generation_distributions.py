@@ -190,7 +190,7 @@ class Generations:
                 for kind in plan
             )
             decoder.controller.choose = lambda: self._with_matches(next(kinds), decoder)
-            decoder._lookup = None
+            decoder.lookup = None
         if self.chooser is not None:
             decoder.controller.choose = self.chooser(decoder)
         for state, after_prompt in zip(self._recurrent(), self._states, strict=True):

@@ -43,12 +43,14 @@ def simulated(
     seed: int = 0,
     per_token: float = 0.6,
     tree: float | None = None,
+    host: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[float, list[PassKind]]:
     """Tokens per plain pass's time, and the kinds of the passes.
 
     The target accepts every token of a chain with one probability, which may change with the tokens made; the
     retrieval level accepts those of a tree with probability ``per_token``, the target itself with ``tree``,
-    which is that of a chain's tokens where it is not given.
+    which is that of a chain's tokens where it is not given. The host takes the seconds of ``host`` in a plain
+    and in a drafting pass.
     """
     rng, made, time, chosen = random.Random(seed), 0, 0.0, []
     cost, last = control.costs, None
@@ -57,6 +59,9 @@ def simulated(
         control.remaining = tokens - made
         kind = control.choose()
         chosen.append(kind)
+        if any(host):
+            control.host.add(kind, host[kind != PLAIN])
+        time += host[kind != PLAIN]
         resumed, last = last == PLAIN, kind
         if kind == PLAIN:
             time, made = time + cost.plain, made + 1
@@ -73,7 +78,7 @@ def simulated(
         control.observe(kind, 1, gathered, accepted, int(accepted < chain))
         time += cost.of(kind, chain / control.max_draft_tokens) + (cost.prepare if resumed else 0.0)
         made += 1 + accepted
-    return min(made, tokens) / time, chosen
+    return min(made, tokens) * (cost.plain + host[0]) / time, chosen
 
 
 def rounds_of(chosen: list[PassKind]) -> list[int]:

@@ -31,14 +31,8 @@ from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDG
 from triforce_tree.decoding.choice.budgets.preparation import Preparation
 from triforce_tree.decoding.choice.budgets.trials import Trials
 from triforce_tree.decoding.choice.estimates import Estimates, Learnt, LearntChoice, Ranks, tokens_of
-from triforce_tree.decoding.choice.passes import (
-    PLAIN,
-    CostFactors,
-    Option,
-    PassKind,
-    StageSeconds,
-    refined,
-)  # fmt: skip
+from triforce_tree.decoding.choice.host_seconds import HostSeconds
+from triforce_tree.decoding.choice.passes import PLAIN, CostFactors, Option, PassKind, StageSeconds, refined
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 # Share of the budget that the first pass of a trial may lose: what one pass shows may be chance.
@@ -46,6 +40,9 @@ _FIRST_PASS = 0.75
 # Tokens decoded without drafts after a trial that did not pay: after the first one, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096
 _REPAID_LATER = 8  # The same where a trial could not be repaid: sequences that join bring more tokens.
+# Of the plain passes of a pause so many change the costs only once: no choice is made by them meanwhile, the
+# device would wait for it each time, and eight of the shortest pause show whether the machine is busy.
+_REFINED_EVERY = 8
 # Share of the prior's weight in later trials of a request.
 _LATER = 0.5
 # Drafting pauses where it is not this much faster than plain decoding at the confidence intervals' upper end.
@@ -70,6 +67,7 @@ class PassController:
         costs: with trees of the first shape. Set before ``choose`` is called, unless rounds are fixed; may be
             changed at any time.
         other_costs: with trees of each other shape; None for one that passes must not take.
+        host: seconds of passes beyond those of their stages; 0 unless they are measured while decoding.
         estimates: of acceptance, and of what a round brings.
         preparation: shapes whose stages are not made.
         budget: what drafting may lose.
@@ -93,12 +91,14 @@ class PassController:
             self.fixed = 0
         self.costs: StageSeconds | None = None
         self.other_costs: Sequence[StageSeconds | None] = [None] * len(shapes[1:])
+        self.host = HostSeconds()
         self.estimates = Estimates(levels, self._depths, two_levels, shapes[: self.lookup or None])
         self._kinds = {1: (), 2: (2,), 3: (2, 3) if two_levels else (3,)}[levels]
         self.preparation = Preparation()
         self.budget, self.remaining, self._made = LossBudget(), math.inf, 0.0
         self._trials = Trials()
         self._paused = self._pause = self._passes = 0
+        self._options: list[Option] = []  # for ``choose`` in the same pass
         self._gained, self._last_plain, self._measured = 0.0, False, set[tuple[str, int]]()
 
     def expect(self, acceptance: float, tokens_per_round: float) -> None:
@@ -118,11 +118,12 @@ class PassController:
         self.budget.resume(learnt.budget)
         self.estimates.resume(learnt.estimates)
         self.preparation.missed = dict(learnt.missed)
+        self.host = learnt.host
 
     def learnt(self, cost_factors: CostFactors) -> LearntChoice:
         """What a later request may :meth:`resume` from, with the caller's cost factors."""
         estimates, missed = self.estimates.learnt(bool(self._passes)), dict(self.preparation.missed)
-        return LearntChoice(estimates, self.budget.kept, cost_factors, missed)
+        return LearntChoice(estimates, self.budget.kept, cost_factors, missed, self.host)
 
     @property
     def acceptance(self) -> float:
@@ -141,8 +142,8 @@ class PassController:
         self.budget.bound(self._made + self.remaining)
         if self._paused:
             return PLAIN
-        plain = _MARGIN / self._costs.plain
-        options = self.options()
+        plain = _MARGIN / self._plain
+        options = self._options or self.options()
         if self._passes and all(option.highest_rate <= plain for option in options[1:]):
             self.preparation.count(options)
             self._pause_drafting()
@@ -191,7 +192,8 @@ class PassController:
         if self.other_costs[self.lookup - 1] is None:
             return None
         option = Option(kind, tokens, tokens, self._seconds(kind, 1.0)).within(self.remaining)
-        others = [Option(PLAIN, _MARGIN, 1.0, self._costs.plain)] if self._paused else self.options()
+        self._options = [] if self._paused else self.options()
+        others = self._options or [Option(PLAIN, _MARGIN, 1.0, self._plain)]
         best = max((o.within(self.remaining) for o in others), key=lambda o: o.rate)
         self.preparation.count([best, option])
         if option.rate <= best.rate or not self.preparation.ready(self.lookup):
@@ -200,12 +202,12 @@ class PassController:
 
     def options(self) -> list[Option]:
         """What is expected of each kind of pass up to the best number of rounds, plain decoding first."""
-        found = [Option(PLAIN, 1.0, 1.0, self._costs.plain)]
+        found = [Option(PLAIN, 1.0, 1.0, self._plain)]
         for shape in self._shapes:
             if 2 in self._kinds:
                 a, error = self.estimates.of(2, shape)
                 kind, depth = PassKind(2, 1, shape), self._depths[shape]
-                seconds = self._costs_of(shape).of(kind)
+                seconds = self._costs_of(shape).of(kind) + self.host.of(kind)
                 tokens, most = tokens_of(a, depth), tokens_of(a + error, depth)
                 found.append(Option(kind, tokens, most, seconds, self.estimates.doubt(2, shape)))
             if 3 in self._kinds:
@@ -217,9 +219,10 @@ class PassController:
         a, error = self.estimates.of(3)
         gathered, doubt = self.estimates.per_round_of(shape), self.estimates.doubt(3, shape)
         most, costs, found = float(self.max_draft_tokens), self._costs_of(shape), list[Option]()
+        host = self.host.of(PassKind(3, 1))
         for rounds in range(1, math.ceil(most / gathered) + 1):
             kind, chain = PassKind(3, rounds, shape), min(most, rounds * gathered)
-            seconds = costs.of(kind, chain / most)
+            seconds = costs.of(kind, chain / most) + host
             found.append(Option(kind, tokens_of(a, chain), tokens_of(a + error, chain), seconds, doubt))
             if rounds > 1 and found[-1].highest_rate < found[-2].highest_rate:
                 # Further rounds bring less and less in the same time.
@@ -246,6 +249,7 @@ class PassController:
                 accepted / (accepted + rejected) estimates the acceptance.
             ranks: acceptance of the draft's trees by depth and rank, where there are several shapes.
         """
+        self._options = []
         if self.fixed is None:
             self._charge(kind, 1 + accepted / sequences, gathered / sequences)
         if kind.levels == 1 or self.matched(kind):
@@ -264,7 +268,7 @@ class PassController:
                 ``prepare`` before the first one.
             resumed: whether the pass before it was plain.
         """
-        if self.costs is None:
+        if self.costs is None or (kind.levels == 1 and self._paused % _REFINED_EVERY):
             return
         filled = self._filled(kind, gathered)
         new = self._costs_of(kind.shape).towards(kind, filled, seconds, resumed)
@@ -292,6 +296,11 @@ class PassController:
             raise ValueError("costs=None, but the choice of rounds needs them: set costs, or fix the rounds")
         return self.costs
 
+    @property
+    def _plain(self) -> float:
+        """Seconds of a plain pass."""
+        return self._costs.plain + self.host.of(PLAIN)
+
     def _filled(self, kind: PassKind, gathered: float) -> float:
         return gathered / self.max_draft_tokens if kind.levels == 3 else 1.0
 
@@ -300,18 +309,19 @@ class PassController:
         of those that may be useful, or, where none is, if the cheapest pass doubles the speed."""
         if self._passes or self.remaining == math.inf:
             return True
-        saved = [(option.kind, 1 - 1 / (option.highest_rate * self._costs.plain)) for option in useful]
+        saved = [(option.kind, 1 - 1 / (option.highest_rate * self._plain)) for option in useful]
         saved = saved or [(self._cheapest()[1], 0.5)]
         return any(self.remaining * share >= self._worst_loss(kind) for kind, share in saved)
 
     def _worst_loss(self, kind: PassKind) -> float:
         """Plain passes that a pass loses if it yields a single token."""
         most = kind.rounds * (self._depths[kind.shape] + 1)
-        return self._seconds(kind, self._filled(kind, most)) / self._costs.plain - 1
+        return self._seconds(kind, self._filled(kind, most)) / self._plain - 1
 
     def _seconds(self, kind: PassKind, filled: float) -> float:
         resumed = self._last_plain and not self.matched(kind)
-        return self._costs_of(kind.shape).of(kind, filled) + (self._costs.prepare if resumed else 0.0)
+        prepare = self._costs.prepare if resumed else 0.0
+        return self._costs_of(kind.shape).of(kind, filled) + self.host.of(kind) + prepare
 
     def _needed(self, kind: PassKind) -> float:
         """The least budget with which a pass is made."""
@@ -323,7 +333,7 @@ class PassController:
         self._made += tokens
         self._trials.charge(kind, tokens)
         if kind.levels > 1:
-            gain = tokens - self._seconds(kind, self._filled(kind, gathered)) / self._costs.plain
+            gain = tokens - self._seconds(kind, self._filled(kind, gathered)) / self._plain
             self.budget.charge(gain)
             self._gained += gain
             self._last_plain = self.matched(kind)

@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 
 from triforce_tree.decoding.choice.controller import PassController
+from triforce_tree.decoding.choice.cost_table import correct
 from triforce_tree.decoding.choice.passes import CostFactors, PassKind, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.verify.sampling import ProbsFromLogits
 
-# Costs are interpolated anew after this many tokens: they hardly change with each one.
-_STEP = 8
+# Costs are interpolated anew after so many tokens at least, and after this share of the context: they change
+# by no more, and the table has two digits.
+_STEP, _SHARE = 8, 1 / 128
 
 
 class CostsByLength:
@@ -48,7 +51,7 @@ class CostsByLength:
         dropped = [bool(self._expected) and costs is None for costs in controller.other_costs]
         first, others = self.first.at(tokens), [None if o is None else o.at(tokens) for o in self.others]
         others = [None if gone else own for own, gone in zip(others, dropped, strict=True)]
-        self._expected, self._until = [first, *others], tokens + _STEP
+        self._expected, self._until = [first, *others], tokens + max(_STEP, int(_SHARE * tokens))
         controller.costs = first.scaled(self.factors)
         controller.other_costs = [
             None if own is None else own.scaled(self._of_shape(shape)) for shape, own in enumerate(others, 1)
@@ -75,6 +78,16 @@ class CostsByLength:
                 factors = own.relative_to(expected)
                 self.factors = self.factors | {name + ending: factor for name, factor in factors.items()}
         return self.factors
+
+    def end(self, program: DecodingProgram, to_probs: ProbsFromLogits) -> CostFactors:
+        """After a request: correct the table where decoding has shown it to be wrong.
+
+        Returns:
+            the factors with which a later request begins.
+        """
+        factors = self.kept_factors()
+        # They are relative to what was corrected.
+        return {} if correct(program, to_probs, self.first, self.others) else factors
 
     def _of_shape(self, shape: int) -> CostFactors:
         """The factors of all stages with trees of one shape."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from triforce_tree.decoding.choice.host_seconds import HostSeconds
 from triforce_tree.decoding.choice.passes import CostFactors, PassKind
 from triforce_tree.decoding.choice.tree_acceptance import ByRank, TreeAcceptance
 from triforce_tree.trees.device_shapes import DeviceTreeShape
@@ -57,12 +58,14 @@ class LearntChoice:
         budget: the loss budget, in plain passes.
         cost_factors: of its measured costs to those of the table of stage costs.
         missed: seconds that trees of shapes without stages would have saved, by shape (``preparation.py``).
+        host: what its passes took beyond their stages; the next request goes on with it.
     """
 
     estimates: Learnt
     budget: float
     cost_factors: CostFactors
     missed: Mapping[int, float] = field(default_factory=dict)
+    host: HostSeconds = field(default_factory=HostSeconds, compare=False)
 
 
 class _Mean:
@@ -220,8 +223,12 @@ def tokens_of(acceptance: float, chain: float) -> float:
 
 def acceptance_of(tokens: float, depth: int) -> float:
     """The acceptance at which a verification of ``depth`` tokens yields so many in the mean."""
-    low, high = 0.0, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if tokens_of(middle, depth) < tokens else (low, middle)
-    return (low + high) / 2
+    # Newton's method on the convex sum of a^n, from above: each step stays above the root.
+    a, step = 1.0, 1.0
+    while depth and a > 0 and step > 1e-7:
+        total, slope = 1.0, 0.0
+        for _ in range(depth):
+            total, slope = 1 + a * total, total + a * slope
+        step = (total - tokens) / slope
+        a -= step
+    return min(max(a, 0.0), 1.0)

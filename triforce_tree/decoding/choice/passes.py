@@ -46,6 +46,8 @@ class Option(NamedTuple):
 
     def within(self, remaining: float) -> "Option":
         """The same where a sequence gets no more than the remaining tokens."""
+        if self.tokens <= remaining and self.most_tokens <= remaining:
+            return self
         return self._replace(tokens=min(self.tokens, remaining), most_tokens=min(self.most_tokens, remaining))
 
     @property
@@ -176,16 +178,17 @@ def refined(
     measured |= {place(name, kind.shape) for name in new}
     found: list[StageSeconds | None] = []
     for shape, own in enumerate(costs):
-        if own is None:
-            found.append(None)
-            continue
-        changed = {
-            name: value * drift
-            for name, value in vars(own).items()
-            if 0 < value < math.inf and place(name, shape) not in measured
-        }
-        same = {name: seconds for name, seconds in new.items() if shape == kind.shape or name not in OF_SHAPE}
-        found.append(replace(own, **changed, **same))
+        if own is not None:
+            # Between two passes the device waits: only what has changed is made anew.
+            changed = {name: s for name, s in new.items() if shape == kind.shape or name not in OF_SHAPE}
+            if drift != 1.0:
+                changed |= {
+                    name: value * drift
+                    for name, value in vars(own).items()
+                    if 0 < value < math.inf and place(name, shape) not in measured
+                }
+            own = replace(own, **changed) if changed else own
+        found.append(own)
     return found
 
 

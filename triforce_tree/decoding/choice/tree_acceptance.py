@@ -57,6 +57,7 @@ class TreeAcceptance:
         self._accepted = [[0.0] * MOST_RANKS for _ in range(depths)]
         self._ratios = {(levels, n): _Ratio() for levels in (2, 3) for n in range(len(shapes))}
         self._passes = 0
+        self._commons: dict[int, float] = {}
         self._compute()
 
     def observe(
@@ -86,6 +87,7 @@ class TreeAcceptance:
         # After the table has taken up the same verifications: their chance is in both.
         self._ratios[levels, shape].observed += sum(map(sum, accepted))
         self._ratios[levels, shape].expected += trees * self._tokens[shape]
+        self._commons = {}
 
     def table(self) -> ByRank:
         """The estimates."""
@@ -120,8 +122,11 @@ class TreeAcceptance:
 
     def _common(self, levels: int) -> float:
         """The ratio of all shapes in passes of so many levels, which starts from that of all passes."""
-        start = self._sum(self._ratios.values(), 1.0)
-        return self._sum((r for (own, _), r in self._ratios.items() if own == levels), start)
+        if levels not in self._commons:
+            start = self._sum(self._ratios.values(), 1.0)
+            of_levels = (r for (own, _), r in self._ratios.items() if own == levels)
+            self._commons[levels] = self._sum(of_levels, start)
+        return self._commons[levels]
 
     @staticmethod
     def _sum(ratios: Iterable[_Ratio], first: float) -> float:

@@ -36,6 +36,8 @@ class Preparation:
         Args:
             options: what is expected of each kind of pass; at least one, plain decoding, is of a ready shape.
         """
+        if not self.seconds:
+            return
         best = max((o for o in options if self.ready(o.kind.shape)), key=lambda option: option.rate)
         for shape in list(self.seconds):
             rate = max((o.rate for o in options if o.kind.shape == shape), default=0.0)
