@@ -21,6 +21,10 @@ BENCHMARKS = {
     ),
     "any_text": ("benchmarks.texts.any_text", "speed on texts of seven kinds: docs/any_text.md"),
     "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),
+    "tuned": (
+        "benchmarks.texts.tuned",
+        "default settings beside those that tune finds for the cell: docs/defaults.md",
+    ),
     "real_model": (
         "benchmarks.texts.real_model",
         "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",

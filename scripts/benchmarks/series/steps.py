@@ -88,6 +88,14 @@ GPU = (
     _bench(
         "never-slower-pair", f"never_slower --shapes pair --texts {TEXTS}", 5, timed=True, tiny=_TINY_GRID
     ),
+    _bench(
+        "tuned-8b",
+        "tuned --shapes 8b --contexts 122880 --kinds prose --temperatures 0 0.6 --tune-seconds 150 "
+        f"--texts {TEXTS}",
+        8,
+        timed=True,
+        tiny=f"{_TINY_GRID} --tune-seconds 0 --pairs 1",
+    ),
     _bench("prefill", "prefill --chunks 4096 16384", 4),
     _bench("workloads", "workloads", 8, tiny="--workloads deft/keyword --new 4"),
     _bench("shared-prefix", "shared_prefix", 4, tiny="--questions 2 --new 8 --runs 1"),

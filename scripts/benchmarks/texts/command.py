@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from scripts.benchmarks.common.results import (
     RESULTS,
     Record,
     ResultsFile,
+    Rows,
     inflated_vocabulary,
     settings_of,
 )
@@ -54,29 +55,51 @@ def measure(
     """
     made = grid_parser(name, doc, contexts, SHAPES, ["7b", "8b"])
     args = made.parse_args(words)
-    device = device_for(args)
+    device = device_for_shapes(made, args)
     if args.pairs is None and paired:
         args.pairs = _CPU_PAIRS if device.type == "cpu" else 1
-    inflated = [shape for shape in args.shapes if shape != PAIR]
-    if device.type == "cpu" and inflated and not args.tiny:
-        made.error(f"there is no GPU here for {', '.join(inflated)}; use --shapes pair, or --tiny")
     limit = TimeLimit(args.seconds)
     texts, sources, missing = found_texts(made, args, one_a_kind)
+    complete = True
+    for grid, file in files_by_shape(args, name, device, sources, rows):
+        complete = measure_grid(GridRun(grid, file, texts, device, limit, args.seed), missing)
+        if not complete:
+            break
+    return 0 if complete else 3
+
+
+def files_by_shape(
+    args: argparse.Namespace,
+    name: str,
+    device: torch.device,
+    sources: Sequence[TextSource],
+    make_rows: Rows,
+    **more: Any,
+) -> Iterator[tuple[Grid, ResultsFile]]:
+    """For each of the command line's shapes its grid, and the part of the results file that it goes to.
+
+    Args:
+        more: what else must agree for measurements to be put together.
+    """
     file_name = f"{name}_{machine_of(device)}.json"
     path = results_folder(args.out, args.tiny) / file_name
-    complete = True
     for shape in args.shapes:
         wide = TINY_SHAPES[SHAPES[shape] or ""] if args.tiny and shape != PAIR else SHAPES[shape]
         grid = grid_of(args, wide, sources, args.contexts, dict(args.set))
         model = "embedded pair" if wide is None else f"{wide} inflated"
         entries = PAIR_VOCABULARY if wide is None else inflated_vocabulary(wide)
-        plan = {"shape": shape, "model": model, "options": grid.options, "vocabulary": entries}
+        plan = {"shape": shape, "model": model, "options": grid.options, "vocabulary": entries, **more}
         settings = settings_of(plan, args.seed, device.type == "cpu")
-        file = ResultsFile(path, shape, settings, rows, None if args.tiny else RESULTS / file_name)
-        complete = measure_grid(GridRun(grid, file, texts, device, limit, args.seed), missing)
-        if not complete:
-            break
-    return 0 if complete else 3
+        yield grid, ResultsFile(path, shape, settings, make_rows, None if args.tiny else RESULTS / file_name)
+
+
+def device_for_shapes(made: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:
+    """That of :func:`device_for`; ends where inflated shapes are asked for without a GPU."""
+    device = device_for(args)
+    inflated = [shape for shape in args.shapes if shape != PAIR]
+    if device.type == "cpu" and inflated and not args.tiny:
+        made.error(f"there is no GPU here for {', '.join(inflated)}; use --shapes pair, or --tiny")
+    return device
 
 
 def device_for(args: argparse.Namespace) -> torch.device:
@@ -122,12 +145,17 @@ def measure_grid(run: GridRun, missing: Sequence[str]) -> bool:
     for text in missing:
         run.file.note(text)
     complete = run.measure()
-    run.file.write()
-    for row in run.file.rows:
+    print_rows(run.file, run.limit, complete)
+    return complete
+
+
+def print_rows(file: ResultsFile, limit: TimeLimit, complete: bool) -> None:
+    """Write the file and print its rows, and whether there are to be more."""
+    file.write()
+    for row in file.rows:
         print(json.dumps(row))
     if not complete:
-        run.say("the time limit ends this run; the same command goes on from here")
-    return complete
+        limit.say("the time limit ends this run; the same command goes on from here")
 
 
 def grid_parser(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -77,6 +78,15 @@ class Grid:
                 made += [key | {"seed": own["seed"], "run": run} for key in compared]
         return made
 
+    def engine(self, device: torch.device, seed: int) -> Engine:
+        """The embedded pair's; bf16 on a GPU, else fp32. ``seed``: of the weights without effect."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        if self.shape is None:
+            return triforce_tree.load(device=device, dtype=dtype, profile=False, **self.options)
+        draft_shape = self.draft_shape or "llama-68m"
+        target, draft, tokenizer = inflate_pair(self.shape, device, dtype, draft_shape, seed)
+        return triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **self.options)
+
 
 class TimeLimit:
     """Ends a run in time: whether the longest step so far would still fit.
@@ -98,6 +108,10 @@ class TimeLimit:
         now = time.perf_counter()
         self._longest, self._step = max(self._longest, now - self._step), now
         return self._seconds is not None and self.elapsed + self._longest > self._seconds
+
+    def say(self, text: str) -> None:
+        """Print what is being measured, with the time since the beginning."""
+        print(f"[{self.elapsed:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 class GridRun:
@@ -124,7 +138,8 @@ class GridRun:
         new_engine: Callable[[], Engine] | None = None,
     ) -> None:
         self.grid, self.file, self.device, self.limit = grid, file, device, limit
-        self._texts, self._seed, self._new_engine = texts, seed, new_engine
+        self._texts, self._seed = texts, seed
+        self._engine = new_engine or partial(grid.engine, device, seed)
         self._program: DecodingProgram | None = None
         self._fed: list[int] = []
         self._prefill_seconds = 0.0
@@ -149,7 +164,7 @@ class GridRun:
             return True
         if self.limit.reached():
             return False
-        self.say(f"{self.file.mine['settings']['model']}: loading ...")
+        self.limit.say(f"{self.file.mine['settings']['model']}: loading ...")
         engine = self._engine()
         # Prompts of as many levels together: they share a program, which takes long to capture.
         levels = {context: engine.hierarchy.levels(context) for context in contexts}
@@ -162,20 +177,6 @@ class GridRun:
             del engine
             free_memory()
 
-    def say(self, text: str) -> None:
-        print(f"[{self.limit.elapsed:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-    def _engine(self) -> Engine:
-        if self._new_engine is not None:
-            return self._new_engine()
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        options = self.grid.options
-        if self.grid.shape is None:
-            return triforce_tree.load(device=self.device, dtype=dtype, profile=False, **options)
-        draft_shape = self.grid.draft_shape or "llama-68m"
-        target, draft, tokenizer = inflate_pair(self.grid.shape, self.device, dtype, draft_shape, self._seed)
-        return triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **options)
-
     def _text(self, engine: Engine, source: TextSource, context: int, static: bool) -> bool:
         """One text at one context; False where the time is up."""
         if self._ids[0] != source.name:
@@ -183,7 +184,7 @@ class GridRun:
         try:
             [prompt] = prompts(source, self._ids[1], context)
         except ValueError as error:
-            self.say(str(error))
+            self.limit.say(str(error))
             self.file.note(str(error))
             return True
         for temperature in self.grid.temperatures:
@@ -209,7 +210,7 @@ class GridRun:
                 self._warm.clear()
             self._program, self._fed = program, []
             _, self._prefill_seconds = timed(self.device, lambda: program.prefill([prompt]))
-            self.say(f"prefill of {len(prompt):,} tokens {self._prefill_seconds:.2f} s")
+            self.limit.say(f"prefill of {len(prompt):,} tokens {self._prefill_seconds:.2f} s")
         # What follows the prompt is about to be overwritten.
         self._fed = list(prompt)
 
@@ -277,4 +278,6 @@ class GridRun:
         self.file.add(sample)
         names = ("text", "context", "temperature", "method", "seed", "ms_per_token", "tokens_per_pass")
         said = (sample.get(name) for name in names)
-        self.say(", ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in said if v is not None))
+        self.limit.say(
+            ", ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in said if v is not None)
+        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from scripts.benchmarks.common.results import OURS, PLAIN, STATIC, Record
 
 # The standard error of a median beside that of a mean, of many values of a normal distribution.
-_OF_MEDIAN = math.sqrt(math.pi / 2)
+OF_MEDIAN = math.sqrt(math.pi / 2)
 
 
 def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
@@ -90,7 +90,7 @@ def _speed(ours: list[Record], decoded: list[Record], fastest: float, plain: flo
             "best": fastest / min(times),
         }  # fmt: skip
     if len(ratios) > 1:
-        speed["speedup_error"] = _OF_MEDIAN * statistics.stdev(ratios) / math.sqrt(len(ratios))
+        speed["speedup_error"] = OF_MEDIAN * statistics.stdev(ratios) / math.sqrt(len(ratios))
     return speed | {"speedup": statistics.median(ratios), "worst": min(ratios), "best": max(ratios)}
 
 

@@ -1,4 +1,4 @@
-"""Tables and plots of docs/any_text.md from the results of ``any_text``, ``never_slower`` and ``trees``."""
+"""Tables and plots of ``any_text``, ``never_slower``, ``trees``, ``real_model`` and ``tuned``."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -193,11 +193,39 @@ def _real_model(file: str) -> Table:
     return Table(file, listing(REAL_MODEL_COLUMNS, _sorted, _caption(file), left=2), REAL_MODEL_COMMAND)
 
 
+# Default settings beside those of a search; see ``tuned.py``.
+TUNED, TUNED_CPU = "tuned_h200.json", "tuned_cpu.json"
+TUNED_COMMAND = "python -m scripts.benchmarks tuned --texts texts.json.xz"
+
+
+def _share(row: Record) -> str:
+    error = "" if row["share_error"] is None else f" ± {row['share_error']:.2f}"
+    return f"**{row['share']:.2f}**{error}"
+
+
+def _changed(row: Record) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in row["changed"].items()) or "nothing"
+
+
+TUNED_COLUMNS: Columns = {
+    "model": "{model}", "kind of text": "{kind}", "context": "{context:,}", "T": "{temperature:g}",
+    "speed of the defaults, that of `tune` is 1": _share, "runs": "{runs}", "`tune` changed": _changed,
+    "settings tried": lambda row: f"{row['tried']}{'' if row['complete'] else ', time was up'}",
+    "its seconds": "{tune_seconds:,}", "repeated 8-grams": "{repeated_8grams:pct}",
+}  # fmt: skip
+
+
+def _tuned(file: str) -> Table:
+    return Table(file, listing(TUNED_COLUMNS, _sorted, _caption(file), left=2), TUNED_COMMAND)
+
+
 TREES_COMMAND = "python -m scripts.benchmarks trees --texts texts.json.xz"
 TABLES = {
     "trees": Table(TREES, listing(TREES_COLUMNS, _trees, _trees_note), TREES_COMMAND),
     "any_text_summary": Table(ANY_TEXT, listing(SUMMARY, summary, _caption(ANY_TEXT)), COMMAND),
     "any_text": Table(ANY_TEXT, listing(ANY_TEXT_COLUMNS, _sorted, _caption(ANY_TEXT), left=2), COMMAND),
+    "tuned": _tuned(TUNED),
+    "tuned_cpu": _tuned(TUNED_CPU),
     "real_model": _real_model(REAL_MODEL),
     "real_model_cpu": _real_model(REAL_MODEL_CPU),
     "never_slower": Table(NEVER_SLOWER, _by_context(NEVER_SLOWER), GRID_COMMAND),
