@@ -116,7 +116,7 @@ def _over_texts(file: str, card: str = "") -> list[Record]:
     longest = max((r["context"] for r in content["rows"]), default=0)
     return [
         r | {
-            "shape": r["model"], "where": f"{r['context']:,}", "card": card + r["machine"],
+            "shape": r["model"], "where": f"{r['context']:,}", "card": card + _limited(r),
             "speedup": r["median"],
             "text": _kinds(r), "baseline_ms_per_token": r["plain_ms_per_token"],
             "origin": (file, r["part"], content["parts"][r["part"]]),
@@ -124,6 +124,12 @@ def _over_texts(file: str, card: str = "") -> list[Record]:
         for r in texts.summary(content)
         if r["temperature"] > 0 and r["context"] == longest
     ]  # fmt: skip
+
+
+def _limited(r: Record) -> str:
+    """The card, and which of its memory may be used."""
+    limit = r["settings"].get("gpu_memory", "").replace("GiB", " GiB")
+    return r["machine"] + (f" limited to {limit}: the rest in host memory" if limit else "")
 
 
 def _kinds(r: Record) -> str:

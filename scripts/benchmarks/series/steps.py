@@ -83,6 +83,14 @@ GPU = (
     _bench("requests", "requests", 5),
     _bench("any-text-7b", f"any_text --shapes 7b --texts {TEXTS}", 9, timed=True, tiny=_TINY_GRID),
     _bench("any-text-8b", f"any_text --shapes 8b --texts {TEXTS}", 8, timed=True, tiny=_TINY_GRID),
+    _bench(
+        "any-text-offloaded",
+        f"any_text --shapes 7b --seeds 1 --plain-tokens 4 --set gpu_memory=24GiB --texts {TEXTS}",
+        10,
+        timed=True,
+        alone=True,
+        tiny=f"{_TINY_GRID} --set gpu_memory=1GiB",
+    ),
     _bench("never-slower-7b", f"never_slower --shapes 7b --texts {TEXTS}", 9, timed=True, tiny=_TINY_GRID),
     _bench("never-slower-8b", f"never_slower --shapes 8b --texts {TEXTS}", 9, timed=True, tiny=_TINY_GRID),
     _bench(

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ def files_by_shape(
 ) -> Iterator[tuple[Grid, ResultsFile]]:
     """For each of the command line's shapes its grid, and the part of the results file that it goes to.
 
+    What is measured with other options than the defaults is a part of its own.
+
     Args:
         more: what else must agree for measurements to be put together.
     """
@@ -90,7 +93,9 @@ def files_by_shape(
         entries = PAIR_VOCABULARY if wide is None else inflated_vocabulary(wide)
         plan = {"shape": shape, "model": model, "options": grid.options, "vocabulary": entries, **more}
         settings = settings_of(plan, args.seed, device.type == "cpu")
-        yield grid, ResultsFile(path, shape, settings, make_rows, None if args.tiny else RESULTS / file_name)
+        named = [shape, *(f"{name}-{value}" for name, value in sorted(grid.options.items()))]
+        part = re.sub(r"[^\w.-]+", "_", "-".join(named))
+        yield grid, ResultsFile(path, part, settings, make_rows, None if args.tiny else RESULTS / file_name)
 
 
 def device_for_shapes(made: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:

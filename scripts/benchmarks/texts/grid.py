@@ -59,6 +59,11 @@ class Grid:
     pairs: int = 0
     options: Record = field(default_factory=dict)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether a part of the cache may be in host memory, where transformers' static cache cannot be."""
+        return bool(self.options.keys() & {"offload", "gpu_memory"})
+
     def keys(self, source: TextSource, context: int, temperature: float, static: bool) -> list[Record]:
         """The measurements of a cell in their order: ours by seed, then plain decoding, or pairs of both."""
         place = {
@@ -148,7 +153,7 @@ class GridRun:
 
     def measure(self) -> bool:
         """Measure what is missing, as far as the time goes; whether it was all."""
-        static = self.device.type == "cpu"
+        static = self.device.type == "cpu" and not self.grid.offloads
         contexts = sorted(self.grid.contexts, reverse=True)
         cells = [(source, context) for source in self.grid.sources for context in contexts]
         missing = [

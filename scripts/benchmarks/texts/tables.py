@@ -34,8 +34,13 @@ def _levels(row: Record) -> str:
     return ", ".join(f"{name} {value:.2f}" for name, value in row["acceptance"].items())
 
 
+def _model(row: Record) -> str:
+    """The model, and engine options that are not the defaults."""
+    return ", ".join([row["model"], *(f"{name}={value}" for name, value in row.get("settings", {}).items())])
+
+
 ANY_TEXT_COLUMNS: Columns = {
-    "kind": "{kind}", "text": lambda row: _WHAT.get(row["text"], row["text"]), "model": "{model}",
+    "kind": "{kind}", "text": lambda row: _WHAT.get(row["text"], row["text"]), "model": _model,
     "context": "{context:,}", "T": "{temperature:g}", "ms/token": "{ms_per_token:.2f}",
     "plain": "{plain_ms_per_token:.2f}", "**speed-up**": "**{speedup:.2f}x**",
     "slowest run": "{worst:.2f}x", "fastest run": "{best:.2f}x",
@@ -43,7 +48,7 @@ ANY_TEXT_COLUMNS: Columns = {
     "accepted by": _levels,
 }  # fmt: skip
 SUMMARY: Columns = {
-    "model": "{model}", "context": "{context:,}", "T": "{temperature:g}", "texts": "{texts}",
+    "model": _model, "context": "{context:,}", "T": "{temperature:g}", "texts": "{texts}",
     "lowest": "{lowest:.2f}x ({lowest_text})", "median": "**{median:.2f}x**",
     "highest": "{highest:.2f}x ({highest_text})",
 }  # fmt: skip
@@ -54,9 +59,10 @@ def _kind(row: Record) -> int:
 
 
 def _sorted(content: Record) -> list[Record]:
-    """By model, temperature, then kind."""
+    """By model and options, temperature, then kind."""
     return sorted(
-        content["rows"], key=lambda r: (r["model"], r["context"], r["temperature"], _kind(r), r["text"])
+        content["rows"],
+        key=lambda r: (r["model"], r["part"], r["context"], r["temperature"], _kind(r), r["text"]),
     )
 
 
@@ -64,17 +70,18 @@ def summary(content: Record) -> list[Record]:
     """The lowest, the median and the highest speed-up over all texts, and the medians of times."""
     cells: dict[tuple[Any, ...], list[Record]] = {}
     for row in _sorted(content):
-        cells.setdefault((row["model"], row["context"], row["temperature"]), []).append(row)
+        cells.setdefault((row["part"], row["context"], row["temperature"]), []).append(row)
     made = []
-    for (model, context, temperature), found in cells.items():
+    for (part, context, temperature), found in cells.items():
         low, high = (choose(found, key=lambda r: r["speedup"]) for choose in (min, max))
         made.append(
             {
-                "model": model, "context": context, "temperature": temperature, "texts": len(found),
+                "model": found[0]["model"], "settings": found[0]["settings"], "part": part,
+                "context": context, "temperature": temperature, "texts": len(found),
                 "lowest": low["speedup"], "lowest_text": low["kind"],
                 "median": statistics.median(r["speedup"] for r in found),
                 "highest": high["speedup"], "highest_text": high["kind"],
-                "part": found[0]["part"], "machine": found[0]["machine"],
+                "machine": found[0]["machine"],
                 "kinds": len({r["kind"] for r in found}),
                 **{name: statistics.median(r[name] for r in found) for name in _MEDIANS},
             }
@@ -92,7 +99,7 @@ def by_context(content: Record) -> str | None:
     contexts = sorted({row["context"] for row in rows})
     lines: dict[tuple[Any, ...], dict[int, Record]] = {}
     for row in rows:
-        place = (row["model"], row["kind"], row["text"], f"{row['temperature']:g}")
+        place = (_model(row), row["kind"], row["text"], f"{row['temperature']:g}")
         lines.setdefault(place, {})[row["context"]] = row
 
     def surely(row: Record) -> bool:
@@ -237,11 +244,11 @@ TABLES = {
 
 def plot_texts(axis: Any, rows: list[Record]) -> None:
     """Speed-up of each text; a bar a temperature."""
-    names = list(dict.fromkeys((r["model"], r["text"]) for r in rows))
+    names = list(dict.fromkeys((_model(r), r["text"]) for r in rows))
     temperatures = sorted({r["temperature"] for r in rows})
     height = 0.8 / len(temperatures)
     for index, temperature in enumerate(temperatures):
-        found = {(r["model"], r["text"]): r for r in rows if r["temperature"] == temperature}
+        found = {(_model(r), r["text"]): r for r in rows if r["temperature"] == temperature}
         places = [(at, found[name]) for at, name in enumerate(names) if name in found]
         axis.barh(
             [at + index * height for at, _ in places], [r["speedup"] for _, r in places], height,

@@ -1,0 +1,37 @@
+"""Texts measured with other options than the defaults: a part of the results file, and rows of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def test_other_options_are_a_part_of_their_own(script: Any, tmp_path: Path) -> None:
+    command, rows = script("benchmarks.texts.command"), script("benchmarks.texts.rows").rows
+    parser = command.grid_parser("any_text", "", (1024,), command.SHAPES, ["pair"])
+    parts = []
+    for more in ([], ["--set", "gpu_memory=24GiB", "offload=true"]):
+        args = parser.parse_args(["--out", str(tmp_path), "--tiny", *more])
+        [(grid, file)] = command.files_by_shape(args, "any_text", torch.device("cpu"), (), rows)
+        parts.append((file.part, grid.offloads))
+    assert parts == [("pair", False), ("pair-gpu_memory-24GiB-offload-True", True)]
+
+
+def test_tables_keep_them_apart(script: Any) -> None:
+    texts, tables = script("benchmarks.texts.tables"), script("benchmarks.tables")
+    row = {
+        "model": "m", "machine": "NVIDIA H200", "kind": "prose", "context": 1024, "temperature": 0.6,
+        "ms_per_token": 1.0, "plain_ms_per_token": 4.0, "repeated_8grams": 0.0,
+    }  # fmt: skip
+    given = [
+        row | {"part": "7b", "settings": {}, "text": "a", "speedup": 4.0},
+        row | {"part": "7b", "settings": {}, "text": "b", "speedup": 2.0},
+        row | {"part": "7b-x", "settings": {"gpu_memory": "24GiB"}, "text": "a", "speedup": 9.0},
+    ]
+    found = texts.summary({"rows": given, "parts": {}})
+    assert [(r["part"], r["texts"], r["median"]) for r in found] == [("7b", 2, 3.0), ("7b-x", 1, 9.0)]
+    assert [tables._limited(r) for r in found] == [
+        "NVIDIA H200",
+        "NVIDIA H200 limited to 24 GiB: the rest in host memory",
+    ]
+    assert [texts.SUMMARY["model"](r) for r in found] == ["m", "m, gpu_memory=24GiB"]
