@@ -201,6 +201,26 @@ def test_memory_that_runs_out_while_a_sequence_joins_loses_no_text(monkeypatch: 
     assert calls > 4
 
 
+def test_what_was_reused_is_of_the_prefill_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence joins in the row of one that reused its prompt, and memory runs out in its prefill."""
+    engine = triforce_tree.load(TARGET, levels=1, **{**SMALL_LOOKUP, "prefill_chunk": 16})
+    prompts = [prompt_of(61), prompt_of(43)[::-1]]
+    given = {"max_batch": 1, "max_new_tokens": 4, "do_sample": False}
+    engine.generate(prompts[:1], **given)
+    replace, calls = DecodingProgram.replace, [0]
+
+    def failing(self: DecodingProgram, *args: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise torch.OutOfMemoryError("no more")
+        return replace(self, *args)
+
+    monkeypatch.setattr(DecodingProgram, "replace", failing)
+    monkeypatch.setattr(type(engine.hierarchy), "shrink", lambda self: self.release() or True)
+    assert engine.generate(prompts, **given).reused_tokens == [48, 0]
+    assert calls == [1]
+
+
 def test_a_failed_prefill_of_one_sequence_leaves_nothing_to_reuse() -> None:
     class StopError(Exception):
         pass
