@@ -18,6 +18,8 @@ from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.generation.batch.joining import Fits, Joined
+from triforce_tree.generation.batch.prefixes import BatchPrefixes
+from triforce_tree.generation.batch.run import RunOptions
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.planning import batch_size
 from triforce_tree.planning.batch_size import fitting_batch
@@ -176,6 +178,16 @@ def test_as_many_fit_as_memory_holds() -> None:
             assert fitting_batch(*how, 20, 5000, 100) == batch
             assert fitting_batch(*how, 3, 5000, 100) == min(3, batch)
             assert fitting_batch(*how, 20, 5000, 100, freed=held(4) - held(1)) == batch + 3
+
+
+def test_what_a_drafter_keeps_of_each_sequence_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hierarchy = DRAFTED["eagle"]().hierarchy
+    how = (hierarchy.target, None, hierarchy.config)
+    own = Sizes.of(*how, hierarchy.own_drafter)
+    free = batch_size.bytes_beside_models(own, hierarchy.config, Workload(100, 60, 10)) + 192 * 2**20
+    monkeypatch.setattr(batch_size, "free_bytes", lambda device: free)
+    assert RunOptions().rows(hierarchy, 200, 60, 10, BatchPrefixes(hierarchy, [], 200)) == 100
+    assert fitting_batch(*how, 200, 60, 10) > 100
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "4"])

@@ -78,8 +78,8 @@ class RunOptions:
             freed += last.store.memory.nbytes if last.offloaded is None else 0
 
         def fitting(size: PrefixSize, wanted: int) -> int:
-            models = hierarchy.target, hierarchy.draft
-            return fitting_batch(*models, hierarchy.config, wanted, prompt, new_tokens, freed, size)
+            models, own = (hierarchy.target, hierarchy.draft), hierarchy.own_drafter
+            return fitting_batch(*models, hierarchy.config, wanted, prompt, new_tokens, freed, size, own)
 
         return prefixes.fitting(fitting, most)
 
