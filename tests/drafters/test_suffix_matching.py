@@ -113,6 +113,19 @@ def test_a_new_start_forgets_the_last_sequences() -> None:
     assert run.propose() == [[]]
 
 
+def test_a_sequence_in_the_place_of_another_is_what_the_index_goes_on_from() -> None:
+    """Also where no proposal is asked for before the next batch, which is the earlier text again."""
+    passage = text(60)
+    run, fresh = (Proposing(SuffixMatching(8), [passage]) for _ in range(2))
+    run.sequences = [text(20, 1)]
+    run.write([[]])
+    run.drafter.start_one(0, run.sequences)
+    run.sequences = [passage]
+    run.write([[]])
+    run.drafter.start(run.sequences)
+    assert torch.equal(run.drafter._table, fresh.drafter._table)
+
+
 def test_proposals_that_do_not_follow_become_shorter() -> None:
     """The acceptance of a class of matches is estimated while decoding, per sequence."""
     rng = random.Random(0)

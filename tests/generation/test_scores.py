@@ -12,10 +12,12 @@ from offloaded_engine import PROMPT as LONG_PROMPT
 from offloaded_engine import engine as offloaded_engine
 from offloaded_engine import models
 from own_drafters import FixedSiblings
+from program_cases import SMALL as PASSES
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -214,6 +216,40 @@ def test_memory_that_runs_out_loses_no_score(
     same(out.scores, of_long_prompt.scores)
     assert out.logprobs.shape == (1, NEW)
     assert out.levels[-1].emitted == NEW
+
+
+@pytest.mark.parametrize("count", [2, 8, 11])
+def test_criteria_do_not_see_a_pass_that_is_repeated(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Memory runs out in the second pass, after its tokens were asked about."""
+    seen: list[list[int]] = []
+
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            seen.append(input_ids[0].tolist())
+            return torch.tensor([input_ids.shape[1] >= len(LONG_PROMPT) + count])
+
+    add, passes = EmittedScores.add, []
+
+    def failing(self: EmittedScores, *args: Any) -> None:
+        passes.append(len(args[1][0]))
+        if len(passes) == 2:
+            raise torch.OutOfMemoryError("no more")
+        add(self, *args)
+
+    monkeypatch.setattr(EmittedScores, "add", failing)
+    target = models()[0]
+    # A draft that is always right: passes bring several tokens.
+    own = {**PASSES, "tree": "chain:5", "window": 200, "levels": 2, "offload": True}
+    out = triforce_tree.load(target, copy.deepcopy(target), profile=False, **own).generate(
+        LONG_PROMPT, do_sample=False, max_new_tokens=NEW, logprobs=True, stopping_criteria=[Stop()]
+    )
+    text = out.sequences[0].tolist()
+    assert (out.new_tokens, out.finish_reason) == (count, "stop")
+    assert max(passes) > 1
+    assert all(tokens == text[: len(tokens)] for tokens in seen)
+    assert [len(tokens) - len(LONG_PROMPT) for tokens in seen][-passes[-1] :] == list(
+        range(count + 1 - passes[-1], count + 1)
+    )
 
 
 def test_results_stay_where_the_prompt_is() -> None:

@@ -11,7 +11,7 @@ from served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of, expected, met
 
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
-from triforce_tree.server.scheduler import Limits, Scheduler, Sequence, _Batch
+from triforce_tree.server.scheduler import ClosedError, Limits, QueueFullError, Scheduler, Sequence, _Batch
 from triforce_tree.server.text_stream import TextStream
 
 
@@ -88,6 +88,43 @@ def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
         batch.running.pop(min(batch.running))
     assert taken == queued[1:4]
     assert list(scheduler._queue) == [queued[0], *queued[4:]]
+
+
+def test_a_queue_holds_those_who_wait_alone(engine: Engine) -> None:
+    """Requests whose clients have gone take no room, and are told of their end; none comes after the end."""
+    ended: list[Sequence] = []
+    scheduler = Scheduler(engine, Limits(waiting=2), ended.append)
+    told: list[Sequence] = []
+    begun, go, generate = threading.Event(), threading.Event(), engine.generate
+
+    def one() -> Sequence:
+        sequence = Sequence([1, 2], {"max_new_tokens": 2, "do_sample": False}, (), lambda piece: None)
+        sequence.emit = lambda piece: told.append(sequence) if piece is None else None
+        return sequence
+
+    def held(*args: Any, **how: Any) -> Any:
+        begun.set()
+        go.wait(PATIENCE)
+        return generate(*args, **how)
+
+    with released(go), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine, "generate", held)
+        first, gone, other = one(), [one(), one()], [one(), one()]
+        scheduler.submit([first])
+        assert begun.wait(PATIENCE)
+        scheduler.submit(gone)
+        with pytest.raises(QueueFullError):
+            scheduler.submit(other)
+        for sequence in gone:
+            sequence.cancelled = True
+        scheduler.submit(other)
+        assert told == ended == gone
+        go.set()
+        until(lambda: len(told) == 5)
+        scheduler.close()
+    assert [sequence.complete for sequence in (first, *gone, *other)] == [True, False, False, True, True]
+    with pytest.raises(ClosedError):
+        scheduler.submit([one()])
 
 
 def test_seeded_texts_are_those_of_a_lone_request(

@@ -110,8 +110,12 @@ def test_streams_have_the_logprobs_of_whole_replies(
         assert len(with_some) > (1 if stop else 2)
         entries = [entry for c in with_some for entry in c.logprobs.content]
         assert choice.logprobs is not None
-        assert entries == choice.logprobs.content
-        assert all(len(entry.top_logprobs) == 3 for entry in entries)
+        # Passes are chosen by measured times, and the last bits may depend on how many rows a pass has.
+        for entry, other in zip(entries, choice.logprobs.content, strict=True):
+            pairs = list(zip([entry, *entry.top_logprobs], [other, *other.top_logprobs], strict=True))
+            assert len(pairs) == 4
+            assert all((a.token, a.bytes) == (b.token, b.bytes) for a, b in pairs)
+            assert [a.logprob for a, _ in pairs] == pytest.approx([b.logprob for _, b in pairs], abs=1e-4)
         # Text never comes before its tokens.
         tokens = text = ""
         for c in own:

@@ -158,6 +158,26 @@ def test_a_conversation() -> None:
     assert [m["role"] for m in session.messages] == ["system"]
 
 
+@pytest.mark.parametrize("parts", [False, True], ids=["text", "parts"])
+def test_a_message_that_is_continued_keeps_its_form(parts: bool) -> None:
+    own = made("llama-gqa").with_options()
+    own.tokenizer = characters()
+    own.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endif %}{% endfor %}"
+    )
+
+    def content(text: str) -> Any:
+        return [{"type": "text", "text": "Well"}, {"type": "text", "text": text}] if parts else text
+
+    session = own.session(
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content("So")}]
+    )
+    out = session.generate(**NINE)
+    assert out.text
+    assert session.messages[-1] == {"role": "assistant", "content": content(f"So{out.text}")}
+
+
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "rows": ([[1, 2], [3, 4]], None, "a session is one sequence, not 2; open one for each"),
     "texts": (["a", "b"], None, "a session is one sequence, not 2"),

@@ -20,6 +20,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
 
+from triforce_tree.decoding.explain.origins import MATCHED
 from triforce_tree.planning.memory_map import GIB
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
@@ -163,22 +164,24 @@ class TextOut(TextStreamer):
 
 
 class LevelText:
-    """Writes new text to stdout, on a terminal each token in the colour of the level that proposed it.
+    """Writes new text to stdout, on a terminal each token in the colour of what proposed it.
 
     Args:
         tokenizer: of the target.
-        names: of the levels, level 0 first.
+        names: as of ``SideBySide.origins``, the target's last.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -> None:
         self._tokenizer, self._console = tokenizer, Console(highlight=False, soft_wrap=True)
-        self._styles = dict(zip(names, ("green", "yellow"), strict=False)) | {names[-1]: "bold magenta"}
+        colours = iter(("green", "yellow"))
+        self._styles = {name: "cyan" if name == MATCHED else next(colours) for name in names[:-1]}
+        self._styles[names[-1]] = "bold magenta"
         self._tokens: list[int] = []
         self._shown = ""
 
     @property
     def legend(self) -> Text:
-        """Which colour is which level's; empty where there are none."""
+        """What the colours stand for; empty where there are none."""
         if not self._console.is_terminal or self._console.no_color:
             return Text()
         parts = Text("tokens proposed by: ")
@@ -187,7 +190,7 @@ class LevelText:
         return parts
 
     def put(self, tokens: Sequence[int], origins: Sequence[str]) -> None:
-        """Write tokens, and the level that proposed each."""
+        """Write tokens, each in the colour of what proposed it."""
         for token, origin in zip(tokens, origins, strict=True):
             self._tokens.append(token)
             text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))

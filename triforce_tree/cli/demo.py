@@ -161,7 +161,7 @@ def _stop_tokens(engine: Engine) -> frozenset[int]:
 def _continued(engine: Engine, pair: SideBySide, prompt: list[int], new_tokens: int) -> list[Piece]:
     """Continue the prompt in turns, and write the text to stdout as it comes."""
     assert engine.tokenizer is not None
-    out = LevelText(engine.tokenizer, [level.name for level in pair.levels])
+    out = LevelText(engine.tokenizer, pair.origins)
     ending = str(engine.tokenizer.decode(prompt[-48:])).rstrip()
     screen().print(f"\nThe text ends in\n  ...{ending}".replace("\n", "\n  "))
     screen().print("and goes on\n")

@@ -24,7 +24,7 @@ from triforce_tree.kv.shared.choice import page_of
 from triforce_tree.kv.shared.given import TreeStore
 from triforce_tree.kv.shared.pooled import PooledStore
 from triforce_tree.kv.shared.prefill import SharedSequenceRows
-from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.store import SharedStore, SlotLayout
 from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.kv.shared.views import SharedRetrievalView, SharedView
 from triforce_tree.kv.store import KVStore
@@ -97,12 +97,18 @@ def device_slots(
         made = ExactView if config.exact else TreeAttentionView
         return made(own, queries, mask=mask, depths=depths)
 
-    retrieval_view = None
-    if levels == 3:
-        shape = tree_shapes(config)[0]
-        growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
-        retrieval_view = PagedRetrievalView(own, shape.nodes, retrieval, growth, shape.depths)
-    return DeviceSlots(own, None, view, retrieval_view)
+    return DeviceSlots(own, None, view, _retrieval_view(PagedRetrievalView, own, config, levels))
+
+
+def _retrieval_view(
+    made: Callable[..., ChunkedView], store: KVStore | SplitStore, config: HierarchyConfig, levels: int
+) -> ChunkedView | None:
+    """Level 1's view of these slots, of the class ``made``; None without that level."""
+    if levels < 3:
+        return None
+    limits, shape = PassLimits.of(config, levels), tree_shapes(config)[0]
+    growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
+    return made(store, shape.nodes, config.retrieval, growth, shape.depths)
 
 
 def offloaded_slots(
@@ -142,11 +148,7 @@ def _over_ranks(
         target.kv_layers, batch, max_seq_len, limits.scratch_slots, retrieval.chunk, least, own,
         target.device, target.dtype,
     )  # fmt: skip
-    retrieval_view = None
-    if levels == 3:
-        shape = tree_shapes(config)[0]
-        growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
-        retrieval_view = SplitRetrievalView(split, shape.nodes, retrieval, growth, shape.depths)
+    retrieval_view = _retrieval_view(SplitRetrievalView, split, config, levels)
     rows = partial(SplitSequenceRows, split)
     return DeviceSlots(split.whole, split, partial(SplitView, split), retrieval_view, rows)
 
@@ -157,22 +159,26 @@ def _with_prefix(
     retrieval, limits = config.retrieval, PassLimits.of(config, levels)
     slots = max(max_seq_len + limits.scratch_slots, retrieval.budget if levels == 3 else 0)
     page = page_of(prefix.unit, config, levels)
-    kept = slots, target.device, target.dtype, page, limits.scratch_slots, config.kv_bits
+    layout = SlotLayout(
+        target.kv_layers,
+        batch,
+        slots,
+        target.device,
+        target.dtype,
+        page,
+        limits.scratch_slots,
+        config.kv_bits,
+    )
     store: SharedStore
     if prefix.room:
-        store = PooledStore(target.kv_layers, batch, prefix.room, *kept, prefix.unit)
+        store = PooledStore(layout, prefix.room, prefix.unit)
     else:
-        size = prefix.size
-        store = TreeStore(target.kv_layers, batch, size.slots, slots - size.saved, *kept)
+        store = TreeStore(layout, prefix.size.slots, slots - prefix.size.saved)
 
     def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> SharedView:
         return SharedView(store, queries, mask, depths)
 
-    retrieval_view = None
-    if levels == 3:
-        shape = tree_shapes(config)[0]
-        growth = limits.max_draft_tokens + 1 + limits.nodes - shape.nodes
-        retrieval_view = SharedRetrievalView(store, shape.nodes, retrieval, growth, shape.depths)
+    retrieval_view = _retrieval_view(SharedRetrievalView, store, config, levels)
     return DeviceSlots(store, None, view, retrieval_view, SharedSequenceRows, store)
 
 

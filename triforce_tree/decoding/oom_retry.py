@@ -239,6 +239,9 @@ class OomRetryDecoder:
             for row in ended:
                 self._decoder.replace(row, [0], None)
         for row in joining:
+            # As it stays where memory runs out now: all that is cached is given back.
+            self.reused[row] = 0
+        for row in joining:
             self._decoder.replace(
                 row, self._sequences[row], self._endings[row], self._numbers[row], self._progress,
                 self._reuse,

@@ -111,8 +111,8 @@ def seeded(program: "DecodingProgram") -> Seeded:
 def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: int) -> float:
     """Add the stages for trees of one shape, unless they are there; returns the seconds that this took.
 
-    The state of the sequences is as before afterwards. A capture needs no made-up sequences: what varies
-    from pass to pass is in buffers on the device.
+    The state of the sequences is as before afterwards, also where device memory runs out. A capture needs no
+    made-up sequences: what varies from pass to pass is in buffers on the device.
     """
     if number in stages.shapes:
         return 0.0
@@ -121,14 +121,17 @@ def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: in
     progress = _Progress(len(made))
     runs: dict[str, Callable[[], None]] = {}
     saved, had_nan = state.save(), state.has_nan.clone()
-    for name, stage in made.items():
-        progress.next(name)
-        # On a GPU this runs the stage, twice.
-        runs[name] = executor(stage.steps(), program.device)
+    try:
+        for name, stage in made.items():
+            progress.next(name)
+            # On a GPU this runs the stage, twice.
+            runs[name] = executor(stage.steps(), program.device)
+            state.restore(saved)
+    finally:
         state.restore(saved)
-    state.has_nan.copy_(had_nan)
-    if state.rank_counts is not None:
-        state.rank_counts.zero_()
+        state.has_nan.copy_(had_nan)
+        if state.rank_counts is not None:
+            state.rank_counts.zero_()
     stages.stages.update(made)
     stages.runs.update(runs)
     stages.shapes.add(number)

@@ -89,7 +89,7 @@ class SuffixMatching:
         self._indexed[b] = 0
         self._last[b] = self._last.new_tensor([-1, 0])
         self._counts[b] = 0
-        self._known[b] = len(sequences[b])
+        self._texts[b], self._known[b] = sequences[b], len(sequences[b])
         self._catch_up()
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:

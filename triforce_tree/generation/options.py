@@ -227,9 +227,10 @@ def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Seque
 
     def stop(tokens: list[int]) -> bool:
         nonlocal held
-        new = tokens[held.shape[1] - len(padding) :]
-        fresh = torch.tensor([new], dtype=torch.int64, device=device)
-        held = torch.cat([held, fresh], 1)
+        # Asked after each token; a pass that is repeated (memory ran out) has asked about its own before.
+        known = min(held.shape[1] - len(padding), len(tokens) - 1)
+        fresh = torch.tensor([tokens[known:]], dtype=torch.int64, device=device)
+        held = torch.cat([held[:, : len(padding) + known], fresh], 1)
         return broadcast_flag(bool(criteria(held, None).all()))
 
     return stop

@@ -3,6 +3,7 @@
 import torch
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.drafters.base import Drafter
 from triforce_tree.kv.offload.pinned import available, total
 from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.models.hf_model import HFModel
@@ -24,6 +25,7 @@ def fitting_batch(
     new_tokens: int,
     freed: int = 0,
     prefix: PrefixSize = NO_PREFIX,
+    drafter: Drafter | None = None,
 ) -> int:
     """How many sequences of ``prompt + new_tokens`` tokens fit beside the models: 1 to ``wanted``.
 
@@ -31,10 +33,11 @@ def fitting_batch(
         config: nothing of it is offloaded.
         freed: bytes that are in use, and are given back before new buffers are made.
         prefix: of the common prefixes of the prompts that are stored once.
+        drafter: that was given, if any: it may keep more of each sequence.
     """
     if wanted == 1:
         return 1
-    sizes, free = Sizes.of(target, draft, config), free_bytes(target.device) + freed
+    sizes, free = Sizes.of(target, draft, config, drafter), free_bytes(target.device) + freed
 
     def needed(batch: int) -> int:
         workload = Workload(batch, prompt, new_tokens, prefix if wanted > 1 else NO_PREFIX)

@@ -37,8 +37,9 @@ class Entry:
     """The best settings for one context length and temperature.
 
     Attributes:
-        options: as :func:`triforce_tree.load` takes them; ``levels`` is 1 if drafting gains nothing. A
-            ``tree`` without ``other_trees``, as earlier releases wrote it, was measured alone.
+        options: as :func:`triforce_tree.load` takes them; ``levels`` is 1 if drafting gains too little, by
+            matched tokens too, which were measured with it. A ``tree`` without ``other_trees``, as earlier
+            releases wrote it, was measured alone.
         ms_per_token, plain_ms_per_token: decode time with these options, and of the target alone.
         step_ms: time of one forward of each level with these options.
         tokens_per_pass: mean tokens gained by one pass of each verifying level.

@@ -24,6 +24,10 @@ class QueueFullError(Exception):
     """As many requests wait as the server allows."""
 
 
+class ClosedError(Exception):
+    """The scheduler takes no more requests."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a server takes on.
@@ -51,7 +55,8 @@ class Sequence:
             decoded together.
         stop: strings before which its text ends.
         seed: of its draws, which are then the same whatever it is decoded with; None for any.
-        emit: called with pieces of text while it is decoded, then once with None; in the scheduler's thread.
+        emit: called with pieces of text while it is decoded, then once with None; in the scheduler's thread,
+            or where it was cancelled before it began, in that of a later :meth:`Scheduler.submit`.
         cancelled: set by anyone, when nobody waits for it any more, or the server ends.
         stream: its text so far; set when decoding begins.
         output, row: that it is in, once it has ended: its own, or of several that were decoded one by one.
@@ -176,9 +181,13 @@ class Scheduler:
         """Queue the sequences of one request.
 
         Raises:
+            ClosedError: :meth:`stop` was called.
             QueueFullError: the queue has no room for all of them.
         """
         with self._changed:
+            if self._closed:
+                raise ClosedError
+            self._drop_cancelled()
             if len(self._queue) + len(sequences) > self.limits.waiting:
                 raise QueueFullError(
                     f"{len(self._queue)} of at most {self.limits.waiting} requests wait; try again later"
@@ -204,30 +213,35 @@ class Scheduler:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._queue)
-                batch = self._next_batch()
-            if batch:
-                self._batch = _Batch(self, batch)
-                self._decode(self._batch)
-            elif self._closed:
-                return
+                self._drop_cancelled()
+                # Known to ``stop`` as soon as its sequences have left the queue.
+                batch = self._batch = self._next_batch()
+                if not batch.running and self._closed:
+                    return
+            if batch.running:
+                self._decode(batch)
 
-    def _next_batch(self) -> list[Sequence]:
-        """Take the oldest sequence from the queue, and others that can be decoded with it."""
-        batch: list[Sequence] = []
-        left: deque[Sequence] = deque()
-        for sequence in self._queue:
+    def _drop_cancelled(self) -> None:
+        """Take sequences that nobody waits for any more from the queue."""
+        queue, self._queue = self._queue, deque()
+        for sequence in queue:
             if sequence.cancelled:
                 sequence.end_waiting()
                 self._done(sequence)
                 sequence.emit(None)
-            elif self._begins(sequence, batch):
-                batch.append(sequence)
             else:
-                left.append(sequence)
+                self._queue.append(sequence)
+
+    def _next_batch(self) -> _Batch:
+        """Take the oldest sequence from the queue, and others that can be decoded with it."""
+        batch: list[Sequence] = []
+        left: deque[Sequence] = deque()
+        for sequence in self._queue:
+            (batch if self._begins(sequence, batch) else left).append(sequence)
         self._queue = left
         for sequence in batch:
             self._begin(sequence)
-        return batch
+        return _Batch(self, batch)
 
     def _begins(self, sequence: Sequence, batch: list[Sequence]) -> bool:
         """Whether a sequence can begin together with others."""

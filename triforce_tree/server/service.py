@@ -17,7 +17,7 @@ from triforce_tree.generation.tokenized_texts import TokenizedTexts
 from triforce_tree.server.metrics import Metrics
 from triforce_tree.server.protocol import error
 from triforce_tree.server.replies import Asked, Reply, outputs_wanted
-from triforce_tree.server.scheduler import QueueFullError, Scheduler, Sequence
+from triforce_tree.server.scheduler import ClosedError, QueueFullError, Scheduler, Sequence
 from triforce_tree.server.text_stream import TokenLogprobs
 from triforce_tree.verify.draws import sequence_seed
 
@@ -62,6 +62,8 @@ class Service:
         except QueueFullError as problem:
             self.metrics.refused()
             raise HTTPException(429, str(problem), {"Retry-After": "1"}) from problem
+        except ClosedError as problem:
+            raise HTTPException(503, ENDING, {"Retry-After": "5"}) from problem
         reply = Reply(asked, self.name, self.tokenizer)
         if asked.stream:
             return _Streamed(self._stream(reply, sequences, pieces), sequences)

@@ -100,9 +100,9 @@ class Session:
         if messages is not None:
             if out.text is None:
                 raise ValueError("a conversation needs a tokenizer: load(..., tokenizer=...)")
-            answer = str(out.text)
+            answer: Any = str(out.text)
             if messages[-1]["role"] == "assistant":
-                answer = f"{messages.pop()['content']}{answer}"
+                answer = _continued(messages.pop()["content"], answer)
             self.messages = [*messages, {"role": "assistant", "content": answer}]
             self.turns.append((len(self.tokens), len(self.messages)))
         return out
@@ -262,3 +262,11 @@ class Session:
         if len(chats) > 1:
             raise ValueError(f"a session is one conversation, not {len(chats)}; open one for each")
         return list(chats[0])
+
+
+def _continued(content: Any, text: str) -> Any:
+    """The content of a message, or the parts of one, with the text that the model went on with."""
+    if isinstance(content, str):
+        return f"{content}{text}"
+    *before, last = content
+    return [*before, {**last, "text": f"{last['text']}{text}"}]

@@ -143,6 +143,29 @@ def test_short_memory_leaves_the_first_tree(monkeypatch: pytest.MonkeyPatch) -> 
     assert decoder.controller.other_costs == [None, None]
 
 
+@pytest.mark.parametrize(("levels", "stages"), [(2, 2), (3, 4)])
+def test_memory_that_runs_out_in_a_capture_leaves_no_trace(
+    levels: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last stage of a shape, which commits, has run twice before there is no memory to capture it."""
+    program, plain, made = shaped(levels), prepared_stages.executor, [0]
+    program.prepare(GREEDY)
+
+    def short(steps: object, device: torch.device) -> Callable[[], None]:
+        run = plain(steps, device)
+        run(), run()
+        made[0] += 1
+        if made[0] % stages == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return run
+
+    monkeypatch.setattr(prepared_stages, "executor", short)
+    new, decoder = switched(program)
+    assert made[0] >= stages
+    assert new == references()
+    assert {kind.shape for kind in decoder.passes} == {0}
+
+
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("levels", [2, 3])
 def test_counts_by_rank_are_those_of_the_paths(levels: int, to_probs: ProbsFromLogits) -> None:

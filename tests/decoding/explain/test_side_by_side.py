@@ -4,7 +4,9 @@ import io
 from collections import Counter
 
 import pytest
-from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
+import torch
+from families import perturbed
+from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of, reference
 from rich.console import Console
 from tiny_pair import TinyPair
 from wrong_acceptance import accept_all_proposals
@@ -14,7 +16,11 @@ from triforce_tree.decoding.explain.origins import OriginTally
 from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stages import RetrievalVerifyStage, TreeVerifyStage
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.drafters.suffix_index import SuffixIndex
+from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.trees.shapes import WithChain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 PROMPT, NEW = PROMPTS[0], 40
@@ -58,6 +64,59 @@ def test_every_token_has_the_level_that_proposed_it(levels: int, to_probs: Probs
     assert seen["target"] in (passes - 1, passes)
     assert seen["draft"] > 0
     assert (seen["retrieval"] > 0) == (levels == 3)
+
+
+def test_matched_tokens_in_the_place_of_a_tree_are_not_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows is known, so that all matched tokens are right; the draft foresees nothing."""
+    text = [*PROMPT, *reference(model("llama-gqa"), PROMPT, NEW + 8)]
+    monkeypatch.setattr(SuffixIndex, "match", lambda self: (9, 64))
+    monkeypatch.setattr(SuffixIndex, "continuation", lambda self, end, count: text[len(self._text) :][:count])
+    bad = perturbed(model("llama-gqa"), 3.0)
+    program = program_of(model("llama-gqa"), bad, 2, 1, rounds=None, other_trees=("lookup:3",))
+    program.prepare(GREEDY)
+    program.prefill([PROMPT])
+    pair = SideBySide(program, GREEDY, 1)
+    assert pair.origins == ["draft", "lookup", "target"]
+    origins = [name for piece in pair.pieces(PROMPT, NEW, NEW) for name in piece.origins]
+    matched = sum(n for kind, n in pair._ours.passes.items() if pair._ours.controller.matched(kind))
+    assert origins.count("lookup") >= 3 * matched - 3 > 0
+    assert "draft" not in origins
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_of_a_chain_beside_a_tree_its_own_nodes_are_matched_tokens(
+    levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the paths of the verified trees; the chain is the text that follows."""
+    text = [*PROMPT, *reference(model("llama-gqa"), PROMPT, NEW + 8)]
+    monkeypatch.setattr(
+        SuffixMatching,
+        "chain",
+        lambda self, state: torch.tensor([text[int(state.end) + 1 :][: self.length]]),
+    )
+    tree = WithChain("best-first:3,2,1", 3)
+    program = program_of(
+        model("llama-gqa"), draft_of("llama-gqa"), levels, 1, tree=tree, lookup=3, rounds=1, runner_ups=False
+    )
+    program.prepare(GREEDY)
+    program.prefill([PROMPT])
+    pair, name, count = SideBySide(program, GREEDY, 1), OriginTally.__call__, Counter[str]()
+
+    def counted(self: OriginTally, stage: str) -> None:
+        name(self, stage)
+        if isinstance(program.stage(stage), RetrievalVerifyStage | TreeVerifyStage):
+            acceptance = program.acceptance(stage)
+            nodes = acceptance.path[0, 1 : int(acceptance.counts[0])].tolist()
+            own = ["lookup" if node > 6 else "draft" for node in nodes]
+            assert (self._chain or self.names)[-1 - len(own) : -1] == own
+            count.update(own)
+
+    monkeypatch.setattr(OriginTally, "__call__", counted)
+    pieces = list(pair.pieces(PROMPT, NEW, NEW))
+    assert pair.origins[:2] == ["draft", "lookup"]
+    assert [len(piece.origins) for piece in pieces] == [len(piece.tokens) for piece in pieces]
+    assert count["lookup"] > 0
+    assert count["draft"] > 0
 
 
 def test_drafts_of_other_shapes_are_no_verifications() -> None:

@@ -234,8 +234,8 @@ def test_memory_decides_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch, 
     engine, asked_for = SHARING["plain"](), []
 
     def fitting(*how: Any) -> int:
-        asked_for.append(how[-1])
-        wanted, prefix = how[3], how[-1]
+        wanted, prefix = how[3], how[7]
+        asked_for.append(prefix)
         return wanted if prefix.slots <= slots and prefix.slots else 1
 
     monkeypatch.setattr("triforce_tree.generation.batch.run.fitting_batch", fitting)

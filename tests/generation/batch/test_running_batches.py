@@ -18,6 +18,8 @@ from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.generation.batch.joining import Fits, Joined
+from triforce_tree.generation.batch.prefixes import BatchPrefixes
+from triforce_tree.generation.batch.run import RunOptions
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.planning import batch_size
 from triforce_tree.planning.batch_size import fitting_batch
@@ -178,6 +180,16 @@ def test_as_many_fit_as_memory_holds() -> None:
             assert fitting_batch(*how, 20, 5000, 100, freed=held(4) - held(1)) == batch + 3
 
 
+def test_what_a_drafter_keeps_of_each_sequence_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hierarchy = DRAFTED["eagle"]().hierarchy
+    how = (hierarchy.target, None, hierarchy.config)
+    own = Sizes.of(*how, hierarchy.own_drafter)
+    free = batch_size.bytes_beside_models(own, hierarchy.config, Workload(100, 60, 10)) + 192 * 2**20
+    monkeypatch.setattr(batch_size, "free_bytes", lambda device: free)
+    assert RunOptions().rows(hierarchy, 200, 60, 10, BatchPrefixes(hierarchy, [], 200)) == 100
+    assert fitting_batch(*how, 200, 60, 10) > 100
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "4"])
 def test_a_batch_is_a_whole_number_from_one_on(value: object) -> None:
     with pytest.raises(ValueError, match=r"max_batch=.* must be a whole number from 1 on"):
@@ -199,6 +211,26 @@ def test_memory_that_runs_out_while_a_sequence_joins_loses_no_text(monkeypatch: 
     monkeypatch.setattr(type(engine.hierarchy), "shrink", lambda self: self.release() or True)
     assert continued(engine, 2) == [reference(TARGET, prompt, NEW) for prompt in PROMPTS]
     assert calls > 4
+
+
+def test_what_was_reused_is_of_the_prefill_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence joins in the row of one that reused its prompt, and memory runs out in its prefill."""
+    engine = triforce_tree.load(TARGET, levels=1, **{**SMALL_LOOKUP, "prefill_chunk": 16})
+    prompts = [prompt_of(61), prompt_of(43)[::-1]]
+    given = {"max_batch": 1, "max_new_tokens": 4, "do_sample": False}
+    engine.generate(prompts[:1], **given)
+    replace, calls = DecodingProgram.replace, [0]
+
+    def failing(self: DecodingProgram, *args: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise torch.OutOfMemoryError("no more")
+        return replace(self, *args)
+
+    monkeypatch.setattr(DecodingProgram, "replace", failing)
+    monkeypatch.setattr(type(engine.hierarchy), "shrink", lambda self: self.release() or True)
+    assert engine.generate(prompts, **given).reused_tokens == [48, 0]
+    assert calls == [1]
 
 
 def test_a_failed_prefill_of_one_sequence_leaves_nothing_to_reuse() -> None:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from triforce_tree.decoding.explain.origins import OriginTally
+from triforce_tree.decoding.explain.origins import MATCHED, OriginTally
 from triforce_tree.decoding.explain.tally import AcceptanceTally, Node
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
@@ -22,7 +22,7 @@ class Piece:
     """A few tokens by each of the two.
 
     Attributes:
-        tokens: by all levels; ``origins``: the level that proposed each.
+        tokens: by all levels; ``origins``: what proposed each, as in ``OriginTally.names``.
         seconds: of decoding them.
         alone: tokens by the target alone after the same text: of a greedy text as many, and the same ones.
             Of a sampled text they are other draws, and are not continued.
@@ -101,6 +101,13 @@ class SideBySide:
     def levels(self) -> list[LevelStats]:
         """Statistics of all levels, level 0 first."""
         return self._ours.levels
+
+    @property
+    def origins(self) -> list[str]:
+        """What ``Piece.origins`` may hold: the levels' names, level 0 first, and ``MATCHED`` after that."""
+        names = [level.name for level in self.levels]
+        matched = any(shape.matched or shape.chain for shape in self._program.shapes)
+        return [names[0], MATCHED, *names[1:]] if matched and MATCHED not in names else names
 
     def pieces(self, prompt: Sequence[int], new_tokens: int, least: int = 16) -> Iterator[Piece]:
         """Decode in pieces of at least ``least`` tokens, ``new_tokens`` in all.

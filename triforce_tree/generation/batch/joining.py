@@ -46,7 +46,7 @@ class Joining(Protocol):
         """How many sequences could be decoded together now, those of the batch included.
 
         Where it costs nothing, on a CPU, the batch gets as many rows; on a GPU it has ``max_batch`` from the
-        beginning, as its stages are captured for a number of rows.
+        beginning, as its stages are captured for a number of rows, and this is not asked.
 
         Args:
             fits: see :meth:`next`.

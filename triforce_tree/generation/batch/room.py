@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.kv.shared.choice import page_of, prefix_tokens
 from triforce_tree.kv.shared.pool import PrefixPool
@@ -32,11 +33,18 @@ class JoiningPrefixes:
         self._hierarchy, self._prompts, self._new_tokens = hierarchy, prompts, new_tokens
         self._longest = max(map(len, prompts)) + new_tokens
         self._rows, self._tokens, self._share, self._begun = rows, tokens, 1.0, False
+        self._found: dict[tuple[HierarchyConfig, int, float], PrefixTree] = {}
 
     def __call__(self) -> PrefixTree:
         """See ``Prefixes``; copies where prompts are too short to have a prefix, or memory is, and where
         something may be offloaded: memory is then planned for the prompts that begin, and rows are not added.
         """
+        key = self._hierarchy.config, self._rows, self._share
+        if key not in self._found:
+            self._found[key] = self._made()
+        return self._found[key]
+
+    def _made(self) -> PrefixTree:
         hierarchy = self._hierarchy
         config, unit = hierarchy.config, prefix_tokens(hierarchy.target, hierarchy.config)
         longest = hierarchy.rounded(self._longest)

@@ -78,8 +78,8 @@ class RunOptions:
             freed += last.store.memory.nbytes if last.offloaded is None else 0
 
         def fitting(size: PrefixSize, wanted: int) -> int:
-            models = hierarchy.target, hierarchy.draft
-            return fitting_batch(*models, hierarchy.config, wanted, prompt, new_tokens, freed, size)
+            models, own = (hierarchy.target, hierarchy.draft), hierarchy.own_drafter
+            return fitting_batch(*models, hierarchy.config, wanted, prompt, new_tokens, freed, size, own)
 
         return prefixes.fitting(fitting, most)
 
@@ -130,16 +130,19 @@ class BatchRun:
                 if streamers.put(sequence.number, tokens, self._scores):
                     batch.end(sequence)
             if self._how.joining is not None:
-                self._grow(self._how.joining.wanted(self._fits))
+                self._grow(self._how.joining)
         out = self._output(self._job.input_ids, self._given, handed_over=self._how.joining is not None)
         out.levels, decoder = self._decoder.levels, self._decoder
         out.prefill_seconds, out.decode_seconds = decoder.prefill_seconds, decoder.decode_seconds
         return out
 
-    def _grow(self, wanted: int) -> None:
-        """Have rows for so many sequences, where rows can be added and memory holds them."""
+    def _grow(self, joining: Joining) -> None:
+        """Have as many rows as are wanted, where rows can be added and memory holds them."""
         program = self._decoder.program
-        if wanted <= self._batch.rows or program.device.type != "cpu" or not program.replaces:
+        # First, as the question is asked for every prompt that waits, in each pass.
+        if program.device.type != "cpu" or not program.replaces:
+            return
+        if (wanted := joining.wanted(self._fits)) <= self._batch.rows:
             return
         rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0, self._prefixes)
         if rows > self._batch.rows:

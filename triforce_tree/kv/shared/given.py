@@ -4,13 +4,10 @@ import math
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from triforce_tree.kv.cached_tokens import CachedTokens
-from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.store import SharedStore, SlotLayout
 from triforce_tree.kv.shared.tree import PrefixTree, Run
 from triforce_tree.kv.store import KVStore
-from triforce_tree.models.attention import KVShape
 from triforce_tree.runtime.features import Features
 
 
@@ -20,26 +17,15 @@ class TreeStore(SharedStore):
     Prefixes may change between batches, as far as they fit.
 
     Args:
-        capacity: slots of all prefixes, a multiple of ``page``.
+        layout: of the batch.
+        capacity: slots of all prefixes, a multiple of the page.
         own: slots of a sequence after its prefixes, scratch slots included, rounded up to whole pages.
-        layers, batch, rows, page, scratch, bits: as for :class:`SharedStore`.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[KVShape | None],
-        batch: int,
-        capacity: int,
-        own: int,
-        rows: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        page: int,
-        scratch: int,
-        bits: int,
-    ) -> None:
+    def __init__(self, layout: SlotLayout, capacity: int, own: int) -> None:
+        batch, page = layout.batch, layout.page
         own = -(-own // page) * page
-        super().__init__(layers, batch, capacity + batch * own, rows, device, dtype, page, scratch, bits)
+        super().__init__(layout, capacity + batch * own)
         self.capacity, self.own = capacity, own
         self._tree = PrefixTree()
         self._apart = [capacity + b * own for b in range(batch)]

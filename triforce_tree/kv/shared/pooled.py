@@ -6,10 +6,9 @@ import torch
 
 from triforce_tree.kv.cached_tokens import CachedTokens
 from triforce_tree.kv.shared.pool import PoolFullError, PrefixPool
-from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.shared.store import SharedStore, SlotLayout
 from triforce_tree.kv.shared.tree import DEPTH, PrefixTree, Run
 from triforce_tree.kv.store import KVStore
-from triforce_tree.models.attention import KVShape
 from triforce_tree.runtime.features import Features
 
 
@@ -17,30 +16,20 @@ class PooledStore(SharedStore):
     """Slots that a :class:`PrefixPool` gives to whole chunks of prompts and to what each row has after them.
 
     Args:
-        unit: tokens of a chunk, a multiple of ``page``.
-        layers, batch, slots, rows, page, scratch, bits: as for :class:`SharedStore`.
+        layout: of the batch.
+        slots: of each KV head.
+        unit: tokens of a chunk, a multiple of the page.
 
     Attributes:
         pool: which slots hold what.
         new_tokens: how many may follow the sequence in each row that is prefilled next.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[KVShape | None],
-        batch: int,
-        slots: int,
-        rows: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        page: int,
-        scratch: int,
-        bits: int,
-        unit: int,
-    ) -> None:
+    def __init__(self, layout: SlotLayout, slots: int, unit: int) -> None:
+        batch = layout.batch
         depth = max(DEPTH, batch.bit_length())
-        super().__init__(layers, batch, slots, rows, device, dtype, page, scratch, bits, depth)
-        self.pool = PrefixPool(self.slots, unit, page, scratch, depth, self._move)
+        super().__init__(layout, slots, depth)
+        self.pool = PrefixPool(self.slots, unit, layout.page, layout.scratch, depth, self._move)
         self.new_tokens = [0] * batch
         # What the hidden states of each row's first positions are of, where a drafter reads any.
         self._leading: list[list[int]] = [[] for _ in range(batch)]

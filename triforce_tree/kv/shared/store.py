@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -16,6 +17,27 @@ from triforce_tree.models.attention import KVShape
 from triforce_tree.runtime.features import Features
 
 
+class SlotLayout(NamedTuple):
+    """What the slots of a batch are made for, however many there are.
+
+    Attributes:
+        layers: as for :class:`KVStore`; none has a window that hides anything.
+        batch: B.
+        rows: slots of the longest sequence, those of its prefixes included.
+        device, dtype: as for :class:`KVStore`.
+        page, scratch, bits: likewise; prefixes and own slots begin at whole pages.
+    """
+
+    layers: Sequence[KVShape | None]
+    batch: int
+    rows: int
+    device: torch.device
+    dtype: torch.dtype
+    page: int
+    scratch: int
+    bits: int
+
+
 class SharedStore(KVStore):
     """K and V of B sequences, several of which begin with the same tokens.
 
@@ -24,36 +46,23 @@ class SharedStore(KVStore):
     kernels read where they are on the device.
 
     Args:
-        layers: as for :class:`KVStore`; none has a window that hides anything.
-        batch: B.
+        layout: of the batch.
         slots: of each KV head, for all prefixes and sequences.
-        rows: slots of the longest sequence, those of its prefixes included.
-        page, scratch, bits: as for :class:`KVStore`; prefixes and own slots begin at whole pages.
+        depth: most runs that a sequence begins with.
 
     Attributes:
         groups: the slots as each sequence's: ``[layers, B, H_kv, slots, D]``, B times the same memory.
         whole: all slots, ``[layers, 1, H_kv, slots, D]`` and more to fill a page.
         slots: of a head.
-        depth: most runs that a sequence begins with.
+        depth: as given.
         paths: these runs of each sequence, on the host.
         places: the first of each sequence's own slots, on the host.
         prefix, first: int64 ``[B]``, P_b and ``places`` on the device.
         pages: int32 ``[B, rows / page]``, the page in ``whole`` of each page of a sequence.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[KVShape | None],
-        batch: int,
-        slots: int,
-        rows: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        page: int,
-        scratch: int,
-        bits: int,
-        depth: int = DEPTH,
-    ) -> None:
+    def __init__(self, layout: SlotLayout, slots: int, depth: int = DEPTH) -> None:
+        layers, batch, rows, device, dtype, page, scratch, bits = layout
         full = [replace(shape, window=None, chunked=False) if shape is not None else None for shape in layers]
         super().__init__(full, 1, slots, device, dtype, page, bits=bits)
         self.slots, self.depth, self.batch = self.rows, depth, batch
