@@ -292,6 +292,8 @@ def _shapes(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(f"{str(folder)!r} {_lacks(folder, name)}")
+        # safetensors says of a file that may not be read that there is none.
+        path.open("rb").close()
         try:
             with safe_open(path, framework="pt") as file:
                 shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
