@@ -41,13 +41,16 @@ clean:
 
 # Stamps: pip runs again only when pyproject.toml has changed. After `make demo` every command of the
 # documents works, those of plots and of the server included. pip does not compile modules, which takes as
-# long as installing them: Python compiles those that are imported.
+# long as installing them: Python compiles those that are imported. Where PYTHONDONTWRITEBYTECODE is set, as in
+# images of containers, it would do so at each start, which then takes three times as long.
+COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),--compile,--no-compile)
+
 $(VENV)/.user: pyproject.toml $(PY)
-	$(PIP) install --no-compile --editable '.[plot,server]'
+	$(PIP) install $(COMPILE) --editable '.[plot,server]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(PY)
-	$(PIP) install --no-compile --editable '.[test,dev]'
+	$(PIP) install $(COMPILE) --editable '.[test,dev]'
 	@touch $@
 
 # Of the package with the model only the file is used, not the program that it is an extension of.

@@ -254,6 +254,8 @@ def test_what_a_tree_refuses() -> None:
         tree.prune(tree.root)
     with pytest.raises(ValueError, match="n=0 must be at least 1"):
         tree.fork(first, 0)
+    with pytest.raises(ValueError, match=r"'x' is no node; give tree\.root, or what fork returned"):
+        tree.fork("x")
     with pytest.raises(ValueError, match="token id 64 lies outside the vocabulary of 64"):
         tree.extend(first, [64])
     with pytest.raises(ValueError, match="a text needs a tokenizer"):

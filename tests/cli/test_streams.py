@@ -1,5 +1,6 @@
 """The command line's streams, files of rows, pictures and tables on narrow terminals."""
 
+import errno
 import io
 import json
 import subprocess
@@ -47,6 +48,19 @@ def test_a_closed_stdout_is_reported(streams: str, said: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("triforce-tree: " + said if said else "")
     assert len(done.stderr.splitlines()) == bool(said)
+
+
+def test_a_full_disk_behind_stdout_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(entry, "import_module", full)
+    code, _, err = run(capsys, "demo")
+    assert code == 2
+    [line] = err.splitlines()
+    assert line.startswith("triforce-tree: No space left on device, where stdout or stderr goes; free some")
 
 
 def test_memory_of_the_cpu_that_runs_out_ends_with_a_line(

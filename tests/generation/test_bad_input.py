@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -284,6 +285,23 @@ def test_a_checkpoint_without_some_weights(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(OSError, match=says(folder, "model.layers.1.mlp.up_proj.weight")):
         triforce_tree.load(folder)
+
+
+def test_weights_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def guarded(path: Path, *mode: str, own: Any = Path.open, **options: Any) -> Any:
+        if path.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return own(path, *mode, **options)
+
+    monkeypatch.setattr(Path, "open", guarded)
+    with pytest.raises(PermissionError, match=says("Permission denied", "model.safetensors")):
+        triforce_tree.load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float99", "Tensor", 5])
+def test_an_unknown_dtype_is_named(folder: Path, dtype: Any) -> None:
+    with pytest.raises(ValueError, match=says(f"dtype={dtype!r} is unknown", "use float32, bfloat16")):
+        triforce_tree.load(folder, dtype=dtype)
 
 
 def test_a_sound_folder_loads_and_generates(folder: Path) -> None:

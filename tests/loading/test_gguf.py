@@ -145,9 +145,11 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path, pair: TinyPair) -> None
         load_model(wrong)
     with pytest.raises(FileNotFoundError, match=says("no such file", "wrong.gguf")):
         triforce_tree.load(wrong)
-    wrong.write_bytes(b"GGML" + bytes(40))
-    with pytest.raises(ValueError, match=says("wrong.gguf", "no GGUF file")):
-        load_model(wrong)
+    for content in (b"GGML" + bytes(40), b"GGUFxx"):
+        wrong.write_bytes(content)
+        for read in (load_model, triforce_tree.load):
+            with pytest.raises(ValueError, match=says("wrong.gguf", "no GGUF file", "download it again")):
+                read(wrong)
     for target, name, error, words in (
         (pair.target, "model.safetensors", ValueError, ("model.safetensors", "end in .gguf")),
         (pair.target, "none.gguf", FileNotFoundError, ("no such file", "none.gguf")),

@@ -99,6 +99,11 @@ BROKEN = {
 }
 
 
+def test_what_is_no_path_of_a_profile_is_named(pair: TinyPair) -> None:
+    with pytest.raises(ValueError, match="profile=5 must be the path of a file, False for none, or None"):
+        pair.load(profile=5)
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_profile_is_refused_with_a_remedy(pair: TinyPair, tmp_path: Path, case: str) -> None:
     content, expected = BROKEN[case]

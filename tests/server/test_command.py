@@ -80,6 +80,7 @@ def test_an_address_that_cannot_be_listened_at_is_one_line(capsys: pytest.Captur
             (["--port", str(port)], f"the server cannot listen at 127.0.0.1:{port} ("),
             (["--host", "no.such.invalid", "--port", str(port)], f"listen at no.such.invalid:{port} ("),
             (["--port", "70000"], "--port 70000 must be at most 65535"),
+            (["--api-key", " "], "--api-key is empty; give a key, or leave the option out"),
         ):
             assert main([*COMMAND, *given]) == 2
             [line] = capsys.readouterr().err.splitlines()

@@ -26,7 +26,7 @@ def refusal(call: object, **given: object) -> tuple[int, str]:
     "change, status, said",
     [
         ({"model": "other"}, 404, "'other' is not served here; use 'pair'"),
-        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": -1}, 400, "temperature=-1: Input should be greater than or equal to 0"),
         ({"max_tokens": 501}, 400, "501 new tokens are more than the 500"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": ""}, 400, "empty"),
@@ -39,7 +39,8 @@ def refusal(call: object, **given: object) -> tuple[int, str]:
         ({"suffix": "end"}, 400, "suffix is not supported"),
         ({"best_of": 3}, 400, "best_of is not supported"),
         ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens is not supported"),
-        ({"stop": ["a"] * 5}, 400, "stop"),
+        ({"stop": ["a"] * 5}, 400, "stop=['a', 'a', 'a', 'a', 'a']: List should have at most 4 items"),
+        ({"extra_body": {"prompt": {"a": 1}}}, 400, "prompt={'a': 1}: Input should be a valid string"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options is given without a stream"),
         ({"prompt": ["a"] * 5}, 400, "5 texts are more than the 4 that may wait"),
         ({"n": 3, "prompt": ["a"] * 2}, 400, "6 texts are more than the 4 that may wait"),

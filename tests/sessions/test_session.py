@@ -289,6 +289,9 @@ def test_a_conversation_is_saved(tmp_path: Path) -> None:
 def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
     session = engine().session(PROMPT)
     session.generate(**NINE)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="file' is a file, and a session is a folder; give another"):
+        session.save(tmp_path / "file")
     session.save(tmp_path / "s")
     with torch.no_grad():
         target = tiny("llama-gqa")

@@ -165,6 +165,12 @@ def test_errors_name_the_shape(text: str) -> None:
         parse_shape(text)
 
 
+@pytest.mark.parametrize("text, part", [("static:0;x", "'x'"), ("sequoia:16", "''"), ("chain:2.5", "'2.5'")])
+def test_errors_name_what_is_no_number_and_the_forms(text: str, part: str) -> None:
+    with pytest.raises(ValueError, match=f"tree='{text}' .* {part} is not a whole number; use chain:4"):
+        parse_shape(text)
+
+
 TOO_LARGE = ["best-first:100000,100000", "best-first:" + ",".join(["1"] * 129), "chain:129"]
 TOO_LARGE += [
     "chain:1000000000000",

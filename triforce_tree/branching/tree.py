@@ -258,6 +258,8 @@ class TextTree:
 
     def _check_nodes(self, nodes: Sequence[Node], leaves: bool = False) -> None:
         for node in nodes:
+            if not isinstance(node, Node):
+                raise ValueError(f"{node!r} is no node; give tree.root, or what fork returned")
             if not node.alive or node.path[0] is not self.root:
                 raise ValueError(f"{node} is not in this tree: it was pruned, or belongs to another tree")
             if leaves and node.children:

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a check failed or memory ran out, 2 bad input (one line on
 """
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -88,6 +89,9 @@ def _run(args: argparse.Namespace) -> int:
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        # Of a stream, which has no name: files name themselves.
+        return f"{error.strerror}, where stdout or stderr goes; free some space, or redirect it elsewhere"
     if isinstance(error, ImportError):
         return f"a package is missing or does not load here ({error}); pip install triforce-tree brings all"
     return " ".join(str(error).split()) or type(error).__name__

@@ -29,13 +29,21 @@ _NOTABLE_SECONDS = 0.1
 def run(args: argparse.Namespace) -> int:
     given = prompt_of(args)
     options.check_sampling(args)
+    several = args.num_beams > 1 or args.num_return_sequences > 1
+    if several and args.compare:
+        raise ValueError("--compare decodes one text; leave out --num-beams and --num-return-sequences")
     seed = options.seed_of(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     prompt = encoded(engine.tokenizer, given, engine.hierarchy.target.max_positions)
     sampling = options.sampling_of(args, engine)
     greedy = sampling["temperature"] == 0
-    if args.num_beams > 1 or args.num_return_sequences > 1:
+    if several and greedy and args.num_beams == 1:
+        raise ValueError(
+            f"--num-return-sequences {args.num_return_sequences} at temperature 0 are equal texts; give "
+            f"--temperature above 0, or --num-beams {args.num_return_sequences}"
+        )
+    if several:
         return _several(args, engine, prompt, seed, sampling)
     with Interrupt() as interrupt:
         more = {"max_new_tokens": args.max_new_tokens, "seed": seed, **sampling}
@@ -86,8 +94,6 @@ def _several(
     args: argparse.Namespace, engine: Engine, prompt: list[int], seed: int, sampling: dict[str, Any]
 ) -> int:
     """Several texts of one prompt: to stdout, each after a line on the screen that numbers it."""
-    if args.compare:
-        raise ValueError("--compare decodes one text; leave out --num-beams and --num-return-sequences")
     more = {"num_beams": args.num_beams, "num_return_sequences": args.num_return_sequences}
     if args.length_penalty is not None:
         more["length_penalty"] = args.length_penalty

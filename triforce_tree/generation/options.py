@@ -48,12 +48,13 @@ _NEUTRAL = {
 # Processors that keep state between calls, or run a model: they must be called once for each token.
 _REFUSED_PROCESSORS = ("SynthIDTextWatermarkLogitsProcessor", "ClassifierFreeGuidance")
 
-# Options whose values must be integers, and those that must be numbers.
+# Options whose values must be integers, numbers, and token ids.
 _WHOLE = {"max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size"}
 _REAL = {
     "temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff",
     "repetition_penalty", "max_time",
 }  # fmt: skip
+_TOKENS = {"eos_token_id", "pad_token_id", "bos_token_id"}
 # Logits divided by less may exceed what fp32 holds.
 _LEAST_TEMPERATURE = 1e-30
 REMEDY = "leave it out, or use the model's own generate()"
@@ -66,6 +67,13 @@ def _checked(name: str, value: Any) -> Any:
         if is_bool or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
             raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
         return index(value)
+    if name in _TOKENS:
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, str):
+                raise ValueError(
+                    f"{name}={value!r} must be a token id or a list of them; "
+                    f"tokenizer.convert_tokens_to_ids({each!r}) tells it"
+                )
     if name in _REAL and value is not None and (is_bool or not isinstance(value, numbers.Real)):
         raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
     return value

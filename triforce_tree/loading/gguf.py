@@ -62,13 +62,7 @@ def gguf_configuration(path: str | Path) -> PreTrainedConfig:
         ValueError: it is not a GGUF file, or transformers cannot run its architecture.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {str(path)!r}; give the path of a GGUF file")
-    with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size or head[:4] != b"GGUF":
-        raise ValueError(f"{str(path)!r} is no GGUF file (it does not begin with its magic bytes)")
-    tensors = _HEADER.unpack(head)[2]
+    tensors = _tensors(path)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # third-party code on a file of unknown origin
@@ -98,13 +92,23 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         FileNotFoundError, ValueError: as :func:`gguf_configuration`; transformers cannot use the tokenizer.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {str(path)!r}; give the path of a GGUF file")
+    _tensors(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # third-party code on a file of unknown origin
         raise _unusable(path, "tokenizer", error) from error
     return tokenizer
+
+
+def _tensors(path: Path) -> int:
+    """The number of tensors by the header of a GGUF file; errors as of :func:`gguf_configuration`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {str(path)!r}; give the path of a GGUF file")
+    with path.open("rb") as file:
+        head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size or head[:4] != b"GGUF":
+        raise ValueError(f"{str(path)!r} is no GGUF file (its header is missing); copy or download it again")
+    return int(_HEADER.unpack(head)[2])
 
 
 def gguf_arguments(path: Path, dtype: torch.dtype | str | None, device: torch.device) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
@@ -92,6 +92,12 @@ def downloaded(source: str, patterns: Iterable[str], revision: str | None = None
         raise FileNotFoundError(
             f"no such folder: {source!r}, and the Hugging Face hub cannot be reached to download it; give a "
             "folder with a model in it, or a hub id like owner/name on a machine with a network"
+        ) from error
+    except HFValidationError as error:
+        # Its text describes ids, and a mistyped path is likelier.
+        raise FileNotFoundError(
+            f"no such folder: {source!r}, nor is it a hub id, which is like owner/name; give a folder with a "
+            "model in it, or the id of one"
         ) from error
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
@@ -286,6 +292,8 @@ def _shapes(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(f"{str(folder)!r} {_lacks(folder, name)}")
+        # safetensors says of a file that may not be read that there is none.
+        path.open("rb").close()
         try:
             with safe_open(path, framework="pt") as file:
                 shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118

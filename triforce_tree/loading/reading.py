@@ -59,7 +59,12 @@ class ModelFiles:
 
         Raises:
             OSError, ValueError: as :func:`checked` and :func:`gguf_configuration`.
+            ValueError: an unknown dtype.
         """
+        if dtype not in (None, "auto") and not isinstance(_named_dtype(dtype), torch.dtype):
+            raise ValueError(
+                f"dtype={dtype!r} is unknown; use float32, bfloat16, float16 or auto, or one of torch's"
+            )
         if is_gguf(source):
             config = gguf_configuration(source)
             arguments = gguf_arguments(Path(source), dtype, device)
@@ -155,6 +160,11 @@ class ModelFiles:
                 f"the model in {str(self.source)!r} needs {self.bytes / 2**30:.1f} GiB of host memory, and "
                 f"{what} leaves {left / 2**30:.1f} GiB; {_REMEDY}"
             )
+
+
+def _named_dtype(dtype: torch.dtype | str) -> Any:
+    """What torch knows under this name, or the dtype itself."""
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _in_dtype(config: PreTrainedConfig, source: str | Path, dtype: torch.dtype | str | None) -> Any:

@@ -221,6 +221,8 @@ def find(source: Source, target: PreTrainedModel, draft: PreTrainedModel | None)
         if path is None or not path.is_file():
             return None
         source = path
+    if not isinstance(source, str | Path):
+        raise ValueError(f"profile={source!r} must be the path of a file, False for none, or None")
     profile = read(source)
     current = Profile(hardware(target.device), shape_of(target), shape_of(draft) if draft else None, ())
     for name in ("hardware", "target", "draft"):

@@ -24,6 +24,8 @@ from triforce_tree.server.replies import Asked
 from triforce_tree.server.scheduler import Limits, Scheduler
 from triforce_tree.server.service import Service
 
+# Longer values are left out of errors.
+_SHOWN_CHARACTERS = 60
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -152,7 +154,10 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, problem: RequestValidationError) -> JSONResponse:
-        first = problem.errors()[0]
+        first, *others = problem.errors()
+        # Of a value of several forms each form has an error: that of the form which the value has tells most.
+        same = [each for each in (first, *others) if each["loc"][:2] == first["loc"][:2]]
+        told = next((each for each in same if not each["type"].endswith("_type")), first)
         name = ".".join(str(part) for part in first["loc"] if part != "body")
         if first["type"] == "json_invalid":
             why, at = first["ctx"]["error"], name
@@ -161,7 +166,11 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> FastAPI:
             return JSONResponse(
                 error("the body is no JSON object; send one, with Content-Type application/json"), 400
             )
-        return JSONResponse(error(f"{name}: {first['msg']}", param=name), 400)
+        if len(same) > 1:
+            name = str(first["loc"][1])
+        value = "" if told["type"] == "missing" else f"={told['input']!r}"
+        shown = value if len(value) < _SHOWN_CHARACTERS else ""
+        return JSONResponse(error(f"{name}{shown}: {told['msg']}", param=name), 400)
 
     @app.post("/v1/chat/completions", dependencies=guarded, response_model=None)
     async def chat(asked: ChatRequest, request: Request) -> Response:

@@ -42,6 +42,8 @@ def save(session: "Session", folder: Path) -> None:
     """See :meth:`Session.save`."""
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; save sessions of one process")
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{str(folder)!r} is a file, and a session is a folder; give another path")
     with session.program() as (program, _):
         folder.mkdir(parents=True, exist_ok=True)
         # Last written, first removed: a folder with it is complete.

@@ -295,12 +295,19 @@ def _named(text: str) -> Tree | None:
     if kind == "lookup":
         return Lookup(_positive(rest))
     if kind == "static":
-        return Static([int(r) for r in path.split(".")] for path in rest.split(";"))
+        return Static([_whole(r) for r in path.split(".")] for path in rest.split(";"))
     return None
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number; {_KNOWN}") from None
+
+
 def _positive(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < 1:
         raise ValueError(f"{value} must be at least 1")
     return value

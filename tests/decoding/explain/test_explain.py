@@ -134,3 +134,7 @@ def test_the_command_shows_it(capsys: pytest.CaptureFixture[str], pair: TinyPair
     assert sum(held["passes"].values()) <= 12
     for title in ("what each kind of pass is expected to bring", "time of each stage", "acceptance"):
         assert title in err
+    # Plain decoding proposes nothing, and a table without rows says nothing.
+    code, _, err = run(capsys, *words, "--levels", "1")
+    assert code == 0
+    assert "acceptance" not in err

@@ -155,6 +155,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key of a dict": ({**ROW, "generation_config": {"temprature": 1}}, "did you mean temperature"),
     "criterion": ({**ROW, "stopping_criteria": ["x"]}, "stopping_criteria holds 'x', which cannot be called"),
     "processor": ({**ROW, "logits_processor": 3}, "logits_processor holds 3, which cannot be called"),
+    "text for an end": ({**ROW, "eos_token_id": "</s>"}, "eos_token_id='</s>' must be a token id or a list"),
+    "texts for ends": ({**ROW, "eos_token_id": [2, "</s>"]}, r"convert_tokens_to_ids\('</s>'\) tells it"),
+    "streamer": ({**ROW, "streamer": "x"}, "streamer='x' has no methods put and end; give one"),
     "empty stop string": ({**ROW, "stop_strings": [""]}, "stop_strings holds ''; give strings"),
     "stop string of another kind": ({**ROW, "stop_strings": [b"x"]}, "stop_strings holds b'x'"),
 }

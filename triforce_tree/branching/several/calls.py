@@ -88,7 +88,7 @@ def _samples(engine: "Engine", inputs: Any, count: int, kwargs: dict[str, Any]) 
         if how.to_probs.greedy:
             raise ValueError(
                 f"num_return_sequences={count} of greedy decoding are {count} equal texts; "
-                "set do_sample=True, or num_beams"
+                "set do_sample=True with a temperature above 0, or num_beams"
             )
         # Whatever the size of a page, each text and the prompt have one that is not full.
         slots = len(prompt) + 64 + count * (how.job.new_tokens + 64)

@@ -25,6 +25,8 @@ def run(args: argparse.Namespace) -> int:
     records = records_of(args, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
+    # Answers take some tokens more, which each task's own check knows.
+    engine.hierarchy.target.check_length(max(args.lengths), 1)
     made = ruler.Ruler(next(iter(texts)), engine.tokenizer, max(args.lengths))
     for task in args.tasks:
         made.question(task, min(args.lengths), 0)  # raises for too short a length, before any measurement

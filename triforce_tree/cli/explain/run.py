@@ -79,7 +79,8 @@ def _show(found: Explanation) -> None:
         for depth, counts in enumerate(depths, 1)
     ]
     columns = ("level", "depth", "reached", "accepted", "by rank, %")
-    show.print(plain_table("acceptance", columns, rows))
+    if rows:  # plain decoding proposes nothing
+        show.print(plain_table("acceptance", columns, rows))
     for line in as_lines(found.tree, found.words):
         show.print(line)
 

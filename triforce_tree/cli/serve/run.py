@@ -30,6 +30,9 @@ def run(args: argparse.Namespace) -> int:
     from triforce_tree.server.graceful import GracefulServer
     from triforce_tree.server.scheduler import Limits
 
+    if args.api_key is not None and not args.api_key.strip():
+        # As from an unset variable of the shell, "$KEY": the server would be open to anyone.
+        raise ValueError("--api-key is empty; give a key, or leave the option out to let anyone ask")
     name = args.model_name or str(args.target or "embedded")
     limits = Limits(args.max_waiting, args.max_batch, args.max_batch_tokens, args.max_new_tokens)
     key = args.api_key or os.environ.get(KEY) or None
@@ -69,6 +72,8 @@ def _bound(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
     except OSError as error:
+        # Python's own addition names the address once more.
+        reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ValueError(
-            f"the server cannot listen at {host}:{port} ({error.strerror}); give another --port or --host"
+            f"the server cannot listen at {host}:{port} ({reason}); give another --port or --host"
         ) from error

@@ -27,7 +27,7 @@ class Streamers:
         """From what a user gave for ``count`` sequences: None, a streamer, or a list of them.
 
         Raises:
-            ValueError: there are not as many streamers as sequences.
+            ValueError: there are not as many streamers as sequences, or one is no streamer.
         """
         listed = given if isinstance(given, (list, tuple)) else [given]
         streamers = [each for each in listed if each is not None]
@@ -36,6 +36,12 @@ class Streamers:
                 f"a streamer follows one sequence: the batch has {count}, and {len(streamers)} streamers "
                 "were given; give a list with one for each, or none"
             )
+        for each in streamers:
+            if not (callable(getattr(each, "put", None)) and callable(getattr(each, "end", None))):
+                raise ValueError(
+                    f"streamer={each!r} has no methods put and end; give one of transformers, such as "
+                    "TextStreamer(tokenizer)"
+                )
         return cls(streamers)
 
     def part(self, rows: slice) -> "Streamers":
