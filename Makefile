@@ -12,6 +12,9 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 REAL := .venv-real
 
+# Many processes import torch and transformers: what one has compiled of them, the others read.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-real lint wheel-check clean
 .DELETE_ON_ERROR:
 
