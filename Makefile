@@ -4,8 +4,8 @@
 #   PYTEST_ARGS='-k tree'  what to hand to pytest; by default, to run on all cores
 
 PYTHON ?= python3
-# By file: what a module makes once for its tests is then made by one process.
-PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
+# By file: what a module makes once for its tests is then made by one process. In the order of tests/conftest.py.
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 PY := $(VENV)/bin/python
