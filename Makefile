@@ -4,13 +4,16 @@
 #   PYTEST_ARGS='-k tree'  what to hand to pytest; by default, to run on all cores
 
 PYTHON ?= python3
-# By file: what a module makes once for its tests is then made by one process.
-PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
+# By file: what a module makes once for its tests is then made by one process. In the order of tests/conftest.py.
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 REAL := .venv-real
+
+# Many processes import torch and transformers: what one has compiled of them, the others read.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-real lint wheel-check clean
 .DELETE_ON_ERROR:

@@ -21,6 +21,7 @@ def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[s
     return code, json.loads(lines[-1]) if lines else {}, captured.err
 
 
+@pytest.mark.slow
 def test_tune_then_generate(capsys: pytest.CaptureFixture[str], pair: TinyPair, home: Path) -> None:
     small = ["--budget", "64", "--recent", "32", "--chunk", "8", "--window", "64"]
     argv = ["tune", *pair.options, *small, "--file", pair.text, "--context", "150", "--new-tokens", "5"]

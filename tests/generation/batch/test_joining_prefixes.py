@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from api_cases import CHUNK, CHUNKED, SHARING, TARGET
-from families import greedy, prompt_of
+from families import prompt_of
+from program_cases import reference
 
 import triforce_tree
 from triforce_tree import Engine
@@ -87,7 +88,7 @@ def decoded(engine: Engine, coming: Coming, first: int = 1, **options: Any) -> l
 
 
 def texts(prompts: Sequence[list[int]]) -> list[list[int]]:
-    return [greedy(TARGET, prompt, NEW) for prompt in prompts]
+    return [reference(TARGET, prompt, NEW) for prompt in prompts]
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -144,7 +145,7 @@ def test_what_rows_share_is_counted_once(fed: list[int]) -> None:
     prompts = [document + prompt_of(40)[n : n + 5] for n in range(8)]
     engine = triforce_tree.load(TARGET, levels=1, **CHUNKED)
     coming = Coming(prompts, 8, tokens=1600, new=[4] * 8)
-    assert decoded(engine, coming, max_new_tokens=4) == [greedy(TARGET, prompt, 4) for prompt in prompts]
+    assert decoded(engine, coming, max_new_tokens=4) == [reference(TARGET, prompt, 4) for prompt in prompts]
     store = store_of(engine)
     assert (store.batch, coming.refused) == (8, 0)
     assert store.slots < 2 * 1500 + 8 * store.scratch
@@ -157,7 +158,7 @@ def test_prompts_that_do_not_fit_wait() -> None:
     engine = triforce_tree.load(TARGET, levels=1, **CHUNKED)
     coming = Coming(prompts, 3, tokens=1300, new=[3, 3, 3, 3, 3, 500])
     assert decoded(engine, coming, max_new_tokens=3) == [
-        greedy(TARGET, prompt, n) for prompt, n in zip(prompts, [3, 3, 3, 3, 3, 500], strict=True)
+        reference(TARGET, prompt, n) for prompt, n in zip(prompts, [3, 3, 3, 3, 3, 500], strict=True)
     ]
     assert coming.refused
 
@@ -213,7 +214,7 @@ def test_later_batches_use_what_was_made_for_earlier_ones() -> None:
     for new in (10, 30, 3):
         coming = Coming(prompts, 3, tokens=400, new=[new] * 3)
         found = decoded(engine, coming, 3, max_new_tokens=new)
-        assert found == [greedy(TARGET, prompt, new) for prompt in prompts]
+        assert found == [reference(TARGET, prompt, new) for prompt in prompts]
         made.add(id(engine.hierarchy.last_program))
     assert len(made) == 1
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from api_cases import CHUNK, SHARING, TARGET
-from families import greedy, prompt_of
+from families import prompt_of
+from program_cases import reference
 
 from triforce_tree import Engine
 from triforce_tree.generation.batch import prefixes
@@ -51,7 +52,7 @@ def generated(engine: Engine, prompts: list[list[int]], **options: Any) -> list[
 
 
 def texts(prompts: list[list[int]]) -> list[list[int]]:
-    return [greedy(TARGET, prompt, NEW) for prompt in prompts]
+    return [reference(TARGET, prompt, NEW) for prompt in prompts]
 
 
 @pytest.mark.usefixtures("poisoned_empty")

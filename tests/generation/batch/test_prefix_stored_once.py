@@ -7,6 +7,7 @@ import pytest
 import torch
 from api_cases import CHUNKED, CHUNKED_DRAFTED, SHARING, TARGET
 from families import greedy, perturbed, prompt_of, tiny
+from program_cases import reference
 from recurrent_families import recurrent
 
 import triforce_tree
@@ -64,7 +65,7 @@ def new_tokens(out: GenerateOutput, prompts: list[list[int]]) -> list[list[int]]
 
 
 def texts(prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    return [greedy(TARGET, prompt, NEW) for prompt in prompts]
+    return [reference(TARGET, prompt, NEW) for prompt in prompts]
 
 
 @pytest.mark.usefixtures("poisoned_empty")

@@ -1,16 +1,18 @@
 """A sequence that has ended makes room for a waiting one; each is what it would be alone."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from api_cases import PROMPT, SMALL, SMALL_LOOKUP, TARGET, Collect, characters, small_engine
-from families import greedy, perturbed, prompt_of, tiny
+from families import perturbed, prompt_of, tiny
 from head_folders import eagle
 from own_drafters import OwnDrafter
 from program_cases import reference
 from recurrent_families import RECURRENT, recurrent
+from transformers import PreTrainedModel
 
 import triforce_tree
 from triforce_tree import Engine
@@ -33,6 +35,11 @@ from triforce_tree.verify.probs import Sampler
 PROMPTS = [prompt_of(length) for length in (61, 7, 43, 90, 1, 30, 58)]
 NEW = 12
 FIXED = {**SMALL, "rounds": 1, "prefill_chunk": 16}
+
+
+@cache
+def model_of(family: str) -> PreTrainedModel:
+    return recurrent(family) if family in RECURRENT else tiny(family)
 
 
 def new_tokens(out: GenerateOutput) -> list[list[int]]:
@@ -99,9 +106,9 @@ def test_every_sequence_is_its_own_text_and_drafted_as_alone(kind: str) -> None:
 @pytest.mark.parametrize("family", ["mistral-window", "gemma3", "qwen3-next", "lfm2"])
 @pytest.mark.parametrize("levels", [1, 2])
 def test_windows_and_recurrent_states_begin_anew(family: str, levels: int) -> None:
-    target = recurrent(family) if family in RECURRENT else tiny(family)
+    target = model_of(family)
     engine = triforce_tree.load(target, levels=levels, rounds=1, prefill_chunk=16, **SMALL_LOOKUP)
-    assert continued(engine, 2) == [greedy(target, prompt, NEW) for prompt in PROMPTS]
+    assert continued(engine, 2) == [reference(target, prompt, NEW) for prompt in PROMPTS]
 
 
 def test_a_drafter_that_begins_whole_batches_alone_is_given_all_sequences() -> None:
@@ -288,7 +295,7 @@ def test_prompts_join_a_batch_that_runs(monkeypatch: pytest.MonkeyPatch, target:
         model, levels = TARGET, 3
         engine = triforce_tree.load(model, perturbed(model, 0.05), tokenizer=characters(), levels=3, **FIXED)
     else:
-        model, levels = recurrent(target) if target in RECURRENT else tiny(target), 2
+        model, levels = model_of(target), 2
         engine = triforce_tree.load(model, tokenizer=characters(), levels=2, rounds=1, **SMALL_LOOKUP)
     waiting = Waiting([list(prompt) for prompt in PROMPTS[2:]], rows)
     options = {"max_new_tokens": NEW, "do_sample": False, "logprobs": True}
@@ -303,7 +310,7 @@ def test_prompts_join_a_batch_that_runs(monkeypatch: pytest.MonkeyPatch, target:
         patched.setattr(full_cache, "prefill", counted)
         out = engine.generate(PROMPTS[:2], joining=waiting, **options)
     assert sum(fed) == sum(len(prompt) - 1 for prompt in PROMPTS), "nothing is prefilled twice"
-    texts = [greedy(model, prompt, NEW) for prompt in PROMPTS]
+    texts = [reference(model, prompt, NEW) for prompt in PROMPTS]
     assert new_tokens_of(out, 61) == texts[:2]
     assert sorted(waiting.outputs) == list(range(len(PROMPTS)))
     assert waiting.refused

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 from api_cases import SMALL, SMALL_LOOKUP, TARGET
-from families import greedy, perturbed, prompt_of, tiny
+from families import perturbed, prompt_of, tiny
 from head_folders import eagle
+from program_cases import reference
 from recurrent_families import recurrent
 from transformers import PreTrainedModel
 
@@ -52,7 +53,7 @@ def new_tokens(out: GenerateOutput) -> list[list[int]]:
 
 
 def texts(model: PreTrainedModel) -> list[list[int]]:
-    return [greedy(model, prompt, NEW) for prompt in PROMPTS]
+    return [reference(model, prompt, NEW) for prompt in PROMPTS]
 
 
 ENGINES = {

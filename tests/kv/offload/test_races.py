@@ -24,7 +24,8 @@ from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.models.hf_model import HFModel
 
-PROMPT, NEW = prompt_of(100), 20
+# A block of tokens is evicted while the new ones are decoded: where 105 and 113 are cached.
+PROMPT, NEW = prompt_of(104), 10
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 # Pieces of 16 slots, of which one of the first layer is resident.

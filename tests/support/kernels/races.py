@@ -138,18 +138,16 @@ class Watch(TorchDispatchMode):
         if storage.data_ptr() not in self._accesses:
             self._kept.append(storage)
         earlier = self._accesses.setdefault(storage.data_ptr(), [])
-        before = [clock.get(old.stream, 0) >= old.time for old in earlier]
-        self.races += [
-            (old, new)
-            for old, known in zip(earlier, before, strict=True)
-            if not known and (old.write or write) and old.overlaps(new)
-        ]
-        # What is ordered after this access is ordered after those as well.
-        earlier[:] = [
-            old
-            for old, known in zip(earlier, before, strict=True)
-            if not (known and old.inside(new) and (write or not old.write))
-        ] + [new]
+        # What is ordered after this access is ordered after those as well that it covers.
+        left = []
+        for old in earlier:
+            if clock.get(old.stream, 0) < old.time:
+                if (old.write or write) and old.overlaps(new):
+                    self.races.append((old, new))
+                left.append(old)
+            elif not (old.inside(new) and (write or not old.write)):
+                left.append(old)
+        earlier[:] = [*left, new]
 
 
 @contextmanager

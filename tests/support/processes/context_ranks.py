@@ -20,7 +20,7 @@ from triforce_tree.models.tensor_parallel import mlp_shards_of, shards_of
 from triforce_tree.runtime import distributed
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-PROMPT, NEW = prompt_of(150), 16
+PROMPT, NEW = prompt_of(150), 12
 # name -> family, options of the engine
 SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "three levels": ("llama-gqa", {"levels": 3}),

@@ -33,7 +33,7 @@ from triforce_tree.runtime import distributed, stage_clock
 
 RANK = int(os.environ.get("RANK", "0"))
 SHARDED = ("llama", "llama-gqa", "qwen2", "qwen3", "gemma2", "granite", "smollm3", "gpt-neox")
-PROMPT, NEW = prompt_of(150), 24
+PROMPT, NEW = prompt_of(150), 16
 PIECE = 32 * 64
 # name -> options of the engine
 SETUPS: dict[str, dict[str, Any]] = {
