@@ -57,9 +57,15 @@ def dumps(value: Any, depth: int = 0) -> str:
     return json.dumps(value)
 
 
+def content_at(path: Path) -> Record:
+    """The content of a results file; without parts and rows where there is no file."""
+    empty: Record = {"parts": {}, "rows": []}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else empty
+
+
 def rows_at(path: Path) -> list[Record]:
     """The rows of a results file; none where there is no file."""
-    rows: list[Record] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    rows: list[Record] = content_at(path)["rows"]
     return rows
 
 
@@ -94,9 +100,7 @@ class ResultsFile:
         results.check_writable(path)
         self.path, self.part, self._rows = path, part, make_rows
         source = path if path.exists() or begin is None else begin
-        self.all: Record = {"parts": {}, "rows": []}
-        if source.exists():
-            self.all = json.loads(source.read_text(encoding="utf-8"))
+        self.all = content_at(source)
         kept = path.with_name(f"{path.stem}.{part}.jsonl")
         self._records = open_records(kept, settings)
         header_now = header(settings["seed"], "engine")

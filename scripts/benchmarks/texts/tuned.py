@@ -84,7 +84,7 @@ class Search:
         finally:
             meter.close()
         for name, runs in samples.items():
-            found[f"{name}_ms"] = [_relative(run) for run in runs]
+            found[f"{name}_time"] = [_time_of_token(run) for run in runs]
             found[f"{name}_repeated"] = [repeated_share(run.tokens) for run in runs]
         return found
 
@@ -105,16 +105,19 @@ class Search:
         self.limit.say(f"{result}: {options}")
 
 
-def _relative(run: Sample) -> float:
-    """Milliseconds a token; on a CPU, which other programs may share, over those of the target alone."""
+def _time_of_token(run: Sample) -> float:
+    """Milliseconds; on a CPU, which other programs may share, as a share of those of the target alone."""
     return run.ms_per_token / (run.alone_ms or 1.0)
 
 
 def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
-    """A row for each cell. ``share``: the speed with default settings, as a share of that with tuned ones."""
+    """A row for each cell. ``share``: the speed with default settings, as a share of that with tuned ones.
+
+    Times of a token are in milliseconds, on a CPU in shares of plain decoding's.
+    """
     made = []
     for s in samples:
-        shares = [t / d for d, t in zip(s["default_ms"], s["tuned_ms"], strict=True)]
+        shares = [t / d for d, t in zip(s["default_time"], s["tuned_time"], strict=True)]
         error = OF_MEDIAN * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
         names = ("text", "kind", "context", "temperature", "complete", "tried", "changed")
         made.append(
@@ -125,8 +128,8 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
                 "runs": len(shares),
                 "share": round(statistics.median(shares), 4),
                 "share_error": None if error is None else round(error, 4),
-                "default_ms": round(statistics.median(s["default_ms"]), 4),
-                "tuned_ms": round(statistics.median(s["tuned_ms"]), 4),
+                "default_time": round(statistics.median(s["default_time"]), 4),
+                "tuned_time": round(statistics.median(s["tuned_time"]), 4),
                 "plain_ms_per_token": round(s["plain_ms_per_token"], 4),
                 "repeated_8grams": round(statistics.median(s["default_repeated"]), 4),
             }

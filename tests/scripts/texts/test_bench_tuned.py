@@ -37,10 +37,10 @@ def test_defaults_and_tuned_settings_decode_from_positions_that_the_search_did_n
     assert before
     assert not set(before) & set(after)
     assert places[False][:4] == places[False][4:], "both from the same positions, with the same seeds"
-    assert len(sample["default_ms"]) == len(sample["tuned_ms"]) == 4
+    assert len(sample["default_time"]) == len(sample["tuned_time"]) == 4
     cell = {"text": "t", "kind": "prose", "context": 256, "temperature": 0.0}
     header = {"hardware": "here", "settings": {"model": "tiny"}}
-    given = sample | {"default_ms": [2.0, 4.0, 5.0, 8.0], "tuned_ms": [1.0, 2.0, 4.0, 8.0]}
+    given = sample | {"default_time": [2.0, 4.0, 5.0, 8.0], "tuned_time": [1.0, 2.0, 4.0, 8.0]}
     [row] = tuned.rows("pair", header, [cell | given])
     assert row["share"] == 0.65
-    assert (row["default_ms"], row["tuned_ms"], row["runs"]) == (4.5, 3.0, 4)
+    assert (row["default_time"], row["tuned_time"], row["runs"]) == (4.5, 3.0, 4)

@@ -18,7 +18,7 @@ def test_other_options_are_a_part_of_their_own(script: Any, tmp_path: Path) -> N
 
 
 def test_tables_keep_them_apart(script: Any) -> None:
-    texts, tables = script("benchmarks.texts.tables"), script("benchmarks.tables")
+    texts, front = script("benchmarks.texts.tables"), script("benchmarks.front")
     row = {
         "model": "m", "machine": "NVIDIA H200", "kind": "prose", "context": 1024, "temperature": 0.6,
         "ms_per_token": 1.0, "plain_ms_per_token": 4.0, "repeated_8grams": 0.0,
@@ -30,7 +30,7 @@ def test_tables_keep_them_apart(script: Any) -> None:
     ]
     found = texts.summary({"rows": given, "parts": {}})
     assert [(r["part"], r["texts"], r["median"]) for r in found] == [("7b", 2, 3.0), ("7b-x", 1, 9.0)]
-    assert [tables._limited(r) for r in found] == [
+    assert [front.limited(r) for r in found] == [
         "NVIDIA H200",
         "NVIDIA H200 limited to 24 GiB: the rest in host memory",
     ]

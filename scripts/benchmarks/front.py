@@ -1,0 +1,127 @@
+"""The tables on README's first page: speed by card, model and length, and seconds of whole requests.
+
+Medians over texts of all kinds, with default settings. Greedy texts are left out: those of a small model
+repeat themselves, which flatters every drafter.
+"""
+
+from collections.abc import Sequence
+
+from scripts.benchmarks.common.markdown import OLDER, Columns, Record, Table, file_note, listing
+from scripts.benchmarks.common.results import PAIR_VOCABULARY, RESULTS, content_at
+from scripts.benchmarks.on_chip import tables as on_chip
+from scripts.benchmarks.texts import tables as texts
+from triforce_tree.eval.report.code_digest import mark
+
+SPEEDS: Columns = {
+    "card": "{card}", "size of model": "{size}", "prompt, tokens": "{context:,}", "texts": "{what}",
+    "T": "{temperature:g}", "ms a token": "**{ms_per_token:.1f}**",
+    "plain decoding": "{plain_ms_per_token:,.1f}",
+    "speed-up": "**{median:.1f}x** ({lowest:.1f}x to {highest:.1f}x)",
+    "repeated 8-grams": "{repeated_8grams:pct}",
+}  # fmt: skip
+REQUESTS: Columns = {
+    "card": "{card}", "size of model": "{size}", "prompt, tokens": "{context:,}", "texts": "{what}",
+    "T": "{temperature:g}", "first answer, s": "**{cold:.1f}**", "plain, s": "{cold_plain:.1f}",
+    "speed-up": "**{cold_gain:.1f}x**", "next answer, s": "**{next:.1f}**",
+    "its plain, s": "{next_plain:.1f}", "its speed-up": "**{median:.1f}x**",
+}  # fmt: skip
+_SIZES = {
+    "llama-2-7b inflated": "Llama-2-7B", "llama-3.1-8b inflated": "Llama-3.1-8B",
+    "llama-2-13b inflated": "Llama-2-13B", "embedded pair": "the embedded pair",
+}  # fmt: skip
+# New tokens of a whole request.
+_ANSWER = 256
+# Shorter prompts have one temperature in the table, and these lengths.
+_TEMPERATURE = 0.6
+_CONTEXTS, _CPU_CONTEXTS = (4096, 16_384, 65_536), (4096, 16_384)
+
+
+def speed_rows(any_text: Record) -> list[Record]:
+    """Medians over texts, by card, size and length; ``origin`` of a row is its file, part and header."""
+    long = _sampled(texts.ANY_TEXT, any_text)
+    sizes = {r["model"] for r in long}
+    grid = _sampled(texts.NEVER_SLOWER, content_at(RESULTS / texts.NEVER_SLOWER))
+    shorter = [
+        r for r in grid
+        if r["model"] in sizes and r["context"] in _CONTEXTS and r["temperature"] == _TEMPERATURE
+    ]  # fmt: skip
+    rows = sorted([*shorter, *long], key=_place)
+    on_cpu = _sampled(texts.NEVER_SLOWER_CPU, content_at(RESULTS / texts.NEVER_SLOWER_CPU))
+    rows += [r | {"card": f"none: {r['card']}"} for r in on_cpu if r["context"] in _CPU_CONTEXTS]
+    return rows
+
+
+def _place(r: Record) -> tuple[bool, int, str, int, float]:
+    """Whole cards first, then by size, length and temperature."""
+    return bool(r["settings"]), [*_SIZES].index(r["model"]), r["card"], r["context"], r["temperature"]
+
+
+def _sampled(file: str, content: Record) -> list[Record]:
+    """The medians of a file's sampled texts."""
+    return [
+        r | {
+            "card": limited(r), "size": _SIZES[r["model"]], "what": f"{r['texts']} of {r['kinds']} kinds",
+            "origin": (file, r["part"], content["parts"][r["part"]]),
+        }
+        for r in texts.summary(content)
+        if r["temperature"] > 0
+    ]  # fmt: skip
+
+
+def limited(r: Record) -> str:
+    """The card, and which of its memory may be used."""
+    limit = r["settings"].get("gpu_memory", "").replace("GiB", " GiB")
+    return r["machine"] + (f" limited to {limit}: the rest in host memory" if limit else "")
+
+
+def speed_note(any_text: Record, rows: Sequence[Record]) -> str:
+    """The files, and the vocabularies of their models."""
+    files: dict[str, dict[str, Record]] = {}
+    entries: dict[str, int] = {}
+    for r in rows:
+        file, part, header = r["origin"]
+        files.setdefault(file, {})[part] = header
+        entries[r["size"]] = header["settings"].get("vocabulary") or PAIR_VOCABULARY
+    named = (f"`docs/results/{file}`{OLDER if mark(headers) else ''}" for file, headers in files.items())
+    sizes = ", ".join(f"{size} {n:,}" for size, n in entries.items())
+    return f"Entries of the vocabularies: {sizes}. From {', '.join(named)}.\n"
+
+
+def request_rows(prefills: Record) -> list[Record]:
+    """Seconds until a first and a next answer about one text, for the sizes and lengths of both files.
+
+    Args:
+        prefills: content of the file of prefills.
+    """
+    reading: dict[tuple[str, int], float] = {}
+    for row in prefills["rows"]:
+        if row["path"] == "engine" and row["kernels"]:
+            key = f"{row['shape']} inflated", row["context"]
+            reading[key] = min(row["seconds"], reading.get(key, row["seconds"]))
+    made = []
+    for r in speed_rows(content_at(RESULTS / texts.ANY_TEXT)):
+        seconds = reading.get((r["model"], r["context"]))
+        if seconds is not None and r["card"] == prefills["hardware"] and r["temperature"] == _TEMPERATURE:
+            ours, plain = (_ANSWER * r[name] / 1e3 for name in ("ms_per_token", "plain_ms_per_token"))
+            cold = {"cold": seconds + ours, "cold_plain": seconds + plain}
+            gain = {"cold_gain": cold["cold_plain"] / cold["cold"]}
+            made.append(r | cold | gain | {"next": ours, "next_plain": plain})
+    return made
+
+
+def request_note(prefills: Record, rows: Sequence[Record]) -> str:
+    origins = {r["origin"][0] for r in rows}
+    others = ", ".join(f"`docs/results/{name}`" for name in sorted(origins))
+    return (
+        f"Sums of seconds for the prompt and {_ANSWER} times the milliseconds above ({others}). "
+        f"{file_note(on_chip.PREFILL_FILE, {'': prefills})}"
+    )
+
+
+TABLES = {
+    "front": Table(texts.ANY_TEXT, listing(SPEEDS, speed_rows, speed_note, left=4), texts.COMMAND),
+    "front_requests": Table(
+        on_chip.PREFILL_FILE, listing(REQUESTS, request_rows, request_note, left=4),
+        "python -m scripts.benchmarks prefill",
+    ),
+}  # fmt: skip
