@@ -51,7 +51,7 @@ BENCHMARKS = {
     "exact": ("benchmarks.exact.run", "greedy texts and times of bit-exact mode: docs/losslessness.md"),
     "linear": ("benchmarks.linear.run", "few-row linear layers: check, time, compare; --quick: less"),
     "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
-    "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: README.md"),
+    "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: docs/cpu.md"),
     "cpu_prefill": ("benchmarks.cpu.prefill", "prompts on a CPU beside transformers: docs/prefill.md"),
     "retrieval": (
         "benchmarks.retrieval.run",

@@ -290,12 +290,11 @@ def test_tables_come_from_results(script: Any, tmp_path: Path, monkeypatch: pyte
     assert make_tables.filled(made) == made
 
 
-def test_the_readme_names_the_defaults_there_are() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_options_page_names_the_defaults_there_are() -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     options = HierarchyConfig().as_options()
     for name in ("levels", "gamma", "tree", "lookup", "budget", "chunk", "recent", "refresh"):
-        assert f"| `{name}` | {options[name]} |" in readme
-    assert f"| `sinks`, `window` | {options['sinks']}, {options['window']} |" in readme
-    table = readme.split("## Options")[1].split("## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+        assert f"| `{name}` | {options[name]} |" in page
+    assert f"| `sinks`, `window` | {options['sinks']}, {options['window']} |" in page
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(options)

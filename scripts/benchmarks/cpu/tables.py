@@ -1,4 +1,4 @@
-"""Tables of README.md about the embedded pair on a CPU, and of docs/host_attention.md."""
+"""Tables of docs/cpu.md about the embedded pair on a CPU, and of docs/host_attention.md."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
