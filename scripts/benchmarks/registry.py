@@ -48,6 +48,10 @@ BENCHMARKS = {
         "benchmarks.workloads.run",
         "texts that branch, as DeFT, FastTree and PAT build them: docs/branching.md",
     ),
+    "workload_bytes": (
+        "benchmarks.workloads.read_bytes",
+        "KV bytes that attention over them reads, counted by Nsight Compute: docs/branching.md",
+    ),
     "exact": ("benchmarks.exact.run", "greedy texts and times of bit-exact mode: docs/losslessness.md"),
     "linear": ("benchmarks.linear.run", "few-row linear layers: check, time, compare; --quick: less"),
     "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scripts.checks.blocks import variants as query_blocks
 from scripts.checks.exact import variants as exact
 from scripts.checks.prefill import variants as prefill
 from triforce_tree.kernels.attention import launch, merge
@@ -60,7 +61,8 @@ def variants(device: Device) -> Iterator[Variant]:
         yield from always()
     for always in (_experts, _states):
         yield from always()
-    yield from (Variant(*launch) for launch in prefill.launches())
+    for launches in (prefill.launches(), query_blocks.launches(WIDTHS)):
+        yield from (Variant(*each) for each in launches)
 
 
 def digest(device: Device) -> str:

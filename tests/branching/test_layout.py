@@ -11,6 +11,8 @@ from triforce_tree.branching.layout import Feed, arranged
 from triforce_tree.branching.node import Node
 from triforce_tree.kernels.attention import nodes as node_attention
 from triforce_tree.kernels.attention import reference
+from triforce_tree.kernels.attention.blocks import plan as block_plans
+from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.configs import KernelConfig
 from triforce_tree.kernels.attention.nodes import NodePlan, Segment
 from triforce_tree.kernels.attention.plan import Heads
@@ -73,11 +75,15 @@ TABLE = [[7, 1, 4, 5, 11], [0], [6, 3], [8], [2]]
 def problem(heads: Heads, dtype: torch.dtype, queries: int, page: int, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     config = KernelConfig(16, 32, 4, 2, 1)
-    monkeypatch.setattr(node_attention, "config_for", lambda *_: config)
+    for module in (node_attention, block_plans):
+        monkeypatch.setattr(module, "config_for", lambda *_: config)
     device = torch.device(triton_ops.DEVICE)
     plan = NodePlan(heads, queries, 9, 24, 3, device=device, dtype=dtype)
     plan.set([Segment(0, 5, 2, 0, 2)])
     plan.set(SEGMENTS)
+    blocks = BlockPlan(heads, queries, 9, 24, 3, PAGES, page, device=device, dtype=dtype)
+    blocks.set([Segment(1, 5, 2, 0, 2)], TABLE)
+    blocks.set(SEGMENTS, TABLE)
     q = torch.randn(queries, heads.query, heads.dim, dtype=dtype, device=device)
     shape = (PAGES, heads.kv, page)
     kv = [
@@ -101,7 +107,7 @@ def problem(heads: Heads, dtype: torch.dtype, queries: int, page: int, monkeypat
         torch.stack([t[TABLE[node][row // page], :, row % page] for node, row in rows], 1)[None].float()
         for t in kv
     ]
-    return plan, q, kv, table, dense, mask
+    return plan, blocks, q, kv, table, dense, mask
 
 
 @pytest.mark.parametrize(
@@ -123,18 +129,20 @@ def test_kernel_and_definition_over_ragged_nodes(
     """Pages in any order, causal tails, a query that sees nothing, segments in several pieces."""
     triton_ops.require_triton()
     from triforce_tree.kernels.attention import launch
+    from triforce_tree.kernels.attention.blocks import launch as block_launch
 
-    plan, q, kv, table, dense, mask = problem(heads, dtype, queries, page, monkeypatch)
+    plan, blocks, q, kv, table, dense, mask = problem(heads, dtype, queries, page, monkeypatch)
     sinks = torch.randn(heads.query, device=q.device) if how.pop("sinks", None) else None
     exact, exact_lse = reference.tree_attention(
         q[:7].transpose(0, 1)[None].float(), *dense, mask, scale=0.2, sinks=sinks, **how
     )
     options = {"scale": 0.2, "table": table, "sinks": sinks, **how}
-    found = [node_attention.definition(q, *kv, plan, **options)]
+    found = []
     if not q.is_cuda:
-        found.append(node_attention.states(q, *kv, plan, **options))
+        found += [f(q, *kv, plan, **options) for f in (node_attention.definition, node_attention.states)]
     with poisoned_memory():
         found.append(launch.run(q, *kv, plan.plan, **options))
+        found.append(block_launch.run(q, *kv, blocks, scale=0.2, sinks=sinks, **how))
     for out, lse in found:
         torch.testing.assert_close(out[:7].float(), exact[0].transpose(0, 1), atol=3e-3, rtol=0)
         torch.testing.assert_close(lse[:7], exact_lse[0].T, atol=3e-3, rtol=0)

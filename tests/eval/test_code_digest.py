@@ -39,7 +39,9 @@ def test_an_area_is_all_that_its_modules_import(
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr(digests, "ROOT", tmp_path)
-    monkeypatch.setattr(digests, "AREAS", {"it": ("first.py",), "none": ("lost/*.py",)})
+    monkeypatch.setattr(digests, "AREAS", {
+        "it": ("first.py", "*one.py", "!alone.py"), "none": ("lost/*.py",)
+    })  # fmt: skip
 
     def digest_now() -> str:
         for known in (digests.digest, digests._imports, digests._file_digest):

@@ -129,7 +129,8 @@ def test_parts_list_each_measurement_once(script: Any) -> None:
 
 def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
     """Cold and second turn, ours beside plain decoding with the same greedy text."""
-    words = ["--tiny", "--shapes", "llama-2-7b", "--runs", "1", "--out", str(tmp_path)]
+    words = ["--tiny", "--shapes", "llama-2-7b", "--runs", "1", "--text", "python-topics"]
+    words += ["--out", str(tmp_path)]
     assert script("benchmarks.requests.run").main(words) == 0
     tables = script("benchmarks.requests.tables")
     content = json.loads((tmp_path / tables.FILE).read_text())

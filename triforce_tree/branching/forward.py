@@ -9,12 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triforce_tree.branching.attention import BlockAttention, NodeAttention
 from triforce_tree.branching.layout import Feed, Layout, arranged
-from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import KVPool
-from triforce_tree.kernels.attention import nodes as node_attention
 from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.nodes import NodePlan
 from triforce_tree.kernels.attention.plan import Heads, Plan, plan_trees
 from triforce_tree.models.attention import AttentionParams, KVShape
 from triforce_tree.models.hf_model import HFModel
@@ -32,7 +30,7 @@ class Sizes:
     """Capacities of a forward's buffers: on a GPU powers of two, so that few of them are captured.
 
     Attributes:
-        queries, segments, owners, tail: as for ``NodePlan``.
+        queries, segments, owners, tail: as for ``BlockAttention``.
     """
 
     queries: int
@@ -100,24 +98,17 @@ class _Buffers:
     """
 
     def __init__(self, model: StepModel, pool: KVPool, shapes: Sequence[KVShape], sizes: Sizes) -> None:
-        device, dtype = pool.store.device, pool.store.dtype
+        device = pool.store.device
         self._model, self._pool, self.sizes = model, pool, sizes
         self._ids = torch.zeros(3, sizes.queries, dtype=torch.int64, device=device)
-        whole = {shape.heads for shape in shapes if shape.window is None}
-        self._plans = {
-            heads: NodePlan(
-                heads, sizes.queries, sizes.segments, sizes.owners, sizes.tail, device=device, dtype=dtype
-            )
-            for heads in sorted(whole, key=repr)
-        }
+        whole = sorted({shape.heads for shape in shapes if shape.window is None}, key=repr)
+        kind = BlockAttention if device.type == "cuda" else NodeAttention
+        self._attention = kind(whole, pool, sizes.queries, sizes.segments, sizes.owners, sizes.tail)
         self._windows: dict[tuple[int, bool], _WindowSlots] = {}
         for shape in shapes:
-            if shape.window is not None and (kind := (shape.window, shape.chunked)) not in self._windows:
-                alike = {s.heads for s in shapes if (s.window, s.chunked) == kind}
-                self._windows[kind] = _WindowSlots(shape, [*alike], sizes.queries, pool)
-        self._table = torch.zeros(sizes.segments, max(1, pool.pages), dtype=torch.int32, device=device)
-        # What each row of the table was written from.
-        self._written: list[tuple[Node, tuple[int, ...]] | None] = [None] * sizes.segments
+            if shape.window is not None and (key := (shape.window, shape.chunked)) not in self._windows:
+                alike = {s.heads for s in shapes if (s.window, s.chunked) == key}
+                self._windows[key] = _WindowSlots(shape, [*alike], sizes.queries, pool)
         self.logits = torch.empty(0)
         # Runs of several tokens come once, and are not worth a capture. Buffers are zero at first, so that
         # the trial runs of a capture write to slot 0, which nobody reads.
@@ -137,16 +128,9 @@ class _Buffers:
             slots += node.slots(fresh, stop, self._pool.page).tolist()
         self._ids.zero_()
         self._ids[:, : len(tokens)] = torch.tensor([tokens, positions, slots])
-        for plan in self._plans.values():
-            plan.set(layout.segments)
+        self._attention.set(layout)
         for window in self._windows.values():
             window.set(layout, self._pool.page)
-        if self._plans:
-            for row, node in enumerate(layout.nodes):
-                pages = tuple(node.pages)
-                if self._written[row] != (node, pages):
-                    self._table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-                    self._written[row] = node, pages
         self._run()
         return self.logits[0, : len(tokens)]
 
@@ -163,8 +147,7 @@ class _Buffers:
         queries = q[0].transpose(0, 1)
         how: dict[str, Any] = {"scale": params.scale, "softcap": params.softcap, "sinks": params.sinks}
         if params.window is None:
-            plan, table = self._plans[group.shape.heads], self._table
-            return node_attention.states(queries, *group.paged(place), plan, table=table, **how)[0][None]
+            return self._attention(group.shape.heads, queries, *group.paged(place), **how)[None]
         window = self._windows[params.window, params.chunked]
         own: Plan = window.plans[group.shape.heads]
         out = planned.run(queries, *self._pool.single_slots(layer), own, table=window.table, **how)

@@ -1,6 +1,6 @@
 """Whole requests: a prompt with a question, and a second question behind it, ours beside plain decoding.
 
-    python -m scripts.benchmarks requests
+    python -m scripts.benchmarks requests --texts texts.json.xz
     python -m scripts.benchmarks requests --shapes llama-3.1-8b --contexts 32768 122880
 
 A request is timed from the call of ``session.generate`` with token ids to its return, its first token when
@@ -125,14 +125,15 @@ def main(words: Sequence[str]) -> int:
     made.add_argument("--contexts", nargs="+", type=int, default=[32_768, 122_880], metavar="N")
     made.add_argument("--new", type=int, default=256, help="tokens of an answer")
     made.add_argument("--runs", type=int, default=2, help="timed runs after the first one")
-    made.add_argument("--text", default="python-topics", help="what the prompts are cut from, by name")
+    made.add_argument("--text", default="austen", help="what the prompts are cut from, by name")
+    made.add_argument("--texts", help="file that `texts` wrote; by default what is installed")
     args = made.parse_args(words)
     device = device_of(made, args.tiny)
     contexts, new = ([384], 8) if args.tiny else (args.contexts, args.new)
     dtype = torch.float32 if args.tiny else torch.bfloat16
     options: Record = {**TINY_OPTIONS, "prefill_chunk": 128} if args.tiny else {}
     [source] = named(args.text)
-    text = Texts().read(source)
+    text = Texts(args.texts).read(source)
     path, rows = results_folder(args.out, args.tiny) / FILE, list[Record]()
     head = header(args.seed, "engine") | {"text": source.name, "new_tokens": new, "runs": args.runs}
     for shape in args.shapes:

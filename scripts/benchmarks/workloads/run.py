@@ -62,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "scale": scale,
         "new_tokens": new,
         "seed": args.seed,
-        "code": digest("engine"),
+        "code": digest("engine") + digest("branching"),
     }
     records = open_records(path.with_suffix(".jsonl"), settings)
     target, drafted, tokenizer = inflate_pair(shape, device, dtype, draft, args.seed)
@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
     [tokens] = prompts([pydoc_text()], tokenizer, longest, 1)
     run = workloads.Run(engine, named, tokens, new, args.parts)
     heads = run.heads
-    head = header(args.seed, "engine") | {
+    head = header(args.seed, "engine", "branching") | {
         "target": f"{args.shape} inflated", "heads": f"{heads.query}/{heads.kv} x {heads.dim}",
         "dtype": str(dtype).removeprefix("torch."), "new_tokens": new, "scale": scale,
     }  # fmt: skip

@@ -1,16 +1,19 @@
-"""The tables of docs/branching.md from docs/results/tree_workloads_h200.json."""
+"""The tables of docs/branching.md: time and bytes of attention over texts that branch, and decoding."""
 
 from collections.abc import Sequence
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
-FILE = "tree_workloads_h200.json"
+FILE, BYTES = "tree_workloads_h200.json", "tree_workload_bytes_h200.json"
 # Ways of attending, by their names in eval.workloads.attention, and the headings of their microseconds.
 _WAYS = {
     "by sequences": "by sequences", "by sequences, shared pages": "shared pages", "by nodes": "by nodes",
-    "by chunks of nodes": "by chunks", "by nodes, flattened": "**flattened**",
-    "FlashInfer cascade": "FI cascade", "FastTree's kernel": "FastTree", "DeFT's kernel": "DeFT",
+    "by chunks of nodes": "by chunks", "by nodes, flattened": "flattened",
+    "by blocks of queries": "**blocks**", "FlashInfer cascade": "FI cascade",
+    "FastTree's kernel": "FastTree", "DeFT's kernel": "DeFT",
 }  # fmt: skip
+_OURS = "by blocks of queries"
+_PEERS = [way for way in _WAYS if way != _OURS]
 _WHERE = "torch {versions[torch]}, commit {commit}. "
 _NOTE = "{hardware}, heads {heads}, {dtype}, microseconds of one layer, " + _WHERE
 _DECODED = "{hardware}, {target}, {new_tokens} new tokens a text, greedy, " + _WHERE
@@ -36,8 +39,11 @@ def _attention(content: Record) -> list[Record]:
         own[row["way"]] = row["us"]
         if row["way"] in ("by sequences", "by nodes, flattened"):
             own[f"{row['way']}, MB"] = row["kv_megabytes"]
-        if row["way"] == "by nodes, flattened":
-            own["ratio"] = row["to_sequences"]
+        if row["way"] == _OURS:
+            own["ratio"], own["roof"] = row["to_sequences"], row["of_roof"]
+    for own in found.values():
+        others = [own[way] for way in _PEERS if own.get(way) is not None]
+        own["peers"] = min(others) / own[_OURS] if others and own.get(_OURS) else None
     return list(found.values())
 
 
@@ -50,7 +56,9 @@ def _columns(content: Record) -> Columns:
         "KV by sequences, MB": lambda row: _figure(row.get("by sequences, MB"), "{:,.0f}"),
         "by nodes, MB": lambda row: _figure(row.get("by nodes, flattened, MB"), "{:,.1f}"),
         **{name: lambda row, way=way: _figure(row.get(way), "{:,.1f}") for way, name in ways.items()},
-        "speed-up": lambda row: _figure(row.get("ratio"), "{:.2f}x"),
+        "of the roofline": lambda row: _figure(row.get("roof"), "{:.0%}"),
+        "to sequences": lambda row: _figure(row.get("ratio"), "{:.2f}x"),
+        "to the best other": lambda row: _figure(row["peers"], "{:.2f}x"),
     }  # fmt: skip
 
 
@@ -58,8 +66,34 @@ def _decoded(content: Record) -> Sequence[Record]:
     return [row for row in content["rows"] if row["part"] == "decoding" and not row["reason"]]
 
 
+def _counted(content: Record) -> list[Record]:
+    """A row for each workload: megabytes counted, and on paper, of each way."""
+    found: dict[str, Record] = {}
+    for row in content["rows"]:
+        found.setdefault(row["workload"], {"workload": row["workload"]})[row["way"]] = row
+    return list(found.values())
+
+
+def _counted_columns(content: Record) -> Columns:
+    present = {row["way"] for row in content["rows"]}
+
+    def figure(row: Record, way: str) -> str:
+        return f"{row[way]['megabytes']:,.0f} / {row[way]['paper_megabytes']:,.0f}" if way in row else ""
+
+    ways = {way: name for way, name in _WAYS.items() if way in present}
+    return {"workload": "{workload}"} | {
+        name: lambda row, way=way: figure(row, way) for way, name in ways.items()
+    }
+
+
 _COMMAND = "python -m scripts.benchmarks workloads"
+_COUNTED = "{hardware}, heads {heads}, bf16, megabytes counted / on paper, " + _WHERE
 TABLES = {
+    "tree_workload_bytes": Table(
+        BYTES,
+        listing(_counted_columns, _counted, noted(_COUNTED, BYTES)),
+        "python -m scripts.benchmarks workload_bytes",
+    ),
     "tree_workloads_attention": Table(FILE, listing(_columns, _attention, noted(_NOTE, FILE)), _COMMAND),
     "tree_workloads_decoding": Table(
         FILE, listing(DECODING, _decoded, noted(_DECODED, FILE), left=2), _COMMAND

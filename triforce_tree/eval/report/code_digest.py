@@ -19,14 +19,23 @@ PACKAGE = "triforce_tree"
 # operators load at their first call on a GPU.
 _C_FILES = ("kernels/cpu/**/*.c", "kernels/cpu/**/*.h")
 _KERNELS = ("kernels/**/*.py",)
-# Area -> patterns of the files in the package that it begins with.
+# Kernels that attend over trees of texts alone.
+_BRANCHING = ("kernels/attention/blocks/*.py",)
+
+
+def _without(patterns: tuple[str, ...]) -> list[str]:
+    return [f"!{pattern}" for pattern in patterns]
+
+
+# Area -> patterns of the files in the package that it begins with, and after "!" of those that it does not.
 AREAS: dict[str, tuple[str, ...]] = {
     "attention": ("kernels/attention/launch.py",),
     "linear": ("kernels/linear/launch.py",),
     "cpu attention": ("kernels/cpu/cpu_attention.py", *_C_FILES),
     "kernels": _KERNELS,
     # All that decodes, in a model of any shape.
-    "engine": ("decoding/loop.py", "loading/inflate.py", *_KERNELS, *_C_FILES),
+    "engine": ("decoding/loop.py", "loading/inflate.py", *_KERNELS, *_C_FILES, *_without(_BRANCHING)),
+    "branching": ("branching/tree.py", *_BRANCHING),
     "api": ("engine.py", *_KERNELS, *_C_FILES),
     "heads": ("drafters/heads/eagle.py", "drafters/heads/medusa.py"),
 }
@@ -44,11 +53,11 @@ def digest(area: str) -> str:
         raise ValueError(f"area {area!r} is unknown; use one of {', '.join(AREAS)}, or add it to AREAS")
     begin: set[Path] = set()
     for pattern in AREAS[area]:
-        if not (matching := set((ROOT / PACKAGE).glob(pattern))):
+        if not (matching := set((ROOT / PACKAGE).glob(pattern.removeprefix("!")))):
             raise ValueError(
                 f"area {area!r}: no file matches {pattern!r}; mend AREAS in {Path(__file__).name}"
             )
-        begin |= matching
+        begin = begin - matching if pattern.startswith("!") else begin | matching
     parts = sorted(_file_digest(path) for path in _reached(begin))
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 

@@ -88,7 +88,9 @@ def of_attention(records: Records) -> Rows:
 def of_decoding(records: Records) -> Rows:
     """A row for each workload and way; a tree's has the time of its attention, as measured alone."""
     found = _of_kind(records, DECODING)
-    alone = {r["workload"]: r for r in _of_kind(records, ATTENTION) if r["way"] == attention.FLATTEN}
+    measured = [r for r in _of_kind(records, ATTENTION) if r.get("us")]
+    engines = attention.engines({r["way"] for r in measured})
+    alone = {r["workload"]: r for r in measured if r["way"] == engines}
     speed = {(r["workload"], r["way"]): _speed(r) for r in found}
     one = next((_speed(r) for r in found if r["texts"] == 1 and r["way"] == decoding.TREE), None)
     rows = []
@@ -232,7 +234,7 @@ VIEWS = (
         ("us",),
         "to_sequences",
         "speed-up over attention by sequences",
-        lambda row: row["way"] == attention.FLATTEN,
+        lambda row: row["way"] in (attention.FLATTEN, attention.BLOCKS),
     ),
     View(
         of_decoding,

@@ -1,7 +1,8 @@
 """Attention alone over the KV of texts that branch: one call of a layer, by several ways of grouping."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,13 +13,15 @@ from triforce_tree.eval.results import Record
 from triforce_tree.eval.workloads import published
 from triforce_tree.eval.workloads.storage import Problem, in_pages, page_table
 from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.nodes import NodePlan, states
-from triforce_tree.kernels.attention.plan import NODE, plan_nodes, plan_trees
+from triforce_tree.kernels.attention.plan import NODE, config_for, plan_nodes, plan_trees
 
 Calls = list[Callable[[], Tensor]]
 Way = Callable[[Problem, Tensor], Calls]
 
-BY_SEQUENCES, SHARED_PAGES, FLATTEN = "by sequences", "by sequences, shared pages", "by nodes, flattened"
+BY_SEQUENCES, SHARED_PAGES = "by sequences", "by sequences, shared pages"
+FLATTEN, BLOCKS = "by nodes, flattened", "by blocks of queries"
 # Positions of a piece in DeFT-Node-Chunk.
 _CHUNK = 128
 
@@ -64,7 +67,7 @@ def _sequences(
 
 
 def flattened(problem: Problem, q: Tensor) -> Calls:
-    """The engine's: each node stored once and read once for all queries below it (DeFT-Flatten)."""
+    """Each node stored once and read once for all queries below it (DeFT-Flatten): the engine's on a CPU."""
     layout = problem.layout
     plan = NodePlan(
         problem.heads,
@@ -77,17 +80,45 @@ def flattened(problem: Problem, q: Tensor) -> Calls:
     )
     plan.set(layout.segments)
     table = page_table(problem.lengths, problem.page, problem.device)
-    runs = [
-        torch.arange(start, start + length, device=problem.device)
-        for start, length in zip(problem.starts, problem.lengths, strict=True)
-    ]
 
     def call(k: Tensor, v: Tensor) -> Tensor:
         return states(q, k, v, plan, scale=problem.scale, table=table)[0]
 
     made: Calls = []
     for seed in range(problem.copies(problem.workload.stored)):
-        k, v = (in_pages(rows, runs, problem.page) for rows in problem.rows(seed))
+        k, v = (in_pages(rows, problem.runs, problem.page) for rows in problem.rows(seed))
+        made.append(partial(call, k, v))
+    return made
+
+
+def by_blocks(problem: Problem, q: Tensor) -> Calls:
+    """The engine's on a GPU: all that a block of neighbouring queries sees is one list of tiles."""
+    if problem.device.type != "cuda":
+        raise NotImplementedError("a CPU attends by nodes")
+    from triforce_tree.kernels.attention.blocks import launch
+
+    layout, page = problem.layout, problem.page
+    counts = [-(-length // page) for length in problem.lengths]
+    plan = BlockPlan(
+        problem.heads,
+        len(layout.feeds),
+        len(layout.segments),
+        layout.owners,
+        0,
+        sum(counts),
+        page,
+        device=problem.device,
+        dtype=problem.dtype,
+    )
+    firsts = accumulate(counts, initial=0)
+    plan.set(layout.segments, [range(first, first + n) for first, n in zip(firsts, counts, strict=False)])
+
+    def call(k: Tensor, v: Tensor) -> Tensor:
+        return launch.run(q, k, v, plan, scale=problem.scale)[0]
+
+    made: Calls = []
+    for seed in range(problem.copies(problem.workload.stored)):
+        k, v = (in_pages(rows, problem.runs, page) for rows in problem.rows(seed))
         made.append(partial(call, k, v))
     return made
 
@@ -129,16 +160,31 @@ WAYS: dict[str, Way] = {
     "by nodes": by_nodes,
     "by chunks of nodes": partial(by_nodes, chunk=_CHUNK),
     FLATTEN: flattened,
+    BLOCKS: by_blocks,
     "FlashInfer cascade": published.cascade,
     "FastTree's kernel": published.fasttree,
     "DeFT's kernel": published.deft,
 }
 
 
+def engines(ways: Container[str]) -> str:
+    """Which of these ways is the engine's own: by nodes on a CPU, which has no blocks."""
+    return BLOCKS if BLOCKS in ways else FLATTEN
+
+
 def positions_read(problem: Problem, way: str) -> int:
-    """KV positions that a way reads from memory by its definition; what L2 holds is not deducted."""
-    own = problem.workload
-    return own.read_by_sequences if way in (BY_SEQUENCES, SHARED_PAGES) else own.stored
+    """KV positions that a way reads by its definition; what L2 holds is not deducted."""
+    own, heads = problem.workload, problem.heads
+    if way in (BY_SEQUENCES, SHARED_PAGES):
+        return own.read_by_sequences
+    if way != BLOCKS:
+        return own.stored
+    rows = config_for(own.queries * heads.group, heads, problem.dtype, problem.device).block_m
+    return sum(
+        segment.length
+        * (-(-(segment.first + segment.queries) * heads.group // rows) - segment.first * heads.group // rows)
+        for segment in problem.layout.segments
+    )
 
 
 def measure(problem: Problem, way: str, ceilings: Ceilings) -> Record:

@@ -52,7 +52,9 @@ def by_tree(
         return tree, asking
 
     (tree, leaves), prefill = timed(target.device, grown)
-    branches, seconds = timed(target.device, lambda: tree.generate(leaves, max_new_tokens=new, **how))
+    # As in a batch, what a call costs before its first forward is not part of decoding.
+    with target.active():
+        branches, seconds = timed(target.device, lambda: tree.generate(leaves, max_new_tokens=new, **how))
     timed_tokens = sum(len(branch.tokens) for branch in branches)
     return {
         "seconds": seconds,

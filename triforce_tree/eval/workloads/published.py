@@ -67,13 +67,9 @@ def cascade(problem: Problem, q: Tensor) -> Calls:
         heads.query, heads.kv, heads.dim, problem.page, q_data_type=problem.dtype,
         kv_data_type=problem.dtype,
     )  # fmt: skip
-    runs = [
-        torch.arange(start, start + length, device=problem.device)
-        for start, length in zip(problem.starts, problem.lengths, strict=True)
-    ]
     made: Calls = []
     for seed in range(problem.copies(problem.workload.stored)):
-        k, v = (in_pages(rows, runs, problem.page).transpose(1, 2) for rows in problem.rows(seed))
+        k, v = (in_pages(rows, problem.runs, problem.page).transpose(1, 2) for rows in problem.rows(seed))
         made.append(partial(wrapper.run, q, (k.contiguous(), v.contiguous())))
     return made
 
@@ -148,11 +144,7 @@ def fasttree(problem: Problem, q: Tensor) -> Calls:
 
 def _reversed_rows(problem: Problem) -> Tensor:
     """Our rows in the order of the artifact's nodes."""
-    own = [
-        torch.arange(start, start + length, device=problem.device)
-        for start, length in zip(problem.starts, problem.lengths, strict=True)
-    ]
-    return torch.cat(own[::-1])
+    return torch.cat(problem.runs[::-1])
 
 
 def deft(problem: Problem, q: Tensor) -> Calls:

@@ -69,14 +69,18 @@ class Problem:
         return [0, *accumulate(self.lengths)][:-1]
 
     @cached_property
-    def paths(self) -> list[Tensor]:
-        """Rows that each query sees, int64, in the layout's order of queries."""
-        place = {node: number for number, node in enumerate(self.layout.nodes)}
-        own = [
+    def runs(self) -> list[Tensor]:
+        """Rows of each of the layout's nodes in :meth:`rows`, int64."""
+        return [
             torch.arange(start, start + n, device=self.device)
             for start, n in zip(self.starts, self.lengths, strict=True)
         ]
-        return [torch.cat([own[place[node]] for node in feed.node.path]) for feed in self.layout.feeds]
+
+    @cached_property
+    def paths(self) -> list[Tensor]:
+        """Rows that each query sees, int64, in the layout's order of queries."""
+        place = {node: number for number, node in enumerate(self.layout.nodes)}
+        return [torch.cat([self.runs[place[node]] for node in feed.node.path]) for feed in self.layout.feeds]
 
     @cached_property
     def queries(self) -> Tensor:

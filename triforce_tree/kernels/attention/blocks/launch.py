@@ -1,0 +1,154 @@
+"""Run a plan of blocks of queries: describe the tensors' layout, launch the two kernels.
+
+The launch is a torch operator with a fake implementation, as that of ``attention.launch``, and does not
+synchronise with the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from triforce_tree.kernels.attention.blocks.kernel import block_attention_kernel, block_combine_kernel
+from triforce_tree.kernels.attention.blocks.plan import BlockPlan
+from triforce_tree.kernels.attention.configs import KernelConfig, key_parts, value_columns
+from triforce_tree.kernels.attention.launch import row_views
+from triforce_tree.kernels.device import describe
+from triforce_tree.kernels.fitting import fitted, within
+from triforce_tree.kernels.operators import fake, numbers, operator
+
+# From this many rows of all heads on there are programs enough for several rows each.
+_MANY_ROWS, _ROWS = 8192, 8
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of all queries of a plan, once per layer.
+
+    Args:
+        q: ``[queries, H_q, D]``, last dimension dense.
+        k: pages ``[pages, H_kv, page, D]``, any strides with the last dimension dense.
+        v: the same with D_v for D.
+        plan: what they see.
+        scale: positive factor on the raw scores.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        sinks: ``[H_q]`` logits of a virtual key whose value is zero.
+
+    Returns:
+        out ``[queries, H_q, D_v]`` in q's dtype and natural-log lse fp32 ``[queries, H_q]``; (0, -inf) for a
+        query that sees nothing.
+
+    Raises:
+        ValueError: a tensor does not fit the plan.
+    """
+    heads = plan.heads
+    if q.shape != (plan.queries, heads.query, heads.dim):
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, the plan is for "
+            f"{(plan.queries, heads.query, heads.dim)}; make a new plan"
+        )
+    if (q.dtype == torch.float32) != (plan.partial_lse.dtype == torch.float64):
+        raise ValueError(f"q is {q.dtype}, the plan is for another dtype; plan with dtype={q.dtype}")
+    if k.shape[1:] != (heads.kv, plan.page, heads.dim) or v.shape != (*k.shape[:3], heads.value_dim):
+        raise ValueError(
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be pages "
+            f"[pages, {heads.kv}, {plan.page}, D] with D = {heads.dim} and {heads.value_dim}"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be positive: the running maximum is that of unscaled scores")
+    return _run(
+        q, k, v, *plan.schedule, plan.partial_out, plan.partial_lse, sinks, scale, softcap or 0.0,
+        plan.slices, numbers(plan.config),
+    )  # fmt: skip
+
+
+@operator("block_attention", writes=("partial_out", "partial_lse"))
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shares: Tensor,
+    begins: Tensor,
+    columns: Tensor,
+    bounds: Tensor,
+    whole: Tensor,
+    gathered: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    slices: int,
+    config: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    exact, kv_heads, page = q.dtype == torch.float32, k.shape[1], k.shape[2]
+    (queries, q_heads, dim), value_dim = q.shape, v.shape[3]
+    group, blocks = q_heads // kv_heads, bounds.shape[0]
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    if k.stride(3) != 1 or v.stride(3) != 1:
+        raise ValueError("the last dimension of k and v must be dense; call .contiguous() on them")
+    parts, block_v = key_parts(dim, value_dim, q.itemsize), value_columns(value_dim, q.itemsize)
+    value_parts = -(-value_dim // block_v)
+    device = describe(q.device)
+    interpreted = knobs.runtime.interpret
+    launch_pdl = {"launch_pdl": True} if device.dependent_launch else {}
+    out = torch.empty(queries, q_heads, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(queries, q_heads, dtype=torch.float32, device=q.device)
+
+    def attend(cfg: KernelConfig) -> None:
+        views = row_views(k, v, page, cfg.block_n, q.itemsize) if cfg.tma and device.tma else None
+        options = {"num_warps": cfg.warps, **launch_pdl}
+        made = block_attention_kernel[(slices, value_parts)](
+            q, k, v, *(views.tensors if views else (k, None, v)),
+            partial_out, partial_lse, shares, begins, columns, whole, gathered,
+            scale, softcap,
+            q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
+            *(views.steps[1:] if views else (0, 0)),
+            queries * group, blocks,
+            GROUP=group, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+            BLOCK_D=parts[0], BLOCK_REST=parts[1], BLOCK_V=block_v, VALUE_PARTS=value_parts,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, PAGE=page, TMA=views is not None,
+            SOFTCAP=softcap > 0, EXACT=exact, STAGES=cfg.stages, GATHER_STAGES=cfg.edge_stages,
+            PDL=device.dependent_launch,
+            **({} if interpreted else options),
+        )  # fmt: skip
+        within(made, device)
+
+    cfg = KernelConfig(*cast(Any, config))
+    # The plan was made for these tiles: less shared memory leaves fewer stages alone.
+    fitted(cfg, _fewer_stages, attend)
+    rows = _ROWS if queries * q_heads >= _MANY_ROWS else 1
+    # Enough pieces at once that most outputs need one round of loads.
+    pieces = triton.next_power_of_2(2 + slices // max(1, min(slices, blocks * kv_heads)))
+    width = max(16, triton.next_power_of_2(value_dim))
+    chunk = max(1, min(64, 16_384 // width, pieces) // rows)
+    options = {"num_warps": max(1, rows * chunk * width // (1024 if exact else 2048)), **launch_pdl}
+    block_combine_kernel[(-(-queries * group // rows), kv_heads)](
+        out, lse, partial_out, partial_lse, bounds, sinks, queries * group,
+        GROUP=group, KV_HEADS=kv_heads, DIM=value_dim, BLOCK_D=width, BLOCK_M=cfg.block_m,
+        ROWS=rows, CHUNK=chunk, SINKS=sinks is not None, EXACT=exact, PDL=device.dependent_launch,
+        **({} if interpreted else options),
+    )  # fmt: skip
+    return out, lse
+
+
+def _fewer_stages(config: KernelConfig) -> KernelConfig | None:
+    return replace(config, stages=config.stages - 1) if config.stages > 1 else None
+
+
+@fake("block_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:2], v.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)

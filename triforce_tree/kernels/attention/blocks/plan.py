@@ -1,0 +1,246 @@
+"""Plans of attention over tree-shaped KV by blocks of queries, in buffers that captured graphs may hold.
+
+The queries are in depth-first order, and a block has as many of them as fill a tile: those of neighbouring
+leaves. All KV that some query of a block sees is one list of tiles: long nodes in whole tiles, and what is
+left of all nodes gathered position by position. Each tile, or each gathered position, has the range of
+queries that see it. So a block has one softmax over all nodes of its paths, and short nodes share tiles, as
+in DeFT-Flatten (arXiv 2404.00242, section 3.3). Nodes that several blocks see are read by each, at about the
+same time, through L2.
+
+``nodes.NodePlan`` has a partial result for every node and query instead, which takes longer where nodes are
+short or many.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.attention.configs import EDGE, KernelConfig
+from triforce_tree.kernels.attention.nodes import Segment
+from triforce_tree.kernels.attention.plan import Heads, config_for, slices_for
+
+# A query takes 16 bits of an entry, which is signed.
+_MOST_QUERIES = 2**15 - 1
+_COLUMNS = 4
+
+
+class Schedule(NamedTuple):
+    """What the kernels read of a plan: buffers in int32 but for the last two.
+
+    Attributes:
+        shares: ``[slices + 1]``, the first tile of each slice in the list of all (block, KV head, tile), and
+            the number of all tiles.
+        begins: ``[slices]``, the block that each slice begins in.
+        columns: ``[4, blocks]``: first whole tile, whole tiles, first gathered tile, and tiles of all blocks
+            before, those of one KV head.
+        bounds: ``[blocks, H_kv, 2]``, the first and the last slice that has tiles of them.
+        whole: int64 ``[tiles + 1]``: of each whole tile its first slot and the range of queries that see it,
+            ``slot | first << 32 | stop << 48``. The kernel reads one entry ahead.
+        gathered: the same of each gathered position.
+    """
+
+    shares: Tensor
+    begins: Tensor
+    columns: Tensor
+    bounds: Tensor
+    whole: Tensor
+    gathered: Tensor
+
+
+class BlockPlan:
+    """A plan for up to so many queries over up to so many segments; :meth:`set` describes one forward.
+
+    Args:
+        heads: of the attention.
+        queries, segments: most of each in a forward; queries at most 32,767.
+        owners: most pairs of a query and a segment that it sees.
+        tail: most positions of a segment's tail.
+        pages, page: KV pages that nodes may have in all, and slots of a page.
+        device, dtype: of queries and KV.
+
+    Attributes:
+        config: tiles of the kernel.
+        schedule: buffers whose addresses stay; what a forward does not use is empty.
+        partial_out, partial_lse: workspace, ``[slices + blocks * H_kv, BLOCK_M, D_v]`` and without D_v.
+
+    Raises:
+        ValueError: too many queries.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        queries: int,
+        segments: int,
+        owners: int,
+        tail: int,
+        pages: int,
+        page: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        if queries > _MOST_QUERIES:
+            raise ValueError(f"{queries} queries exceed {_MOST_QUERIES}, the most of one plan; make several")
+        self.heads, self.queries, self.page = heads, queries, page
+        self.config = _paged(config_for(queries * heads.group, heads, dtype, device), page)
+        # Whole tiles lie within a page; pages that no tile divides are gathered.
+        self._tile = self.config.block_n if page % self.config.block_n == 0 else 0
+        self.blocks = -(-queries * heads.group // self.config.block_m)
+        self.slices = slices_for(self.config.block_m, device, self.config)
+        # A segment of w queries is seen by at most w * group / block_m + 2 blocks.
+        pairs = 2 * segments + owners * heads.group // self.config.block_m
+        # A node's pages are seen by a block once, or twice where the node has queries of its own.
+        seen = 2 * self.blocks * pages
+        self._most_whole = seen * (page // self._tile) if self._tile else 0
+        rest = pairs * (self._tile + tail) if self._tile else seen * page
+        self._most_gathered = (-(-rest // self.config.block_n) + self.blocks) * self.config.block_n
+        self._most_segments = segments
+        units = self.blocks * heads.kv
+        sizes = (self.slices + 1, self.slices, _COLUMNS * self.blocks, 2 * units)
+        # Aligned to 16 bytes: Triton specialises kernels on the alignment of their pointers.
+        ends = [0]
+        for size in sizes:
+            ends.append(ends[-1] + -(-size // 4) * 4)
+        self._parts = [slice(start, start + size) for start, size in zip(ends, sizes, strict=False)]
+        self._device = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+        shares, begins, columns, bounds = (self._device[part] for part in self._parts)
+        self.schedule = Schedule(
+            shares,
+            begins,
+            columns.view(_COLUMNS, self.blocks),
+            bounds.view(self.blocks, heads.kv, 2),
+            torch.zeros(self._most_whole + 1, dtype=torch.int64, device=device),
+            torch.zeros(self._most_gathered, dtype=torch.int64, device=device),
+        )
+        pieces = (self.slices + units) * self.config.block_m
+        exact = dtype == torch.float32
+        self.partial_out = torch.empty(pieces, heads.value_dim, dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty(pieces, dtype=torch.float64 if exact else torch.float32, device=device)
+        self.set([], [])
+
+    def set(self, segments: Sequence[Segment], pages: Sequence[Sequence[int]]) -> None:
+        """Describe the coming forward.
+
+        Args:
+            segments: what its queries see.
+            pages: of each node that segments name.
+
+        Raises:
+            ValueError: more segments, or more positions of all blocks, than planned.
+        """
+        lists = _lists(segments, pages, self.page, self._tile, self.heads.group, self.config)
+        if (
+            len(segments) > self._most_segments
+            or len(lists.whole) > self._most_whole
+            or len(lists.gathered) > self._most_gathered
+        ):
+            raise ValueError(
+                f"{len(segments)} segments with {len(lists.whole)} tiles and {len(lists.gathered)} gathered "
+                f"positions exceed the plan's {self._most_segments}, {self._most_whole} and "
+                f"{self._most_gathered}; make a larger plan"
+            )
+        head = np.zeros(self._device.shape[0], dtype=np.int32)
+        shares, begins, bounds = self._divided(lists.tiles)
+        columns = np.zeros((_COLUMNS, self.blocks), dtype=np.int64)
+        known = lists.tiles.shape[1]
+        whole, rest = lists.tiles
+        columns[0, :known], columns[1, :known] = np.cumsum(whole) - whole, whole
+        columns[2, :known] = np.cumsum(rest) - rest
+        columns[3] = _before(lists.tiles.sum(0), self.blocks)
+        for part, own in zip(self._parts, (shares, begins, columns, bounds), strict=True):
+            head[part] = own.reshape(-1)
+        self._device.copy_(torch.from_numpy(head))
+        for buffer, own in zip(self.schedule[4:], (lists.whole, lists.gathered), strict=True):
+            if len(own):
+                buffer[: len(own)] = torch.from_numpy(own)
+
+    def _divided(self, tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``shares``, ``begins`` and ``bounds`` of a schedule from whole and gathered tiles of each block."""
+        kv = self.heads.kv
+        counts = np.zeros(self.blocks, dtype=np.int64)
+        counts[: tiles.shape[1]] = tiles.sum(0)
+        stops = np.cumsum(counts) * kv
+        # A slice without tiles writes nothing, so those that have none come after all others.
+        total = int(counts.sum()) * kv
+        used = max(1, min(self.slices, total))
+        shares = np.minimum(np.arange(self.slices + 1), used) * total // used
+        begins = np.minimum(np.searchsorted(stops, shares[:-1], "right"), self.blocks - 1)
+        first = (stops - counts * kv)[:, None] + np.arange(kv) * counts[:, None]
+        bounds = np.stack([first, first + counts[:, None] - 1], -1)
+        bounds = np.searchsorted(shares, bounds, "right") - 1
+        bounds[counts == 0] = 0, -1
+        return shares, begins, bounds
+
+
+class _Lists(NamedTuple):
+    """``whole`` and ``gathered`` of a schedule, and tiles of both that each block has, ``[2, blocks]``."""
+
+    whole: np.ndarray
+    gathered: np.ndarray
+    tiles: np.ndarray
+
+
+def _lists(
+    segments: Sequence[Segment],
+    pages: Sequence[Sequence[int]],
+    page: int,
+    tile: int,
+    group: int,
+    config: KernelConfig,
+) -> _Lists:
+    """The tiles of all blocks, in the order of blocks."""
+    table = np.array(segments, dtype=np.int64).reshape(-1, len(Segment._fields))
+    node, length, tail, first, count = table[table[:, 4] > 0].T
+    # Blocks that see a segment, and pairs of both in the order of blocks.
+    begin = first * group // config.block_m
+    spans = ((first + count) * group - 1) // config.block_m + 1 - begin
+    pair = np.repeat(np.arange(len(spans)), spans)
+    block = _within(spans) + begin[pair]
+    order = np.argsort(block, kind="stable")
+    pair, block = pair[order], block[order]
+    blocks = int(block[-1]) + 1 if len(block) else 0
+
+    places = np.concatenate([np.empty(0, np.int64), *map(np.asarray, pages)]).astype(np.int64)
+    starts = _before(np.array([len(own) for own in pages], dtype=np.int64), len(pages))
+
+    def entries(which: np.ndarray, positions: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Entries of positions of the segments ``which``, whose tails begin ``after``."""
+        slots = places[starts[node[which]] + positions // page] * page + positions % page
+        seen = first[which] + np.maximum(positions - after, 0)
+        return slots | seen << 32 | (first + count)[which] << 48
+
+    full = length // tile if tile else length * 0
+    own = np.repeat(pair, full[pair])
+    whole = entries(own, _within(full[pair]) * tile, length[own])
+    left = (length - full * tile + tail)[pair]
+    own = np.repeat(pair, left)
+    found = entries(own, _within(left) + full[own] * tile, length[own])
+    positions = np.bincount(block, left, blocks).astype(np.int64)
+    tiles = -(-positions // config.block_n)
+    gathered = np.zeros(int(tiles.sum()) * config.block_n, dtype=np.int64)
+    gathered[_within(positions) + np.repeat((np.cumsum(tiles) - tiles) * config.block_n, positions)] = found
+    return _Lists(whole, gathered, np.stack([np.bincount(block, full[pair], blocks).astype(np.int64), tiles]))
+
+
+def _within(counts: np.ndarray) -> np.ndarray:
+    """0 to n - 1 for each n of ``counts``, one after another."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _before(counts: np.ndarray, size: int) -> np.ndarray:
+    """The sum of all counts before each of ``size`` places; those past the last count have none."""
+    padded = np.zeros(size, dtype=np.int64)
+    padded[: len(counts)] = counts
+    return np.cumsum(padded) - padded
+
+
+def _paged(config: KernelConfig, page: int) -> KernelConfig:
+    """The configuration with tiles no longer than a page, and as many bytes of KV in flight."""
+    while config.block_n > max(page, EDGE):
+        config = replace(config, block_n=config.block_n // 2, programs_per_sm=2 * config.programs_per_sm)
+    return config
