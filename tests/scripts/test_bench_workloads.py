@@ -18,10 +18,11 @@ def content() -> dict[str, Any]:
     records.add({**decoded, "way": "engine.tree", "seconds": 2.0, "new_tokens": 100, "kv_bytes": 2**31})
     records.add({**decoded, "way": "a batch of the texts", "reason": "does not fit"})
     head = {
-        "hardware": "a card", "heads": "32/8 x 128", "dtype": "bfloat16", "target": "a model",
+        "hardware": "a card", "heads": "32/8 x 128", "dtype": "bfloat16", "target": "a model", "layers": 32,
         "new_tokens": 100, "versions": {"torch": "2"}, "commit": "abc", "date": "2026-01-01", "code": None,
     }  # fmt: skip
-    return head | {"rows": run.rows_of(records)}
+    rows = [row for part in run.AREAS for row in run.rows_of(part, records)]
+    return {"parts": dict.fromkeys(run.AREAS, head), "rows": rows}
 
 
 def test_every_way_has_a_column() -> None:

@@ -37,6 +37,12 @@ class BlockAttention:
         for plan in self._plans.values():
             plan.set(layout.segments, pages)
 
+    def prepare(self, layout: Layout) -> None:
+        """Plan a forward that may come next, without touching what the device reads."""
+        pages = [node.pages for node in layout.nodes]
+        for plan in self._plans.values():
+            plan.prepare(layout.segments, pages)
+
     def __call__(self, heads: Heads, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         """The output ``[T, H_q, D_v]`` of queries ``[T, H_q, D]`` over pages ``[pages, H_kv, page, D]``."""
         from triforce_tree.kernels.attention.blocks import launch

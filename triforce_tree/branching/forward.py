@@ -102,6 +102,7 @@ class _Buffers:
         self._model, self._pool, self.sizes = model, pool, sizes
         self._ids = torch.zeros(3, sizes.queries, dtype=torch.int64, device=device)
         whole = sorted({shape.heads for shape in shapes if shape.window is None}, key=repr)
+        kind: type[BlockAttention | NodeAttention]
         kind = BlockAttention if device.type == "cuda" else NodeAttention
         self._attention = kind(whole, pool, sizes.queries, sizes.segments, sizes.owners, sizes.tail)
         self._windows: dict[tuple[int, bool], _WindowSlots] = {}
@@ -134,6 +135,13 @@ class _Buffers:
         self._run()
         return self.logits[0, : len(tokens)]
 
+    def prepare(self, layout: Layout) -> None:
+        """Plan a forward that may come next, while the last one runs, if its rows have pages already."""
+        fits = Sizes.of(layout, on_gpu=True) == self.sizes
+        there = all(feed.stop <= len(feed.node.pages) * self._pool.page for feed in layout.feeds)
+        if isinstance(self._attention, BlockAttention) and fits and there:
+            self._attention.prepare(layout)
+
     def _forward(self) -> None:
         tokens, positions, _ = self._ids
         self.logits = self._model(tokens[None], positions[None], self._attend)
@@ -154,6 +162,30 @@ class _Buffers:
         return out[None]
 
 
+class Ahead:
+    """What the next forward of a series will probably be: the same nodes with one token more each.
+
+    On a GPU it is laid out while this forward runs. Between the forwards of a series nothing but their nodes'
+    tokens and pages changes in the tree.
+    """
+
+    def __init__(self) -> None:
+        self._feeds: list[Feed] = []
+        self._layout: Layout | None = None
+
+    def layout(self, feeds: Sequence[Feed]) -> Layout:
+        """The layout of these feeds, which may be the one that was made ahead."""
+        if self._layout is not None and self._feeds == list(feeds):
+            return self._layout
+        return arranged(feeds)
+
+    def prepare(self, feeds: Sequence[Feed], buffers: _Buffers) -> None:
+        """Lay out what follows on these feeds."""
+        self._feeds = [Feed(node, start + 1, 1) for node, start, _ in feeds]
+        self._layout = arranged(self._feeds)
+        buffers.prepare(self._layout)
+
+
 class TreeForward:
     """The target's logits after tokens of many nodes at once, one attention call a layer over all of them.
 
@@ -167,13 +199,14 @@ class TreeForward:
         self._pool: KVPool | None = None
         self._buffers: dict[Sizes, _Buffers] = {}
 
-    def __call__(self, pool: KVPool, feeds: Sequence[Feed]) -> Tensor:
+    def __call__(self, pool: KVPool, feeds: Sequence[Feed], ahead: Ahead | None = None) -> Tensor:
         """Logits ``[T, V]`` of all tokens of the feeds, in the feeds' order.
 
         Rows that are not stored yet are stored in the nodes' pages, which must be there. The logits hold
-        until the next call.
+        until the next call. ``ahead``: of a series of forwards of one token a node, on a GPU.
         """
-        layout, on_gpu = arranged(feeds), pool.store.device.type == "cuda"
+        layout = arranged(feeds) if ahead is None else ahead.layout(feeds)
+        on_gpu = pool.store.device.type == "cuda"
         sizes = Sizes.of(layout, on_gpu)
         if pool is not self._pool:
             self._buffers, self._pool = {}, pool
@@ -185,6 +218,8 @@ class TreeForward:
         logits = self._buffers[sizes](layout)
         for node, start, count in layout.feeds:
             node.stored = max(node.stored, start + count)
+        if ahead is not None and on_gpu:
+            ahead.prepare(feeds, self._buffers[sizes])
         order = {feed.node: number for number, feed in enumerate(layout.feeds)}
         if [order[feed.node] for feed in feeds] == list(range(len(feeds))):
             return logits

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from triforce_tree.branching.forward import Ahead
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.options import Draws, drawn
 from triforce_tree.branching.rows import TreeRows, needs_before
@@ -63,13 +64,28 @@ def decode(rows: TreeRows, leaves: Sequence[Leaf]) -> None:
     most = {leaf.node: leaf.most_rows for leaf in leaves}
     rows.pool.check(rows.missing_pages({**needs, **tips, **most}))
     rows.fill(needs)
+    ahead = Ahead()
     while going := [leaf for leaf in leaves if leaf.reason is None]:
-        for numbers, logits in rows.last_logits([leaf.node.tip for leaf in going]):
+        for numbers, logits in rows.last_logits([leaf.node.tip for leaf in going], ahead):
             _choose([going[number] for number in numbers], logits.float())
 
 
 def _choose(leaves: Sequence[Leaf], logits: Tensor) -> None:
     """Append one token to each leaf, by logits fp32 ``[N, V]``."""
+    draws = [leaf.draws for leaf in leaves if leaf.draws is not None]
+    tokens = drawn(_scores(leaves, logits), draws or None)
+    logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    # One transfer: fp64 holds token ids exactly.
+    both = torch.stack([tokens.double(), logprobs.double()]).tolist()
+    for leaf, token, logprob in zip(leaves, *both, strict=True):
+        leaf.add(int(token), logprob)
+
+
+def _scores(leaves: Sequence[Leaf], logits: Tensor) -> Tensor:
+    """Processed logits, each leaf's by its own processors."""
+    first = leaves[0].to_probs
+    if first.context_free and all(leaf.to_probs is first for leaf in leaves):
+        return first.scores(logits, list)
     scores = torch.empty_like(logits)
     alike: dict[int, list[int]] = {}
     for number, leaf in enumerate(leaves):
@@ -81,9 +97,4 @@ def _choose(leaves: Sequence[Leaf], logits: Tensor) -> None:
             scores[number] = leaf.to_probs.scores(logits[number : number + 1], partial(list, [own]))[0]
     for numbers in alike.values():
         scores[numbers] = leaves[numbers[0]].to_probs.scores(logits[numbers], list)
-    draws = [leaf.draws for leaf in leaves if leaf.draws is not None]
-    tokens = drawn(scores, draws or None)
-    columns = torch.tensor(tokens, device=logits.device)[:, None]
-    logprobs = (logits.gather(1, columns)[:, 0] - logits.logsumexp(-1)).tolist()
-    for leaf, token, logprob in zip(leaves, tokens, logprobs, strict=True):
-        leaf.add(token, logprob)
+    return scores

@@ -172,13 +172,15 @@ class Draws:
         return min(self._generator.random(), 1 - 2.0**-40)
 
 
-def drawn(scores: Tensor, draws: Sequence[Draws] | None) -> list[int]:
-    """One token for each row of processed logits, fp32 ``[N, V]``: the most probable without ``draws``."""
+def drawn(scores: Tensor, draws: Sequence[Draws] | None) -> Tensor:
+    """One token for each row of processed logits, fp32 ``[N, V]``: the most probable without ``draws``.
+
+    Returns:
+        int64 ``[N]``, on the scores' device.
+    """
     if draws is None:
-        best: list[int] = scores.argmax(-1).tolist()
-        return best
+        return scores.argmax(-1)
     # The inverse of the cumulated probabilities, summed in fp64: a token of probability 0 is never drawn.
     cumulated = scores.softmax(-1).double().cumsum(-1)
     numbers = torch.tensor([[own.next()] for own in draws], dtype=torch.float64, device=scores.device)
-    tokens: list[int] = torch.searchsorted(cumulated, numbers * cumulated[:, -1:], right=True)[:, 0].tolist()
-    return tokens
+    return torch.searchsorted(cumulated, numbers * cumulated[:, -1:], right=True)[:, 0]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from triforce_tree.branching.forward import MOST_QUERIES, TreeForward
+from triforce_tree.branching.forward import MOST_QUERIES, Ahead, TreeForward
 from triforce_tree.branching.layout import Feed
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.path import prefill_path
@@ -66,16 +66,21 @@ class TreeRows:
                 feeds.append(Feed(node, node.stored, missing))
         self.logits(feeds)
 
-    def logits(self, feeds: Sequence[Feed]) -> Tensor:
+    def logits(self, feeds: Sequence[Feed], ahead: Ahead | None = None) -> Tensor:
         """Logits ``[T, V]`` after each token of the feeds, until the next call.
 
         Rows that are not stored yet are stored, in pages that the nodes own. At most ``MOST_QUERIES`` tokens
-        are fed, and one run of a node.
+        are fed, and one run of a node. ``ahead``: see :class:`Ahead`.
         """
-        return self._forward(self.pool, feeds) if feeds else torch.empty(0)
+        return self._forward(self.pool, feeds, ahead) if feeds else torch.empty(0)
 
-    def last_logits(self, tips: Sequence[Node]) -> Iterator[tuple[list[int], Tensor]]:
+    def last_logits(
+        self, tips: Sequence[Node], ahead: Ahead | None = None
+    ) -> Iterator[tuple[list[int], Tensor]]:
         """Logits after the last tokens of nodes, all of whose earlier rows are stored.
+
+        Args:
+            ahead: of calls for the same nodes, which may become fewer, with one token more each time.
 
         Yields:
             numbers of some of the nodes and their logits ``[n, V]``, until the next item.
@@ -84,7 +89,10 @@ class TreeRows:
         distinct = list(dict.fromkeys(tips))
         for first in range(0, len(distinct), MOST_QUERIES):
             part = distinct[first : first + MOST_QUERIES]
-            logits = self.logits([Feed(node, len(node.tokens) - 1, 1) for node in part])
+            logits = self.logits([Feed(node, len(node.tokens) - 1, 1) for node in part], ahead)
+            if len(part) == len(tips):
+                yield list(range(len(tips))), logits
+                return
             place = {node: number for number, node in enumerate(part)}
             numbers = [number for number, tip in enumerate(tips) if tip in place]
             yield numbers, logits[[place[tips[number]] for number in numbers]]

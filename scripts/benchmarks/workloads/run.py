@@ -8,6 +8,7 @@ Measurements lie beside the results file, one JSON line each; a run that was end
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -20,9 +21,8 @@ from scripts.benchmarks.common.command import (
     parser,
     results_folder,
 )
-from scripts.benchmarks.common.results import Record, header, open_records, write
+from scripts.benchmarks.common.results import Record, content_at, header, open_records, write
 from triforce_tree.eval.report import machine
-from triforce_tree.eval.report.code_digest import digest
 from triforce_tree.eval.results import Records, Series
 from triforce_tree.eval.text import prompts, pydoc_text
 from triforce_tree.eval.workloads import measure as workloads
@@ -32,16 +32,38 @@ from triforce_tree.loading.inflate import inflate_pair
 _TINY_SCALE = 0.005
 
 
-def rows_of(records: Records) -> list[Record]:
-    """Of both parts."""
-    return [
-        {"part": part, **row}
-        for part, rows in (
-            (workloads.ATTENTION, machine.of_attention(records)),
-            (workloads.DECODING, machine.of_decoding(records)),
-        )
-        for row in rows
-    ]
+# Areas of the code that a part's figures depend on.
+AREAS = {workloads.ATTENTION: ("attention", "blocks"), workloads.DECODING: ("engine", "branching")}
+
+
+def rows_of(part: str, records: Records) -> list[Record]:
+    """Of one part."""
+    made = machine.of_attention if part == workloads.ATTENTION else machine.of_decoding
+    return [{"part": part, **row} for row in made(records)]
+
+
+class Part:
+    """One part of the results file; the rows and header of the other are kept.
+
+    Args:
+        path: of the file; measurements lie beside it.
+        name: attention or decoding.
+        settings: measurements made with others, or by other code, are dropped.
+    """
+
+    def __init__(self, path: Path, name: str, settings: Record) -> None:
+        self._path, self._name = path, name
+        own = header(settings["seed"], *AREAS[name])
+        kept = path.with_name(f"{path.stem}.{name}.jsonl")
+        self.records = open_records(kept, settings | {"code": own["code"]})
+        content = content_at(path)
+        self._head = {"parts": content["parts"] | {name: own | settings}}
+        self._others = [row for row in content["rows"] if row["part"] != name]
+
+    def write(self, record: Record) -> None:
+        print(record, file=sys.stderr, flush=True)
+        rows = sorted([*self._others, *rows_of(self._name, self.records)], key=lambda row: row["part"])
+        write(self._path, self._head | {"rows": rows})
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -57,33 +79,22 @@ def main(words: Sequence[str] | None = None) -> int:
     shape, draft = (TINY_SHAPES[args.shape], TINY_DRAFT) if args.tiny else (args.shape, "llama-68m")
     named = [workload.scaled(scale) for workload in chosen(args.workloads)]
     path = results_folder(args.out, args.tiny) / f"tree_workloads_{machine_of(device)}.json"
-    settings = {
-        "shape": shape,
-        "scale": scale,
-        "new_tokens": new,
-        "seed": args.seed,
-        "code": digest("engine") + digest("branching"),
-    }
-    records = open_records(path.with_suffix(".jsonl"), settings)
     target, drafted, tokenizer = inflate_pair(shape, device, dtype, draft, args.seed)
     engine = triforce_tree.load(target, drafted, tokenizer=tokenizer, profile=False)
     longest = max(max(workload.lengths) for workload in named)
     [tokens] = prompts([pydoc_text()], tokenizer, longest, 1)
-    run = workloads.Run(engine, named, tokens, new, args.parts)
-    heads = run.heads
-    head = header(args.seed, "engine", "branching") | {
-        "target": f"{args.shape} inflated", "heads": f"{heads.query}/{heads.kv} x {heads.dim}",
-        "dtype": str(dtype).removeprefix("torch."), "new_tokens": new, "scale": scale,
-    }  # fmt: skip
-
-    def done(record: Record) -> None:
-        print(record, file=sys.stderr, flush=True)
-        write(path, head | {"rows": rows_of(records)})
-
     torch.manual_seed(args.seed)
-    workloads.measure(run, Series(records, args.seed, done=done))
+    for name in args.parts:
+        run = workloads.Run(engine, named, tokens, new, [name])
+        heads = run.heads
+        part = Part(path, name, {
+            "target": f"{args.shape} inflated", "heads": f"{heads.query}/{heads.kv} x {heads.dim}",
+            "layers": len(engine.hierarchy.target.kv_shapes), "dtype": str(dtype).removeprefix("torch."),
+            "new_tokens": new, "scale": scale, "seed": args.seed,
+        })  # fmt: skip
+        workloads.measure(run, Series(part.records, args.seed, done=part.write))
+        print(*rows_of(name, part.records), sep="\n")
     engine.close()
-    print(*rows_of(records), sep="\n")
     return 0
 
 

@@ -2,7 +2,17 @@
 
 from collections.abc import Sequence
 
-from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
+from scripts.benchmarks.common.markdown import (
+    Caption,
+    Columns,
+    Record,
+    Table,
+    cell,
+    file_note,
+    listing,
+    noted,
+    rows_of,
+)
 
 FILE, BYTES = "tree_workloads_h200.json", "tree_workload_bytes_h200.json"
 # Ways of attending, by their names in eval.workloads.attention, and the headings of their microseconds.
@@ -20,7 +30,7 @@ _DECODED = "{hardware}, {target}, {new_tokens} new tokens a text, greedy, " + _W
 DECODING: Columns = {
     "workload": "{workload}", "decoded by": "{way}", "texts": "{texts:,}",
     "tokens/s": "{tokens_per_second:,.0f}", "ms/token": "{ms_per_token:.2f}",
-    "of it attention": lambda row: _figure(row["attention_ms"], "{:.2f}"),
+    "of it attention, alone": lambda row: _figure(row["attention_ms"], "{:.2f}"),
     "to a batch": lambda row: _figure(row["to_batch"], "{:.2f}x"),
     "to one branch": lambda row: _figure(row["to_one_branch"], "{:.2f}x"),
     "KV, GiB": lambda row: _figure(row["kv_gib"], "{:.2f}"),
@@ -34,7 +44,7 @@ def _figure(value: float | None, form: str) -> str:
 def _attention(content: Record) -> list[Record]:
     """A row for each workload, with the microseconds of each way."""
     found: dict[str, Record] = {}
-    for row in (row for row in content["rows"] if row["part"] == "attention"):
+    for row in rows_of(content, "attention"):
         own = found.setdefault(row["workload"], {"workload": row["workload"], "texts": row["texts"]})
         own[row["way"]] = row["us"]
         if row["way"] in ("by sequences", "by nodes, flattened"):
@@ -63,7 +73,25 @@ def _columns(content: Record) -> Columns:
 
 
 def _decoded(content: Record) -> Sequence[Record]:
-    return [row for row in content["rows"] if row["part"] == "decoding" and not row["reason"]]
+    """With the time of all layers' attention, as measured alone, beside a tree's."""
+    layers = content["parts"].get("attention", {}).get("layers")
+    alone = {row["workload"]: row["us"] for row in rows_of(content, "attention") if row["way"] == _OURS}
+    found = []
+    for row in rows_of(content, "decoding"):
+        us = alone.get(row["workload"]) if row["way"] == "engine.tree" else None
+        if not row["reason"]:
+            found.append(row | {"attention_ms": us * layers / 1e3 if us and layers else None})
+    return found
+
+
+def _noted(template: str, part: str) -> Caption:
+    """The caption of a part."""
+
+    def caption(content: Record, rows: Sequence[Record]) -> str:
+        run = content["parts"][part]
+        return cell(template, run) + file_note(FILE, {"": run})
+
+    return caption
 
 
 def _counted(content: Record) -> list[Record]:
@@ -94,8 +122,10 @@ TABLES = {
         listing(_counted_columns, _counted, noted(_COUNTED, BYTES)),
         "python -m scripts.benchmarks workload_bytes",
     ),
-    "tree_workloads_attention": Table(FILE, listing(_columns, _attention, noted(_NOTE, FILE)), _COMMAND),
+    "tree_workloads_attention": Table(
+        FILE, listing(_columns, _attention, _noted(_NOTE, "attention")), _COMMAND
+    ),
     "tree_workloads_decoding": Table(
-        FILE, listing(DECODING, _decoded, noted(_DECODED, FILE), left=2), _COMMAND
+        FILE, listing(DECODING, _decoded, _noted(_DECODED, "decoding"), left=2), _COMMAND
     ),
 }

@@ -103,6 +103,8 @@ def test_random_trees(
             dense.append(rows.to(device))
         q = torch.randn(queries, heads.query, heads.dim, dtype=dtype, device=device)
         kv = [t[0].unflatten(1, (most + 1, page)).transpose(0, 1) for t in dense]
+        if rng.random() < 0.5:  # A forward that was planned ahead, and comes, or does not.
+            plan.prepare(*rng.choice([(segments, pages), ([], [])]))
         plan.set(segments, pages)
         with poisoned_memory():
             plan.partial_out.fill_(torch.nan)

@@ -35,6 +35,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "kernels": _KERNELS,
     # All that decodes, in a model of any shape.
     "engine": ("decoding/loop.py", "loading/inflate.py", *_KERNELS, *_C_FILES, *_without(_BRANCHING)),
+    "blocks": _BRANCHING,
     "branching": ("branching/tree.py", *_BRANCHING),
     "api": ("engine.py", *_KERNELS, *_C_FILES),
     "heads": ("drafters/heads/eagle.py", "drafters/heads/medusa.py"),

@@ -121,6 +121,7 @@ class BlockPlan:
         exact = dtype == torch.float32
         self.partial_out = torch.empty(pieces, heads.value_dim, dtype=torch.float32, device=device)
         self.partial_lse = torch.empty(pieces, dtype=torch.float64 if exact else torch.float32, device=device)
+        self._ahead: _Planned | None = None
         self.set([], [])
 
     def set(self, segments: Sequence[Segment], pages: Sequence[Sequence[int]]) -> None:
@@ -133,6 +134,19 @@ class BlockPlan:
         Raises:
             ValueError: more segments, or more positions of all blocks, than planned.
         """
+        known, self._ahead = self._ahead, None
+        if known is None or known.segments != segments or known.pages != [*map(tuple, pages)]:
+            known = self._planned(segments, pages)
+        self._device.copy_(known.head)
+        for buffer, own in zip(self.schedule[4:], (known.whole, known.gathered), strict=True):
+            if len(own):
+                buffer[: len(own)] = own
+
+    def prepare(self, segments: Sequence[Segment], pages: Sequence[Sequence[int]]) -> None:
+        """Plan the forward that probably follows; the arguments of :meth:`set`, which takes it if it does."""
+        self._ahead = self._planned(segments, pages)
+
+    def _planned(self, segments: Sequence[Segment], pages: Sequence[Sequence[int]]) -> "_Planned":
         lists = _lists(segments, pages, self.page, self._tile, self.heads.group, self.config)
         if (
             len(segments) > self._most_segments
@@ -154,10 +168,8 @@ class BlockPlan:
         columns[3] = _before(lists.tiles.sum(0), self.blocks)
         for part, own in zip(self._parts, (shares, begins, columns, bounds), strict=True):
             head[part] = own.reshape(-1)
-        self._device.copy_(torch.from_numpy(head))
-        for buffer, own in zip(self.schedule[4:], (lists.whole, lists.gathered), strict=True):
-            if len(own):
-                buffer[: len(own)] = torch.from_numpy(own)
+        buffers = map(torch.from_numpy, (head, lists.whole, lists.gathered))
+        return _Planned(list(segments), [*map(tuple, pages)], *buffers)
 
     def _divided(self, tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """``shares``, ``begins`` and ``bounds`` of a schedule from whole and gathered tiles of each block."""
@@ -175,6 +187,16 @@ class BlockPlan:
         bounds = np.searchsorted(shares, bounds, "right") - 1
         bounds[counts == 0] = 0, -1
         return shares, begins, bounds
+
+
+class _Planned(NamedTuple):
+    """A forward, and what the device's buffers get for it."""
+
+    segments: list[Segment]
+    pages: list[tuple[int, ...]]
+    head: Tensor
+    whole: Tensor
+    gathered: Tensor
 
 
 class _Lists(NamedTuple):
