@@ -28,6 +28,7 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, step_model
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, least_prompt
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
@@ -215,7 +216,7 @@ class DecodingProgram:
         prompt, state = sequences[row], self.state
         self._check([prompt])
         [reused] = self.cache.prefill([prompt], progress, reuse, state.features, row)
-        state.tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
+        state.tokens[row, : len(prompt)] = id_tensor(prompt, self.device)
         state.length[row], state.active[row] = len(prompt) - 1, 1
         state.chain[row] = state.retrieval_emitted[row] = 0
         if self.drafter is not None:
@@ -251,7 +252,7 @@ class DecodingProgram:
         """Set every level to the end of prompts whose keys and values are in the cache."""
         state, lengths = self.state, [len(p) - 1 for p in prompts]
         for b, prompt in enumerate(prompts):
-            state.tokens[b, : len(prompt)] = torch.tensor(prompt, device=self.device)
+            state.tokens[b, : len(prompt)] = id_tensor(prompt, self.device)
         state.length.copy_(torch.tensor(lengths, device=self.device))
         state.active.fill_(1)
         for counts in (state.has_nan, state.chain, state.retrieval_emitted, state.rank_counts):

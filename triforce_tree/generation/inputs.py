@@ -6,12 +6,12 @@ from operator import index
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from triforce_tree.generation.chat import Chat, characters, chat_ids, chats_of
 from triforce_tree.generation.tokenized_texts import Tokenizer, check_text
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.token_ids import left_padded
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
 Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
@@ -93,10 +93,8 @@ def prompts_of(
         ],
         target.vocab_size,
     )
-    width = max(map(len, rows))
     device = given.device if isinstance(given, Tensor) else None
-    ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=device)
-    return Prompts(ids, torch.tensor([[0] * (width - len(row)) + row for row in mask], device=device))
+    return Prompts(left_padded(rows, padding, device), left_padded(mask, 0, device))
 
 
 def prompt_of(target: HFModel, tokenizer: Tokenizer | None, inputs: Inputs) -> list[int]:

@@ -118,8 +118,8 @@ def pad_token(*sources: Mapping[str, Any]) -> int:
     """The padding token as in transformers: the sources' first pad token, or else their first EOS token."""
     for name in ("pad_token_id", "eos_token_id"):
         for source in sources:
-            if (value := source.get(name)) is not None:
-                return int(torch.as_tensor(value).flatten()[0])
+            if (value := source.get(name)) is not None and len(ids := torch.as_tensor(value).flatten()):
+                return int(ids[0])
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 
@@ -34,13 +35,13 @@ class EmittedScores:
         self._to_probs, self._device = to_probs, device
         # By name and sequence, [V] or [] of each token.
         self._rows: dict[str, list[list[Tensor]]] = {name: [[] for _ in prompts] for name in names}
-        self._texts = [torch.tensor(list(prompt)) for prompt in prompts]
+        self._texts = [id_tensor(prompt) for prompt in prompts]
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Add a sequence, the next in number."""
         for rows in self._rows.values():
             rows.append([])
-        self._texts.append(torch.tensor(list(prompt)))
+        self._texts.append(id_tensor(prompt))
 
     def add(
         self,

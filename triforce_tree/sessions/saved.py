@@ -26,6 +26,7 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.fingerprint import shape_of, tokenizer_digest, weights_digest
 from triforce_tree.runtime.json_files import read_json
+from triforce_tree.runtime.token_ids import id_tensor
 
 if TYPE_CHECKING:
     from triforce_tree.engine import Engine
@@ -55,7 +56,7 @@ def save(session: "Session", folder: Path) -> None:
         if cache.states is not None:
             states = {str(number): state[0].cpu() for number, state in enumerate(cache.states.buffers)}
             save_file(states, folder / _STATES)
-        save_file({"tokens": torch.tensor(session.tokens)}, folder / _TOKENS)
+        save_file({"tokens": id_tensor(session.tokens)}, folder / _TOKENS)
         kept = {"chunk": cache.cached.chunk, "whole": cache.cached.whole[0], "messages": session.messages}
         told = {"begun": session.begun, "turns": session.turns}
         text = json.dumps({**_identity(session.engine), **kept, **told}, ensure_ascii=False)

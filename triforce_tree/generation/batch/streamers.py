@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree.generation.scores import EmittedScores
+from triforce_tree.runtime.token_ids import id_tensor
 
 
 class Streamers:
@@ -59,7 +60,7 @@ class Streamers:
         self._streamers += [None] * (number + 1 - len(self._streamers))
         self._streamers[number] = streamer
         if streamer is not None:
-            streamer.put(torch.tensor([list(prompt)]))
+            streamer.put(id_tensor(prompt)[None])
 
     def put(self, number: int, tokens: Sequence[int], scores: EmittedScores | None = None) -> bool:
         """Send new tokens of a sequence; whether its streamer ends it.
