@@ -30,6 +30,9 @@ def test_tune_then_generate(capsys: pytest.CaptureFixture[str], pair: TinyPair, 
     assert code == 0
     assert set(result["contexts"][0]["tried"]) == {"tree", "gamma", "refresh", "runner_ups"}
     assert "3 2 1" in err
+    code, _, err = command(capsys, *argv, "--dry-run", "--out", str(home / "profile.json"))
+    assert code == 2
+    assert "leave --out and --fresh out" in err
     assert not list(home.iterdir())
     code, result, err = command(capsys, *argv, "--seconds", "0.01")
     assert code == 0

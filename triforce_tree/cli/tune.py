@@ -26,6 +26,8 @@ from triforce_tree.tune.tuner import Tuner
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.dry_run and (args.out or args.fresh):
+        raise ValueError("--dry-run measures and writes nothing; leave --out and --fresh out")
     for temperature in args.temperature:
         check_sampling_options({"temperature": temperature})
     source, texts = options.documents(args)
