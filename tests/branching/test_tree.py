@@ -12,7 +12,7 @@ from recurrent_families import recurrent
 
 import triforce_tree
 from triforce_tree import Engine, UnsupportedModelError
-from triforce_tree.branching import forward, rows
+from triforce_tree.branching import attention, forward, rows
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import TreeFullError, slot_bytes
 from triforce_tree.branching.tree import TextTree
@@ -47,7 +47,12 @@ def grown(made: Engine) -> tuple[TextTree, list[Node]]:
     "family",
     ["llama", "llama-gqa", "llama-mqa", "mistral-window", "gemma2", "gemma3", "qwen3", "gpt-neox", "mixtral"],
 )
-def test_leaves_continue_as_their_texts_alone(family: str) -> None:
+@pytest.mark.parametrize("most_read", [0, attention.MOST_READ], ids=["nodes", "paths"])
+def test_leaves_continue_as_their_texts_alone(
+    family: str, most_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention by nodes, and by each leaf's path as in short trees on a CPU."""
+    monkeypatch.setattr(attention, "MOST_READ", most_read)
     made = engine(family)
     tree, leaves = grown(made)
     texts = [leaf.text_tokens for leaf in leaves]
@@ -59,12 +64,15 @@ def test_leaves_continue_as_their_texts_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma2"])
-@pytest.mark.parametrize("most", [256, 7])
-def test_scores_are_the_targets(family: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most, most_read", [(256, 0), (7, 0), (256, attention.MOST_READ)])
+def test_scores_are_the_targets(
+    family: str, most: int, most_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in several forwards, of tokens that are stored already and of some that are not."""
     for module in (forward, rows):
         monkeypatch.setattr(module, "MOST_QUERIES", most)
     monkeypatch.setattr("triforce_tree.branching.scoring.MOST_QUERIES", most)
+    monkeypatch.setattr(attention, "MOST_READ", most_read)
     made = engine(family)
     tree, leaves = grown(made)
     nodes = [*leaves, tree.root, *tree.root.children]

@@ -219,8 +219,8 @@ def test_offloading_is_compared_with_the_fastest_plain_decoding() -> None:
 def test_workloads_are_shown_with_what_was_not_measured() -> None:
     def alone(way: str, **more: Any) -> Record:
         return {
-            "kind": "attention", "workload": "long/1x256", "way": way, "texts": 1, "layers": 32,
-            "kv_bytes": 2_000_000, "roof_us": 5.0, **more,
+            "kind": "attention", "workload": "long/1x256", "way": way, "texts": 1, "seen": 200_000,
+            "layers": 32, "kv_bytes": 2_000_000, "roof_us": 5.0, **more,
         }  # fmt: skip
 
     def decoded(workload: str, way: str, texts: int, seconds: float) -> Record:

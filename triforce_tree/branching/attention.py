@@ -1,18 +1,24 @@
-"""Attention of a forward over a tree of texts, in layers that see all positions."""
+"""Attention of a forward over a tree of texts: by blocks of queries on a GPU; by nodes or paths on a CPU."""
 
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from triforce_tree.branching.layout import Layout
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import KVPool
-from triforce_tree.kernels.attention import nodes
+from triforce_tree.kernels.attention import nodes, planned
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.nodes import NodePlan
-from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.plan import Heads, plan_trees
+from triforce_tree.kernels.cpu.fp32.library import library
+
+MOST_READ = 100_000
+"""Positions that all queries of a forward see together, up to which each reads its path for itself on a CPU:
+the C kernel then takes less time than the calls for each node. Measured on two cores, 3 heads of 128."""
 
 
 class BlockAttention:
@@ -51,21 +57,28 @@ class BlockAttention:
 
 
 class NodeAttention:
-    """On a CPU: by nodes. Arguments and methods are those of :class:`BlockAttention`."""
+    """On a CPU: by nodes, or in short trees by paths; arguments and methods are :class:`BlockAttention`'s."""
 
     def __init__(
         self, heads: Iterable[Heads], pool: KVPool, queries: int, segments: int, owners: int, tail: int
     ) -> None:
         device, dtype = pool.store.device, pool.store.dtype
-        self._plans = {
-            kind: NodePlan(kind, queries, segments, owners, tail, device=device, dtype=dtype)
-            for kind in heads
-        }
+        kinds, sizes = list(heads), (queries, segments, owners, tail)
+        self._plans = {kind: NodePlan(kind, *sizes, device=device, dtype=dtype) for kind in kinds}
         self._table = torch.zeros(segments, max(1, pool.pages), dtype=torch.int32, device=device)
         # What each row of the table was written from.
         self._written: list[tuple[Node, tuple[int, ...]] | None] = [None] * segments
+        self._paths = PathSlots(kinds, pool, queries)
+        self._short = False
+        # Without the C kernel paths are gathered one by one.
+        self._compiled = dtype == torch.float32 and library() is not None
 
     def set(self, layout: Layout) -> None:
+        read = sum(segment.queries * (segment.length + segment.tail) for segment in layout.segments)
+        self._short = self._compiled and read <= MOST_READ
+        if self._short:
+            self._paths.set(layout)
+            return
         for plan in self._plans.values():
             plan.set(layout.segments)
         for row, node in enumerate(layout.nodes if self._plans else ()):
@@ -75,4 +88,66 @@ class NodeAttention:
                 self._written[row] = node, pages
 
     def __call__(self, heads: Heads, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        if self._short:
+            return self._paths(heads, q, k, v, **how)
         return nodes.states(q, k, v, self._plans[heads], table=self._table, **how)[0]
+
+
+class PathSlots:
+    """What each query sees of its own path, in a table of single slots, which it reads for itself.
+
+    Of layers with a sliding window, which see few positions, and of short trees on a CPU.
+
+    Args:
+        heads: kinds of attention of the layers.
+        pool: keys and values.
+        queries: capacity.
+        window: positions that a query sees, its own included; None for all.
+        chunked: whether windows begin at multiples of ``window``.
+    """
+
+    def __init__(
+        self,
+        heads: Iterable[Heads],
+        pool: KVPool,
+        queries: int,
+        window: int | None = None,
+        chunked: bool = False,
+    ) -> None:
+        self._window, self._chunked, self._page = window, chunked, pool.page
+        device, dtype = pool.store.device, pool.store.dtype
+        # With a window the table's address stays: captured graphs hold it.
+        self._table = torch.zeros(queries, window or 0, dtype=torch.int32, device=device)
+        nothing = [torch.ones(1, 0, dtype=torch.bool)] * queries
+        self._plans = {h: plan_trees(h, nothing, [0] * queries, device=device, dtype=dtype) for h in heads}
+
+    def set(self, layout: Layout) -> None:
+        """Describe the coming forward."""
+        paths = [
+            node.path_slots(row + 1, self._seen(node.start + row), self._page)
+            for node, start, count in layout.feeds
+            for row in range(start, start + count)
+        ]
+        queries = len(self._table)
+        table = np.zeros((queries, self._window or max(map(len, paths))), dtype=np.int32)
+        for own, slots in zip(table, paths, strict=False):
+            own[: len(slots)] = slots
+        if self._window is None:
+            self._table = torch.from_numpy(table)
+        else:
+            self._table.copy_(torch.from_numpy(table))
+        lengths = torch.zeros(queries, dtype=torch.int32)
+        lengths[: len(paths)] = torch.tensor([len(slots) for slots in paths])
+        for plan in self._plans.values():
+            plan.lengths.copy_(lengths)
+
+    def _seen(self, position: int) -> int:
+        """How many positions a query at this one sees."""
+        if self._window is None:
+            return position + 1
+        return 1 + (position % self._window if self._chunked else min(position, self._window - 1))
+
+    def __call__(self, heads: Heads, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        """As of :class:`BlockAttention`."""
+        keys, values = (pages.transpose(1, 2).flatten(0, 1)[:, :, None] for pages in (k, v))
+        return planned.run(q, keys, values, self._plans[heads], table=self._table, **how)

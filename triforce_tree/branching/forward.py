@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triforce_tree.branching.attention import BlockAttention, NodeAttention
+from triforce_tree.branching.attention import BlockAttention, NodeAttention, PathSlots
 from triforce_tree.branching.layout import Feed, Layout, arranged
 from triforce_tree.branching.pool import KVPool
-from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import Heads, Plan, plan_trees
 from triforce_tree.models.attention import AttentionParams, KVShape
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, step_model
@@ -55,38 +53,6 @@ def _power(number: int, least: int) -> int:
     return max(least, 1 << (number - 1).bit_length())
 
 
-class _WindowSlots:
-    """What the queries see of layers with one kind of window: a table of single slots for each query.
-
-    Such layers see few positions, which every query reads for itself.
-    """
-
-    def __init__(self, shape: KVShape, heads: Sequence[Heads], queries: int, pool: KVPool) -> None:
-        assert shape.window is not None
-        device, dtype = pool.store.device, pool.store.dtype
-        self._window, self._chunked = shape.window, shape.chunked
-        self.table = torch.zeros(queries, shape.window, dtype=torch.int32, device=device)
-        nothing = [torch.ones(1, 0, dtype=torch.bool)] * queries
-        self.plans = {h: plan_trees(h, nothing, [0] * queries, device=device, dtype=dtype) for h in heads}
-
-    def set(self, layout: Layout, page: int) -> None:
-        query = 0
-        table = np.zeros(tuple(self.table.shape), dtype=np.int32)
-        counts = [0] * len(table)
-        for node, start, count in layout.feeds:
-            for row in range(start, start + count):
-                position = node.start + row
-                seen = position % self._window if self._chunked else min(position, self._window - 1)
-                slots = node.path_slots(row + 1, seen + 1, page)
-                table[query, : len(slots)] = slots
-                counts[query] = len(slots)
-                query += 1
-        self.table.copy_(torch.from_numpy(table))
-        lengths = torch.tensor(counts, dtype=torch.int32)
-        for plan in self.plans.values():
-            plan.lengths.copy_(lengths)
-
-
 class _Buffers:
     """One forward's inputs, plans and logits; one token a node is captured on a GPU where the model can be.
 
@@ -105,11 +71,11 @@ class _Buffers:
         kind: type[BlockAttention | NodeAttention]
         kind = BlockAttention if device.type == "cuda" else NodeAttention
         self._attention = kind(whole, pool, sizes.queries, sizes.segments, sizes.owners, sizes.tail)
-        self._windows: dict[tuple[int, bool], _WindowSlots] = {}
+        self._windows: dict[tuple[int, bool], PathSlots] = {}
         for shape in shapes:
             if shape.window is not None and (key := (shape.window, shape.chunked)) not in self._windows:
                 alike = {s.heads for s in shapes if (s.window, s.chunked) == key}
-                self._windows[key] = _WindowSlots(shape, [*alike], sizes.queries, pool)
+                self._windows[key] = PathSlots(alike, pool, sizes.queries, *key)
         self.logits = torch.empty(0)
         # Runs of several tokens come once, and are not worth a capture. Buffers are zero at first, so that
         # the trial runs of a capture write to slot 0, which nobody reads.
@@ -131,7 +97,7 @@ class _Buffers:
         self._ids[:, : len(tokens)] = torch.tensor([tokens, positions, slots])
         self._attention.set(layout)
         for window in self._windows.values():
-            window.set(layout, self._pool.page)
+            window.set(layout)
         self._run()
         return self.logits[0, : len(tokens)]
 
@@ -157,9 +123,7 @@ class _Buffers:
         if params.window is None:
             return self._attention(group.shape.heads, queries, *group.paged(place), **how)[None]
         window = self._windows[params.window, params.chunked]
-        own: Plan = window.plans[group.shape.heads]
-        out = planned.run(queries, *self._pool.single_slots(layer), own, table=window.table, **how)
-        return out[None]
+        return window(group.shape.heads, queries, *group.paged(place), **how)[None]
 
 
 class Ahead:

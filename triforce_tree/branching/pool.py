@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from triforce_tree.kv.store import KVGroup, KVStore
+from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 
 _PAGE = {"cuda": 64}
@@ -107,12 +106,6 @@ class KVPool:
         for group in self.store.groups:
             for slots in group.kv:
                 slots[:, 0].index_copy_(2, new, slots[:, 0].index_select(2, old))
-
-    def single_slots(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer as pages of one slot, ``[slots, H_kv, 1, D]``, without a copy."""
-        number, place = self.store.place(layer)
-        group: KVGroup = replace(self.store.groups[number], page=1)
-        return group.paged(place)
 
 
 def slot_bytes(target: HFModel) -> int:

@@ -89,8 +89,8 @@ def of_decoding(records: Records) -> Rows:
     """A row for each workload and way; a tree's has the time of its attention, as measured alone."""
     found = _of_kind(records, DECODING)
     measured = [r for r in _of_kind(records, ATTENTION) if r.get("us")]
-    engines = attention.engines({r["way"] for r in measured})
-    alone = {r["workload"]: r for r in measured if r["way"] == engines}
+    ways = {r["way"] for r in measured}
+    alone = {r["workload"]: r for r in measured if r["way"] == attention.engines(ways, r["seen"])}
     speed = {(r["workload"], r["way"]): _speed(r) for r in found}
     one = next((_speed(r) for r in found if r["texts"] == 1 and r["way"] == decoding.TREE), None)
     rows = []

@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from triforce_tree.branching.attention import MOST_READ
 from triforce_tree.eval.attention.peers import compared
 from triforce_tree.eval.attention.problems import Ceilings
 from triforce_tree.eval.results import Record
@@ -39,7 +40,10 @@ def by_sequences(problem: Problem, q: Tensor) -> Calls:
 
 
 def shared_pages(problem: Problem, q: Tensor) -> Calls:
-    """The same with each position stored once, in a page of one slot (as RadixAttention); read for each."""
+    """The same with each position stored once, in a page of one slot (as RadixAttention); read for each.
+
+    The engine's on a CPU in short trees.
+    """
     lengths = [len(path) for path in problem.paths]
     table = torch.zeros(len(lengths), max(lengths), dtype=torch.int32, device=problem.device)
     for row, path in zip(table, problem.paths, strict=True):
@@ -67,7 +71,10 @@ def _sequences(
 
 
 def flattened(problem: Problem, q: Tensor) -> Calls:
-    """Each node stored once and read once for all queries below it (DeFT-Flatten): the engine's on a CPU."""
+    """Each node stored once and read once for all queries below it (DeFT-Flatten).
+
+    The engine's on a CPU in long trees.
+    """
     layout = problem.layout
     plan = NodePlan(
         problem.heads,
@@ -167,9 +174,11 @@ WAYS: dict[str, Way] = {
 }
 
 
-def engines(ways: Container[str]) -> str:
-    """Which of these ways is the engine's own: by nodes on a CPU, which has no blocks."""
-    return BLOCKS if BLOCKS in ways else FLATTEN
+def engines(ways: Container[str], seen: int) -> str:
+    """Which of these ways is the engine's own where all queries see so many positions together."""
+    if BLOCKS in ways:
+        return BLOCKS
+    return SHARED_PAGES if seen <= MOST_READ else FLATTEN
 
 
 def positions_read(problem: Problem, way: str) -> int:
