@@ -8,7 +8,7 @@ from triforce_tree.cli.console import screen
 from triforce_tree.eval.text import read_text
 from triforce_tree.generation.chat import Chat, chats_of
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.json_files import read_json
+from triforce_tree.runtime.files.json_files import read_json
 
 
 def prompt_of(args: argparse.Namespace) -> str | Chat:

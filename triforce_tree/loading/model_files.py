@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from triforce_tree.models.supported import attention_of
-from triforce_tree.runtime.json_files import read_json
+from triforce_tree.runtime.files.json_files import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # All files of a hub repository but weights and Python code.

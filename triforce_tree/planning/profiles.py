@@ -18,9 +18,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.runtime.files.json_files import read_json
+from triforce_tree.runtime.files.user_folders import user_cache
 from triforce_tree.runtime.fingerprint import hardware, shape_of
-from triforce_tree.runtime.json_files import read_json
-from triforce_tree.runtime.user_folders import user_cache
 
 VERSION = 2
 # An entry is used for prompts of at most this many times its context, and at least that fraction of it.

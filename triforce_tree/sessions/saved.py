@@ -24,8 +24,8 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.store import KVStore
 from triforce_tree.runtime import distributed
+from triforce_tree.runtime.files.json_files import read_json
 from triforce_tree.runtime.fingerprint import shape_of, tokenizer_digest, weights_digest
-from triforce_tree.runtime.json_files import read_json
 from triforce_tree.runtime.token_ids import id_tensor
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ A list alone is one of paths, Medusa's form.
 from pathlib import Path
 from typing import Any
 
-from triforce_tree.runtime.json_files import read_json
+from triforce_tree.runtime.files.json_files import read_json
 
 SUFFIX = ".json"
 _FORM = 'the file must hold {"paths": [[0], [0, 0], [1]]} or {"widths": [6, 5, 4]}'

@@ -16,7 +16,7 @@ from triforce_tree.decoding.choice.cost_table import CostTable
 from triforce_tree.decoding.choice.passes import STAGE_FIELDS, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts, measure
 from triforce_tree.decoding.loop import Decoder
-from triforce_tree.runtime.json_files import JsonTable
+from triforce_tree.runtime.files.json_files import JsonTable
 
 COSTS = StageCosts((100, 500), (StageSeconds(0.008, 0.001, tree=0.01), StageSeconds(0.02, 0.001, tree=0.03)))
 SETTINGS = {"machine": "abacus", "levels": 3}

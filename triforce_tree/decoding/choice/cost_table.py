@@ -24,8 +24,8 @@ from triforce_tree.decoding.prepared_stages import makes_slowly
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
-from triforce_tree.runtime.json_files import JsonTable
-from triforce_tree.runtime.user_folders import user_cache
+from triforce_tree.runtime.files.json_files import JsonTable
+from triforce_tree.runtime.files.user_folders import user_cache
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 

@@ -18,8 +18,8 @@ from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.stage_costs import settings_of
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.json_files import JsonTable
-from triforce_tree.runtime.user_folders import user_cache
+from triforce_tree.runtime.files.json_files import JsonTable
+from triforce_tree.runtime.files.user_folders import user_cache
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from triforce_tree.runtime.json_files import read_json
+from triforce_tree.runtime.files.json_files import read_json
 
 CONFIG = "config.json"
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from triforce_tree.runtime.user_folders import user_cache
+from triforce_tree.runtime.files.user_folders import user_cache
 
 _FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
 _COMPILERS = ("cc", "gcc", "clang")

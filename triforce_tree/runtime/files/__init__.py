@@ -1,0 +1,1 @@
+"""Files of the user: JSON documents and tables, and the folders where they lie."""
