@@ -62,6 +62,17 @@ def test_stop_strings_are_not_part_of_the_text(client: openai.OpenAI, engine: En
     choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk.choices]
     assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
     assert choices[-1].finish_reason == "stop"
+    if stream:
+        return
+    tokens = engine.generate(PROMPT, max_new_tokens=60, do_sample=False).sequences[0]
+    assert engine.tokenizer is not None
+    start = len(tokens) - 60
+    needed = next(n for n in range(1, 61) if stop in engine.tokenizer.decode(tokens[start : start + n]))
+    assert answer.usage.completion_tokens == needed, (
+        "tokens of the same pass after the stop string do not count"
+    )
+    scored = client.completions.create(**given, logprobs=1)
+    assert len(scored.choices[0].logprobs.tokens) == needed
 
 
 def test_seeds_repeat_and_choices_differ(client: openai.OpenAI) -> None:

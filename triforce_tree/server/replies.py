@@ -135,7 +135,11 @@ def usage(sequences: Sequences[Sequence]) -> dict[str, Any]:
 
     Sequences that were decoded in one batch share its statistics: their counts are those of the batch, once.
     """
-    new = sum(int(sequence.result("new_tokens")) for sequence in sequences)
+    new = 0
+    for sequence in sequences:
+        assert sequence.stream is not None
+        # The pass that brought a stop string may have brought tokens after it.
+        new += sequence.stream.count if sequence.stream.stopped else int(sequence.result("new_tokens"))
     # A prompt counts once, however many texts continue it.
     prompts = {id(sequence.prompt): len(sequence.prompt) for sequence in sequences}
     outputs = {id(sequence.output): sequence.output for sequence in sequences}.values()

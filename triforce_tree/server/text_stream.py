@@ -33,8 +33,8 @@ class TextStream(TextStreamer):
         text: all that was emitted.
         stopped: whether a stop string was found.
         first: when the first new token came, by ``time.monotonic``; None before.
-        count: new tokens, those of a stop string included.
-        logprobs: of all new tokens, by the target's own distribution; empty where they are not wanted.
+        count: new tokens, those of a stop string included, those after it not.
+        logprobs: of so many new tokens, by the target's own distribution; empty where they are not wanted.
     """
 
     def __init__(
@@ -55,16 +55,24 @@ class TextStream(TextStreamer):
 
     def put(self, value: Tensor) -> bool:
         """Whether the sequence is to end."""
-        if not self._prompt:
-            self.first = self.first or time.monotonic()
-            self.count += value.numel()
-            for token, scores in zip(value.tolist(), self._coming, strict=False):
+        if self._prompt:
+            self._prompt = False
+            super().put(value)  # type: ignore[no-untyped-call]
+            return self._cancelled()
+        self.first = self.first or time.monotonic()
+        # One by one: tokens of this pass after a stop string are not part of the reply.
+        parts = value.split(1) if self._stop else [value]
+        for part in parts if not self.stopped else ():
+            coming, self._coming = self._coming[: len(part)], self._coming[len(part) :]
+            self.count += len(part)
+            for token, scores in zip(part.tolist(), coming, strict=False):
                 self.logprobs.append(TokenLogprobs(token, *scores))
-        self._prompt = False
-        super().put(value)  # type: ignore[no-untyped-call]
-        if self._stop and not self.stopped:
+            super().put(part)  # type: ignore[no-untyped-call]
             # The streamer holds the last word back; a stop string may be in it.
-            self.stopped = self._first(self._held + self._pending())[1] is not None
+            if self._stop and self._first(self._held + self._pending())[1] is not None:
+                self.stopped = True
+            if self.stopped:
+                break
         return self.stopped or self._cancelled()
 
     def put_scores(self, scores: Mapping[str, Sequence[Tensor]]) -> None:
