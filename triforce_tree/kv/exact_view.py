@@ -36,10 +36,11 @@ class ExactView(TreeAttentionView):
                 f"exact=True verifies at most {MOST_ROWS} tokens at a time on a GPU, not {queries}; use a "
                 "smaller tree or gamma"
             )
-        if depths is not None and max(depths) > MOST_DEPTH:
+        deepest = max(depths) if depths is not None else queries - 1
+        if deepest > MOST_DEPTH:
             raise ValueError(
-                f"exact=True verifies at most {MOST_DEPTH} tokens in a line, not {max(depths)}; reduce "
-                "gamma, the depth of tree, or lookup"
+                f"exact=True verifies at most {MOST_DEPTH} tokens in a line, not {deepest}; reduce "
+                "gamma, the depth of tree, or lookup, or give tail_tree=False"
             )
 
     def _write(self, layer: int, k: Tensor, v: Tensor, params: AttentionParams) -> None:

@@ -33,7 +33,8 @@ class TreeAttentionView:
         tail: N >= T, slots that the mask covers; the T new ones are the last of them.
         mask: bool ``[T, N]`` where it never changes.
         depths: position of each of the N tail tokens, counted from the tail's first. By default those of the
-            mask's paths, or of a single token.
+            mask's paths, or of a single token; where ``begin`` brings the mask and all of the tail is new,
+            they are those of its paths.
 
     Attributes:
         at: int64 ``[B]``, the first of the new slots.
@@ -43,7 +44,7 @@ class TreeAttentionView:
         resizable: whether a forward may bring fewer new tokens than T, the first ones of the plan.
 
     Raises:
-        ValueError: layers have windows, and neither ``depths`` nor the mask gives the tail's depths.
+        ValueError: layers have windows, and neither ``depths`` nor a mask gives the tail's depths.
     """
 
     capturable = True
@@ -78,7 +79,7 @@ class TreeAttentionView:
                 plans[heads] = self._plan(heads, mask, group.k.dtype)
             kind = (window or 0, group.shape.chunked)
             if window is not None and kind not in self._windows:
-                if depths is None:
+                if depths is None and tail > queries:
                     raise ValueError(
                         f"window={window} needs the depths of all {tail} tail tokens; pass depths"
                     )

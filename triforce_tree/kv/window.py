@@ -15,7 +15,8 @@ class Window:
         window: positions that a query sees, its own included.
         chunked: it does not slide, see ``AttentionParams``.
         depths: position of each of the N tail tokens, counted from the tail's first; the queries are the last
-            T of them.
+            T of them. None where forwards bring trees of any topology: then all of the tail is new, and a
+            token is as deep as its mask has ancestors.
         queries: T.
         batch: sequences, B.
         device: of the buffers.
@@ -29,14 +30,16 @@ class Window:
     def __init__(
         self,
         window: int,
-        depths: Sequence[int],
+        depths: Sequence[int] | None,
         queries: int,
         batch: int,
         device: torch.device,
         chunked: bool = False,
     ) -> None:
-        query_depths = depths[len(depths) - queries :]
         self.size, self.chunked = window, chunked
+        self._vary = depths is None
+        depths = [0] * queries if depths is None else depths
+        query_depths = depths[len(depths) - queries :]
         first = [*query_depths] if chunked else [min(0, depth - window + 1) for depth in query_depths]
         sequences: list[int] = []
         offsets: list[int] = []
@@ -55,8 +58,8 @@ class Window:
         self._in_window: Tensor | None = None
         self._mask: Tensor | None = None
         self._depths = torch.tensor(depths, device=device)
-        if chunked:
-            self._bits = 1 << torch.arange(64, device=device)
+        if chunked or self._vary:
+            self._places = torch.arange(64, device=device)
             self._mask = torch.zeros(batch * queries, -(-len(depths) // 64), dtype=torch.int64, device=device)
         elif max(query_depths) - min(depths) >= window:
             positions = torch.tensor(depths)
@@ -71,6 +74,9 @@ class Window:
             lengths: int32 ``[B]``, tokens before the tail.
             mask: int64 ``[B * T, words]``, the tail slots that queries see without a window.
         """
+        if self._vary:
+            self._update_depths(lengths, mask)
+            return
         torch.index_select(lengths, 0, self._sequences, out=self._first)
         if self.chunked:
             self._update_chunks(lengths, mask)
@@ -86,9 +92,30 @@ class Window:
         torch.minimum(starts, self._first, out=self._first)
         chunks = (lengths[:, None] + self._depths) // self.size  # [B, N]
         queries = len(mask) // len(lengths)
-        same = chunks[:, -queries:, None] == chunks[:, None]  # [B, T, N]
-        padded = torch.nn.functional.pad(same, (0, 64 * self._mask.shape[1] - same.shape[2]))
-        words = (padded.unflatten(2, (-1, 64)) * self._bits).sum(-1).flatten(0, 1)
+        self._mask_with(mask, chunks[:, -queries:, None] == chunks[:, None])
+
+    def _update_depths(self, lengths: Tensor, mask: Tensor) -> None:
+        """The same where depths vary from forward to forward."""
+        visible = (mask[..., None] >> self._places) & 1
+        depths = visible.flatten(1).sum(1).view(len(lengths), -1) - 1  # [B, T]
+        positions = lengths[:, None] + depths
+        if self.chunked:
+            first = positions // self.size * self.size
+            chunks = positions // self.size
+            near = chunks[:, :, None] == chunks[:, None]
+        else:
+            first = (positions - self.size + 1).clamp_min(0)
+            near = depths[:, :, None] - depths[:, None] < self.size
+        first = torch.minimum(first, lengths[:, None])
+        for part, values in zip(self.first_visible, (first, first.amin(1), first.amax(1)), strict=True):
+            part.copy_(values.flatten())
+        self._mask_with(mask, near)
+
+    def _mask_with(self, mask: Tensor, near: Tensor) -> None:
+        """Hide from queries all of the tail but what is ``near``, bool ``[B, T, N]``."""
+        assert self._mask is not None
+        padded = torch.nn.functional.pad(near, (0, 64 * self._mask.shape[1] - near.shape[2]))
+        words = (padded.unflatten(2, (-1, 64)).long() << self._places).sum(-1).flatten(0, 1)
         torch.bitwise_and(mask, words, out=self._mask)
 
     def masked(self, mask: Tensor) -> Tensor:

@@ -252,7 +252,7 @@ def test_a_ring_holds_only_the_window_before_the_last_position() -> None:
 def test_windows_without_depths_raise() -> None:
     store = KVStore([KVShape(Heads(1, 1, 8), 20)], 1, 100, CPU, torch.float32)
     with pytest.raises(ValueError, match="window=20 needs the depths of all 5 tail tokens"):
-        TreeAttentionView(store, 5)
+        TreeAttentionView(store, 3, tail=5)
 
 
 def test_another_window_than_the_store_was_made_for_raises() -> None:
