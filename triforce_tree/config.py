@@ -112,15 +112,15 @@ class HierarchyConfig:
     trees (see :func:`triforce_tree.trees.shapes.parse_shape`); ``other_trees`` are at most two further
     shapes that passes may take instead, where they are expected to be faster, and ``lookup:N``, at most N
     tokens that followed the newest ones before (names in one string, or a sequence; "none" for none; None: by
-    the device where ``tree`` is not given, else none). ``runner_ups``
-    says whether level 2 also verifies one runner-up token at every depth of the chain (None: on a GPU, where
-    more tokens in a forward cost little). ``lookup`` is the most tokens that suffix matching proposes: alone
-    where there is no draft model (None: 15), else beside the draft's trees, in the same pass (None: 0, which
-    is none). ``levels`` 3 is the whole hierarchy, 2 the draft under the full target, 1 autoregressive
-    decoding, without matched tokens too; "auto" takes 3 where the prompt is at least twice the retrieval
-    budget and some layer of the target sees more of it than a sliding window, else 2. While decoding, passes
-    of fewer levels take their place where that is faster: plain ones always, those of two levels with "auto"
-    (on a cache that is not offloaded).
+    the device where ``tree`` is not given, else none). ``runner_ups`` says whether level 2 also verifies one
+    runner-up token at every depth of the chain (None: on a GPU, where more tokens in a forward cost little),
+    ``tail_tree`` whether it also verifies a tree of the shape ``tree`` at the chain's end. ``lookup`` is the
+    most tokens that suffix matching proposes: alone where there is no draft model (None: 15), else beside the
+    draft's trees, in the same pass (None: 0, which is none). ``levels`` 3 is the whole hierarchy, 2 the draft
+    under the full target, 1 autoregressive decoding, without matched tokens too; "auto" takes 3 where the
+    prompt is at least twice the retrieval budget and some layer of the target sees more of it than a sliding
+    window, else 2. While decoding, passes of fewer levels take their place where that is faster: plain ones
+    always, those of two levels with "auto" (on a cache that is not offloaded).
 
     Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which changes what is
     proposed, but not the distribution of the output; "auto" is 8 on a GPU with memory to spare, else 16,
@@ -163,6 +163,7 @@ class HierarchyConfig:
     tree: str | Shape = "best-first:6,5,4"
     other_trees: str | Sequence[str | Shape] | None = None
     runner_ups: bool | None = None
+    tail_tree: bool = False
     lookup: int | None = None
     retrieval_weight_bits: int | str = 16
     rounds: int | None = None
@@ -214,19 +215,16 @@ class HierarchyConfig:
                 continue
             bytes_of(size, name)
             if self.offload is False:
-                raise ValueError(
-                    f"{name}={size!r} bounds an offloaded cache, and offload=False asks for none; leave one "
-                    "of them out"
-                )
-        if not isinstance(self.offload_weights, bool) and self.offload_weights != "auto":
-            raise ValueError(f"offload_weights={self.offload_weights!r} must be True, False or 'auto'")
+                bound = f"{name}={size!r} bounds an offloaded cache, and offload=False asks for none"
+                raise ValueError(f"{bound}; leave one of them out")
+        for name in ("offload_weights", "host_attention"):
+            if not isinstance(value := getattr(self, name), bool) and value != "auto":
+                raise ValueError(f"{name}={value!r} must be True, False or 'auto'")
         if self.offload_weights is True and self.offload is False:
             raise ValueError(
                 "offload_weights=True needs an offloaded cache, and offload=False asks for none; leave one "
                 "of them out"
             )
-        if not isinstance(self.host_attention, bool) and self.host_attention != "auto":
-            raise ValueError(f"host_attention={self.host_attention!r} must be True, False or 'auto'")
         if self.host_attention is True and not self.offloads:
             raise ValueError(
                 "host_attention=True needs KV slots in host memory, but nothing is offloaded; give "
@@ -236,8 +234,9 @@ class HierarchyConfig:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
         if self.context_parallel != "auto":
             _within("context_parallel", self.context_parallel, 1)
-        if not isinstance(self.exact, bool):
-            raise ValueError(f"exact={self.exact!r} must be True or False")
+        for name in ("exact", "tail_tree"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r} must be True or False")
         offloaded = "an offloaded cache (offload, gpu_memory, host_memory, offload_weights)"
         refused = {offloaded: self.offloads, f"kv_bits={self.kv_bits}": self.kv_bits != 16}
         split = {f"context_parallel={self.context_parallel}": self.text_ranks > 1}

@@ -164,7 +164,7 @@ class Engine:
             return None
         longest, models = max(map(len, prompts)), (hierarchy.target, hierarchy.draft)
         hierarchy.config, entry = chosen_settings(
-            self._config, self._given, *models, longest, temperature, self.profile
+            self._config, self._given, *models, longest, temperature, self.profile, len(prompts)
         )
         return entry
 

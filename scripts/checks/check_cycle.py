@@ -81,6 +81,7 @@ class Checks:
             (1, {}),
             (2, {}),
             (3, {}),
+            (3, {"tail_tree": True}),
             (3, {"runner_ups": False, "retrieval_weight_bits": 8}),
         ):
             if options.get("retrieval_weight_bits") and self.target.dtype == torch.float32:
@@ -154,6 +155,7 @@ def main() -> int:
     checks = Checks(args.device, getattr(torch, args.dtype))
     checks.greedy([700, 1500, 3001], 200)
     checks.greedy([700, 1500, 3001], 200, kv_bits=8)
+    checks.greedy([700, 1500, 3001], 200, tail_tree=True)
     for temperature in (0.7, 1.0):
         checks.probs(900, args.batch, args.repeats, temperature)
     checks.endurance(4000, args.tokens)

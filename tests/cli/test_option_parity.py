@@ -91,6 +91,7 @@ GIVEN = {
     "levels": ("2", 2), "gamma": ("5", 5), "tree": ("chain:3", "chain:3"),
     "other_trees": ("chain:2 best-first:2,2", ("chain:2", "best-first:2,2")),
     "rounds": ("2", 2), "runner_ups": (None, True), "budget": ("64", 64), "chunk": ("16", 16),
+    "tail_tree": (None, True),
     "recent": ("32", 32), "refresh": ("0", 0), "retrieval_weight_bits": ("8", 8), "sinks": ("2", 2),
     "window": ("64", 64), "prefill_chunk": ("128", 128), "kv_bits": ("8", 8), "key_variance": (None, True),
     "prefix_cache": ("2GiB", "2GiB"),
@@ -132,7 +133,7 @@ def test_lookup_reaches_an_engine_without_a_draft(pair: TinyPair) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["offload", "offload_weights", "host_attention", "runner_ups", "prefix_cache"]
+    "name", ["offload", "offload_weights", "host_attention", "runner_ups", "tail_tree", "prefix_cache"]
 )
 def test_switches_can_be_turned_off(name: str) -> None:
     args = arguments.parser().parse_args(["generate", f"--no-{name.replace('_', '-')}"])

@@ -68,6 +68,7 @@ def plain(family: str, dtype: torch.dtype) -> list[list[int]]:
         (2, {"tree": "best-first:4,3,2"}),
         (2, {"tree": "chain:4"}),
         (3, {"tree": "best-first:3,2", "runner_ups": True}),
+        (3, {"tree": "best-first:3,2", "runner_ups": True, "tail_tree": True}),
     ],
     ids=str,
 )

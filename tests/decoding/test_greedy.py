@@ -19,6 +19,23 @@ def test_every_tree(levels: int, runner_ups: bool | None, tree: str) -> None:
     exact(levels, tree=tree, runner_ups=runner_ups)
 
 
+@pytest.mark.parametrize(
+    "tree", ["best-first:4,3,2", "best-first:5", "chain:3", "sequoia:8x3", "static:0;0.1;1"]
+)
+@pytest.mark.parametrize("gamma, rounds", [(1, 1), (4, 1), (9, 3), (9, 7), (3, None)])
+def test_a_tree_at_the_end_of_the_chain(tree: str, gamma: int, rounds: int | None) -> None:
+    exact(3, tree=tree, gamma=gamma, rounds=rounds, tail_tree=True, runner_ups=gamma > 3)
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "gemma2", "llama4"])
+@pytest.mark.parametrize("gamma", [4, 30])
+def test_a_tree_at_the_end_of_the_chain_behind_windows(family: str, gamma: int) -> None:
+    """A chain of up to thirty tokens and a tree are longer than the windows and chunks of these families."""
+    options = {"gamma": gamma, "rounds": gamma // 2, "tree": "best-first:3,2,1", "tail_tree": True}
+    program = program_of(model(family), draft_of(family), 3, len(PROMPTS), **options)
+    assert decoded(program, PROMPTS, NEW)[0] == references(family)
+
+
 def test_one_level() -> None:
     program = program_of(model("llama-gqa"), None, 1, len(PROMPTS))
     new, decoder = decoded(program, PROMPTS, NEW)

@@ -158,6 +158,22 @@ def test_level_1_sees_the_retrieved_chunks_and_the_recent_window(monkeypatch: py
     assert seen[:8] == [True, False] * 4
 
 
+@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("runner_ups", [True, False])
+def test_a_right_draft_lengthens_passes_by_the_tree_behind_the_chain(
+    runner_ups: bool, to_probs: ProbsFromLogits
+) -> None:
+    """Draft, level 1 and target agree: a pass commits the chain, the tree's depth, and the target's token."""
+    target = model("llama-gqa")
+    options = {**EVERYTHING, "gamma": 4, "rounds": 1, "tree": "chain:3", "runner_ups": runner_ups}
+    program = program_of(target, target, 3, 3, **options, tail_tree=True)
+    _, decoder = decoded(program, COVERED, [16] * 3, to_probs)
+    assert sum(decoder.passes.values()) == 2
+    passed = decoder.levels[-1]
+    assert (passed.forwards, passed.proposed, passed.accepted) == (6, 42, 42)
+    assert decoder.levels[0].emitted == 6 * 2 * 3, "a tree of three tokens a round, and one behind the chain"
+
+
 @pytest.mark.parametrize("levels", [2, 3])
 def test_plain_passes_between_leave_no_trace(levels: int) -> None:
     """What the draft, the retrieval view and its means did not see is caught up with."""

@@ -15,7 +15,7 @@ from head_folders import eagle, medusa
 from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from torch import Tensor
 
-from triforce_tree.decoding.stages import DraftStage
+from triforce_tree.decoding.stages import ChainVerifyStage, DraftStage
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.kernels.step.accept import FIXED
@@ -89,6 +89,20 @@ def chains(generations: Generations) -> list[Proposal]:
     return proposals
 
 
+def chains_with_tails(generations: Generations) -> list[Proposal]:
+    """The chains of level 1 and the trees behind them, as level 2 verifies them."""
+    chains(generations)
+    stage = generations.program.stage("target")
+    assert isinstance(stage, ChainVerifyStage)
+    assert stage.tail is not None
+    for noise in stage.tail.noise:
+        noise.draw(torch.Generator())
+    for step in stage.tail.steps():
+        step.run()
+    stage.laid_out.fill()
+    return [proposal(stage.tree, b) for b in range(generations.program.batch)]
+
+
 def drafting(
     levels: int,
     vocabulary: int,
@@ -138,6 +152,16 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
     "level 1, best-first": drafting(3, 2, chains, tree="best-first:2,2", runner_ups=False, rounds=2),
     "level 1, runner-ups": drafting(3, 3, chains, **BOTH),
     "level 1, four tokens": drafting(3, 4, chains, tree="chain:1", runner_ups=False),
+    # Chains of one length: nodes with the same tokens before them have the same distribution.
+    **{
+        f"level 1 and a tail, {name}": drafting(3, 3, chains_with_tails, tail_tree=True, gamma=1, **options)
+        for name, options in (
+            ("chain", {"tree": "chain:2", "runner_ups": False}),
+            ("siblings", {"tree": "static:0;1", "runner_ups": True}),
+            ("best-first", {"tree": "best-first:2,1", "runner_ups": False}),
+            ("merged", {"tree": "chain:1", "runner_ups": False, "lookup": 2}),
+        )
+    },
     "level 1, runner-ups, two rounds": drafting(3, 2, chains, tree="chain:2", runner_ups=True, rounds=2),
 }
 

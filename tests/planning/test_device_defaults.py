@@ -48,6 +48,26 @@ def test_a_gpu_has_its_own() -> None:
     assert options(trees=False)["tree"] == HierarchyConfig().tree, "a drafter has its own trees"
 
 
+def test_a_gpu_verifies_a_tree_behind_the_chain_where_few_tokens_are_added() -> None:
+    assert options()["tail_tree"] is True
+    assert options(group=8)["tail_tree"] is True
+    assert options(gpu=False)["tail_tree"] is False
+    assert options(trees=False)["tail_tree"] is False, (
+        "how many nodes a drafter's trees have is not known here"
+    )
+    assert options(given=("tail_tree",))["tail_tree"] is False
+    for changed in (
+        {"gamma": 25},
+        {"tree": "best-first:16,17,16,14"},
+        {"offload": True},
+        {"gpu_memory": "8GiB"},
+    ):
+        assert options(HierarchyConfig.from_options(**changed))["tail_tree"] is False, changed
+    assert options(HierarchyConfig(gamma=24))["tail_tree"] is True
+    assert [options(batch=n)["tail_tree"] for n in (2, 3)] == [True, False], "56 tokens each"
+    assert [options(batch=n, group=4)["tail_tree"] for n in (4, 5)] == [True, False], "31 tokens each"
+
+
 @pytest.mark.parametrize("prompt", [1, 4096, 8192, 32_768, 65_536, 122_880, 1_000_000])
 def test_the_budget_follows_the_context(prompt: int) -> None:
     config = device_defaults(HierarchyConfig(), (), True, prompt, 1, True)

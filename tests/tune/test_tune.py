@@ -28,7 +28,7 @@ def test_tune_then_generate(capsys: pytest.CaptureFixture[str], pair: TinyPair, 
     argv += ["--prompts", "1", "--temperature", "0"]
     code, result, err = command(capsys, *argv, "--dry-run")
     assert code == 0
-    assert set(result["contexts"][0]["tried"]) == {"tree", "gamma", "refresh", "runner_ups"}
+    assert set(result["contexts"][0]["tried"]) == {"tree", "gamma", "refresh", "runner_ups", "tail_tree"}
     assert "3 2 1" in err
     code, _, err = command(capsys, *argv, "--dry-run", "--out", str(home / "profile.json"))
     assert code == 2

@@ -29,6 +29,7 @@ ENGINE_OPTIONS = (
     "lookup",
     "rounds",
     "runner_ups",
+    "tail_tree",
     "budget",
     "chunk",
     "recent",
@@ -128,6 +129,11 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         "runner_ups": (
             None,
             "let the target also verify a runner-up to each proposed token; by default on a GPU",
+        ),
+        "tail_tree": (
+            None,
+            "let the target also verify a tree of the draft at the end of the proposed chain; by default on "
+            "a GPU that holds the cache",
         ),
         "budget": (int, "tokens in the retrieval cache"),
         "chunk": (int, "tokens of one retrieved chunk"),

@@ -199,7 +199,7 @@ def new_state(
     ranks = (max(depths), MOST_RANKS) if len(depths) > 1 else None
     return SequenceState(
         batch, max_seq_len + extent.scratch_slots, extent.chain, extent.extra, vocabulary,
-        target.device, features, ranks,
+        target.device, features, ranks, extent.tail,
     )  # fmt: skip
 
 

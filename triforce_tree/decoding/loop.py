@@ -13,12 +13,13 @@ from torch import Tensor
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.cost_table import other_costs, stage_costs
 from triforce_tree.decoding.choice.costs_by_length import CostsByLength
+from triforce_tree.decoding.choice.estimates import judged
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.lookup_choice import LookupChoice
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.prepared_stages import held_back, seeded
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stage_set import stage_name
+from triforce_tree.decoding.stage_set import drafted, stage_name
 from triforce_tree.decoding.stop_criteria import Ending, append, tokens_left
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime import distributed
@@ -80,7 +81,7 @@ class Decoder:
         self.after_stage: Callable[[str], None] | None = None
         self.controller = PassController(
             program.levels, program.shapes[0].depth, program.max_draft_tokens, program.config.rounds,
-            program.two_levels, program.shapes,
+            program.two_levels, program.shapes, program.tail_tree,
         )  # fmt: skip
         self._costs: CostsByLength | None = None
         if self.controller.fixed is None:
@@ -271,9 +272,7 @@ class Decoder:
             except torch.OutOfMemoryError:
                 if distributed.current() is not None:
                     raise
-                _LOG.warning(
-                    "device memory is short for the stages of other_trees; passes go on without them"
-                )
+                _LOG.warning("device memory is short for the stages of other_trees; passes do without them")
                 free_memory()
                 self.controller.other_costs = [None] * len(self.controller.other_costs)
                 kind = self._prepare(kind._replace(shape=0), resumed=resumed or matched)
@@ -323,14 +322,10 @@ class Decoder:
         trees, target = rounds * len(running), self.levels[-1]
         target.add(len(running), proposed, count - len(running), emitted, seconds["target"])
         if trees:
-            drafter, shape = self.program.drafter, self.program.shapes[kind.shape]
-            assert drafter is not None
-            # A deterministic drafter proposes a whole tree in one forward, matched tokens take none.
-            forwards = 0 if shape.matched else 1 if drafter.deterministic else len(shape.widths)
-            drafting = seconds["prepare"] + seconds["draft"]
-            self.levels[0].add(trees * forwards, 0, 0, trees * (shape.nodes - 1), drafting)
+            forwards, tokens = (len(running) * number for number in drafted(self.program, *kind))
+            self.levels[0].add(forwards, 0, 0, tokens, seconds["prepare"] + seconds["draft"])
             if kind.levels == 3:
-                verified = trees * shape.depth
+                verified = trees * self.program.shapes[kind.shape].depth
                 self.levels[1].add(trees, verified, gathered - trees, gathered, seconds["retrieval"])
         if self._learns:
             # Rank 0's times, on all ranks: those that chose different passes would wait forever.
@@ -338,12 +333,16 @@ class Decoder:
             if last is not None:
                 self.controller.host.add(*last)
         if running:
-            rejected, ranks = sum(row[0] <= row[1] for row in running) if rounds else 0, None
+            three, tail, ranks = kind.levels == 3, self.program.tail_tree, None
+            chain = self.program.max_draft_tokens if three else None
+            rejected, tails = judged(running, chain, self.program.shapes[0].depth if tail else None)
             if self.lookup and self.controller.matched(kind):
                 self.lookup.observe([row[0] - 1 for row in report])
             elif rounds and self.program.state.rank_counts is not None:
                 ranks = (*self.program.state.ranks_of(running), rounds * len(running))
-            self.controller.observe(kind, len(running), gathered, count - len(running), rejected, ranks)
+            self.controller.observe(
+                kind, len(running), gathered, count - len(running), rejected, ranks, tails
+            )
             if self._costs is not None:
                 self._costs.compare(self.program, kind, gathered / len(running), seconds)
             if self._learns:

@@ -64,6 +64,7 @@ class DecodingProgram:
             captured by :meth:`prepare_shape`, where a pass first takes them.
         max_draft_tokens: most tokens that are proposed to level 2 in a line.
         runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
+        tail_tree: whether it also verifies a tree of the first shape at the end of the chain.
         capture_seconds: spent on making stages, capturing them, and on a copy of the weights for level 1.
         two_levels: whether three levels may be exchanged for two in any pass: the number was not given.
         prepared: stages by kind of sampling; selected: those prepared last; seeded: see ``prepared_stages``.
@@ -100,14 +101,13 @@ class DecodingProgram:
         self.seeded: Seeded | None = None
         self.prepared: dict[Hashable, PreparedStages] = {}
         self.learnt: dict[Hashable, LearntChoice] = {}
-        compiled = self.device.type == "cuda"
         if target.streamed is not None and levels == 3:
             check_level_one(config.weight_bits)
+        compiled = self.device.type == "cuda"
         extent = PassLimits.of(config, levels)
         self.max_draft_tokens = extent.max_draft_tokens
-        self.runner_ups = levels == 3 and (
-            config.runner_ups is not False if compiled else bool(config.runner_ups)
-        )
+        self.runner_ups = levels == 3 and (compiled if config.runner_ups is None else config.runner_ups)
+        self.tail_tree = levels == 3 and config.tail_tree
         size = batch, max_seq_len, levels
         self.cache = FullCache(target, config, *size, offload, progress, store, kept, prefix)
         self.offloaded, self.full_view, self.states = self.cache.offloaded, self.cache.view, self.cache.states
@@ -289,8 +289,7 @@ class DecodingProgram:
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
         streamed = self.target.streamed
         weights = streamed.pass_bytes(self.batch * queries) if streamed is not None else 0
-        cached = self.offloaded.transferred_bytes(tokens, queries) if self.offloaded is not None else 0
-        return cached + weights
+        return weights + (self.offloaded.transferred_bytes(tokens, queries) if self.offloaded else 0)
 
     def serves(self, config: HierarchyConfig) -> bool:
         """Whether setting ``self.config = config`` is all that these settings need.

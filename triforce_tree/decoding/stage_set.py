@@ -23,6 +23,28 @@ def stage_name(name: str, shape: int) -> str:
     return f"{name}/{shape}" if shape else name
 
 
+def chain_nodes(program: "DecodingProgram") -> int:
+    """Tokens of a sequence in the target's forward over a chain of full length."""
+    chain = program.max_draft_tokens * (2 if program.runner_ups else 1)
+    return 1 + chain + (program.shapes[0].nodes - 1 if program.tail_tree else 0)
+
+
+def drafted(program: "DecodingProgram", levels: int, rounds: int, shape: int) -> tuple[int, int]:
+    """Forwards of the drafter in a pass, and tokens that it proposes, for each sequence.
+
+    Args:
+        levels, rounds, shape: of the pass, see ``PassKind``.
+    """
+    assert program.drafter is not None
+    trees = [program.shapes[shape]] * rounds
+    if levels == 3 and program.tail_tree:
+        trees.append(program.shapes[0])
+    # A deterministic drafter proposes a whole tree in one forward, matched tokens take none.
+    one = program.drafter.deterministic
+    forwards = sum(0 if tree.matched else 1 if one else len(tree.widths) for tree in trees)
+    return forwards, sum(tree.nodes - 1 for tree in trees)
+
+
 def stages_of(program: "DecodingProgram", to_probs: DeviceProbs) -> dict[str, Stage]:
     """The stages of a program for one kind of sampling, by name, with those of the first shape of tree."""
     state, vocabulary = program.state, program.target.vocab_size
@@ -30,6 +52,9 @@ def stages_of(program: "DecodingProgram", to_probs: DeviceProbs) -> dict[str, St
     if program.drafter is not None:
         stages |= tree_stages(program, to_probs, 0)
         if program.levels == 3:
+            tail = None
+            if program.tail_tree:
+                tail = DraftStage(program.drafter, to_probs, state, vocabulary, probs=state.chain_probs)
             stages["target"] = ChainVerifyStage(
                 program.full,
                 program.full_view,
@@ -38,6 +63,7 @@ def stages_of(program: "DecodingProgram", to_probs: DeviceProbs) -> dict[str, St
                 state,
                 vocabulary,
                 program.runner_ups,
+                tail,
             )
     stages["plain"] = PlainStage(program.full, program.cache.token_view, to_probs, state, vocabulary)
     return stages

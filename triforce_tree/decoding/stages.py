@@ -2,7 +2,8 @@
 
 * :class:`DraftStage`, :class:`RetrievalVerifyStage`: the drafter proposes trees, level 1 verifies them and
   appends what it accepts to the draft chains. Repeated for each round.
-* :class:`ChainVerifyStage`: level 2 verifies the chain and its runner-ups, and commits what it accepts.
+* :class:`ChainVerifyStage`: level 2 verifies the chain, its runner-ups and a tree at its end, and commits
+  what it accepts.
 * :class:`TreeVerifyStage`: level 2 verifies the drafter's tree itself (passes of two levels).
 * :class:`PlainStage`: level 2 alone: autoregressive decoding.
 """
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from triforce_tree.drafters.base import Drafter, TokenTree, grown_shapes
+from triforce_tree.drafters.chain_tree import ChainTree
 from triforce_tree.kv.view import ChunkedView, KVView, RetrievalView
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.executor import Step
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.ancestors import ancestor_mask
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 from triforce_tree.verify.noise import Noise
 from triforce_tree.verify.probs import DeviceProbs, Sampler
@@ -41,15 +42,25 @@ class DraftStage:
 
     Args:
         number: of the tree's shape among those of the drafter.
+        probs: fp32 ``[B, M, V]``, where to keep at least as many distributions as the tree has; by default
+            in a tensor of its own.
     """
 
     def __init__(
-        self, drafter: Drafter, to_probs: DeviceProbs, state: SequenceState, vocabulary: int, number: int = 0
+        self,
+        drafter: Drafter,
+        to_probs: DeviceProbs,
+        state: SequenceState,
+        vocabulary: int,
+        number: int = 0,
+        probs: Tensor | None = None,
     ) -> None:
         self.drafter, self.state = drafter, state
         reported = 0 if drafter.deterministic else vocabulary
         shape = grown_shapes(drafter)[number]
         self.tree = TokenTree.of(shape, state.batch, reported, state.device, number)
+        if probs is not None:
+            self.tree.probs = probs[:, probs.shape[1] - self.tree.probs.shape[1] :]
         self.noise = [to_probs.noise(state.batch, self.tree.probs.shape[1], reported)]
         self.sampler = Sampler(to_probs, self.noise[0])
 
@@ -118,6 +129,7 @@ class ChainVerifyStage:
         full: makes views of the full cache.
         means: the view whose chunk means are updated after each commit; None where the cache does so itself.
         runner_ups: verify the runner-ups too.
+        tail: proposes a tree at the end of each chain, which level 2 verifies too; None for none.
     """
 
     def __init__(
@@ -129,51 +141,34 @@ class ChainVerifyStage:
         state: SequenceState,
         vocabulary: int,
         runner_ups: bool,
+        tail: DraftStage | None = None,
     ) -> None:
-        self.state, self.means, self.runner_ups = state, means, runner_ups
-        max_draft_tokens, device = state.max_draft_tokens, model.device
-        parents = list(range(-1, max_draft_tokens)) + (list(range(max_draft_tokens)) if runner_ups else [])
-        depths = list(range(max_draft_tokens + 1)) + (
-            list(range(1, max_draft_tokens + 1)) if runner_ups else []
-        )
-        batch, count = state.batch, len(parents)
-        # Its shape is fixed, and so is the view's mask: only distributions and tokens vary.
-        self.tree = TokenTree(
-            tokens=torch.full((batch, count), -1, device=device),
-            parents=torch.tensor(parents, device=device).expand(batch, -1),
-            depths=torch.tensor(depths, device=device),
-            mask_words=torch.zeros(batch, 0, dtype=torch.int64, device=device),
-            probs=state.chain_probs,
-            probs_rows=torch.arange(count, device=device).expand(batch, -1),
-            depth=max_draft_tokens,
-        )
-        self.view = full(count, ancestor_mask(parents), depths)
-        self.verifier = Verifier(model, to_probs, state, count, vocabulary)
-        self.noise = [self.verifier.noise]
-        self._offsets = torch.arange(max_draft_tokens + 1, device=device)
+        self.state, self.means, self.tail = state, means, tail
+        self.laid_out = ChainTree(state, runner_ups, tail.tree if tail is not None else None)
+        self.tree = self.laid_out.tree
+        self.view = full(self.tree.nodes, self.laid_out.mask, self.laid_out.depths)
+        self.verifier = Verifier(model, to_probs, state, self.tree.nodes, vocabulary)
+        self.noise = [*(tail.noise if tail is not None else ()), self.verifier.noise]
         self._root: Tensor
 
     def steps(self) -> list[Step]:
-        return self.verifier.steps(self._forward, self._commit, self.view)
+        drafting = self.tail.steps() if self.tail is not None else []
+        return [*drafting, *self.verifier.steps(self._forward, self._commit, self.view)]
 
     def _forward(self) -> None:
-        state, max_draft_tokens = self.state, self.state.max_draft_tokens
-        self._root = state.length.clone()
-        tokens = state.tokens.gather(1, self._root[:, None] + self._offsets)
-        chain = state.chain[:, None]
-        self.tree.tokens[:, : max_draft_tokens + 1] = torch.where(self._offsets <= chain, tokens, -1)
-        if self.runner_ups:
-            runner_ups = state.runner_ups[:, :max_draft_tokens]
-            self.tree.tokens[:, max_draft_tokens + 1 :] = torch.where(
-                self._offsets[:-1] < chain, runner_ups, -1
-            )
-        self.verifier.forward(self.tree, self._root, self.view, None)
+        self._root = self.state.length.clone()
+        self.laid_out.fill()
+        self.verifier.forward(
+            self.tree, self._root, self.view, None if self.tail is None else self.tree.mask_words
+        )
 
     def _commit(self) -> None:
+        proposed = self.state.chain + (_used_depth(self.tail.tree) if self.tail is not None else 0)
         _commit(self.state, self.view, self.verifier.accept(self.tree, self._root))
+        self.state.proposed.copy_(proposed)
         if self.means is not None:
             chunk = self.means.config.chunk
-            self.means.update_chunk_means(self._root // chunk, (self.state.max_draft_tokens + 1) // chunk + 2)
+            self.means.update_chunk_means(self._root // chunk, (self.tree.depth + 1) // chunk + 2)
 
 
 class TreeVerifyStage:
@@ -197,7 +192,12 @@ class TreeVerifyStage:
         self.state.count_ranks(self.tree.tokens, self.tree.parents, acceptance.path)
         _commit(self.state, self.view, acceptance)
         # A drafter that finds nothing to propose was not rejected.
-        self.state.proposed.copy_(torch.where(self.tree.tokens >= 0, self.tree.depths, 0).amax(1))
+        self.state.proposed.copy_(_used_depth(self.tree))
+
+
+def _used_depth(tree: TokenTree) -> Tensor:
+    """int64 ``[B]``, the depth of the deepest node that is used: the most tokens that can be accepted."""
+    return torch.where(tree.tokens >= 0, tree.depths, 0).amax(1)
 
 
 def _commit(state: SequenceState, view: KVView, acceptance: Acceptance) -> None:

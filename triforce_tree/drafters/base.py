@@ -44,7 +44,7 @@ class TokenTree:
         tokens: int64 ``[B, N]``.
         parents: int64 ``[B, N]``, the parent of each node, -1 for the root. Fixed for chains and static
             shapes; best-first shapes choose them anew for each tree.
-        depths: int64 ``[N]``, 0 for the root.
+        depths: int64 ``[N]``, 0 for the root; ``[B, N]`` where they differ between sequences.
         mask_words: int64 ``[B, N, L]``, the tree attention mask in words of 64 bits: bit j of word l says
             that node 64 l + j is the node itself or its ancestor.
         probs: fp32 ``[B, M, V]``, the distributions that children were drawn from.
@@ -116,7 +116,7 @@ class TokenTree:
             self,
             tokens=self.tokens[:, :count],
             parents=self.parents[:, :count],
-            depths=self.depths[:count],
+            depths=self.depths[..., :count],
             mask_words=self.mask_words[:, :count],
             probs_rows=self.probs_rows[:, :count],
         )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.kernels.linear.configs import MOST_ROWS
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
@@ -16,6 +17,7 @@ from triforce_tree.models.model_copy import listed_layers
 from triforce_tree.planning.batch_size import bytes_beside_models
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, MIB, Sizes
+from triforce_tree.planning.pass_time import pass_tokens
 from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.trees.shapes import Shape, grown_alone, other_shapes
 
@@ -33,6 +35,9 @@ _CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:12")
 _GPU_TREES = ("best-first:16,17,16,14", "chain:6", "lookup:31")
 _GROUPED_TREES = ("best-first:8,8,8,7", *_GPU_TREES[1:])
 _GAMMA, _GROUPED_GAMMA = 20, 15
+# Most tokens of a sequence in a pass over a chain that ends in a tree: more take another tile of attention.
+# Those of a batch are no more than the kernels of few rows take.
+_TAIL_TOKENS = 64
 # From this many query heads for each KV head on a chain of 16 tokens fills a tile of the attention kernel.
 _GROUPED = 4
 _RETRIEVAL_NAMES = frozenset({"budget", "chunk", "recent"})
@@ -50,6 +55,7 @@ def device_defaults(
     prompt: int,
     group: int,
     trees: bool,
+    batch: int = 1,
 ) -> HierarchyConfig:
     """``config`` with a device's own values for options that were left at their defaults.
 
@@ -60,6 +66,7 @@ def device_defaults(
         prompt: tokens of the longest prompt.
         group: query heads of the target for each KV head.
         trees: whether a draft model grows trees of any shape.
+        batch: sequences.
     """
     options, defaults = config.as_options(), HierarchyConfig().as_options()
     free = {name for name in options if name not in given and options[name] == defaults[name]}
@@ -79,9 +86,13 @@ def device_defaults(
             steps = _GROUPED_RETRIEVAL if grouped else _RETRIEVAL
             _, budget, chunk = next(step for step in steps if prompt >= step[0])
             chosen |= {"budget": budget, "chunk": chunk}
-    return HierarchyConfig.from_options(
-        **{**options, **{name: value for name, value in chosen.items() if name in free}}
-    )
+    chosen = {name: value for name, value in chosen.items() if name in free}
+    made = HierarchyConfig.from_options(**{**options, **chosen})
+    with_tail = replace(made, tail_tree=True)
+    if gpu and trees and "tail_tree" in free and not config.offloads:
+        tokens = pass_tokens(with_tail, 3)
+        return with_tail if tokens <= _TAIL_TOKENS and tokens * batch <= MOST_ROWS else made
+    return made
 
 
 def _beside(
@@ -107,14 +118,19 @@ def chosen_settings(
     prompt: int,
     temperature: float,
     profile: Profile | None,
+    batch: int = 1,
 ) -> tuple[HierarchyConfig, Entry | None]:
-    """The settings for a prompt of so many tokens: the device's defaults, and a profile's entry above them.
+    """The settings for prompts of so many tokens: the device's defaults, and a profile's entry above them.
+
+    Args:
+        batch: sequences.
 
     Returns:
         the settings, and the entry; None where the profile has none for such prompts.
     """
     trees = draft is not None and target.states is None
-    config = device_defaults(config, given, target.device.type == "cuda", prompt, target.heads.group, trees)
+    gpu, group = target.device.type == "cuda", target.heads.group
+    config = device_defaults(config, given, gpu, prompt, group, trees, batch)
     entry = profile.nearest(prompt, temperature) if profile is not None else None
     if entry is None:
         return config, None
@@ -130,8 +146,11 @@ def _without_conflicts(
 ) -> dict[str, Any]:
     """The options of an entry for a user's ``config``, with ``other_trees`` that go with them and with it.
 
-    An entry with a tree that names no other ones was measured with that tree alone.
+    An entry with a tree that names no other ones was measured with that tree alone, one that does not name
+    ``tail_tree`` without trees behind chains.
     """
+    if "tail_tree" not in given:
+        measured.setdefault("tail_tree", False)
     if "other_trees" in given:
         own = config.other_trees or ()
         if len(grown_alone(own)) < len(own):

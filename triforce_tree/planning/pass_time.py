@@ -65,11 +65,12 @@ class HostKV:
 
 
 def pass_tokens(config: HierarchyConfig, levels: int, gamma: int | None = None) -> int:
-    """Tokens per sequence in a full-target pass: the root, the draft and its runner-ups."""
+    """Tokens per sequence in a full-target pass: the root, the draft, its runner-ups and a tree behind it."""
+    limits = PassLimits.of(config, levels)
     if levels < 3:
-        return PassLimits.of(config, levels).nodes
+        return limits.nodes
     gamma = config.gamma if gamma is None else gamma
-    return gamma + 1 + (gamma if config.runner_ups is not False else 0)
+    return gamma + 1 + (gamma if config.runner_ups is not False else 0) + limits.tail
 
 
 def best_gamma(

@@ -25,13 +25,14 @@ class SequenceState:
         device: of the buffers.
         features: where hidden states of the target are kept; None for none.
         ranks: (D, R), depths and sibling ranks to count acceptance by; None to count nothing.
+        tail_rows: most distributions of a tree at the end of a chain.
 
     Attributes:
         tokens: int64 ``[B, capacity]``.
         length: int64 ``[B]``, committed tokens before the root: the root's position.
         chain: int64 ``[B]``, drafted tokens after the root.
-        chain_probs: fp32 ``[B, max_draft_tokens + extra, V]``; row i is the distribution that the chain's
-            token i was drawn from.
+        chain_probs: fp32 ``[B, max_draft_tokens + extra + tail_rows, V]``; row i is the distribution that the
+            chain's token i was drawn from. The last rows are those of the tree at its end.
         runner_ups: int64 ``[B, max_draft_tokens + extra]``, the runner-up of each chain token, -1 if none.
         active: int64 ``[B]``, 0 for a sequence that has ended; nothing is committed to it any more.
         new_tokens: int64 ``[B, F]``, the first ``count`` of which the last pass committed.
@@ -58,6 +59,7 @@ class SequenceState:
         device: torch.device,
         features: Features | None = None,
         ranks: tuple[int, int] | None = None,
+        tail_rows: int = 0,
     ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -69,10 +71,11 @@ class SequenceState:
             extra,
         )
         self.tokens, self.length, self.chain = zeros(batch, capacity), zeros(batch), zeros(batch)
-        self.chain_probs = torch.zeros(batch, max_draft_tokens + extra, vocabulary, device=device)
+        rows = max_draft_tokens + extra + tail_rows
+        self.chain_probs = torch.zeros(batch, rows, vocabulary, device=device)
         self.runner_ups = zeros(batch, max_draft_tokens + extra)
         self.active = torch.ones_like(self.length)
-        self.new_tokens, self.count = zeros(batch, max(max_draft_tokens, extra) + 1), zeros(batch)
+        self.new_tokens, self.count = zeros(batch, max_draft_tokens + extra + 1), zeros(batch)
         self.proposed, self.retrieval_emitted = zeros(batch), zeros(batch)
         self.features = features
         self.rank_counts = zeros(2, batch, *ranks) if ranks is not None else None

@@ -97,19 +97,22 @@ class PassLimits:
         depth, nodes: most of level 0's trees, the root included in ``nodes``; 0 and 1 without trees.
         max_draft_tokens: most tokens of a path that is proposed to level 2.
         chain: the same of level 1's chain; 0 without level 1.
+        tail: nodes of the tree at the end of a chain, without its root; 0 without one.
     """
 
     depth: int
     nodes: int
     max_draft_tokens: int
     chain: int = 0
+    tail: int = 0
 
     @classmethod
     def of(cls, config: HierarchyConfig, levels: int) -> "PassLimits":
         shapes = tree_shapes(config) if levels > 1 else [DeviceTreeShape(())]
         depth, nodes = max(shape.depth for shape in shapes), max(shape.nodes for shape in shapes)
         chain = config.gamma if levels == 3 else 0
-        return cls(depth, nodes, chain or depth, chain)
+        tail = shapes[0].nodes - 1 if levels == 3 and config.tail_tree else 0
+        return cls(depth, nodes, chain or depth, chain, tail)
 
     @property
     def extra(self) -> int:

@@ -74,6 +74,7 @@ GRID = (
     Coordinate("refresh", (1, 2, 4, 0)),
     Coordinate("chunk", (8, 16, 32)),
     Coordinate("runner_ups", (True, False), ordered=False),
+    Coordinate("tail_tree", (True, False), ordered=False),
 )
 
 

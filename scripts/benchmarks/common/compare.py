@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from scripts.benchmarks.common.engine import Bench, Prompts, Run
+from triforce_tree.decoding.stage_set import chain_nodes
 
 # Tokens before a difference at which the noise between two kinds of forward is measured.
 _NOISE_TOKENS = 8
@@ -49,7 +50,7 @@ def replay(bench: Bench, prompts: Prompts, texts: Prompts) -> tuple[Run, dict[st
 @torch.no_grad()
 def _gap(bench: Bench, heads: Prompts, b: int, ours: int) -> dict[str, float]:
     """How near sequence ``b`` was to the token ``ours`` after ``heads[b]``, by logits of plain forwards."""
-    width = 1 + bench.program.max_draft_tokens * (2 if bench.program.runner_ups else 1)
+    width = chain_nodes(bench.program)
     with bench.shortened([p[: len(p) - width] for p in heads], width):
         many = last_logits(bench, heads, width)[b, -_NOISE_TOKENS:]
         shorter = [[p[: len(p) - n] for p in heads] for n in reversed(range(min(width, _NOISE_TOKENS)))]

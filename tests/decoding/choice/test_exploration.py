@@ -1,4 +1,4 @@
-"""What trials of other numbers of levels and of other shapes of trees cost, in texts of any length."""
+"""What trials of other levels and shapes of trees cost; what trees behind chains teach of two levels."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from simulated_trees import Simulation
 
 from triforce_tree.decoding.choice.budgets.trials import TRIALS
 from triforce_tree.decoding.choice.controller import PassController
+from triforce_tree.decoding.choice.estimates import Estimates, Learnt, Tails, judged, tokens_of
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 
 COSTS: dict[str, Any] = {
@@ -52,3 +53,22 @@ def test_trials_cost_two_per_cent_at_most(levels: int, cost: str, acceptance: st
             assert {kind for kind, _ in passes} != {PLAIN}
     if levels != 2 or cost == "cpu":
         assert tried, "there are trials"
+
+
+def test_trees_behind_chains_are_expected_where_the_whole_chain_is_accepted() -> None:
+    estimates = Estimates(3, [3], False, tail=True)
+    estimates.expect(Learnt(0.5, 2.0, 0.25))
+    behind = tokens_of(estimates.tree_of(0), 3) - 1
+    assert behind > 0
+    assert estimates.chain_tokens(0.5, 2) == pytest.approx(tokens_of(0.5, 2) + 0.25 * behind)
+    assert Estimates(3, [3], False).chain_tokens(0.5, 2) == pytest.approx(tokens_of(0.5, 2))
+    # Committed, verified and level 1's tokens: a chain of 4 and a tree of 3; a chain of at most 6 in part.
+    report = [(8, 7, 4), (6, 7, 4), (5, 7, 4), (4, 7, 4), (1, 9, 8), (7, 9, 8)]
+    assert judged(report, 6, 3) == (2, Tails(reached=4, accepted=4, rejected=3))
+    assert judged(report, 6, None) == (2, None)
+    assert judged([(8, 7, 0), (7, 7, 0)], None, 3) == (1, None)
+    before = estimates.tree_of(0)
+    for _ in range(20):
+        estimates.observe(PassKind(3, 1), 2.0, 5, 0, tails=Tails(1, 3, 0))
+    assert estimates.tree_of(0) > before
+    assert estimates.chain > 0.8, "what is accepted of a chain is not what is accepted behind it"

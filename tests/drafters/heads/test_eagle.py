@@ -120,7 +120,8 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
                 torch.testing.assert_close(tree.probs[b, node], expected, rtol=2e-3, atol=1e-4)
 
     drafter.propose = checked  # type: ignore[method-assign]
-    engine = triforce_tree.load(TARGET, drafter=drafter, levels=levels, rounds=2, **WHOLE)
+    tail = levels == 3
+    engine = triforce_tree.load(TARGET, drafter=drafter, levels=levels, rounds=2, tail_tree=tail, **WHOLE)
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert [row[-NEW:] for row in out.sequences.tolist()] == EXPECTED
     assert out.levels[0].name == "eagle3"

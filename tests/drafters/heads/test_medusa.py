@@ -61,7 +61,8 @@ def test_children_follow_the_heads(levels: int, layers: int, tied: bool, tmp_pat
         trees += 1
 
     drafter.propose = checked  # type: ignore[method-assign]
-    engine = triforce_tree.load(TARGET, drafter=drafter, levels=levels, rounds=2, **WHOLE)
+    tail = levels == 3
+    engine = triforce_tree.load(TARGET, drafter=drafter, levels=levels, rounds=2, tail_tree=tail, **WHOLE)
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert [row[-NEW:] for row in out.sequences.tolist()] == EXPECTED
     assert out.levels[0].name == "medusa"

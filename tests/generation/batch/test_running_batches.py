@@ -76,6 +76,9 @@ class Next(OwnDrafter):
 
 DRAFTED: dict[str, Callable[[], Engine]] = {
     "three levels": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), levels=3, **FIXED),
+    "trees behind chains": lambda: triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.05), levels=3, tail_tree=True, **FIXED
+    ),
     "two levels": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), levels=2, **FIXED),
     "matching": lambda: triforce_tree.load(TARGET, levels=2, rounds=1, **SMALL_LOOKUP),
     "tree and matching": lambda: triforce_tree.load(

@@ -64,7 +64,8 @@ def test_capped_scores_and_sinks_are_counted_once(family: str):
 
 
 @pytest.mark.parametrize(
-    "options", [{"chunk": 8}, {"chunk": 3}, {"refresh": 1}, {"refresh": 2}, {"runner_ups": False}]
+    "options",
+    [{"chunk": 8}, {"chunk": 3}, {"refresh": 1}, {"refresh": 2}, {"runner_ups": False}, {"tail_tree": True}],
 )
 def test_settings_of_the_retrieval(options: dict[str, object]):
     program = program_of(3, 2, **options)

@@ -154,6 +154,13 @@ CASES: dict[str, Case] = {
     "runner-ups, best-first": Case(3, 2, 3, 1, {"tree": "best-first:2,2", "runner_ups": True, "gamma": 2}),
     "runner-ups, two rounds": Case(3, 2, 3, 1, {**BOTH, "refresh": 1, "rounds": 2}),
     "gamma beyond the sequence": Case(3, 2, 2, 1, {**BOTH, "gamma": 4, "rounds": 2}),
+    # A tree of the draft at the end of the chain.
+    "tail": Case(3, 3, 2, None, {**_chain(1), "tail_tree": True, "gamma": 1}),
+    "tail, two layers": Case(3, 2, 3, 1, {**_chain(1), "tail_tree": True, "gamma": 2}, layers=2),
+    "tail, siblings": Case(3, 3, 2, 1, {**_tree("static:0;1"), "tail_tree": True, "gamma": 1}),
+    "tail, best-first": Case(3, 2, 3, 1, {**_tree("best-first:2,1"), "tail_tree": True, "gamma": 2}),
+    "tail, runner-ups": Case(3, 2, 3, 1, {**BOTH, "tail_tree": True, "gamma": 2}),
+    "tail, two rounds": Case(3, 2, 4, 1, {**_chain(1), "tail_tree": True, "rounds": 2, "gamma": 3}),
     # A draft that is often accepted, and a vocabulary of which few tokens have a probability above 0.
     "fifty tokens": Case(
         3,

@@ -38,7 +38,13 @@ SAMPLED = ("two levels", "one level", "one KV head", "windows")
 def engine(family: str, **options: Any) -> Engine:
     target = tiny(family)
     draft = perturbed(target, 0.05)
-    return load(target, draft, device="cpu", profile=False, **{**SMALL, "runner_ups": True, **options})
+    return load(
+        target,
+        draft,
+        device="cpu",
+        profile=False,
+        **{**SMALL, "runner_ups": True, "tail_tree": True, **options},
+    )
 
 
 def generated(made: Engine, **more: Any) -> list[int]:

@@ -55,7 +55,13 @@ def engine(**options: Any) -> Engine:
     target, draft = models()
     if "draft_tokenizer" in options:
         draft = tiny("llama-gqa", seed=1, vocab_size=40)
-    return load(target, draft, device="cpu", profile=False, **{**SMALL, "runner_ups": True, **options})
+    return load(
+        target,
+        draft,
+        device="cpu",
+        profile=False,
+        **{**SMALL, "runner_ups": True, "tail_tree": True, **options},
+    )
 
 
 def keep_little_on_the_device() -> None:

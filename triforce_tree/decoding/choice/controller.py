@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET, LossBudget
 from triforce_tree.decoding.choice.budgets.preparation import Preparation
 from triforce_tree.decoding.choice.budgets.trials import Trials
-from triforce_tree.decoding.choice.estimates import Estimates, Learnt, LearntChoice, Ranks, tokens_of
+from triforce_tree.decoding.choice.estimates import Estimates, Learnt, LearntChoice, Ranks, Tails, tokens_of
 from triforce_tree.decoding.choice.host_seconds import HostSeconds
 from triforce_tree.decoding.choice.passes import PLAIN, CostFactors, Option, PassKind, StageSeconds, refined
 from triforce_tree.trees.device_shapes import DeviceTreeShape
@@ -61,6 +61,7 @@ class PassController:
         two_levels: with three levels: whether passes of two levels may be chosen as well.
         shapes: of the draft's trees, where passes may have trees of several: that of ``depth`` first, a chain
             of matched tokens last.
+        tail: whether the target also verifies a tree of the first shape at the end of each chain.
 
     Attributes:
         lookup: number of the shape of matched tokens, 0 for none: passes that ``lookup_choice.py`` chooses.
@@ -82,17 +83,16 @@ class PassController:
         fixed: int | None = None,
         two_levels: bool = False,
         shapes: Sequence[DeviceTreeShape] = (),
+        tail: bool = False,
     ) -> None:
         self.levels, self.max_draft_tokens = levels, max_draft_tokens
         self._depths = [depth, *(shape.depth for shape in shapes[1:])]
         self.lookup = len(shapes) - 1 if len(shapes) > 1 and shapes[-1].matched else 0
-        self.fixed = fixed if fixed is None or levels > 2 else min(fixed, 1)
-        if levels == 1:
-            self.fixed = 0
+        self.fixed = 0 if levels == 1 else fixed if fixed is None or levels > 2 else min(fixed, 1)
         self.costs: StageSeconds | None = None
         self.other_costs: Sequence[StageSeconds | None] = [None] * len(shapes[1:])
         self.host = HostSeconds()
-        self.estimates = Estimates(levels, self._depths, two_levels, shapes[: self.lookup or None])
+        self.estimates = Estimates(levels, self._depths, two_levels, shapes[: self.lookup or None], tail)
         self._kinds = {1: (), 2: (2,), 3: (2, 3) if two_levels else (3,)}[levels]
         self.preparation = Preparation()
         self.budget, self.remaining, self._made = LossBudget(), math.inf, 0.0
@@ -223,10 +223,10 @@ class PassController:
         for rounds in range(1, math.ceil(most / gathered) + 1):
             kind, chain = PassKind(3, rounds, shape), min(most, rounds * gathered)
             seconds = costs.of(kind, chain / most) + host
-            found.append(Option(kind, tokens_of(a, chain), tokens_of(a + error, chain), seconds, doubt))
+            tokens, most_tokens = (self.estimates.chain_tokens(each, chain) for each in (a, a + error))
+            found.append(Option(kind, tokens, most_tokens, seconds, doubt))
             if rounds > 1 and found[-1].highest_rate < found[-2].highest_rate:
-                # Further rounds bring less and less in the same time.
-                break
+                break  # Further rounds bring less and less in the same time.
         return found
 
     def observe(
@@ -237,6 +237,7 @@ class PassController:
         accepted: int = 0,
         rejected: int = 0,
         ranks: Ranks | None = None,
+        tails: Tails | None = None,
     ) -> None:
         """Update the estimates after a pass. Counts are sums over the sequences that were still running.
 
@@ -245,9 +246,10 @@ class PassController:
             sequences: at least 1.
             gathered: draft tokens that its rounds added (3 levels).
             accepted: draft tokens that the target accepted.
-            rejected: sequences in which it rejected one. A rejection ends the chain, so
-                accepted / (accepted + rejected) estimates the acceptance.
+            rejected: sequences in which it rejected one of the chain, which ends it: accepted / (accepted +
+                rejected) estimates the acceptance.
             ranks: acceptance of the draft's trees by depth and rank, where there are several shapes.
+            tails: trees behind chains; their accepted tokens are in ``accepted`` too.
         """
         self._options = []
         if self.fixed is None:
@@ -255,7 +257,7 @@ class PassController:
         if kind.levels == 1 or self.matched(kind):
             return
         self._passes += 1
-        self.estimates.observe(kind, gathered / sequences, accepted, rejected, ranks)
+        self.estimates.observe(kind, gathered / sequences, accepted, rejected, ranks, tails)
 
     def refine(
         self, kind: PassKind, gathered: float, seconds: Mapping[str, float], resumed: bool = False
@@ -272,8 +274,7 @@ class PassController:
             return
         filled = self._filled(kind, gathered)
         new = self._costs_of(kind.shape).towards(kind, filled, seconds, resumed)
-        changed = refined([self.costs, *self.other_costs], kind, new, self._measured)
-        self.costs, self.other_costs = changed[0], changed[1:]
+        self.costs, *self.other_costs = refined([self.costs, *self.other_costs], kind, new, self._measured)
 
     def matched(self, kind: PassKind) -> bool:
         """Whether a pass verifies matched tokens."""
@@ -319,8 +320,7 @@ class PassController:
         return self._seconds(kind, self._filled(kind, most)) / self._plain - 1
 
     def _seconds(self, kind: PassKind, filled: float) -> float:
-        resumed = self._last_plain and not self.matched(kind)
-        prepare = self._costs.prepare if resumed else 0.0
+        prepare = self._costs.prepare if self._last_plain and not self.matched(kind) else 0.0
         return self._costs_of(kind.shape).of(kind, filled) + self.host.of(kind) + prepare
 
     def _needed(self, kind: PassKind) -> float:

@@ -22,6 +22,7 @@ from triforce_tree.decoding.choice.predicted_costs import predicted
 from triforce_tree.decoding.choice.stage_costs import StageCosts, measure, measure_shape, settings_of
 from triforce_tree.decoding.prepared_stages import makes_slowly
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.stage_set import chain_nodes
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.files.json_files import JsonTable
@@ -191,8 +192,8 @@ def other_costs(
         costs = distributed.broadcast_object(table.find(settings))
         # Processors that depend on the text must not see a made-up one: their shapes are those known.
         if costs is None and to_probs.context_free and makes_slowly(program):
-            chain = program.max_draft_tokens * (2 if program.runner_ups else 1) + 1
-            costs = predicted(first, program.shapes[0], program.shapes[shape], chain)
+            known, wanted = program.shapes[0], program.shapes[shape]
+            costs = predicted(first, known, wanted, chain_nodes(program), program.tail_tree)
         elif costs is None and to_probs.context_free:
             costs = _measured_shape(program, shape, first)
             if costs is not None and distributed.is_first_rank():

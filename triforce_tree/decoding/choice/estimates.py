@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from triforce_tree.decoding.choice.host_seconds import HostSeconds
 from triforce_tree.decoding.choice.passes import CostFactors, PassKind
@@ -20,6 +21,36 @@ _STANDARD_ERRORS = 1.0
 
 Ranks = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]], int]
 """Tried and accepted children by depth and rank, and the number of trees; see :class:`TreeAcceptance`."""
+
+
+class Tails(NamedTuple):
+    """Trees at the ends of chains that a pass has judged, summed over sequences.
+
+    Attributes:
+        reached: how many: those behind chains of which all tokens were accepted.
+        accepted: tokens of them that the target accepted.
+        rejected: how many of them ended in a rejection.
+    """
+
+    reached: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+
+def judged(report: Sequence[Sequence[int]], chain: int | None, tail: int | None) -> tuple[int, Tails | None]:
+    """Sequences in which the target rejected a token of a tree or chain, and the trees behind chains.
+
+    Args:
+        report: of each sequence: committed tokens, verified draft tokens, tokens that level 1 emitted.
+        chain: most tokens of a chain; None for passes without chains.
+        tail: depth of the trees behind chains; None where there are none.
+    """
+    proposed = [row[1] if chain is None else min(row[2], chain) for row in report]
+    beyond = [row[0] - 1 - tokens for row, tokens in zip(report, proposed, strict=True)]
+    rejected, behind = sum(tokens < 0 for tokens in beyond), [tokens for tokens in beyond if tokens >= 0]
+    if chain is None or tail is None:
+        return rejected, None
+    return rejected, Tails(len(behind), sum(behind), sum(tokens < tail for tokens in behind))
 
 
 @dataclass(frozen=True)
@@ -100,12 +131,18 @@ class Estimates:
         depths: of the draft's trees, by shape.
         two_levels: with three levels: whether passes of two levels are possible too.
         shapes: of the trees; empty where there is one.
+        tail: whether the target also verifies a tree of the first shape at the end of each chain.
     """
 
     def __init__(
-        self, levels: int, depths: Sequence[int], two_levels: bool, shapes: Sequence[DeviceTreeShape] = ()
+        self,
+        levels: int,
+        depths: Sequence[int],
+        two_levels: bool,
+        shapes: Sequence[DeviceTreeShape] = (),
+        tail: bool = False,
     ) -> None:
-        self._depths, self._mixed, self._levels = depths, two_levels, levels
+        self._depths, self._mixed, self._levels, self._tail = depths, two_levels or tail, levels, tail
         self._shapes = shapes if len(shapes) > 1 else ()
         self._expected = Learnt(_PRIOR_ACCEPTANCE, 1 + 0.5 * depths[0])
         # Estimates at the end of the last trial, or those of an earlier request.
@@ -171,6 +208,14 @@ class Estimates:
             total, weight = total + more * tokens_of(self._tree.value, depth), weight + more
         return total / weight
 
+    def chain_tokens(self, acceptance: float, chain: float) -> float:
+        """Expected tokens of the verification of a chain of so many tokens, and of the tree at its end."""
+        found = tokens_of(acceptance, chain)
+        if self._tail:
+            depth = self._depths[0]
+            found += min(1.0, acceptance) ** chain * (tokens_of(self.tree_of(0), depth) - 1)
+        return found
+
     def doubt(self, levels: int, shape: int) -> float:
         """Factor by which trees of this shape may yield more than is expected, beside those of the others."""
         return 1.0 if self._by_rank is None else self._by_rank.doubt(levels, shape)
@@ -184,11 +229,22 @@ class Estimates:
         return a, _STANDARD_ERRORS * math.sqrt(max(0.0, a * (1 - a)) / judged)
 
     def observe(
-        self, kind: PassKind, gathered: float, accepted: int, rejected: int, ranks: Ranks | None = None
+        self,
+        kind: PassKind,
+        gathered: float,
+        accepted: int,
+        rejected: int,
+        ranks: Ranks | None = None,
+        tails: Tails | None = None,
     ) -> None:
         """Take up a drafting pass; arguments as of ``PassController.observe``, ``gathered`` per sequence."""
         for mean in (self._chain, self._round, self._tree):
             mean.forget()
+        if tails is not None:
+            accepted -= tails.accepted
+            self._tree.add(tails.accepted, tails.accepted + tails.rejected)
+            if self._by_rank is not None:
+                self._by_rank.observe_tails(tails.reached, tails.accepted)
         (self._tree if kind.levels == 2 else self._chain).add(accepted, accepted + rejected)
         if kind.levels == 3:
             self._round.add(gathered, kind.rounds)

@@ -17,7 +17,9 @@ from triforce_tree.trees.device_shapes import DeviceTreeShape
 _COPIED = 0.05
 
 
-def predicted(first: StageCosts, known: DeviceTreeShape, shape: DeviceTreeShape, chain: int) -> StageCosts:
+def predicted(
+    first: StageCosts, known: DeviceTreeShape, shape: DeviceTreeShape, chain: int, tail: bool = False
+) -> StageCosts:
     """Costs with trees of ``shape``; stages that the first shape does not have are left out as there.
 
     Matched tokens take no forward of the draft, and level 1 does not verify them.
@@ -25,9 +27,11 @@ def predicted(first: StageCosts, known: DeviceTreeShape, shape: DeviceTreeShape,
     Args:
         first: measured with trees of ``known``.
         chain: tokens of the target's verification of a draft chain.
+        tail: whether the stage that verifies a chain begins with the draft of a tree at its end.
     """
-    trees = [_interpolated(_points(seconds, known.nodes, chain), shape.nodes) for seconds in first.seconds]
-    here = [_interpolated(_points(seconds, known.nodes, chain), known.nodes) for seconds in first.seconds]
+    measured = [_points(seconds, known.nodes, chain, tail) for seconds in first.seconds]
+    trees = [_interpolated(points, shape.nodes) for points in measured]
+    here = [_interpolated(points, known.nodes) for points in measured]
     forwards = _COPIED if shape.matched else max(1, len(shape.widths)) / max(1, len(known.widths))
     found = []
     for seconds, tree, same in zip(first.seconds, trees, here, strict=True):
@@ -48,10 +52,11 @@ def predicted(first: StageCosts, known: DeviceTreeShape, shape: DeviceTreeShape,
     )
 
 
-def _points(seconds: StageSeconds, nodes: int, chain: int) -> list[tuple[int, float]]:
+def _points(seconds: StageSeconds, nodes: int, chain: int, tail: bool) -> list[tuple[int, float]]:
     """(tokens, seconds) of the target's verifications, by ascending tokens; no more tokens take less time."""
     measured = {1: seconds.plain}
-    for tokens, value in ((nodes, seconds.tree), (chain, seconds.chain)):
+    of_chain = seconds.chain - seconds.draft if tail else seconds.chain
+    for tokens, value in ((nodes, seconds.tree), (chain, of_chain)):
         if value < math.inf and tokens > 1:
             measured.setdefault(tokens, value)
     counts = sorted(measured)

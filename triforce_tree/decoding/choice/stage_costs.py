@@ -311,7 +311,7 @@ def settings_of(
     if program.levels == 3:
         settings |= {
             "max_draft_tokens": program.max_draft_tokens,
-            "runner_ups": program.runner_ups,
+            "chain": [program.runner_ups, program.tail_tree],
             "retrieval_weight_bits": config.retrieval_weight_bits,
             **asdict(replace(config.retrieval, select_chunks=None)),
             "select_chunks": getattr(config.retrieval.select_chunks, "__qualname__", None),

@@ -89,6 +89,17 @@ class TreeAcceptance:
         self._ratios[levels, shape].expected += trees * self._tokens[shape]
         self._commons = {}
 
+    def observe_tails(self, reached: int, accepted: int) -> None:
+        """Take up trees of the first shape that the target has judged at the ends of chains.
+
+        Args:
+            reached: how many.
+            accepted: tokens of them.
+        """
+        self._ratios[2, 0].observed += accepted
+        self._ratios[2, 0].expected += reached * self._tokens[0]
+        self._commons = {}
+
     def table(self) -> ByRank:
         """The estimates."""
         pooled = [

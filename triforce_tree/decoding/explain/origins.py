@@ -14,9 +14,9 @@ class OriginTally:
     """Names what first proposed each committed token of one sequence: a level, or ``MATCHED``.
 
     Call it after each stage, before the next one runs; it waits for the device. A token of the drafter's that
-    both upper levels accepted is the drafter's, and a matched one that is no node of its tree ``MATCHED``;
-    one that the retrieval level added, runner-ups included, and the target accepted is the retrieval level's;
-    the last token of every pass is the target's own.
+    all levels which judged it accepted is the drafter's, and a matched one that is no node of its tree
+    ``MATCHED``; one that the retrieval level added, runner-ups included, and the target accepted is the
+    retrieval level's; the last token of every pass is the target's own.
 
     Args:
         program: of one sequence.
@@ -45,9 +45,13 @@ class OriginTally:
             self._chain += [*self._of_tree(nodes, int(number or 0)), "retrieval"]
             return
         if isinstance(judged, ChainVerifyStage):
-            longest = judged.state.max_draft_tokens
-            # Nodes after those of the chain are runner-ups, which the retrieval level drew.
-            self.names += [self._chain[n - 1] if n <= longest else "retrieval" for n in nodes]
+            for node in nodes:
+                if (drafted := judged.laid_out.origin(node)) is not None:
+                    self.names += self._of_tree([drafted], 0)
+                else:
+                    # Nodes between the chain and that tree are runner-ups, which the retrieval level drew.
+                    chained = node <= judged.state.max_draft_tokens
+                    self.names.append(self._chain[node - 1] if chained else "retrieval")
         else:
             self.names += self._of_tree(nodes, int(number or 0))
         self.names.append("target")

@@ -1,0 +1,98 @@
+"""What level 2 verifies after rounds of level 1, as one token tree for each sequence."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.kernels.attention.plan import pack_mask
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.ancestors import ancestor_mask
+
+
+class ChainTree:
+    """Level 1's chain, the runner-ups of its tokens, and a tree of the drafter at its end, the *tail*.
+
+    Nodes are laid out in this order: the root and the chain, nodes 0 to ``max_draft_tokens``; the runner-up
+    of chain token i + 1 as a child of node i; the tail's nodes without its root, for which the chain's last
+    token stands. Nodes beyond the chain's length are not used.
+
+    Args:
+        state: the chains.
+        runner_ups: verify them too.
+        tail: where the drafter writes its trees; its ``probs`` are the last rows of ``state.chain_probs``.
+            None for none.
+
+    Attributes:
+        tree: the whole tree.
+        mask, depths: bool ``[N, N]`` and the depths of all nodes; None with a tail, whose place varies.
+    """
+
+    def __init__(self, state: SequenceState, runner_ups: bool, tail: TokenTree | None) -> None:
+        self.state, self._runner_ups, self._tail = state, runner_ups, tail
+        most, batch, device = state.max_draft_tokens, state.batch, state.device
+        parents = [*range(-1, most), *(range(most) if runner_ups else ())]
+        depths = [*range(most + 1), *(range(1, most + 1) if runner_ups else ())]
+        self.mask: Tensor | None = ancestor_mask(parents)
+        self.depths: list[int] | None = depths
+        self._above = len(parents)  # the first node of the tail
+        count = self._above + (tail.nodes - 1 if tail is not None else 0)
+        self._offsets = torch.arange(most + 1, device=device)
+        self.tree = TokenTree(
+            tokens=torch.full((batch, count), -1, device=device),
+            parents=torch.tensor(parents, device=device).expand(batch, -1),
+            depths=torch.tensor(depths, device=device),
+            mask_words=torch.zeros(batch, 0, dtype=torch.int64, device=device),
+            probs=state.chain_probs,
+            probs_rows=torch.arange(count, device=device).repeat(batch, 1),
+            depth=most,
+        )
+        if tail is None:
+            return
+        unused = pad(self.tree.parents, (0, tail.nodes - 1))
+        fixed = pack_mask(pad(self.mask, (0, count - self._above))).to(device)
+        self._chain_words = fixed[: most + 1]
+        self.tree = replace(
+            self.tree,
+            parents=unused,
+            depths=pad(self.tree.depths, (0, tail.nodes - 1)).repeat(batch, 1),
+            mask_words=pad(fixed, (0, 0, 0, tail.nodes - 1)).repeat(batch, 1, 1),
+            depth=most + tail.depth,
+        )
+        self.mask = self.depths = None
+
+    def origin(self, node: int) -> int | None:
+        """The node of the drafter's tree that this node is; None for one of the chain, or a runner-up."""
+        return node - self._above + 1 if node >= self._above else None
+
+    def fill(self) -> None:
+        """Take the chains, and the trees that the drafter has written after them."""
+        state, tree, most = self.state, self.tree, self.state.max_draft_tokens
+        tokens = state.tokens.gather(1, state.length[:, None] + self._offsets)
+        chain = state.chain[:, None]
+        tree.tokens[:, : most + 1] = torch.where(self._offsets <= chain, tokens, -1)
+        if self._runner_ups:
+            runner_ups = state.runner_ups[:, :most]
+            tree.tokens[:, most + 1 : self._above] = torch.where(self._offsets[:-1] < chain, runner_ups, -1)
+        if self._tail is not None:
+            self._append(self._tail, chain)
+
+    def _append(self, tail: TokenTree, chain: Tensor) -> None:
+        """Lay out the tail after the chains, int64 ``[B, 1]`` tokens long."""
+        tree, above = self.tree, self._above
+        tree.tokens[:, above:] = tail.tokens[:, 1:]
+        parents = tail.parents[:, 1:]
+        tree.parents[:, above:] = torch.where(parents > 0, parents + above - 1, chain)
+        tree.depths[:, above:] = tail.depths[1:] + chain
+        rows = tail.probs_rows
+        rows = torch.where(rows >= 0, rows + self.state.chain_probs.shape[1] - tail.probs.shape[1], rows)
+        tree.probs_rows[:, above:] = rows[:, 1:]
+        # The chain's last token has the children of the tail's root.
+        own = self._offsets
+        tree.probs_rows[:, : len(own)] = torch.where(own == chain, rows[:, :1], own)
+        visible = tail.mask_words[..., None] >> torch.arange(64, device=parents.device) & 1
+        among = visible.flatten(2)[:, 1:, 1 : tail.nodes].flatten(0, 1)
+        words = pack_mask(pad(among.bool(), (above, 0))).view(len(parents), tail.nodes - 1, -1)
+        tree.mask_words[:, above:] = words | self._chain_words[chain]
