@@ -11,6 +11,7 @@ from triforce_tree.decoding.stages import (
     TreeVerifyStage,
 )
 from triforce_tree.kv.view import RetrievalView
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.verifier import Verifier
 
@@ -25,8 +26,7 @@ def stage_name(name: str, shape: int) -> str:
 
 def chain_nodes(program: "DecodingProgram") -> int:
     """Tokens of a sequence in the target's forward over a chain of full length."""
-    chain = program.max_draft_tokens * (2 if program.runner_ups else 1)
-    return 1 + chain + (program.shapes[0].nodes - 1 if program.tail_tree else 0)
+    return PassLimits.of(program.config, program.levels).chain_nodes(program.runner_ups)
 
 
 def drafted(program: "DecodingProgram", levels: int, rounds: int, shape: int) -> tuple[int, int]:

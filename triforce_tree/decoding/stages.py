@@ -163,9 +163,9 @@ class ChainVerifyStage:
         )
 
     def _commit(self) -> None:
-        proposed = self.state.chain + (_used_depth(self.tail.tree) if self.tail is not None else 0)
         _commit(self.state, self.view, self.verifier.accept(self.tree, self._root))
-        self.state.proposed.copy_(proposed)
+        if self.tail is not None:
+            self.state.proposed += _used_depth(self.tail.tree)
         if self.means is not None:
             chunk = self.means.config.chunk
             self.means.update_chunk_means(self._root // chunk, (self.tree.depth + 1) // chunk + 2)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.kernels.attention.plan import pack_mask
+from triforce_tree.kernels.attention.plan import pack_mask, unpack_mask
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.ancestors import ancestor_mask
 
@@ -92,7 +92,6 @@ class ChainTree:
         # The chain's last token has the children of the tail's root.
         own = self._offsets
         tree.probs_rows[:, : len(own)] = torch.where(own == chain, rows[:, :1], own)
-        visible = tail.mask_words[..., None] >> torch.arange(64, device=parents.device) & 1
-        among = visible.flatten(2)[:, 1:, 1 : tail.nodes].flatten(0, 1)
-        words = pack_mask(pad(among.bool(), (above, 0))).view(len(parents), tail.nodes - 1, -1)
+        among = unpack_mask(tail.mask_words)[:, 1:, 1 : tail.nodes].flatten(0, 1)
+        words = pack_mask(pad(among, (above, 0))).view(len(parents), tail.nodes - 1, -1)
         tree.mask_words[:, above:] = words | self._chain_words[chain]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.plan import FirstVisible, pack_mask
+from triforce_tree.kernels.attention.plan import FirstVisible, pack_mask, unpack_mask
 
 
 class Window:
@@ -59,7 +59,6 @@ class Window:
         self._mask: Tensor | None = None
         self._depths = torch.tensor(depths, device=device)
         if chunked or self._vary:
-            self._places = torch.arange(64, device=device)
             self._mask = torch.zeros(batch * queries, -(-len(depths) // 64), dtype=torch.int64, device=device)
         elif max(query_depths) - min(depths) >= window:
             positions = torch.tensor(depths)
@@ -87,7 +86,6 @@ class Window:
 
     def _update_chunks(self, lengths: Tensor, mask: Tensor) -> None:
         """Which slots of the tail are in a query's chunk depends on the length, so the mask does."""
-        assert self._mask is not None
         starts = (self._first + self._offsets) // self.size * self.size
         torch.minimum(starts, self._first, out=self._first)
         chunks = (lengths[:, None] + self._depths) // self.size  # [B, N]
@@ -96,8 +94,7 @@ class Window:
 
     def _update_depths(self, lengths: Tensor, mask: Tensor) -> None:
         """The same where depths vary from forward to forward."""
-        visible = (mask[..., None] >> self._places) & 1
-        depths = visible.flatten(1).sum(1).view(len(lengths), -1) - 1  # [B, T]
+        depths = unpack_mask(mask).sum(1).view(len(lengths), -1) - 1  # [B, T]
         positions = lengths[:, None] + depths
         if self.chunked:
             first = positions // self.size * self.size
@@ -113,10 +110,7 @@ class Window:
 
     def _mask_with(self, mask: Tensor, near: Tensor) -> None:
         """Hide from queries all of the tail but what is ``near``, bool ``[B, T, N]``."""
-        assert self._mask is not None
-        padded = torch.nn.functional.pad(near, (0, 64 * self._mask.shape[1] - near.shape[2]))
-        words = (padded.unflatten(2, (-1, 64)).long() << self._places).sum(-1).flatten(0, 1)
-        torch.bitwise_and(mask, words, out=self._mask)
+        torch.bitwise_and(mask, pack_mask(near.flatten(0, 1)), out=self._mask)
 
     def masked(self, mask: Tensor) -> Tensor:
         """The buffer of the mask under the window: ``mask`` itself where no path is as long as the window."""

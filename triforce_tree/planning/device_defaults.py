@@ -88,8 +88,8 @@ def device_defaults(
             chosen |= {"budget": budget, "chunk": chunk}
     chosen = {name: value for name, value in chosen.items() if name in free}
     made = HierarchyConfig.from_options(**{**options, **chosen})
-    with_tail = replace(made, tail_tree=True)
     if gpu and trees and "tail_tree" in free and not config.offloads:
+        with_tail = replace(made, tail_tree=True)
         tokens = pass_tokens(with_tail, 3)
         return with_tail if tokens <= _TAIL_TOKENS and tokens * batch <= MOST_ROWS else made
     return made

@@ -309,7 +309,7 @@ def activations(sizes: Sizes) -> int:
 def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) -> int:
     """Bytes of probs, noise, logits and activations of passes with each shape of tree, and of CUDA graphs."""
     limits = PassLimits.of(config, levels)
-    tokens = 2 * config.gamma + 1 + limits.tail if levels == 3 else limits.nodes
+    tokens = limits.chain_nodes() if levels == 3 else limits.nodes
     nodes = limits.tail + (sum(shape.nodes for shape in tree_shapes(config)) if levels > 1 else 1)
     # Noise by position, since any request may give seeds: the buffer, and what a pass gathers of it.
     rows = 6 * tokens + 8 * nodes + limits.max_draft_tokens + limits.extra + 1 + max(tokens, limits.nodes)
@@ -329,7 +329,7 @@ def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, 
 def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int) -> int:
     """Bytes of one layer's partial attention outputs by piece, and the workspace of concurrent pieces."""
     pieces = -(-max_seq_len * sizes.row // piece)
-    queries = (2 * config.gamma + 1 + PassLimits.of(config, 3).tail) * sizes.heads
+    queries = PassLimits.of(config, 3).chain_nodes() * sizes.heads
     outputs = 3 * pieces * queries * sizes.itemsize
     concurrent = min(pieces, TOGETHER) * (queries + _CONCURRENT_QUERIES) * 4
     return (outputs + concurrent) * (sizes.value_dim + 1)

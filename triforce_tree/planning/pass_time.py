@@ -69,8 +69,8 @@ def pass_tokens(config: HierarchyConfig, levels: int, gamma: int | None = None) 
     limits = PassLimits.of(config, levels)
     if levels < 3:
         return limits.nodes
-    gamma = config.gamma if gamma is None else gamma
-    return gamma + 1 + (gamma if config.runner_ups is not False else 0) + limits.tail
+    limits = limits if gamma is None else replace(limits, max_draft_tokens=gamma)
+    return limits.chain_nodes(config.runner_ups is not False)
 
 
 def best_gamma(

@@ -62,17 +62,17 @@ class TextStream(TextStreamer):
         self.first = self.first or time.monotonic()
         # One by one: tokens of this pass after a stop string are not part of the reply.
         parts = value.split(1) if self._stop else [value]
-        for part in parts if not self.stopped else ():
+        for part in parts:
+            if self.stopped:
+                break
             coming, self._coming = self._coming[: len(part)], self._coming[len(part) :]
             self.count += len(part)
             for token, scores in zip(part.tolist(), coming, strict=False):
                 self.logprobs.append(TokenLogprobs(token, *scores))
             super().put(part)  # type: ignore[no-untyped-call]
             # The streamer holds the last word back; a stop string may be in it.
-            if self._stop and self._first(self._held + self._pending())[1] is not None:
-                self.stopped = True
-            if self.stopped:
-                break
+            if self._stop and not self.stopped:
+                self.stopped = self._first(self._held + self._pending())[1] is not None
         return self.stopped or self._cancelled()
 
     def put_scores(self, scores: Mapping[str, Sequence[Tensor]]) -> None:

@@ -114,6 +114,10 @@ class PassLimits:
         tail = shapes[0].nodes - 1 if levels == 3 and config.tail_tree else 0
         return cls(depth, nodes, chain or depth, chain, tail)
 
+    def chain_nodes(self, runner_ups: bool = True) -> int:
+        """Most tokens of a sequence in the target's forward over a chain, runner-ups and tail included."""
+        return 1 + self.max_draft_tokens * (2 if runner_ups else 1) + self.tail
+
     @property
     def extra(self) -> int:
         """Most tokens that one verification may write beyond ``chain``; at least 1."""

@@ -32,9 +32,9 @@ class Tails(NamedTuple):
         rejected: how many of them ended in a rejection.
     """
 
-    reached: int = 0
-    accepted: int = 0
-    rejected: int = 0
+    reached: int
+    accepted: int
+    rejected: int
 
 
 def judged(report: Sequence[Sequence[int]], chain: int | None, tail: int | None) -> tuple[int, Tails | None]:
@@ -244,7 +244,7 @@ class Estimates:
             accepted -= tails.accepted
             self._tree.add(tails.accepted, tails.accepted + tails.rejected)
             if self._by_rank is not None:
-                self._by_rank.observe_tails(tails.reached, tails.accepted)
+                self._by_rank.count(2, 0, tails.reached, tails.accepted)
         (self._tree if kind.levels == 2 else self._chain).add(accepted, accepted + rejected)
         if kind.levels == 3:
             self._round.add(gathered, kind.rounds)

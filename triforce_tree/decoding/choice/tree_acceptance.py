@@ -85,19 +85,12 @@ class TreeAcceptance:
         for ratio in self._ratios.values():
             ratio.forget()
         # After the table has taken up the same verifications: their chance is in both.
-        self._ratios[levels, shape].observed += sum(map(sum, accepted))
+        self.count(levels, shape, trees, sum(map(sum, accepted)))
+
+    def count(self, levels: int, shape: int, trees: int, accepted: int) -> None:
+        """Take up how many tokens of so many trees were accepted, in passes of so many levels."""
+        self._ratios[levels, shape].observed += accepted
         self._ratios[levels, shape].expected += trees * self._tokens[shape]
-        self._commons = {}
-
-    def observe_tails(self, reached: int, accepted: int) -> None:
-        """Take up trees of the first shape that the target has judged at the ends of chains.
-
-        Args:
-            reached: how many.
-            accepted: tokens of them.
-        """
-        self._ratios[2, 0].observed += accepted
-        self._ratios[2, 0].expected += reached * self._tokens[0]
         self._commons = {}
 
     def table(self) -> ByRank:

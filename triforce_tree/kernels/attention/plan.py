@@ -132,6 +132,11 @@ def pack_mask(mask: Tensor, words: int | None = None) -> Tensor:
     return (bits.view(queries, words, 64).long() << place).sum(-1)
 
 
+def unpack_mask(words: Tensor) -> Tensor:
+    """The bits of int64 mask words ``[..., W]``: bool ``[..., 64 W]``."""
+    return (words[..., None] >> torch.arange(64, device=words.device) & 1).flatten(-2).bool()
+
+
 def plan_trees(
     heads: Heads,
     masks: Sequence[Tensor],
