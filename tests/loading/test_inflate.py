@@ -90,13 +90,29 @@ def test_entries_are_zero_only_where_they_must_be() -> None:
 
 
 @torch.no_grad()
-def test_keys_and_values_are_full_size_and_random() -> None:
+def test_keys_and_values_are_full_size() -> None:
     out = inflate(tiny("llama"), "96x5x12/4x8x100")(torch.tensor([prompt_of(30)]), use_cache=True)
     assert len(out.past_key_values.layers) == 5
     for layer in out.past_key_values.layers:
         for tensor in (layer.keys, layer.values):
             assert tensor.shape == (1, 4, 30, 8)
             assert (tensor.abs().amax(-1) > 0).all()
+
+
+@torch.no_grad()
+def test_heads_without_effect_attend_as_the_small_models() -> None:
+    """Random ones would let a retrieval cache exchange more chunks than a trained model does."""
+    small, ids = tiny("llama"), torch.tensor([prompt_of(30)])
+    big = inflate(small, "96x5x6/6x8x100")  # the small layers are layers 1 and 3
+    own, new = (model(ids, use_cache=True).past_key_values.layers for model in (small, big))
+    for layer, source in enumerate((0, 0, 1, 1, 1)):
+        for part in ("keys", "values"):
+            tensor, expected = getattr(new[layer], part), getattr(own[source], part)
+            assert relative_error(tensor[:, 4:], tensor[:, :2]) < TOLERANCE
+            if layer < 4:  # after the last small layer the stream is another one
+                assert relative_error(tensor[:, :4], expected) < TOLERANCE
+    queries = big.model.layers[0].self_attn.q_proj.weight
+    assert torch.equal(queries[32:, :32], queries[:16, :32])
 
 
 def test_the_seed_changes_only_the_free_entries() -> None:

@@ -12,17 +12,20 @@ of squares is then d/D of what it was, so RMSNorm gives
 
 The small model's layers are spread evenly over the depth. All other layers add zero to the stream. "Free"
 entries below multiply exact zeros, or feed products that do; they are random, since some kernels run faster
-on zeros (power, not arithmetic). Rows are outputs, columns inputs:
+on zeros (power, not arithmetic). Heads that have no effect are copies of the small model's, and added layers
+have the heads and the first norm of the next small layer: random heads would select other chunks at each
+token, and a retrieval cache in front of host memory would exchange several times as many as it does for a
+trained model. Rows are outputs, columns inputs:
 
     tensor         from the small model               zero, and must be         free
     embed_tokens   columns < d                        columns >= d              -
     norm weights   entries < d, times sqrt(d/D)       -                         entries >= d
-    q, k, v        its heads, columns < d             -                         other heads, columns >= d
+    q, k, v        its heads, columns < d             -                         columns >= d
     gate, up       its neurons, columns < d           -                         other neurons, columns >= d
     o              rows < d, columns of its heads     rows >= d, other columns  -
     down           rows < d, columns of its neurons   rows >= d, other columns  -
     lm_head        columns < d                        columns >= d where tied   columns >= d
-    added layers   -                                  o, down                   all else
+    added layers   q, k, v and their norm             o, down                   all else
 
 About three tenths of the weights of ``llama-2-7b`` are zeros (o and down), and D - d of the D inputs of
 q, k, v, gate and up; the speed of decoding, which is bound by memory, does not depend on them.
@@ -51,6 +54,7 @@ import copy
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from transformers import (
@@ -72,6 +76,8 @@ __all__ = ["SHAPES", "Shape", "inflate", "inflate_pair", "inflate_two"]
 _NORM_SPREAD = 0.1  # of free norm weights, relative to their mean
 # See "Vocabulary" above.
 _SHIFT, _GAIN = 2.0**22, 2.0**4
+# What decides on the tokens that a layer attends to, and their values.
+_ATTENDING = ("input_layernorm.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 
 @torch.no_grad()
@@ -269,15 +275,16 @@ def _fill(big: LlamaForCausalLM, small_hidden: int, generator: torch.Generator) 
 def _copy(small: LlamaForCausalLM, big: LlamaForCausalLM, heads: HeadPlaces) -> None:
     """Copy the small model's weights to their places; see the table above."""
     config, targets = small.config, big.state_dict()
+    places = _places(config.num_hidden_layers, big.config.num_hidden_layers)
     for name, weight in small.state_dict().items():
-        target = targets[_renumbered(name, config.num_hidden_layers, big.config.num_hidden_layers)]
-        if ".self_attn." in name:
-            heads.copy(name, weight, target)
-            continue
         if weight.dim() == 1:
             # In double precision, so that the product is rounded once.
             weight = weight.double() * math.sqrt(config.hidden_size / big.config.hidden_size)
-        target[tuple(map(slice, weight.shape))].copy_(weight)
+        for target in (targets[place] for place in _names(name, places)):
+            if ".self_attn." in name:
+                heads.copy(name, weight, target)
+            else:
+                target[tuple(map(slice, weight.shape))].copy_(weight)
 
 
 def _append_entries(small: LlamaForCausalLM, big: LlamaForCausalLM) -> None:
@@ -309,10 +316,23 @@ def _append_entries(small: LlamaForCausalLM, big: LlamaForCausalLM) -> None:
             norm[hidden] = _GAIN if name == "model.norm.weight" else 0.0
 
 
-def _renumbered(name: str, small_layers: int, big_layers: int) -> str:
-    """A weight's name in the new model: layer i goes to the middle of the i-th equal part of the depth."""
+def _places(small_layers: int, big_layers: int) -> list[list[int]]:
+    """Layers of the new model that hold a small layer's queries and keys, the layer itself last.
 
-    def middle(found: re.Match[str]) -> str:
-        return f".layers.{(2 * int(found[1]) + 1) * big_layers // (2 * small_layers)}."
+    Layer i is in the middle of the i-th equal part of the depth. Added layers are those of the next one, or
+    after all of them of the last.
+    """
+    own = [(2 * i + 1) * big_layers // (2 * small_layers) for i in range(small_layers)]
+    places = [[*range(before + 1, place), place] for before, place in pairwise([-1, *own])]
+    places[-1] = [*range(own[-1] + 1, big_layers), *places[-1]]
+    return places
 
-    return re.sub(r"\.layers\.(\d+)\.", middle, name)
+
+def _names(name: str, places: list[list[int]]) -> list[str]:
+    """The weights of the new model that hold the small model's weight ``name``."""
+    if (found := re.search(r"\.layers\.(\d+)\.", name)) is None:
+        return [name]
+    layers = places[int(found[1])]
+    if not name.endswith(_ATTENDING):
+        layers = layers[-1:]
+    return [name.replace(found[0], f".layers.{layer}.") for layer in layers]

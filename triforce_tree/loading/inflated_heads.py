@@ -3,7 +3,7 @@
 Under grouped-query attention each small KV head gets KV heads of its own. The query heads of such a group
 that have no small head are copies of one that has, without effect on the output: a retrieval cache
 selects chunks by the whole group, and random queries would disturb the selection. So 9 query heads over 3 KV
-heads go into the first 12 of 32 over the first 3 of 8. The heads after them are random.
+heads go into the first 12 of 32 over the first 3 of 8. The heads after them are these again, without effect.
 
 Heads of h dimensions become heads of m h. The rotary frequency i of h / 2 is θ^(-2i/h), and of the large
 head's m h / 2 frequencies number m i is the same: dimensions i and i + h/2 go to m i and m i + m h/2. All
@@ -27,7 +27,7 @@ _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """Which small head each of the first heads of the new model holds.
+    """Which small head each head of the new model holds.
 
     Attributes:
         kv: ``kv[i]`` is the small KV head of KV head i.
@@ -68,6 +68,10 @@ class HeadPlaces:
                 f"kv_heads={big.kv_heads} of the shape is too few: {small.heads}/{small.kv_heads} heads of "
                 f"the model need {len(kv)} in groups of {big_group}; raise kv_heads or heads"
             )
+        own, own_queries = len(kv), len(query)
+        kv = [kv[head % own] for head in range(big.kv_heads)]
+        query = [query[head % own_queries] for head in range(big.heads)]
+        copies += range(own_queries, big.heads)
         return cls(kv, query, copies, small.head_dim, big.head_dim)
 
     @property
@@ -101,7 +105,7 @@ class HeadPlaces:
 
         Args:
             weight: ``[rows, columns]`` of the small model.
-            target: of the new model; rows and columns of other heads stay as they are.
+            target: of the new model; columns of an output projection whose head is a copy stay as they are.
         """
         if name.endswith("o_proj.weight"):
             columns = weight.unflatten(1, (-1, self.head_dim))  # [d, heads, h]
@@ -116,7 +120,7 @@ class HeadPlaces:
         if name.endswith("v_proj.weight"):
             dims = torch.arange(self.head_dim, device=target.device)
         if queries := name.endswith("q_proj.weight"):
-            places[: len(self.query)].zero_()
+            places.zero_()
             # In double precision, so that the product is rounded once.
             rows = rows.double() * math.sqrt(self._times) if self._times > 1 else rows
         for place, head in enumerate(self.query if queries else self.kv):
