@@ -333,9 +333,9 @@ class Decoder:
             if last is not None:
                 self.controller.host.add(*last)
         if running:
-            three, tail, ranks = kind.levels == 3, self.program.tail_tree, None
-            chain = self.program.max_draft_tokens if three else None
-            rejected, tails = judged(running, chain, self.program.shapes[0].depth if tail else None)
+            ranks, chain = None, self.program.max_draft_tokens if kind.levels == 3 else None
+            tail = self.program.shapes[0].depth if self.program.tail_tree else None
+            rejected, tails = judged(running, chain, tail)
             if self.lookup and self.controller.matched(kind):
                 self.lookup.observe([row[0] - 1 for row in report])
             elif rounds and self.program.state.rank_counts is not None:

@@ -51,12 +51,11 @@ class ChainTree:
         )
         if tail is None:
             return
-        unused = pad(self.tree.parents, (0, tail.nodes - 1))
         fixed = pack_mask(pad(self.mask, (0, count - self._above))).to(device)
         self._chain_words = fixed[: most + 1]
         self.tree = replace(
             self.tree,
-            parents=unused,
+            parents=pad(self.tree.parents, (0, tail.nodes - 1)),
             depths=pad(self.tree.depths, (0, tail.nodes - 1)).repeat(batch, 1),
             mask_words=pad(fixed, (0, 0, 0, tail.nodes - 1)).repeat(batch, 1, 1),
             depth=most + tail.depth,

@@ -14,7 +14,7 @@ The small model's layers are spread evenly over the depth. All other layers add 
 entries below multiply exact zeros, or feed products that do; they are random, since some kernels run faster
 on zeros (power, not arithmetic). Heads that have no effect are copies of the small model's, and added layers
 have the heads and the first norm of the next small layer: random heads would select other chunks at each
-token, and a retrieval cache in front of host memory would exchange several times as many as it does for a
+token, and a retrieval cache in front of host memory would exchange at least twice as many as it does for a
 trained model. Rows are outputs, columns inputs:
 
     tensor         from the small model               zero, and must be         free

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.attention.plan import pack_mask, unpack_mask
 from triforce_tree.kernels.operators import fake, operator
 from triforce_tree.kernels.step.draws import Draws, NoiseDraws, draw_tokens, ranked
 
@@ -139,12 +140,9 @@ def place_nodes(
     mask_words[:, new] = mask_words[sequence, above + first] | own
     ids.copy_(drawn.clamp_min(0))
     if mask is not None:
-        bit = torch.arange(64, device=draws.device)
-        seen = torch.nn.functional.pad(
-            (mask_words[:, new, :, None] >> bit & 1).flatten(2), (before, 0), value=1
-        )
-        seen = torch.nn.functional.pad(seen, (0, 64 * mask.shape[1] - seen.shape[2]))
-        mask.copy_((seen.view(*mask.shape, 64) << bit).sum(-1))
+        seen = torch.nn.functional.pad(unpack_mask(mask_words[:, new]).flatten(0, 1), (before, 0), value=1)
+        words = mask.shape[1]
+        mask.copy_(pack_mask(seen[:, : 64 * words], words))
 
 
 def empty_draws(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.attention.plan import pack_mask
 from triforce_tree.kernels.operators import operator
 from triforce_tree.kernels.step.accept import FIXED
 
@@ -53,10 +54,4 @@ def graft_chain(
         above = mask_words[b, node]
         # bool [L, M + L]: the nodes of the chain up to each of its own.
         seen = (index >= nodes + shared) & (index <= index[nodes:, None])
-        mask_words[b, nodes:] = above | _packed(seen, mask_words.shape[2])
-
-
-def _packed(mask: Tensor, words: int) -> Tensor:
-    """bool ``[L, N]`` as int64 ``[L, words]``, bit j of word w for node ``64 w + j``."""
-    padded = torch.nn.functional.pad(mask, (0, 64 * words - mask.shape[1])).unflatten(1, (words, 64))
-    return (padded.long() << torch.arange(64, device=mask.device)).sum(-1)
+        mask_words[b, nodes:] = above | pack_mask(seen, mask_words.shape[2])
