@@ -123,7 +123,8 @@ def oldest_transformers() -> str:
     """The requirement `transformers[kernels]==X.*`, X being the lower bound in pyproject.toml."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         lines = tomllib.load(file)["project"]["dependencies"]
-    (bound,) = (line.partition(">=")[2] for line in lines if line.startswith("transformers>="))
+    (bounds,) = (line.partition(">=")[2] for line in lines if line.startswith("transformers>="))
+    bound = bounds.partition(",")[0]
     return f"transformers[kernels]=={bound}.*"
 
 
