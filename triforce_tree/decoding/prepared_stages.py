@@ -82,7 +82,8 @@ def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStage
             begin(False)
             runs[name] = executor(stage.steps(), device)
             if program.offloaded is not None and name in ("target", "plain") and to_probs.capturable:
-                # These are called directly: one run compiles their kernels now, not while decoding.
+                # The first run compiles their kernels now, not while decoding; the second is recorded.
+                runs[name]()
                 runs[name]()
     return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
 

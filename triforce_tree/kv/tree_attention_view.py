@@ -20,6 +20,7 @@ from triforce_tree.kv.chunk_policy import BoundPolicy
 from triforce_tree.kv.store import KVGroup, KVStore
 from triforce_tree.kv.window import Window
 from triforce_tree.models.attention import AttentionParams
+from triforce_tree.runtime.executor import Cuts
 
 
 class TreeAttentionView:
@@ -40,14 +41,14 @@ class TreeAttentionView:
         at: int64 ``[B]``, the first of the new slots.
         lengths: int32 ``[B]``, tokens before the tail.
         mask: int64 ``[B * T, words]``; bit j of word w says that the query sees tail slot ``64 w + j``.
-        capturable: whether a CUDA graph can hold a forward over them.
+        capturable: whether a CUDA graph can hold a forward over them, or where not.
         resizable: whether a forward may bring fewer new tokens than T, the first ones of the plan.
 
     Raises:
         ValueError: layers have windows, and neither ``depths`` nor a mask gives the tail's depths.
     """
 
-    capturable = True
+    capturable: bool | Cuts = True
     recurrent = None
 
     def __init__(

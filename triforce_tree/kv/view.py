@@ -14,18 +14,20 @@ from torch import Tensor
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.recurrent.running import RecurrentPass
+from triforce_tree.runtime.executor import Cuts
 
 
 class KVView(Protocol):
     """KV slots as one kind of forward sees them.
 
     Attributes:
-        capturable: whether a CUDA graph can hold a forward over them: it never waits for the device.
+        capturable: whether a CUDA graph can hold a forward over them: it never waits for the device. Or where
+            not.
         resizable: whether a forward may bring fewer new tokens than the view was made for, its first ones.
         recurrent: the states of recurrent layers; None for models without any.
     """
 
-    capturable: bool
+    capturable: bool | Cuts
     resizable: bool
 
     @property

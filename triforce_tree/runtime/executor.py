@@ -1,10 +1,15 @@
 """The executor of a stage: CUDA graphs over fixed buffers for steps that can be captured, else direct calls.
 
-Capture happens when a decoder is made, never while it decodes. Without a GPU all calls are direct.
+Steps that can be captured but for some work in them, such as attention to streamed keys and values, become
+graphs with this work between them (piecewise CUDA graphs).
+
+Capture happens when a decoder is made; in pieces also while it decodes, where what they depend on has
+changed. Without a GPU all calls are direct.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -50,23 +55,56 @@ def _hold_workspace(device: torch.device, stream: torch.cuda.Stream) -> None:
     _workspaces.setdefault(device, graph)
 
 
+class Cuts:
+    """Where a step does work that a CUDA graph cannot hold, and what its graphs depend on.
+
+    Args:
+        key: of what varies from call to call and is built into the graphs, which are recorded anew for each.
+    """
+
+    def __init__(self, key: Callable[[], Hashable]) -> None:
+        self.key = key
+        self._recording: _Recording | None = None
+
+    def outside(self, work: Callable[[], None]) -> None:
+        """Do such work: now, and in later calls of a recorded step between two graphs.
+
+        Args:
+            work: reads and writes tensors of the step at fixed addresses.
+        """
+        if self._recording is None:
+            work()
+        else:
+            self._recording.cut(work)
+
+    @contextmanager
+    def recorded(self, recording: "_Recording") -> Iterator[None]:
+        """Inside, work is recorded too."""
+        self._recording = recording
+        try:
+            yield
+        finally:
+            self._recording = None
+
+
 class Step(NamedTuple):
     """A part of a stage.
 
     Attributes:
         run: zero-argument callable over fixed buffers.
         capturable: whether it never waits for the device, allocates nothing that is used after it, and does
-            the same work each time.
+            the same work each time; or where not.
     """
 
     run: Callable[[], None]
-    capturable: bool = True
+    capturable: bool | Cuts = True
 
 
 def executor(steps: Sequence[Step], device: torch.device) -> Callable[[], None]:
     """A zero-argument callable that runs ``steps`` in order.
 
-    On a GPU consecutive capturable steps are one CUDA graph; all other steps are called directly.
+    On a GPU consecutive capturable steps are one CUDA graph, those with the same cuts one sequence of graphs,
+    and all other steps are called directly.
     The inputs that a capturable step reads from earlier steps must be at the same addresses each time.
     """
     if device.type != "cuda":
@@ -74,8 +112,12 @@ def executor(steps: Sequence[Step], device: torch.device) -> Callable[[], None]:
     parts: list[Callable[[], None]] = []
     for capturable, group in groupby(steps, key=lambda step: step.capturable):
         run = _sequence([step.run for step in group])
-        # A pool of its own keeps a graph's outputs until its next run.
-        parts.append(Captured(run, device, torch.cuda.graph_pool_handle()) if capturable else run)
+        if isinstance(capturable, Cuts):
+            run = CapturedInPieces(run, capturable, device)
+        elif capturable:
+            # A pool of its own keeps a graph's outputs until its next run.
+            run = Captured(run, device, torch.cuda.graph_pool_handle())
+        parts.append(run)
     return _sequence(parts)
 
 
@@ -123,3 +165,95 @@ class Captured:
             self._run()
         else:
             self._graph.replay()
+
+
+class CapturedInPieces:
+    """A zero-argument callable as CUDA graphs, with the work of its cuts between them.
+
+    The first call with a key is direct: it compiles kernels and allocates what stays. The second is recorded:
+    each piece is captured and replayed before the work that follows, so that it does what any call does. From
+    then on pieces are replayed.
+
+    Args:
+        run: as for :class:`Captured`, except in the work of its cuts.
+        cuts: of all its steps.
+        device: a GPU.
+    """
+
+    def __init__(self, run: Callable[[], None], cuts: Cuts, device: torch.device) -> None:
+        self._run, self._cuts, self._device = run, cuts, device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._key: Hashable = None
+        self._parts: list[Callable[[], None]] = []
+
+    def __call__(self) -> None:
+        key = self._cuts.key()
+        if key != self._key:
+            # What this call leaves in Python objects is its own; pieces of another key must not be replayed.
+            self._key, self._parts = key, []
+            self._run()
+        elif not self._parts:
+            self._parts = self._record()
+        else:
+            for part in self._parts:
+                part()
+
+    def _record(self) -> list[Callable[[], None]]:
+        side, current = _side_stream(self._device), torch.cuda.current_stream(self._device)
+        _hold_workspace(self._device, side)
+        recording = _Recording(self._pool)
+        side.wait_stream(current)
+        # Freeing memory of the device would invalidate a capture.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.no_grad(), torch.cuda.stream(side), self._cuts.recorded(recording):
+                recording.run(self._run)
+        finally:
+            if collects:
+                gc.enable()
+        current.wait_stream(side)
+        return recording.parts
+
+
+class _Recording:
+    """Graphs and the work between them, in order, as one call makes them.
+
+    Args:
+        pool: of memory, for all graphs: they run one after the other.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self.parts: list[Callable[[], None]] = []
+        self._pool = pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Record a call; where it fails, nothing stays in capture."""
+        self._begin()
+        try:
+            call()
+            self._end()
+        except BaseException:
+            if self._graph is not None:
+                with suppress(RuntimeError):
+                    self._graph.capture_end()
+            raise
+
+    def cut(self, work: Callable[[], None]) -> None:
+        """End a piece, do the work that follows, and begin the next piece."""
+        self._end()
+        self.parts.append(work)
+        work()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        graph, self._graph = self._graph, None
+        assert graph is not None, "no piece was begun"
+        graph.capture_end()
+        graph.replay()
+        self.parts.append(graph.replay)

@@ -11,7 +11,7 @@ from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels import step
 from triforce_tree.kv.view import KVView
 from triforce_tree.models.step_model import StepModel
-from triforce_tree.runtime.executor import Step
+from triforce_tree.runtime.executor import Cuts, Step
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import DeviceProbs
 
@@ -59,10 +59,10 @@ class Verifier:
 
     def steps(self, forward: Callable[[], None], accept: Callable[[], None], view: KVView) -> list[Step]:
         """The steps of a stage that calls :meth:`forward` over ``view`` first, then :meth:`accept`."""
-        capturable = self.model.capturable and view.capturable
+        capturable: bool | Cuts = self.model.capturable and view.capturable
         # The logits of a forward that is not captured have another address each time.
         accept_capturable = self.to_probs.capturable and self.noise.capturable
-        return [Step(forward, capturable), Step(accept, capturable and accept_capturable)]
+        return [Step(forward, capturable), Step(accept, capturable if accept_capturable else False)]
 
     def forward(self, tree: TokenTree, root: Tensor, view: KVView, mask_words: Tensor | None) -> None:
         """Compute the logits of all nodes, or, if the view is resizable, up to the last used node.

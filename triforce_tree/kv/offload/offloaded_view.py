@@ -6,6 +6,8 @@ have all slots that they see in rings on the device.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,10 +15,13 @@ from torch import Tensor
 from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import Plan, plan_pieces
 from triforce_tree.kernels.attention.reference import merge_states
+from triforce_tree.kernels.cpu.host_rows import State
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.models.attention import AttentionParams
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.executor import Cuts
 
 TOGETHER = 8
 """Most resident pieces of one attention call."""
@@ -74,10 +79,12 @@ class OffloadedView(TreeAttentionView):
 
 
 class StreamedView(OffloadedView):
-    """The target's view: each of T new tokens a sequence sees all committed tokens and its ancestors."""
+    """The target's view: each of T new tokens a sequence sees all committed tokens and its ancestors.
 
-    # Its pieces depend on the lengths in the host store, and it waits for copies anyway.
-    capturable = False
+    On a GPU a forward is captured in pieces: graphs hold the layers with attention to the window and to the
+    leading resident pieces, and what depends on the lengths in the host store is done between them. With
+    several ranks all of it is called directly.
+    """
 
     def __init__(
         self,
@@ -89,6 +96,9 @@ class StreamedView(OffloadedView):
         super().__init__(cache, cache.window, 0, queries, mask, depths)
         host = cache.host
         self.queries, self._share = queries, 0.0
+        self._cuts = Cuts(self._resident_pieces)
+        self.capturable = self._cuts if distributed.world_size() == 1 else False
+        self._kept: dict[tuple[object, ...], Tensor] = {}
         most = max(1, min(TOGETHER, max(host.resident_slots, default=0) // host.piece))
         self._pieces_plans = plan_pieces(
             host.heads, queries, host.piece, most, device=host.device, dtype=cache.window.dtype
@@ -99,20 +109,26 @@ class StreamedView(OffloadedView):
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         super().begin(start, mask_words)
+        self._cuts.outside(self._prefetch)
+
+    def _prefetch(self) -> None:
         self._share = self.cache.share(self.queries)
         self.cache.host.prefetch(self._share)
+
+    def _resident_pieces(self) -> tuple[int, ...]:
+        """Of each layer and sequence, the next pass's leading pieces that are whole and on the device."""
+        host, share = self.cache.host, self.cache.share(self.queries)
+        places = product(range(host.layers), range(host.batch))
+        return tuple(len(host.resident(layer, b, share)) for layer, b in places)
 
     def _attend_without_window(
         self, layer: int, host_layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     ) -> Tensor:
-        batch, heads, queries, dim = q.shape
-        packed = q.transpose(1, 2).reshape(batch, queries, heads, dim)
-        attention = self.cache.attention if self._share else None
-        if attention is not None:
-            kv = [self.cache.host.cpu_part(host_layer, b, self._share) for b in range(batch)]
-            attention.submit(packed, kv, params.scale)
-        states = [self._attend_to_pieces(host_layer, b, packed[b], params) for b in range(batch)]
-        # The window last: it alone is written by this forward.
+        batch = q.shape[0]
+        packed = self._keep("q", q.transpose(1, 2))
+        if self.cache.attention is not None:
+            self._cuts.outside(partial(self._submit, host_layer, packed, params.scale))
+        # The window alone is written by the forward.
         self._write(layer, k, v, params)
         keys, values = self.store.layer(layer)
         [plan] = self._plans
@@ -120,45 +136,93 @@ class StreamedView(OffloadedView):
             packed.flatten(0, 1), keys, values, plan,
             scale=params.scale, softcap=params.softcap, sinks=params.sinks,
         )  # fmt: skip
+        window = self._keep("out", out), self._keep("lse", lse)
+        resident = [
+            [
+                (self._keep(("out", b, i), out), self._keep(("lse", b, i), lse))
+                for i, (out, lse) in enumerate(self._attend_to_resident(host_layer, b, packed[b], params))
+            ]
+            for b in range(batch)
+        ]
+        merged = self._buffer("merged", (batch, self.queries, *out.shape[1:]), out.dtype)
+        self._cuts.outside(partial(self._merge, host_layer, packed, resident, window, merged, params))
+        return merged
+
+    def _keep(self, name: object, tensor: Tensor) -> Tensor:
+        """A copy at an address that stays, of all layers: each is done with it before the next one begins."""
+        return self._buffer(name, tensor.shape, tensor.dtype).copy_(tensor)
+
+    def _buffer(self, name: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        key = name, tuple(shape)
+        if key not in self._kept:
+            self._kept[key] = torch.empty(tuple(shape), dtype=dtype, device=self.cache.host.device)
+        return self._kept[key]
+
+    def _submit(self, host_layer: int, q: Tensor, scale: float) -> None:
+        """Let the CPU begin to attend to its share of a layer's slots for queries ``[B, T, H_q, D]``."""
+        if self._share:
+            host, attention = self.cache.host, self.cache.attention
+            assert attention is not None
+            attention.submit(q, [host.cpu_part(host_layer, b, self._share) for b in range(host.batch)], scale)
+
+    def _merge(
+        self,
+        host_layer: int,
+        q: Tensor,
+        resident: Sequence[Sequence[State]],
+        window: State,
+        merged: Tensor,
+        params: AttentionParams,
+    ) -> None:
+        """Attend to the pieces that are left, and write the attention to all slots to ``merged``.
+
+        Args:
+            q: ``[B, T, H_q, D]``.
+            resident: states of each sequence's leading resident pieces.
+            window: states of all sequences' windows, ``[B * T, H_q, D_v]`` and ``[B * T, H_q]``.
+            merged: ``[B, T, H_q, D_v]``.
+        """
+        streamed = [self._attend_to_rest(host_layer, b, q[b], params) for b in range(len(q))]
+        cpu = None
         # The CPU's part at the end. By now all of the device's own work in this layer is queued, and so are
         # copies of as many pieces of the next layers as the ring holds.
-        if attention is not None:
-            cpu_out, cpu_lse = attention.states()
-            for b, parts in enumerate(states):
-                parts.append((cpu_out[b : b + 1], cpu_lse[b : b + 1]))
-        merged = []
-        for b, parts in enumerate(states):
-            own = slice(b * queries, (b + 1) * queries)
-            outs, lses = zip(*parts, (out[None, own], lse[None, own]), strict=True)
-            merged.append(merge_states(torch.cat(outs), torch.cat(lses))[0])
-        return torch.stack(merged)
+        if self._share and self.cache.attention is not None:
+            cpu = self.cache.attention.states()
+        for b in range(len(q)):
+            own = slice(b * self.queries, (b + 1) * self.queries)
+            parts = [*resident[b], *streamed[b]]
+            if cpu is not None:
+                parts.append((cpu[0][b : b + 1], cpu[1][b : b + 1]))
+            parts.append((window[0][None, own], window[1][None, own]))
+            outs, lses = zip(*parts, strict=True)
+            merged[b] = merge_states(torch.cat(outs), torch.cat(lses))[0]
 
-    def _attend_to_pieces(
-        self, host_layer: int, b: int, q: Tensor, params: AttentionParams
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Attention of ``q`` ``[T, H_q, D]`` to each piece of the host store that is resident or streamed.
+    def _attend_to_resident(self, host_layer: int, b: int, q: Tensor, params: AttentionParams) -> list[State]:
+        """Attention of ``q`` ``[T, H_q, D]`` to the leading resident pieces of the host store.
 
         Returns:
             states of one or several pieces, ``[n, T, H_q, D_v]`` and ``[n, T, H_q]``, in the pieces' order.
         """
+        resident = self.cache.host.resident(host_layer, b, self.cache.share(self.queries))
+        runs = resident.split(len(self._pieces_plans))
+        return [self._states(q, run, self._pieces_plans[len(run) - 1], params) for run in runs if len(run)]
+
+    def _attend_to_rest(self, host_layer: int, b: int, q: Tensor, params: AttentionParams) -> list[State]:
+        """As :meth:`_attend_to_resident`, to the other pieces, which are streamed or not whole."""
         host = self.cache.host
-        states: list[tuple[Tensor, Tensor]] = []
-        resident = host.resident(host_layer, b, self._share)
-
-        def attend(kv: Tensor, plan: Plan) -> None:
-            queries = q if len(kv) == 1 else q.repeat(len(kv), 1, 1)
-            k, v = (part.transpose(1, 2) for part in host.heads.split(kv))
-            out, lse = planned.states(queries, k, v, plan, scale=params.scale, softcap=params.softcap)
-            states.append((out.unflatten(0, (len(kv), -1)), lse.unflatten(0, (len(kv), -1))))
-
-        most = len(self._pieces_plans)
-        for start in range(0, len(resident), most):
-            run = resident[start : start + most]
-            attend(run, self._pieces_plans[len(run) - 1])
-        for piece in host.pieces(host_layer, b, self._share, len(resident)):
+        states = []
+        for piece in host.pieces(host_layer, b, self._share, len(host.resident(host_layer, b, self._share))):
             kv = piece.kv if piece.resident else host.ring.acquire()
             step = (piece.stop - piece.start) // host.unit
-            attend(kv[None], replace(self._pieces_plans[0], lengths=self._piece_lengths[step, :1]))
+            plan = replace(self._pieces_plans[0], lengths=self._piece_lengths[step, :1])
+            states.append(self._states(q, kv[None], plan, params))
             if not piece.resident:
                 host.ring.release()
         return states
+
+    def _states(self, q: Tensor, kv: Tensor, plan: Plan, params: AttentionParams) -> State:
+        """Attention to pieces ``[n, slots, row]``."""
+        queries = q if len(kv) == 1 else q.repeat(len(kv), 1, 1)
+        k, v = (part.transpose(1, 2) for part in self.cache.host.heads.split(kv))
+        out, lse = planned.states(queries, k, v, plan, scale=params.scale, softcap=params.softcap)
+        return out.unflatten(0, (len(kv), -1)), lse.unflatten(0, (len(kv), -1))

@@ -16,6 +16,7 @@ from triforce_tree.kv.parallel.store import SplitStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.kv.window import Window
 from triforce_tree.models.attention import AttentionParams
+from triforce_tree.runtime.executor import Cuts
 
 
 class _PartView(TreeAttentionView):
@@ -60,7 +61,7 @@ class SplitView:
         queries, mask, depths: as for :class:`TreeAttentionView`.
     """
 
-    capturable = True
+    capturable: bool | Cuts = True
     recurrent = None
 
     def __init__(
@@ -131,7 +132,7 @@ class SplitRetrievalView(SplitView):
     ) -> None:
         self.config, self.refreshing = share_of(config, store.split.group.size), False
         self._retrieval = _PartRetrievalView(store.part, queries, self.config, max_growth, depths)
-        self.capturable = self._retrieval.capturable
+        self.capturable: bool | Cuts = self._retrieval.capturable
         self._take(store, self._retrieval, queries, None, depths)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
