@@ -10,7 +10,7 @@ from triforce_tree.decoding.choice.timings import StageTimings
 from triforce_tree.decoding.stage_set import stages_of, tree_stages
 from triforce_tree.decoding.stages import ChainVerifyStage, Stage, TreeVerifyStage
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.executor import executor
+from triforce_tree.runtime.executor import Cuts, executor
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.row_bits import check_row_bits
 from triforce_tree.verify.seeded import Seeded
@@ -80,11 +80,12 @@ def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStage
         for name, stage in stages.items():
             progress.next(name)
             begin(False)
-            runs[name] = executor(stage.steps(), device)
+            steps = stage.steps()
+            runs[name] = executor(steps, device)
             if program.offloaded is not None and name in ("target", "plain") and to_probs.capturable:
-                # The first run compiles their kernels now, not while decoding; the second is recorded.
-                runs[name]()
-                runs[name]()
+                # The first run compiles their kernels now, not while decoding; a second one records pieces.
+                for _ in range(2 if any(isinstance(step.capturable, Cuts) for step in steps) else 1):
+                    runs[name]()
     return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
 
 

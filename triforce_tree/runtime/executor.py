@@ -182,16 +182,16 @@ class CapturedInPieces:
 
     def __init__(self, run: Callable[[], None], cuts: Cuts, device: torch.device) -> None:
         self._run, self._cuts, self._device = run, cuts, device
-        self._pool = torch.cuda.graph_pool_handle()
         self._key: Hashable = None
         self._parts: list[Callable[[], None]] = []
 
     def __call__(self) -> None:
         key = self._cuts.key()
         if key != self._key:
-            # What this call leaves in Python objects is its own; pieces of another key must not be replayed.
-            self._key, self._parts = key, []
+            # Pieces of another key must not be replayed; before this call is done all may not be compiled.
+            self._key, self._parts = None, []
             self._run()
+            self._key = key
         elif not self._parts:
             self._parts = self._record()
         else:
@@ -201,7 +201,8 @@ class CapturedInPieces:
     def _record(self) -> list[Callable[[], None]]:
         side, current = _side_stream(self._device), torch.cuda.current_stream(self._device)
         _hold_workspace(self._device, side)
-        recording = _Recording(self._pool)
+        # A pool of its own: one whose graphs were all dropped cannot be captured into again.
+        recording = _Recording(torch.cuda.graph_pool_handle())
         side.wait_stream(current)
         # Freeing memory of the device would invalidate a capture.
         collects = gc.isenabled()
@@ -212,7 +213,8 @@ class CapturedInPieces:
         finally:
             if collects:
                 gc.enable()
-        current.wait_stream(side)
+            # Also after an error: what is freed there may still be read on the side stream.
+            current.wait_stream(side)
         return recording.parts
 
 

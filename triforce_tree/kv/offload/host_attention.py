@@ -88,8 +88,9 @@ class HostAttention:
         self.heads, self.device, self.dtype = heads, device, dtype
         self.memory = HostMemory(locked=device.type == "cuda")
         self.bytes = 0
-        # Twice as many: a pass that was interrupted may have left its own in the queue.
-        self._kernel = host_rows.kernel(heads, dtype, 2 * requests)
+        # Four times as many: measuring stage costs queues three passes without waiting for one, and a pass
+        # that was interrupted may have left its own in the queue.
+        self._kernel = host_rows.kernel(heads, dtype, 4 * requests)
         self._torch_seconds = 0.0
         self._copy_stream = CopyStream(device)
         self._by_shape: dict[tuple[int, int], _Buffers] = {}

@@ -26,6 +26,9 @@ from triforce_tree.runtime.executor import Cuts
 TOGETHER = 8
 """Most resident pieces of one attention call."""
 
+IN_PIECES = False
+"""Whether passes of the target are captured in pieces; off until that has been measured on a GPU."""
+
 
 class OffloadedView(TreeAttentionView):
     """New tokens of an offloaded cache: layers with a window use its rings, the others what a subclass says.
@@ -81,9 +84,9 @@ class OffloadedView(TreeAttentionView):
 class StreamedView(OffloadedView):
     """The target's view: each of T new tokens a sequence sees all committed tokens and its ancestors.
 
-    On a GPU a forward is captured in pieces: graphs hold the layers with attention to the window and to the
-    leading resident pieces, and what depends on the lengths in the host store is done between them. With
-    several ranks all of it is called directly.
+    With ``IN_PIECES`` a forward is captured in pieces on a GPU: graphs hold the layers with attention to the
+    window and to the leading resident pieces, and what depends on the lengths in the host store is done
+    between them. With several ranks all of it is called directly.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class StreamedView(OffloadedView):
         host = cache.host
         self.queries, self._share = queries, 0.0
         self._cuts = Cuts(self._resident_pieces)
-        self.capturable = self._cuts if distributed.world_size() == 1 else False
+        self.capturable = self._cuts if IN_PIECES and distributed.world_size() == 1 else False
         self._kept: dict[tuple[object, ...], Tensor] = {}
         most = max(1, min(TOGETHER, max(host.resident_slots, default=0) // host.piece))
         self._pieces_plans = plan_pieces(
@@ -146,7 +149,8 @@ class StreamedView(OffloadedView):
         ]
         merged = self._buffer("merged", (batch, self.queries, *out.shape[1:]), out.dtype)
         self._cuts.outside(partial(self._merge, host_layer, packed, resident, window, merged, params))
-        return merged
+        # Compiled layers may write their own results into what an operator returned.
+        return merged.clone()
 
     def _keep(self, name: object, tensor: Tensor) -> Tensor:
         """A copy at an address that stays, of all layers: each is done with it before the next one begins."""
