@@ -143,6 +143,7 @@ def test_several_samples_of_a_prompt() -> None:
         assert chi_square_p(*chi_square(counts, exact.flatten())) > 1e-3
         raw = (1.2 * logits[0, -2]).log_softmax(-1)
         torch.testing.assert_close(out.logprobs[300 * number :][:300, 0], raw[rows[:, 5]], atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.sequences_scores, out.logprobs.sum(1))
     again = made.generate([prompt, prompt[:4]], num_return_sequences=300, seed=5, **how)
     assert torch.equal(again.sequences, out.sequences)
     assert len(out.text) == len(out.finish_reason) == len(out.new_tokens) == 600

@@ -47,7 +47,10 @@ def test_samples_on_the_command_line(capsys: pytest.CaptureFixture[str], pair: T
     assert "--compare decodes one text" in err
 
 
-@pytest.mark.parametrize("name, words", [("tree_of_thought", "answers: [("), ("mcts", "most visited")])
+@pytest.mark.parametrize(
+    "name, words",
+    [("tree_of_thought", "answers: [("), ("mcts", "most visited"), ("best_of_n", "best of")],
+)
 def test_examples(
     name: str,
     words: str,

@@ -1,6 +1,9 @@
 """Context parallelism: the KV slots of one text split over ranks. CPU and gloo."""
 
 import json
+import socket
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,9 +11,9 @@ from typing import Any
 import context_ranks
 import pytest
 import torch
-from context_ranks import NEW, OPEN, PROMPT, SAMPLED, SETUPS, THREE
+from context_ranks import NEW, OPEN, PROMPT, SAMPLED, SETUPS, THREE, WINDOWS
 from families import greedy, tiny
-from processes import ROOT, Ended, ranks_of
+from processes import PATIENCE, ROOT, Ended, environment, ranks_of
 
 from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
@@ -19,11 +22,37 @@ from triforce_tree.kv.parallel.split import SequenceSplit
 from triforce_tree.runtime.distributed import Group
 
 CPU = torch.device("cpu")
+SCRIPT = ROOT / "tests" / "support" / "processes" / "context_ranks.py"
 
 
 def start(job: str, folder: Path, size: int) -> list[Ended]:
-    script = ROOT / "tests" / "support" / "processes" / "context_ranks.py"
-    return ranks_of([str(script), job, str(folder)], size)
+    return ranks_of([str(SCRIPT), job, str(folder)], size)
+
+
+def a_free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def launched(node: int, port: int, folder: Path) -> "subprocess.Popen[str]":
+    """torchrun of one of two machines, with one process each."""
+    where = [
+        "--nnodes",
+        "2",
+        "--node-rank",
+        str(node),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+    ]
+    job = [str(SCRIPT), "nodes", str(folder)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", "1", *job],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
 def results_of(job: str, folder: Path, size: int) -> list[dict[str, Any]]:
@@ -111,10 +140,23 @@ class TestRanks:
             assert no_divisor.startswith("context_parallel=3 needs a multiple of 3 processes, and this is 2")
 
     def test_three_ranks_share_fewer_kv_heads(self, tmp_path: Path) -> None:
-        check(results_of("three", tmp_path, 3), ("three levels", "one KV head"))
+        check(results_of("three", tmp_path, 3), ("three levels", "one KV head", *WINDOWS))
 
     def test_four_ranks_split_text_and_heads(self, tmp_path: Path) -> None:
-        check(results_of("four", tmp_path, 4), ("three levels", "two levels"))
+        check(results_of("four", tmp_path, 4), ("three levels", "two levels", *WINDOWS))
+
+    def test_two_launchers_as_on_two_machines(self, tmp_path: Path) -> None:
+        """torchrun with ``--nnodes 2``, once for each machine; both are this one."""
+        port = a_free_port()
+        started = [launched(node, port, tmp_path) for node in (0, 1)]
+        try:
+            ended = [process.communicate(timeout=PATIENCE) for process in started]
+        finally:
+            for process in started:
+                process.terminate()
+        assert [process.returncode for process in started] == [0, 0], ended
+        results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+        check(results, ("three levels",))
 
     @pytest.mark.parametrize("size", [2, 3, 4])
     def test_ranks_choose_a_split_that_is_possible(self, size: int, tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     of ``sequences``, or in host memory where KV slots are offloaded.
 
     ``sequences_scores`` (with ``output_scores=True``), ``beam_indices``: of beam search, as in transformers.
+    Of several samples (``num_return_sequences``, with ``logprobs=True``) ``sequences_scores`` is the sum of
+    each one's ``logprobs``, fp32 ``[B]``.
 
     ``reused_tokens``: of the prompt, those whose keys and values were kept from an earlier call; a list for a
     batch.

@@ -5,7 +5,8 @@ from typing import Literal
 
 Reuse = Literal["none", "chunks", "all"]
 """Which cached tokens a prefill keeps: none; those computed in whole chunks from a prompt's beginning, as the
-same prefill would compute them again, bit by bit; or all of them, tokens of decoding passes included."""
+same prefill would compute them again, bit by bit, and prefixes that are stored once; or all of them, those of
+decoding passes included."""
 
 _BLOCK = 4096
 
@@ -23,12 +24,14 @@ class CachedTokens:
     Attributes:
         held: tokens of each sequence whose keys and values the cache holds.
         whole: how many of them, a multiple of ``chunk``, were computed in whole chunks from the beginning.
+        ends: where prefixes of each sequence end that are stored once for several, also within a chunk.
     """
 
     def __init__(self, batch: int, chunk: int) -> None:
         self.chunk = chunk
         self.held: list[list[int]] = [[] for _ in range(batch)]
         self.whole = [0] * batch
+        self.ends: list[list[int]] = [[] for _ in range(batch)]
         self._roots: list[int | None] = [None] * batch
 
     def clear(self) -> None:
@@ -48,10 +51,10 @@ class CachedTokens:
             kept.keep(b, length)
             self.held[b], self.whole[b] = kept.held[b], kept.whole[b] if kept.chunk == self.chunk else 0
 
-    def copied(self, b: int, prompt: Sequence[int], count: int) -> None:
-        """The first ``count`` tokens of a prompt, whole chunks, were copied to sequence b."""
+    def copied(self, b: int, prompt: Sequence[int], count: int, whole: int) -> None:
+        """Sequence b has the first ``count`` tokens of a prompt, ``whole`` at most from whole chunks."""
         self.keep(b, 0)
-        self.held[b], self.whole[b] = list(prompt[:count]), count
+        self.held[b], self.whole[b] = list(prompt[:count]), min(whole, count) // self.chunk * self.chunk
 
     def fed(self, b: int, prompt: Sequence[int], start: int) -> None:
         """All but the last token of a prompt are in the cache, those from ``start`` on by a prefill."""
@@ -85,9 +88,12 @@ class CachedTokens:
             return 0
         limit = max(0, min(len(prompt) - 1 - newest, len(self.held[b])))
         if reuse == "chunks":
-            limit = min(limit, self.whole[b])
+            limit = min(limit, max([self.whole[b], *self.ends[b]]))
         count = common_prefix(self.held[b][:limit], prompt)
-        return count // self.chunk * self.chunk if reuse == "chunks" else count
+        if reuse == "all":
+            return count
+        whole = min(count, self.whole[b]) // self.chunk * self.chunk
+        return max([whole, *(end for end in self.ends[b] if end <= count)])
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

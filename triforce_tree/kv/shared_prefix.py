@@ -19,11 +19,11 @@ def copy_prefix(
 ) -> int:
     """Copy keys and values that a prompt begins with from the sequence that holds most of them.
 
-    A prefix that is stored once for all sequences (``kv/shared``) needs no copy.
+    A prefix that is stored once for several sequences (``kv/shared``) needs no copy.
 
     Whole chunks of a prefill alone are copied: they are, bit by bit, what the prompt's own prefill would
-    compute. A common beginning that is shorter than a chunk is computed again, and so is one where layers
-    with a window keep a ring, which goes on with its own sequence.
+    compute. What is common after them is computed again, and so is all where layers with a window keep a
+    ring, which goes on with its own sequence.
 
     Args:
         store: all layers.
@@ -45,7 +45,7 @@ def copy_prefix(
     store.copy_within(source, b, start, count)
     if features is not None:
         features.copy_leading(source, b)
-    cached.copied(b, prompt, count)
+    cached.copied(b, prompt, count, cached.whole[source])
     if progress:
         progress(count - start)
     return count

@@ -25,16 +25,16 @@ def questions(document: list[int], count: int, tokens: int = 9) -> list[list[int
 
 # Prompts, tokens of each one's prefixes, and slots of all prefixes.
 GROUPS: dict[str, tuple[list[list[int]], list[int], int]] = {
-    # System prompt (32), the first document up to 80, the second up to 80 or 64.
+    # System prompt (32), the first document up to 84, the second up to 80.
     "two documents behind a header": (
-        [*questions(SYSTEM + FIRST, 3), *questions(SYSTEM + SECOND, 2)], [80, 80, 80, 80, 80], 32 + 48 + 48,
+        [*questions(SYSTEM + FIRST, 3), *questions(SYSTEM + SECOND, 2)], [84, 84, 84, 80, 80], 32 + 52 + 48,
     ),
-    "two documents": ([*questions(FIRST, 2), *questions(SECOND, 3)], [48, 48, 32, 32, 32], 48 + 32),
-    "one of its own": ([*questions(FIRST, 3), prompt_of(60)[::-1]], [48, 48, 48, 48], 48 + 48),
+    "two documents": ([*questions(FIRST, 2), *questions(SECOND, 3)], [48, 48, 44, 44, 44], 48 + 44),
+    "one of its own": ([*questions(FIRST, 3), prompt_of(60)[::-1]], [48, 48, 48, 56], 48 + 56),
     "one is short": ([*questions(FIRST, 3), prompt_of(6)[::-1]], [48, 48, 48, 0], 48),
     "mixed up": (
         [prompt for pair in zip(questions(FIRST, 3), questions(SECOND, 3), strict=True) for prompt in pair],
-        [48, 32] * 3, 48 + 32,
+        [48, 44] * 3, 48 + 44,
     ),
 }  # fmt: skip
 
@@ -137,10 +137,16 @@ def test_a_prefix_shorter_than_the_unit_is_not_stored() -> None:
     assert common_prefixes(prompts, 15, 4).size == (15, 15)
 
 
+def test_copies_where_prefixes_spare_less_than_a_tenth() -> None:
+    prompts = [[*range(64), *[n] * 640] for n in range(8)]
+    assert not common_prefixes(prompts, 8, 8)
+    assert common_prefixes([prompt[:400] for prompt in prompts], 8, 8).size == (64, 64)
+
+
 def test_levels_are_limited() -> None:
     """Each prompt leaves the one before it a unit later."""
-    prompts = [[*[1] * 8 * n, *[2 + n] * (100 - 8 * n)] for n in range(1, 9)]
-    tree = common_prefixes(prompts, 8, 8)
+    prompts = [[*[1] * 24 * n, *[2 + n] * (200 - 24 * n)] for n in range(1, 9)]
+    tree = common_prefixes(prompts, 24, 8)
     assert tree
     assert max(len(tree.path(prompt)) for prompt in prompts) <= DEPTH
 

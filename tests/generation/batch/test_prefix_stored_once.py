@@ -30,12 +30,13 @@ PROMPTS = [
     DOCUMENT + prompt_of(40)[::-1][:30] + [3, 1],
     DOCUMENT + prompt_of(23)[9:],
 ]
-# Whole chunks of the document.
-COMMON = 64
-# Tokens of each prompt that are computed for it, or for one before it.
-HELD = [COMMON, COMMON, COMMON, 96, COMMON]
-# Two of the prompts go on with the same two chunks.
-HELD_ENDS = [COMMON, 96, COMMON, 96, COMMON]
+# Whole chunks of the retrieval, not of the prefill.
+COMMON = 68
+# Where the prefixes of each prompt end: two go on alike for 30 tokens.
+LONGER = 100
+ENDS = [COMMON, LONGER, COMMON, LONGER, COMMON]
+# Tokens of each prompt that were computed for one before it, the first for an earlier batch.
+HELD = [COMMON, COMMON, COMMON, LONGER, COMMON]
 
 
 def program_of(engine: Engine) -> DecodingProgram:
@@ -77,8 +78,8 @@ def test_texts_are_those_of_each_alone(kind: str, rows: int) -> None:
     engine = SHARING[kind]()
     first = generated(engine, max_batch=rows)
     store = store_of(engine)
-    assert (store.capacity, store.batch) == (96, rows)
-    assert rows == 2 or ends_of(store) == [COMMON, 96, 96, COMMON, COMMON]
+    assert (store.capacity, store.batch) == (LONGER, rows)
+    assert rows == 2 or ends_of(store) == [COMMON, LONGER, LONGER, COMMON, COMMON]
     if kind == "8 bits":
         other = SHARING[kind]()
         assert first == [generated(other, [prompt])[0] for prompt in PROMPTS]
@@ -121,10 +122,10 @@ def test_the_prefix_takes_memory_once(levels: int, bits: int) -> None:
     slot = heads.row * 4 if bits == 16 else heads.row + 2 * 4 * heads.kv
     scratch = store.scratch
     assert scratch is not None
-    saved = max(map(len, PROMPTS)) - max(len(p) - end for p, end in zip(PROMPTS, HELD_ENDS, strict=True))
+    saved = max(map(len, PROMPTS)) - max(len(p) - end for p, end in zip(PROMPTS, ENDS, strict=True))
     own = program.max_seq_len - saved + scratch
     unit = how["chunk"] if levels == 3 else 1
-    slots = 96 + len(PROMPTS) * -(-own // unit) * unit
+    slots = LONGER + len(PROMPTS) * -(-own // unit) * unit
     assert store.bytes == slots * slot * program.target.layers
     copied = KVStore(
         program.target.kv_layers,
@@ -158,10 +159,10 @@ def test_what_is_held_serves_further_batches(fed: list[int]) -> None:
     generated(engine, [DOCUMENT + prompt_of(10)[n :: n + 1] for n in range(len(PROMPTS))])
     store = store_of(engine)
     for document, common, kept in [
-        (DOCUMENT, 64, 64),
+        (DOCUMENT, COMMON, COMMON),
         (DOCUMENT[:50], 48, 48),
-        (prompt_of(62)[::-1], 48, 0),
-        (DOCUMENT, 64, 0),
+        (prompt_of(62)[::-1], 60, 0),
+        (DOCUMENT, COMMON, 0),
     ]:
         prompts = [document + prompt_of(9)[n :: n + 1] for n in range(len(PROMPTS))]
         fed.clear()
@@ -173,15 +174,42 @@ def test_what_is_held_serves_further_batches(fed: list[int]) -> None:
         assert sum(fed) == sum(map(len, prompts)) - len(prompts) - sum(out.reused_tokens)
 
 
-@pytest.mark.parametrize("before", [1, 3])
-def test_a_prefix_that_other_buffers_hold_is_taken_over(before: int, fed: list[int]) -> None:
-    """Of one text, and of a smaller batch."""
+@pytest.mark.parametrize(("before", "kept"), [(1, 64), (3, COMMON)])
+def test_a_prefix_that_other_buffers_hold_is_taken_over(before: int, kept: int, fed: list[int]) -> None:
+    """Of one text, in whole chunks of its prefill, and of a smaller batch."""
     engine = SHARING["three levels"]()
     generated(engine, PROMPTS[:before])
     fed.clear()
     assert generated(engine) == texts()
     assert min(ends_of(store_of(engine))) == COMMON
-    assert sum(fed) == sum(len(prompt) - 1 - n for prompt, n in zip(PROMPTS, HELD, strict=True))
+    held = [kept, *HELD[1:]]
+    assert sum(fed) == sum(len(prompt) - 1 - n for prompt, n in zip(PROMPTS, held, strict=True))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("kind", ["plain", "three levels", "8 bits", "EAGLE"])
+def test_a_header_below_a_chunk_is_computed_and_stored_once(kind: str, fed: list[int]) -> None:
+    """By the batch, and by the next ones, in larger slots too; a prompt alone is computed whole."""
+    engine = SHARING[kind]().with_options(prefill_chunk=128)
+    questions = [DOCUMENT + prompt_of(200)[90 + 20 * n :][: 12 + n] for n in range(4)]
+    longer = [question + prompt_of(30) for question in questions]
+    for prompts, kept in [(questions, 0), (questions[::-1], COMMON), (longer, COMMON)]:
+        fed.clear()
+        out = engine.generate(prompts, max_new_tokens=NEW, do_sample=False)
+        if kind != "8 bits":
+            assert new_tokens(out, prompts) == texts(prompts)
+        assert ends_of(store_of(engine)) == [COMMON] * 4
+        assert sum(fed) == sum(len(prompt) - 1 - COMMON for prompt in prompts) + COMMON - kept
+    fed.clear()
+    generated(engine, questions[:1])
+    assert fed == [len(questions[0]) - 1]
+
+
+def test_a_short_header_is_not_worth_a_part_of_its_own() -> None:
+    engine = SHARING["plain"]().with_options(prefill_chunk=128)
+    prompts = [DOCUMENT[:63] + prompt_of(200)[90 + 20 * n :][: 12 + n] for n in range(4)]
+    assert generated(engine, prompts) == texts(prompts)
+    assert not isinstance(program_of(engine).store, TreeStore)
 
 
 def test_weights_that_change_compute_the_prefix_again(fed: list[int]) -> None:
@@ -208,9 +236,6 @@ class ReadsKeys:
 COPIED: dict[str, Callable[[], Engine]] = {
     "nothing is kept": lambda: triforce_tree.load(TARGET, levels=1, **CHUNKED, prefix_cache=False),
     "kept in host memory": lambda: triforce_tree.load(TARGET, levels=1, **CHUNKED, prefix_cache="1MiB"),
-    "too short for a chunk": lambda: triforce_tree.load(
-        TARGET, levels=1, **{**CHUNKED, "prefill_chunk": 128}
-    ),
     "a window": lambda: triforce_tree.load(tiny("mistral-window"), levels=1, **CHUNKED),
     "recurrent layers": lambda: triforce_tree.load(recurrent("qwen3-next"), levels=1, **CHUNKED),
     "a policy that reads keys": lambda: triforce_tree.load(

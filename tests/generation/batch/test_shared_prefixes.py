@@ -29,8 +29,8 @@ PROMPTS = [
     [*DOCUMENT, 5, 4, 3],
     CHAPTERS[0],
 ]
-# As many whole chunks as the longest common beginning with a prompt before it holds.
-SHARED = [0, 64, 96, 0, 112, 64, 96]
+# What the longest common beginning with a prompt before it holds: whole chunks of the retrieval.
+SHARED = [0, 68, 108, 0, 116, 68, 108]
 OPTIONS = {**SMALL_LOOKUP, "prefill_chunk": CHUNK}
 
 

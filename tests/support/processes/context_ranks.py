@@ -31,6 +31,7 @@ SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows and capped scores": ("gemma2", {"levels": 3}),
     "auto": ("llama-gqa", {"levels": "auto", "rounds": None, "tree": "chain:3", "other_trees": "chain:1"}),
 }
+WINDOWS = ("windows", "windows and capped scores")
 # Setups whose proposals do not depend on what the retrieval level selects.
 SAMPLED = ("two levels", "one level", "one KV head", "windows")
 
@@ -104,13 +105,18 @@ def two() -> dict[str, Any]:
 
 
 def three() -> dict[str, Any]:
-    """Three ranks: uneven parts, more ranks than KV heads."""
-    return generations(3, ("three levels", "one KV head"))
+    """Three ranks: uneven parts, more ranks than KV heads, and layers with windows, which each has whole."""
+    return generations(3, ("three levels", "one KV head", *WINDOWS))
 
 
 def four() -> dict[str, Any]:
-    """Four ranks: two parts of the text by two of the heads."""
-    return generations(2, ("three levels", "two levels"))
+    """Four ranks: two parts of the text by two of the heads, windows in four parts of the text."""
+    return generations(2, ("three levels", "two levels")) | generations(4, WINDOWS)
+
+
+def nodes() -> dict[str, Any]:
+    """Ranks of several launchers: every collective of three levels."""
+    return generations(SIZE, ("three levels",))
 
 
 # Family and options where the split is left open; of two KV heads, one, and three. The last one's head is

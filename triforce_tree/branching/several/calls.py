@@ -109,6 +109,7 @@ def _samples(engine: "Engine", inputs: Any, count: int, kwargs: dict[str, Any]) 
         new_tokens=by_row([len(tokens) for tokens in new]),
         text=None if engine.tokenizer is None else by_row([branch.text for branch in branches]),
         logprobs=torch.nn.utils.rnn.pad_sequence(found, batch_first=True) if logprobs else None,
+        sequences_scores=torch.stack([own.sum() for own in found]) if logprobs else None,
     )
 
 

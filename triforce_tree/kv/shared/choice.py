@@ -9,27 +9,32 @@ from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.kv.shared.tree import PrefixTree, common_prefixes
 from triforce_tree.models.hf_model import HFModel
 
+# Fewest tokens of a prefix of prompts that are all known: attention to each is a part of its own.
+_LEAST = 64
+
 
 def prefixes_stored_once(
     target: HFModel, config: HierarchyConfig, prompts: Sequence[Sequence[int]], rows: int
 ) -> PrefixTree:
     """The common prefixes of these prompts that a batch of them stores once; none to store copies.
 
-    Copies are stored where nothing of :func:`prefix_tokens` is common, or where they take less memory.
+    Copies are stored where too little is common to spare a tenth of the slots. A prefix may end within a
+    chunk of the prefill: what follows it is then computed in chunks from there on.
 
     Args:
         rows: most sequences that are decoded together.
     """
-    unit = prefix_tokens(target, config)
-    if len(prompts) < 2 or unit is None:
+    if len(prompts) < 2 or prefix_tokens(target, config) is None:
         return PrefixTree()
-    return common_prefixes(prompts, unit, min(rows, len(prompts)))
+    unit = config.retrieval.chunk
+    least = min(_LEAST, chunk_tokens(config.prefill_chunk, target.device))
+    return common_prefixes(prompts, unit, min(rows, len(prompts)), -(-least // unit) * unit)
 
 
 def prefix_tokens(target: HFModel, config: HierarchyConfig) -> int | None:
-    """What the tokens of a prefix that is stored once are a multiple of; None where copies are stored.
+    """What tokens that prompts to come share are a multiple of; None where all prompts store copies.
 
-    A prefix has whole chunks of a prefill, and of the retrieval, so that each prompt is computed as alone.
+    These are whole chunks of a prefill, and of the retrieval, so that each prompt is computed as alone.
     Copies are stored with recurrent layers, which have a state and no slots; with layers that have a window,
     whose rings belong to one sequence; where slots are split over ranks or kept in host memory between calls
     (``prefix_cache`` in bytes); for a retrieval policy that reads the keys, which expects those of a sequence

@@ -1,6 +1,5 @@
 """KV slots of a batch whose prompts are all known before it begins: their prefixes, then each one's own."""
 
-import math
 import sys
 from collections.abc import Sequence
 
@@ -54,14 +53,16 @@ class TreeStore(SharedStore):
                 for other in range(self.batch)
             ]
             end = after[b][-1].stop if after[b] else 0
-            kept.append((max(found), found[b]))
+            most = max(found)
+            kept.append((most, cached.whole[found.index(most)], found[b]))
             # Its own slots hold what they did, and so do all runs of prefixes that it has.
             whole.append(before[b] == after[b] and cached.common(b, prompt, "chunks") >= end)
-        for b, (prompt, (most, _)) in enumerate(zip(prompts, kept, strict=True)):
+        for b, (prompt, (most, of_them, _)) in enumerate(zip(prompts, kept, strict=True)):
             if not whole[b]:
-                cached.copied(b, prompt, most)
+                cached.copied(b, prompt, most, of_them)
+                cached.ends[b] = [most, *(run.stop for run in after[b])]
         self._set(after, self._apart)
-        return [own for _, own in kept]
+        return [own for *_, own in kept]
 
     def join(
         self, b: int, prompt: Sequence[int], cached: CachedTokens, features: Features | None = None
@@ -69,17 +70,21 @@ class TreeStore(SharedStore):
         """See :class:`SharedStore`."""
         path = [node.run for node in self._tree.path(prompt)]
         if path != self.paths[b]:
-            cached.keep(b, _same(self.paths[b], path, own=False))
+            same = _same(self.paths[b], path, own=False)
+            cached.keep(b, same)
+            cached.ends[b] = [same, *(run.stop for run in path)]
             self._set([path if row == b else other for row, other in enumerate(self.paths)], self._apart)
 
     def take_over(self, source: KVStore, b: int, kept: CachedTokens, cached: CachedTokens) -> None:
-        """Begin with what the sequence holds in whole chunks of a prefill, as far as there is room."""
-        unit = math.lcm(self.page, cached.chunk)
-        tokens = kept.held[b][: kept.whole[b]] if kept.chunk == cached.chunk else []
-        count = min(len(tokens), self.capacity) // unit * unit
+        """Begin with what the sequence holds in whole chunks of a prefill and in prefixes, as far as there is
+        room."""
+        tokens = kept.held[b] if kept.chunk == cached.chunk else []
+        reached = min(max([kept.whole[b], *kept.ends[b]]), len(tokens), self.capacity)
+        count = reached // self.page * self.page
         self.copy_from(source, b, 0, count, 0)
         self._set([[Run(0, count, 0)] if count else []] * self.batch, self._apart)
-        cached.copied(0, tokens, count)
+        cached.copied(0, tokens, count, kept.whole[b])
+        cached.ends[0] = [count]
 
     def fits(self, max_seq_len: int, tree: PrefixTree) -> bool:
         """See :class:`SharedStore`."""

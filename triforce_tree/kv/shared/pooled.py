@@ -81,7 +81,8 @@ class PooledStore(SharedStore):
         self._begin(b, prompt, cached, features)
 
     def _begin(self, b: int, prompt: Sequence[int], cached: CachedTokens, features: Features | None) -> None:
-        cached.copied(b, prompt, self.pool.held(b))
+        held = self.pool.held(b)
+        cached.copied(b, prompt, held, held)
         if features is None:
             return
         leading = list(prompt[: features.leading])

@@ -130,28 +130,32 @@ class PrefixRoom(PrefixTree):
         return True
 
 
-def common_prefixes(prompts: Sequence[Sequence[int]], unit: int, rows: int) -> PrefixTree:
-    """The prefixes that take least memory when they are stored once, up to a tenth; none where copies do.
+def common_prefixes(
+    prompts: Sequence[Sequence[int]], unit: int, rows: int, least: int | None = None
+) -> PrefixTree:
+    """The prefixes that take least memory when they are stored once, up to a tenth; none where copies do, or
+    nearly.
 
     Args:
         prompts: token ids.
-        unit: prefixes have whole multiples of so many tokens; a shorter one is not worth a node.
+        unit: prefixes have whole multiples of so many tokens.
         rows: sequences that are decoded together, if memory holds them.
+        least: tokens of the shortest node, a multiple of ``unit``; by default one of them.
     """
     longest = max(map(len, prompts))
-    best, least = PrefixTree(), rows * longest
+    best, taken = PrefixTree(), rows * longest
     for depth, alone in [(depth, False) for depth in range(1, DEPTH + 1)] + [(DEPTH, True)]:
-        tree = _tree(prompts, unit, depth, alone)
+        tree = _tree(prompts, unit, least or unit, depth, alone)
         if not tree:
             break  # Nothing is common.
         slots = tree.size.slots + rows * (longest - tree.size.saved)
-        # More segments take time of their own.
-        if slots < (0.9 * least if best else least):
-            best, least = tree, slots
+        # More segments take time of their own, and so do the first ones.
+        if slots < 0.9 * taken:
+            best, taken = tree, slots
     return best
 
 
-def _tree(prompts: Sequence[Sequence[int]], unit: int, depth: int, alone: bool) -> PrefixTree:
+def _tree(prompts: Sequence[Sequence[int]], unit: int, least: int, depth: int, alone: bool) -> PrefixTree:
     """The tree of prefixes up to ``depth``.
 
     Args:
@@ -167,8 +171,8 @@ def _tree(prompts: Sequence[Sequence[int]], unit: int, depth: int, alone: bool) 
         nonlocal place
         groups: dict[tuple[int, ...], list[int]] = {}
         for number in members:
-            if limits[number] > start:
-                groups.setdefault(tuple(prompts[number][start : start + unit]), []).append(number)
+            if limits[number] >= start + least:
+                groups.setdefault(tuple(prompts[number][start : start + least]), []).append(number)
         made = []
         for group in groups.values():
             if not left or (len(group) == 1 and not alone):
