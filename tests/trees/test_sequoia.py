@@ -9,17 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts.benchmarks.texts.tree_sizes import best_gains, best_size, chain_tokens
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees import sequoia
 from triforce_tree.trees.sequoia import Ranks, best_paths
 from triforce_tree.trees.shapes import (
     BestFirst,
     Static,
+    WithChain,
+    chain_shape,
     expected_acceptances,
     load_shape,
     parse_shape,
+    save_shape,
 )
+from triforce_tree.trees.sizes import best_gains, best_size, measured_seconds
 
 MOST = 6
 
@@ -102,26 +105,67 @@ def test_deeper_acceptance_decides_the_shape() -> None:
     assert sorted(best_paths(not_then_sure, 4, 2)) == [(0,), (0, 0), (1,), (1, 0)]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_size_with_most_tokens_per_second_is_found(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    [vector] = vectors(rng, 1)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("positional", [False, True])
+def test_the_size_with_most_tokens_per_second_is_found(seed: int, positional: bool) -> None:
+    """Of all trees up to the limits, by acceptance of one depth or of several, at any cost of each size."""
+    rng = np.random.default_rng([seed, positional])
+    by_depth = vectors(rng, int(rng.integers(2, 5)) if positional else 1)
+    acceptance: Any = by_depth if positional else by_depth[0]
     draft, verify, each = rng.uniform(0.01, 1, 3)
     steps = rng.uniform(0, 2, MOST + 1)
 
     def seconds(nodes: int, depth: int) -> float:
         return float(depth * draft + verify + nodes * each + steps[nodes])
 
+    for most_size, most_depth in ((MOST, MOST), (MOST, 2), (4, 3), (1, 1)):
+        best = max(
+            (1 + expectation(tree, by_depth)) / seconds(size, depth)
+            for size in range(1, most_size + 1)
+            for depth in range(1, most_depth + 1)
+            for tree in EVERY[size]
+            if _depth(tree) <= depth
+        )
+        found = best_size(acceptance, seconds, most_size, most_depth)
+        assert found.rate == pytest.approx(best)
+        assert found.seconds == seconds(found.size, found.depth)
+        assert found.size <= most_size
+        assert found.depth <= most_depth
+        paths = best_paths(acceptance, found.size, found.depth)
+        assert (1 + expectation(frozenset(paths), by_depth)) / found.seconds == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_size_by_measured_times_is_that_of_brute_force(seed: int) -> None:
+    """Times of few sizes; those between are interpolated, and a tree stands beside three other tokens."""
+    rng = np.random.default_rng(seed)
+    by_depth = vectors(rng, 3)
+    verified = [(tokens, float(rng.uniform(0.5, 2))) for tokens in (3, 5, 9)]
+    drafted = [(4, float(rng.uniform(0.01, 0.2))), (9, float(rng.uniform(0.2, 0.4)))]
+    tokens = np.array([t for t, _ in verified])
+    ascending = np.maximum.accumulate([s for _, s in verified])
+
+    def took(tree: frozenset[Ranks]) -> float:
+        rows = len(tree) + 3
+        return float(
+            np.interp(rows, tokens, ascending)
+            + _depth(tree) * np.interp(rows, *map(list, zip(*drafted, strict=True)))
+        )
+
     best = max(
-        (1 + expectation(tree, [vector])) / seconds(size, depth)
-        for size in EVERY
-        for depth in range(1, size + 1)
-        for tree in EVERY[size]
-        if _depth(tree) <= depth
+        (1 + expectation(tree, by_depth)) / took(tree) for size in range(1, MOST + 1) for tree in EVERY[size]
     )
-    found = best_size(vector, seconds, MOST, MOST)
-    assert found.rate == pytest.approx(best)
-    assert found.seconds == seconds(found.size, found.depth)
+    seconds = measured_seconds(verified, drafted, beside=3)
+    assert best_size(by_depth, seconds, MOST, MOST).rate == pytest.approx(best)
+    with pytest.raises(ValueError, match="10 tokens are more than 9, the most that were measured"):
+        seconds(7, 1)
+
+
+def test_measured_times_are_linear_between_sizes_and_never_fall() -> None:
+    points = [(1, 10.0), (2, 12.0), (4, 11.0), (8, 20.0), (32, 40.0)]
+    seconds = measured_seconds(points, [(1, 2.0)])
+    found = [seconds(nodes, depth) for nodes, depth in ((0, 0), (1, 1), (3, 1), (5, 0), (31, 4))]
+    assert found == pytest.approx([10, 14, 14, 16, 48])
 
 
 def test_where_verification_costs_nothing_more_trees_grow_and_else_they_do_not() -> None:
@@ -129,8 +173,8 @@ def test_where_verification_costs_nothing_more_trees_grow_and_else_they_do_not()
     flat = best_size(vector, lambda nodes, depth: 1 + 0.1 * depth, 32, 8)
     dear = best_size(vector, lambda nodes, depth: 1 + 0.1 * depth + 0.5 * nodes, 32, 8)
     assert (flat.size, dear.size, dear.depth) == (32, 1, 1)
-    assert flat.tokens > 1.5 * chain_tokens(vector, flat.depth)
-    assert chain_tokens([[0.5, 0.1], [0.8]], 3) == pytest.approx(1 + 0.5 + 0.5 * 0.8 + 0.5 * 0.8 * 0.8)
+    chain = 1 + expected_acceptances(chain_shape(flat.depth), vector)
+    assert flat.tokens > 1.5 * chain
 
 
 def test_impossible_costs_and_limits_are_refused() -> None:
@@ -161,6 +205,46 @@ def test_shapes_from_files(shape: Static | BestFirst, content: object, tmp_path:
     assert config.tree == shape.name, "settings keep what they have read"
     assert config == HierarchyConfig(tree=shape.name)
     assert parse_shape(str(path)).name == "static:0"
+
+
+@pytest.mark.parametrize(
+    "name", ["sequoia:16x4", "chain:128", "static:0;0.0;0.0.1;2", "best-first:6,5,4", "best-first:1000,24"]
+)
+def test_what_was_saved_is_read_again(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    save_shape(path, name)
+    assert parse_shape(str(path)) == parse_shape(name)
+    assert HierarchyConfig(tree=str(path)) == HierarchyConfig(tree=parse_shape(name).name)
+    save_shape(path, parse_shape(str(path)))
+    assert parse_shape(str(path)) == parse_shape(name)
+
+
+def test_best_trees_are_saved_with_all_their_nodes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        tree = Static(best_paths(vectors(rng, 3), 40, 6) or [[0]])
+        save_shape(tmp_path / f"{number}.json", tree)
+        again = load_shape(tmp_path / f"{number}.json")
+        assert isinstance(again, Static)
+        assert sorted(again.paths) == sorted(tree.paths)
+
+
+@pytest.mark.parametrize(
+    ("file", "shape", "why"),
+    [
+        ("tree.txt", "chain:3", "'.*tree.txt' cannot be read as a tree later; use a name that ends in .json"),
+        ("tree.json", "lookup:4", "tree='lookup:4' is no tree that a drafter grows"),
+        ("tree.json", WithChain("chain:2", 3), r"'chain:2 \+ 3' has a chain beside its tree"),
+        ("tree.json", "chain:129", "a depth of 128"),
+        ("tree.json", "best-first:1025", "at most 1024 proposed tokens"),
+        ("tree.json", "nonsense", "is no known shape"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_in_one_line(file: str, shape: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=why) as raised:
+        save_shape(tmp_path / file, shape)
+    assert len(str(raised.value).splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.passes import PassKind
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.tune.fitted import PROBES
 from triforce_tree.tune.meters import Meter, Sample
 from triforce_tree.tune.search import Space
 
@@ -61,8 +62,8 @@ def test_prompt_lookup_is_timed_too(engine: Engine, ids: list[int]) -> None:
 def test_the_largest_shapes_of_a_search_fit(engine: Engine) -> None:
     space = Space(engine.hierarchy.config, CONTEXT, gpu=False, draft=True, grid=FEW)
     most = space.extent()
-    assert most == PassLimits(depth=5, nodes=32, max_draft_tokens=20)
-    for tree in (*FEW[0].values, "sequoia:24x5"):
+    assert most == PassLimits(depth=8, nodes=64, max_draft_tokens=20)
+    for tree in (*FEW[0].values, "sequoia:63x8", *PROBES):
         for levels in (2, 3):
             own = PassLimits.of(config_of(engine, tree=tree, gamma=6), levels)
             assert own.depth <= most.depth

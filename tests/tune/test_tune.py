@@ -9,6 +9,9 @@ import tiny_pair
 from tiny_pair import TinyPair
 
 from triforce_tree.cli.entry import main
+from triforce_tree.planning.profiles import Entry
+from triforce_tree.trees.shapes import parse_shape
+from triforce_tree.tune.tuner import Tuner
 
 
 def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any], str]:
@@ -70,8 +73,37 @@ def test_tune_refuses_what_cannot_work(
         (["--context", "9999999"], "9999999 tokens"),
         (["--temperature", "-1"], "temperature=-1.0"),
         (["--context", "100", "--new-tokens", "5", "--out", "/nowhere/p.json"], "/nowhere/p.json"),
+        (["--save-tree", "t.json", "--temperature", "0", "1"], "these are settings for 2 cases"),
+        (["--save-tree", "t.json", "--temperature", "0", "--dry-run"], "--dry-run finds none"),
+        (["--save-tree", "t.txt", "--temperature", "0"], "use a name that ends in .json"),
+        (["--save-tree", "/nowhere/t.json", "--temperature", "0"], "/nowhere/t.json"),
     ):
         code, _, err = command(capsys, *argv, *more)
         assert code == 2, more
         assert needed in err
         assert len(err.strip().splitlines()) == 1
+
+
+def test_the_tree_of_the_fastest_settings_is_saved(
+    capsys: pytest.CaptureFixture[str],
+    pair: TinyPair,
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And read by other commands; nothing is written where plain decoding is the fastest."""
+    made: list[Entry] = []
+    monkeypatch.setattr(Tuner, "entries", lambda self, found: [*made])
+    argv = ["tune", *pair.options, "--file", pair.text, "--context", "150", "--temperature", "0"]
+    file = tmp_path / "tree.json"
+    made.append(Entry(150, 0.0, {"levels": 1}, 5.0, 5.0))
+    code, _, err = command(capsys, *argv, "--save-tree", str(file))
+    assert code == 0
+    assert "the fastest settings have none" in err
+    assert not file.exists()
+    tree = "static:0.0.0;0.1;1"
+    made[0] = Entry(150, 0.0, {"levels": 2, "tree": tree, "other_trees": "none"}, 5.0, 9.0)
+    code, _, err = command(capsys, *argv, "--save-tree", str(file))
+    assert code == 0
+    assert "--tree" in err
+    assert parse_shape(str(file)) == parse_shape(tree)

@@ -194,6 +194,12 @@ def _tune(subparsers: Any) -> None:
         help="the profile; without it, the one that load looks for. Measurements go into a file in the same "
         "folder, from which an interrupted run continues",
     )
+    parser.add_argument(
+        "--save-tree",
+        metavar="FILE",
+        help="also write the tree of the fastest settings into a JSON file, which --tree FILE reads; for one "
+        "context and one temperature",
+    )
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements of this profile")
     parser.add_argument("--dry-run", action="store_true", help="show what would be tried, without measuring")
     add_text_source(parser)

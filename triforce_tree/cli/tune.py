@@ -21,6 +21,8 @@ from triforce_tree.planning import profiles
 from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.runtime import fingerprint
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.trees.shapes import save_shape
+from triforce_tree.trees.topology_files import check_shape_file
 from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.tuner import Tuner
 
@@ -30,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--dry-run measures and writes nothing; leave --out and --fresh out")
     for temperature in args.temperature:
         check_sampling_options({"temperature": temperature})
+    if args.save_tree is not None:
+        _check_save_tree(args)
     source, texts = options.documents(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
@@ -61,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     show = screen()
     if entries:
         show.print(f"profile: {profile.path}; load() and triforce-tree generate use its settings")
+    if entries and args.save_tree is not None:
+        _save_tree(args.save_tree, entries[0])
     if not tuner.complete:
         why = "Ctrl-C" if interrupt.requested else f"--seconds {args.seconds:g}"
         fresh = len(records.all) - before
@@ -70,6 +76,25 @@ def run(args: argparse.Namespace) -> int:
         result |= {"complete": tuner.complete, "interrupted": interrupt.requested}
         json_line({**result, "entries": [asdict(entry) | {"speedup": entry.speedup} for entry in entries]})
     return 130 if interrupt.requested else 0
+
+
+def _check_save_tree(args: argparse.Namespace) -> None:
+    """Before a long run: there is one tree to write, and its file can be written."""
+    cells = len(set(args.context)) * len(set(args.temperature))
+    if args.dry_run or cells > 1:
+        why = "--dry-run finds none" if args.dry_run else f"these are settings for {cells} cases"
+        raise ValueError(f"--save-tree writes one tree, but {why}; give one --context and one --temperature")
+    check_shape_file(args.save_tree)
+    check_writable(args.save_tree)
+
+
+def _save_tree(path: str, entry: Entry) -> None:
+    tree = entry.options.get("tree")
+    if tree is None:
+        screen().print("no tree was written: the fastest settings have none")
+        return
+    save_shape(path, tree)
+    screen().print(f"the tree of these settings is in {path}; --tree {path} uses it")
 
 
 def _profile(args: argparse.Namespace, engine: Engine) -> Profile:
@@ -166,7 +191,7 @@ def _dry_run(args: argparse.Namespace, tuner: Tuner) -> int:
             (c.name, str(starts[0][c.name]), " ".join(str(v) for v in c.values)) for c in space.coordinates()
         ]
         if space.draft and "tree" not in space.fixed:
-            rows.append(("tree", "", "static trees for the measured acceptance"))
+            rows.append(("tree", "", "Sequoia's best sizes, once acceptance and stage times are measured"))
         if "other_trees" in starts[0]:
             rows.append(("other_trees", starts[0]["other_trees"], ""))
         title = f"{space.context:,} tokens, T={' '.join(f'{t:g}' for t in tuner.plan.temperatures)}"

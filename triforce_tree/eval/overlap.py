@@ -20,6 +20,8 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 # Tokens in one forward of level 1, about as many as it accepts from the embedded draft's trees: chunks are
 # selected by the root of a forward, so the distance to the root matters.
 LEVEL_1_STEP = 3
+# Positions from which a depth must be reached for acceptance of its own.
+_LEAST_REACHED = 16.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def sampling_by_position(p: Tensor, q: Tensor, ranks: int, generator: torch.Gene
     return sums.accepted
 
 
-def by_depth(accepted: Tensor, depths: int) -> list[list[float]]:
+def by_depth(accepted: Tensor, depths: int, least: float = 0.0) -> list[list[float]]:
     """Acceptance by depth and rank, of a tree's nodes whose ancestors were all accepted.
 
     Positions where one token is accepted lie together in a text, so that acceptance is higher below accepted
@@ -139,7 +141,8 @@ def by_depth(accepted: Tensor, depths: int) -> list[list[float]]:
     Args:
         accepted: ``[T, ranks]`` at successive positions, by :func:`greedy_by_position` or
             :func:`sampling_by_position`.
-        depths: fewer than T.
+        depths: most, at most T.
+        least: depths after the first one that are reached from fewer positions are left out.
     """
     accepted = accepted.cpu()
     any_rank, reached = accepted.sum(-1).clamp(max=1), torch.ones(len(accepted))
@@ -147,6 +150,8 @@ def by_depth(accepted: Tensor, depths: int) -> list[list[float]]:
     for depth in range(depths):
         here = accepted[depth:]
         weights = reached[: len(here)]
+        if depth and float(weights.sum()) < least:
+            break
         mean = (weights[:, None] * here).sum(0) / weights.sum().clamp(min=1e-9)
         found.append([float(a) for a in mean])
         reached = weights * any_rank[depth:]
@@ -171,3 +176,25 @@ def acceptance_by_rank(
     if drafts:
         result = {"draft -> retrieval": measure(retrieval, torch.cat(drafts)), **result}
     return result
+
+
+def acceptance_by_depth(
+    steps: Sequence[LevelProbs], ranks: int, depths: int, greedy: bool, seed: int = 0
+) -> dict[str, list[list[float]]]:
+    """Acceptance of a draft's tree by depth and rank, under level 1 and under level 2.
+
+    Of each level as many depths as enough positions reach, at most ``depths``: the last ones hold for deeper
+    nodes too. Empty for drafters without distributions.
+    """
+    if any(step.draft is None for step in steps):
+        return {}
+    generator = torch.Generator(steps[0].target.device)
+    generator.manual_seed(seed)
+    q = torch.cat([step.draft for step in steps if step.draft is not None])
+    levels = {name: torch.cat([getattr(step, name) for step in steps]) for name in ("retrieval", "target")}
+    found = {}
+    for name, p in levels.items():
+        accepted = greedy_by_position(p, q, ranks) if greedy else sampling_by_position(p, q, ranks, generator)
+        vectors = by_depth(accepted, min(depths, len(accepted)), _LEAST_REACHED)
+        found[f"draft -> {name}"] = [[round(x, 4) for x in vector] for vector in vectors]
+    return found

@@ -32,6 +32,11 @@ def vectors_by_depth(acceptance: Acceptance) -> list[list[float]]:
     return vectors
 
 
+def at_most_one(acceptance: Sequence[float]) -> list[float]:
+    """Acceptance of siblings, whose sum rounding may have raised above 1."""
+    return [a / max(1.0, sum(acceptance)) for a in acceptance]
+
+
 def best_paths(acceptance: Acceptance, size: int, depth: int) -> list[Ranks]:
     """The rank paths of the tree of ``size`` nodes and ``depth`` depths with most expected accepted tokens.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import overload
 
 from triforce_tree.trees.sequoia import Acceptance, Ranks, best_paths, vectors_by_depth
-from triforce_tree.trees.topology_files import SUFFIX, read_topology
+from triforce_tree.trees.topology_files import SUFFIX, check_shape_file, read_topology, write_topology
 
 # Limits of a tree: every proposed token is verified in one forward, every depth takes a forward of the draft.
 MOST_NODES, MOST_DEPTH = 1024, 128
@@ -280,6 +280,23 @@ def load_shape(path: str | Path) -> Tree:
     """
     paths, widths = read_topology(path)
     return Static(paths) if paths is not None else BestFirst(widths or ())
+
+
+def save_shape(path: str | Path, shape: str | Shape) -> None:
+    """Write a tree into a JSON file, whose path is then the name of a shape: ``tree="tree.json"``.
+
+    Raises:
+        ValueError: the path does not end in ``.json``, or the shape is no tree alone.
+        OSError: the file cannot be written.
+    """
+    check_shape_file(path)
+    tree = tree_shape(shape)
+    if isinstance(tree, WithChain):
+        raise ValueError(f"{shape_name(tree)!r} has a chain beside its tree; save the tree, and set lookup=N")
+    if isinstance(tree, Static):
+        write_topology(path, tree.paths)
+    else:
+        write_topology(path, None, tree.widths)
 
 
 @lru_cache(maxsize=64)

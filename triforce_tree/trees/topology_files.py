@@ -3,6 +3,8 @@
 A list alone is one of paths, Medusa's form.
 """
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,24 @@ def read_topology(path: str | Path) -> tuple[list[list[int]] | None, list[int] |
     if known == {"widths"} and _integers(held["widths"]):
         return None, held["widths"]
     raise ValueError(_FORM)
+
+
+def check_shape_file(path: str | Path) -> None:
+    """Raise ValueError unless the name of a file for a tree will be read as one."""
+    if Path(path).suffix != SUFFIX:
+        raise ValueError(f"{str(path)!r} cannot be read as a tree later; use a name that ends in {SUFFIX}")
+
+
+def write_topology(
+    path: str | Path, paths: Sequence[Sequence[int]] | None, widths: Sequence[int] | None = None
+) -> None:
+    """Write what :func:`read_topology` then returns, one of the two.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    held = {"paths": [list(p) for p in paths]} if paths is not None else {"widths": list(widths or ())}
+    Path(path).write_text(json.dumps(held) + "\n", encoding="utf-8")
 
 
 def _integers(value: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.decoding.choice.stage_costs import measure, measure_shape
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
@@ -21,6 +22,7 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stats import LevelStats, Progress
 from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.tune.fitted import DRAFT
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 _WARM_UP_TOKENS = 8
@@ -100,6 +102,33 @@ class Meter:
                 self._program = None
                 raise
         return sample if before is None or after is None else replace(sample, alone_ms=(before + after) / 2)
+
+    def stages(self, config: HierarchyConfig, temperature: float) -> dict[str, list[tuple[int, float]]]:
+        """Seconds of stages after the whole text, in passes with trees of each of the settings' shapes.
+
+        Returns:
+            (tokens of the pass, seconds) of ``target`` and ``retrieval``, where there are such, and of
+            ``draft`` for one depth; by ascending tokens.
+        """
+        with self._hierarchy.active():
+            try:
+                program = self._open(config)
+                program.prepare(ProbsFromLogits.at(temperature))
+                longest, refresh = program.max_seq_len - 1, config.retrieval.refresh
+                first = measure(program, longest, refresh)
+                costs = [first] + [
+                    measure_shape(program, shape, first, refresh) for shape in range(1, len(program.shapes))
+                ]
+            except torch.OutOfMemoryError:
+                self._program = None
+                raise
+        found: dict[str, list[tuple[int, float]]] = {DRAFT: [], "target": [], "retrieval": []}
+        for shape, of in zip(program.shapes, costs, strict=True):
+            at = of.at(len(self._tokens))
+            each = {DRAFT: at.draft / len(shape.widths), "target": at.tree, "retrieval": at.retrieval}
+            for name, seconds in each.items():
+                found[name] += [(shape.nodes, seconds)] if seconds < math.inf else []
+        return {name: sorted(points) for name, points in found.items() if points}
 
     def _alone_ms(self, position: int) -> float | None:
         """Milliseconds per token of the target alone; None on a GPU, which no other program shares."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import chain_shape, parse_shape, sequoia, shape_name, with_chain
+from triforce_tree.trees.shapes import chain_shape, parse_shape, shape_name, with_chain
+from triforce_tree.tune.fitted import MOST_DEPTH, MOST_TOKENS, PROBES
 
 Options = dict[str, Any]
 Measure = Callable[[Options, Options | None], float]
@@ -32,8 +33,6 @@ _LONG_ON_GPU: Options = {
 _SWEEPS = 2
 # Settings that are not searched, beside other_trees, and the numbers of levels that they apply to.
 _CARRIED = {"recent": (3,), "sinks": (2, 3), "window": (2, 3)}
-# (tokens, depth) of the trees that are fitted to a measured acceptance vector.
-_FITTED = ((15, 3), (24, 5))
 
 
 class OutOfTime(Exception):
@@ -102,17 +101,13 @@ class Space:
         """Only a draft model takes the option ``tree``; ``lookup`` is searched where there is none."""
         return "lookup" if self.draft else "tree"
 
-    def coordinates(self, acceptance: Sequence[float] = ()) -> list[Coordinate]:
-        """The coordinates that apply; ``acceptance`` by sibling rank adds the best trees for it."""
+    def coordinates(self, fitted: Sequence[str] = ()) -> list[Coordinate]:
+        """The coordinates that apply; ``fitted`` are trees to try beside the grid's."""
         left_out = {self._inapplicable}
         if not self.gpu:
             left_out.add("retrieval_weight_bits")
         result = [c for c in self.grid if c.name not in self.fixed | left_out]
-        if sum(acceptance) > 0:
-            # Rounded shares may add up to a little more than one.
-            shares = [share / max(1.0, sum(acceptance)) for share in acceptance]
-            fitted = [sequoia(shares, *size).name for size in _FITTED]
-            result = [replace(c, values=(*c.values, *fitted)) if c.name == "tree" else c for c in result]
+        result = [replace(c, values=(*c.values, *fitted)) if c.name == "tree" else c for c in result]
         return [
             replace(c, values=tuple(b for b in c.values if 2 * b <= self.context))
             if c.name == "budget"
@@ -171,10 +166,16 @@ class Space:
         depth = max(extent.depth for extent in found)
         nodes = max(extent.nodes for extent in found)
         if self.draft:
-            nodes = max(nodes, *(1 + tokens for tokens, _ in _FITTED))
-            depth = max(depth, *(levels for _, levels in _FITTED))
+            beside = self.start.matched_tokens(True)
+            nodes, depth = max(nodes, 1 + MOST_TOKENS + beside), max(depth, MOST_DEPTH)
         gamma = max(*values.get("gamma", ()), _LONG_ON_GPU["gamma"], self.start.gamma)
         return PassLimits(depth, nodes, max(depth, gamma))
+
+    def probes(self, options: Options) -> HierarchyConfig | None:
+        """``options`` with the trees whose stages are timed; None for one level."""
+        first, *others = PROBES
+        tried = options | {"tree": first, "other_trees": " ".join(others)}
+        return self.config(self.measured(tried)) if options["levels"] != 1 else None
 
     def complete(self, options: Options) -> Options:
         """All options that reproduce a measurement, whatever the defaults are."""

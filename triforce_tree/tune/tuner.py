@@ -18,6 +18,7 @@ from triforce_tree.models.few_row import why_not_replaceable
 from triforce_tree.planning.device_defaults import device_defaults, gains_from_few_bits
 from triforce_tree.planning.profiles import Entry
 from triforce_tree.trees.shapes import with_chain
+from triforce_tree.tune.fitted import MOST_DEPTH, RANKS, fitted_trees
 from triforce_tree.tune.meters import Meter
 from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.search import Options, OutOfTime, Space, relevant, search
@@ -29,8 +30,7 @@ LEAST_SPEEDUP = 1.05
 # Speeds of the target alone that differ by less do not show a change of the machine's load.
 _USUAL = 0.1
 # Acceptance by sibling rank hardly depends on the context's length.
-_ACCEPTANCE_CONTEXT, _RANKS = 8192, 8
-_DRAFTED = "draft -> retrieval"
+_ACCEPTANCE_CONTEXT = 8192
 _Cell = tuple[int, float]
 
 
@@ -155,9 +155,10 @@ class Tuner:
         self._must, finished = False, False
         acceptance: dict[str, list[float]] = {}
         try:
-            acceptance = self._acceptance()
-            fitting = acceptance.get(_DRAFTED, ())
-            found, finished = search(self._measure, found, space.coordinates(fitting), space.allows)
+            measured = self._acceptance()
+            acceptance = measured.get("acceptance", {})
+            fitted = self._fitted(space, found[0], measured.get("by_depth", {}))
+            found, finished = search(self._measure, found, space.coordinates(fitted), space.allows)
         except OutOfTime:
             pass
         return self._made(space, found[0], plain, plain_ms, acceptance), found, finished
@@ -269,27 +270,43 @@ class Tuner:
             self._meter.close()
         self._meter = self._reading = None
 
-    def _acceptance(self) -> dict[str, list[float]]:
-        """Acceptance by sibling rank; empty without a draft model, or where ``tree`` is not varied."""
+    def _acceptance(self) -> Record:
+        """Acceptance by sibling rank, and of the draft by depth too; empty without a draft model, or where
+        ``tree`` is not varied."""
         temperature, draft = self._cell["temperature"], self.hierarchy.draft
         if draft is None or "tree" in self.plan.fixed:
             return {}
-        record = self.records.find(**self._cell, measured="acceptance")
+        return self._once("acceptance by depth", lambda: self._accepted(self._cell["context"], temperature))
+
+    def _fitted(self, space: Space, options: Options, by_depth: dict[str, list[list[float]]]) -> list[str]:
+        """The best trees for the acceptance by depth and rank, and for the times of the stages."""
+        config = space.probes(options) if by_depth else None
+        if config is None:
+            return []
+        config = self.hierarchy.with_config(config).config  # with what stands beside each tree
+        stages = self._once(
+            "stages", lambda: self._reader(space.context).stages(config, self._cell["temperature"])
+        )
+        return fitted_trees(by_depth, stages, 1 + config.matched_tokens(True)) if stages else []
+
+    def _once(self, what: str, measure: Callable[[], Record]) -> Record:
+        """What was measured now or earlier; empty if memory is short."""
+        record = self.records.find(**self._cell, measured=what)
         if record is None:
             if not self.watch.wanted() or self._late():
                 raise OutOfTime
-            self.watch.says("acceptance by sibling rank")
-            vectors: dict[str, list[float]] = {}
+            self.watch.says(f"{self._cell['context']:,} tokens, T={self._cell['temperature']:g}: {what}")
+            found: Record = {}
             try:
-                vectors = self._by_rank(self._cell["context"], temperature)
+                found = measure()
             except torch.OutOfMemoryError:
-                self.watch.says("too little memory to measure acceptance")
-            record = self._cell | {"measured": "acceptance", "acceptance": vectors}
+                self.watch.says(f"too little memory to measure {what}")
+            record = self._cell | {"measured": what, "found": found}
             self.records.add(record)
-        found: dict[str, list[float]] = record["acceptance"]
-        return found
+        measured: Record = record["found"]
+        return measured
 
-    def _by_rank(self, context: int, temperature: float) -> dict[str, list[float]]:
+    def _accepted(self, context: int, temperature: float) -> Record:
         new = min(self.plan.new_tokens, context // 2)
         tokens = self.tokens[max(0, context - _ACCEPTANCE_CONTEXT - new) : context]
         steps = []
@@ -299,7 +316,11 @@ class Tuner:
             if not self.watch.wanted():
                 raise OutOfTime
             steps.append(step)
-        return overlap.acceptance_by_rank(steps, _RANKS, temperature == 0, self.plan.seed)
+        greedy, seed = temperature == 0, self.plan.seed
+        return {
+            "acceptance": overlap.acceptance_by_rank(steps, RANKS, greedy, seed),
+            "by_depth": overlap.acceptance_by_depth(steps, RANKS, MOST_DEPTH, greedy, seed),
+        }
 
     def _key(self, options: Options, number: int) -> Record:
         return self._cell | {"measured": "speed", "options": relevant(options), "place": number}

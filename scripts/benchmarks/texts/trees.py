@@ -9,7 +9,6 @@ costs of passes are those of two machines: an H200 (docs/results/on_chip_h200.js
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from scripts.benchmarks.common.results import RESULTS, Record, header, write
 from scripts.benchmarks.on_chip.tables import FILE as ON_CHIP
 from scripts.benchmarks.texts.command import chosen_sources
 from scripts.benchmarks.texts.tables import TREES
-from scripts.benchmarks.texts.tree_sizes import Seconds, best_size, chain_tokens
 from triforce_tree import Engine
 from triforce_tree.decoding import forced_tokens
 from triforce_tree.eval import overlap
@@ -29,7 +27,9 @@ from triforce_tree.eval.attention.timing import timed
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.registry import Texts, TextSource, prompts
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import expected_acceptances, sequoia
+from triforce_tree.trees.sequoia import Acceptance, at_most_one
+from triforce_tree.trees.shapes import chain_shape, expected_acceptances, sequoia
+from triforce_tree.trees.sizes import Seconds, best_size, measured_seconds
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 RANKS, DEPTHS = 8, 8
@@ -83,24 +83,9 @@ def cpu_costs(measured: Record) -> dict[str, tuple[Seconds, int]]:
     pass over one token as in ``measured``.
     """
     rows = json.loads((RESULTS / CPU_FORWARD).read_text("utf-8"))["rows"]
-    points = [(row["t"], row["ms"]) for row in rows]
-    draft_ms = points[0][1] * measured["draft_step"] / measured["target"]
-    return {"draft -> target": (line(points, draft_ms), points[-1][0] - 1)}
-
-
-def line(points: Sequence[tuple[int, float]], draft_ms: float) -> Seconds:
-    """Seconds of a pass, linear between the measured (rows, ms); more rows never cost less."""
-    known = [(rows, max(ms for _, ms in points[: at + 1])) for at, (rows, _) in enumerate(points)]
-
-    def seconds(nodes: int, depth: int) -> float:
-        rows = nodes + 1
-        for (low, cheap), (high, dear) in pairwise(known):
-            if rows <= high:
-                verification = cheap + (dear - cheap) * (rows - low) / (high - low)
-                return (verification + depth * draft_ms) / 1e3
-        raise ValueError(f"{nodes} nodes are more than {known[-1][0] - 1}, which were measured")
-
-    return seconds
+    points = [(row["t"], row["ms"] / 1e3) for row in rows]
+    draft = points[0][1] * measured["draft_step"] / measured["target"]
+    return {"draft -> target": (measured_seconds(points, [(1, draft)]), points[-1][0] - 1)}
 
 
 def acceptances(
@@ -164,6 +149,11 @@ def compared(acceptance: list[float], by_depth: list[list[float]], seconds: Seco
     }  # fmt: skip
 
 
+def chain_tokens(acceptance: Acceptance, length: int) -> float:
+    """Expected tokens of a pass with a chain, the one that the verification adds included."""
+    return 1 + expected_acceptances(chain_shape(length), acceptance)
+
+
 def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: rounded(inner) for name, inner in value.items()}
@@ -190,14 +180,9 @@ def compared_rows(rows: Sequence[Record], costs: dict[str, Any]) -> list[Record]
     for machine, of in costs.items():
         for row in (row for row in rows if row["link"] in of):
             seconds, most = of[row["link"]]
-            by_rank, *by_depth = map(_at_most_one, [row["acceptance"], *row["by_depth"]])
+            by_rank, *by_depth = map(at_most_one, [row["acceptance"], *row["by_depth"]])
             made.append(rounded({"machine": machine, **row, **compared(by_rank, by_depth, seconds, most)}))
     return made
-
-
-def _at_most_one(acceptance: list[float]) -> list[float]:
-    """Acceptance of siblings, whose sum rounding may have raised above 1."""
-    return [a / max(1.0, sum(acceptance)) for a in acceptance]
 
 
 def main(words: Sequence[str] | None = None) -> int:

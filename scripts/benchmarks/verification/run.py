@@ -1,6 +1,6 @@
 """How many tokens traversal verification accepts beside verification node by node, on the embedded pair.
 
-    python -m scripts.benchmarks verification [--tokens 64] [--prompts 4] [--context 4096]
+    python -m scripts.benchmarks verification [--tokens 128] [--prompts 24] [--context 4096]
 
 The engine decodes with sampling. For every tree that a level verifies, the expected number of accepted tokens
 is computed for both from the tree's tokens, p and q: acceptance itself is not sampled. Tokens a verification
@@ -34,11 +34,13 @@ from triforce_tree.verify.noise import Noise
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 OUT = results.RESULTS / "verification.json"
-# Levels, tree, runner-ups, draft rounds a pass.
+# Levels, tree, runner-ups, draft rounds a pass; the default trees of both kinds of device among them.
 Setting = tuple[int, str, bool, int]
 SETTINGS: tuple[Setting, ...] = (
     (2, "chain:4", False, 1),
     (2, "chain:8", False, 1),
+    (2, "best-first:2,2,1", False, 1),
+    (2, "best-first:4,4,4,3", False, 1),
     (2, "best-first:6,5,4", False, 1),
     (3, "chain:3", False, 4),
     (3, "chain:3", True, 4),
@@ -138,8 +140,8 @@ def rows_of(setting: Setting, heat: float, found: Found) -> list[results.Record]
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m scripts.benchmarks verification", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each prompt")
+    parser.add_argument("--prompts", type=int, default=24, help="prompts")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each prompt")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6], help="of sampling")
     parser.add_argument("--out", type=Path, default=OUT, help="results file")

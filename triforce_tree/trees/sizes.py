@@ -1,13 +1,16 @@
 """Sizes of Sequoia's trees by the seconds of a pass (arXiv 2402.12374, section 3.3)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from triforce_tree.trees.sequoia import Acceptance, plans_by_depth, vectors_by_depth
 
 Seconds = Callable[[int, int], float]
 """Seconds of a pass with a tree of so many proposed tokens and so many depths: drafting and verification."""
+Points = Sequence[tuple[int, float]]
+"""(tokens, seconds), by ascending tokens; more tokens count as no cheaper than fewer."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,30 @@ def best_size(acceptance: Acceptance, seconds: Seconds, most_size: int, most_dep
     return best
 
 
-def chain_tokens(acceptance: Acceptance, length: int) -> float:
-    """Expected tokens of a pass with a chain, the one that the verification adds included."""
-    vectors, chance, tokens = vectors_by_depth(acceptance), 1.0, 1.0
-    for depth in range(length):
-        chance *= vectors[min(depth, len(vectors) - 1)][0]
-        tokens += chance
-    return tokens
+def measured_seconds(verification: Points, drafting: Points, beside: int = 1) -> Seconds:
+    """Seconds of a pass from measured ones: linear between two points, before the first as at the first.
+
+    Args:
+        verification: of a forward over so many tokens.
+        drafting: of one depth of a tree, in passes of so many tokens. A single point stands for all trees.
+        beside: tokens of a pass that are not the tree's, the root among them.
+
+    Raises:
+        ValueError: (from the result) a tree has more tokens than were measured.
+    """
+    verified, drafted = _interpolated(verification), _interpolated(drafting)
+    return lambda size, depth: verified(size + beside) + depth * drafted(size + beside)
+
+
+def _interpolated(points: Points) -> Callable[[int], float]:
+    known = list(zip([t for t, _ in points], accumulate((s for _, s in points), max), strict=True))
+
+    def at(tokens: int) -> float:
+        if tokens <= known[0][0] or len(known) == 1:
+            return known[0][1]
+        for (low, cheap), (high, dear) in pairwise(known):
+            if tokens <= high:
+                return cheap + (dear - cheap) * (tokens - low) / (high - low)
+        raise ValueError(f"{tokens} tokens are more than {known[-1][0]}, the most that were measured")
+
+    return at
