@@ -17,14 +17,14 @@ from scripts.benchmarks.registry import BENCHMARKS
 def main(words: list[str]) -> int:
     if not words or words[0] in ("list", "-h", "--help"):
         print(__doc__)
-        for name, (_, about) in BENCHMARKS.items():
-            print(f"{name:{max(map(len, BENCHMARKS))}}  {about}")
+        for name, benchmark in BENCHMARKS.items():
+            print(f"{name:{max(map(len, BENCHMARKS))}}  {benchmark.about}")
         return 0
     if words[0] not in BENCHMARKS:
         print(f"unknown benchmark {words[0]!r}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
     try:
-        module = importlib.import_module(f"scripts.{BENCHMARKS[words[0]][0]}")
+        module = importlib.import_module(f"scripts.{BENCHMARKS[words[0]].module}")
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("scripts"):
             raise

@@ -1,70 +1,179 @@
 """All benchmarks by name."""
 
-# Name -> module below ``scripts`` with ``main(words)``, and what it measures.
+import re
+from typing import NamedTuple
+
+# The machine in the name of a results file: ``h200``, ``cpu``.
+MACHINE = "{machine}"
+
+
+class Benchmark(NamedTuple):
+    """A module below ``scripts`` with ``main(words)``.
+
+    Attributes:
+        about: what it measures.
+        writes: name of its file in docs/results; "" where it writes none there.
+        to_file: ``--out`` names a file, not a folder.
+    """
+
+    module: str
+    about: str
+    writes: str = ""
+    to_file: bool = False
+
+    def wrote(self, file: str) -> bool:
+        """Whether a results file of this name is one of it."""
+        pattern = re.escape(self.writes).replace(re.escape(MACHINE), "[a-z0-9]+")
+        return bool(re.fullmatch(pattern, file)) if self.writes else False
+
+
 BENCHMARKS = {
-    "tables": ("benchmarks.tables", "no benchmark: writes the tables of README.md and docs/"),
-    "series": ("benchmarks.series.run", "the benchmarks of a GPU one after another, within a time limit"),
-    "texts": ("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
-    "on_chip": ("benchmarks.on_chip.run", "decoding on one GPU, 122,880 tokens: docs/measurements.md"),
-    "prefill": ("benchmarks.on_chip.prefill", "prompts of up to 122,880 tokens on one GPU: docs/prefill.md"),
-    "requests": (
+    "tables": Benchmark("benchmarks.tables", "no benchmark: writes the tables of README.md and docs/"),
+    "series": Benchmark(
+        "benchmarks.series.run",
+        "the benchmarks of a GPU one after another, within a time limit",
+    ),
+    "remeasure": Benchmark(
+        "benchmarks.remeasure", "no benchmark: a published file's cells on this machine, for bench verify"
+    ),
+    "texts": Benchmark("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
+    "on_chip": Benchmark(
+        "benchmarks.on_chip.run",
+        "decoding on one GPU, 122,880 tokens: docs/measurements.md",
+        "on_chip_h200.json",
+    ),
+    "prefill": Benchmark(
+        "benchmarks.on_chip.prefill",
+        "prompts of up to 122,880 tokens on one GPU: docs/prefill.md",
+        "prefill_h200.json",
+    ),
+    "requests": Benchmark(
         "benchmarks.requests.run",
         "whole requests, cold and a second turn, beside plain decoding: docs/sessions.md",
+        "requests_h200.json",
     ),
-    "shared_prefix": (
+    "shared_prefix": Benchmark(
         "benchmarks.requests.shared_prefix",
         "questions about one or two documents in a batch, keys and values stored once beside copies",
+        "shared_prefix_h200.json",
     ),
-    "clients": (
+    "clients": Benchmark(
         "benchmarks.requests.clients",
         "clients that ask about one document and join a batch, keys and values stored once beside copies",
+        "clients_h200.json",
     ),
-    "any_text": ("benchmarks.texts.any_text", "speed on texts of seven kinds: docs/any_text.md"),
-    "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),
-    "tuned": (
+    "any_text": Benchmark(
+        "benchmarks.texts.any_text",
+        "speed on texts of seven kinds: docs/any_text.md",
+        "any_text_{machine}.json",
+    ),
+    "never_slower": Benchmark(
+        "benchmarks.texts.never_slower",
+        "the same by context, beside plain decoding",
+        "never_slower_{machine}.json",
+    ),
+    "tuned": Benchmark(
         "benchmarks.texts.tuned",
         "default settings beside those that tune finds for the cell: docs/defaults.md",
+        "tuned_{machine}.json",
     ),
-    "real_model": (
+    "real_model": Benchmark(
         "benchmarks.texts.real_model",
         "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",
+        "real_model_{machine}.json",
     ),
-    "trees": ("benchmarks.texts.trees", "token trees beside chains of equal cost, by kind of text"),
-    "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),
-    "parallel": ("benchmarks.offload.parallel", "the same on several cards, under torchrun"),
-    "split": (
+    "trees": Benchmark(
+        "benchmarks.texts.trees",
+        "token trees beside chains of equal cost, by kind of text",
+        "trees.json",
+        to_file=True,
+    ),
+    "offload": Benchmark(
+        "benchmarks.offload.run",
+        "decoding with the cache in host memory: docs/offloading.md",
+        "offload_h200.json",
+    ),
+    "parallel": Benchmark(
+        "benchmarks.offload.parallel",
+        "the same on several cards, under torchrun",
+        "offload_parallel_h200.json",
+    ),
+    "split": Benchmark(
         "benchmarks.cards.split",
         "stages on several cards, a text split by position or by heads; --texts: whole decoding",
+        "sequence_parallel_h200x2.json",
     ),
-    "rope": (
+    "rope": Benchmark(
         "benchmarks.rope.run",
         "the embedded pair at more positions, with YaRN: docs/several_cards.md",
+        "rope_{machine}.json",
     ),
-    "tree_attention": (
+    "tree_attention": Benchmark(
         "benchmarks.attention.run",
         "tree attention beside its peers; --check: the gate",
+        "tree_attention_h200.json",
     ),
-    "workloads": (
+    "workloads": Benchmark(
         "benchmarks.workloads.run",
         "texts that branch, as DeFT, FastTree and PAT build them: docs/branching.md",
+        "tree_workloads_{machine}.json",
     ),
-    "workload_bytes": (
+    "workload_bytes": Benchmark(
         "benchmarks.workloads.read_bytes",
         "KV bytes that attention over them reads, counted by Nsight Compute: docs/branching.md",
+        "tree_workload_bytes_{machine}.json",
     ),
-    "exact": ("benchmarks.exact.run", "greedy texts and times of bit-exact mode: docs/losslessness.md"),
-    "linear": ("benchmarks.linear.run", "few-row linear layers: check, time, compare; --quick: less"),
-    "host_attention": ("benchmarks.cpu.host_attention", "attention on the CPU, alone and beside the bus"),
-    "cpu": ("benchmarks.cpu.speed", "the embedded pair on a CPU beside transformers: docs/cpu.md"),
-    "cpu_prefill": ("benchmarks.cpu.prefill", "prompts on a CPU beside transformers: docs/prefill.md"),
-    "retrieval": (
+    "exact": Benchmark(
+        "benchmarks.exact.run",
+        "greedy texts and times of bit-exact mode: docs/losslessness.md",
+        "bit_exact_{machine}.json",
+    ),
+    "linear": Benchmark(
+        "benchmarks.linear.run",
+        "few-row linear layers: check, time, compare; --quick: less",
+        "linear_h200.json",
+        to_file=True,
+    ),
+    "host_attention": Benchmark(
+        "benchmarks.cpu.host_attention",
+        "attention on the CPU, alone and beside the bus",
+        "host_attention_{machine}.json",
+        to_file=True,
+    ),
+    "cpu": Benchmark(
+        "benchmarks.cpu.speed",
+        "the embedded pair on a CPU beside transformers: docs/cpu.md",
+        "cpu_16k.json",
+        to_file=True,
+    ),
+    "cpu_prefill": Benchmark(
+        "benchmarks.cpu.prefill",
+        "prompts on a CPU beside transformers: docs/prefill.md",
+        "cpu_prefill.json",
+        to_file=True,
+    ),
+    "retrieval": Benchmark(
         "benchmarks.retrieval.run",
         "overlap of level 1 with the target by retrieval policy: docs/retrieval.md",
+        "retrieval_policies.json",
+        to_file=True,
     ),
-    "verification": (
+    "verification": Benchmark(
         "benchmarks.verification.run",
         "tokens that traversal verification accepts beside node by node: docs/losslessness.md",
+        "verification.json",
+        to_file=True,
     ),
-    "pair": ("train_pair.evaluate", "what the embedded pair can do: needles, loss, overlaps"),
-    "kernels_by_arch": ("checks.kernels_by_arch", "compiles every kernel for GPUs not at hand"),
+    "pair": Benchmark(
+        "train_pair.evaluate",
+        "what the embedded pair can do: needles, loss, overlaps",
+        "pair.json",
+        to_file=True,
+    ),
+    "kernels_by_arch": Benchmark(
+        "checks.kernels_by_arch",
+        "compiles every kernel for GPUs not at hand",
+        "kernels_by_arch.json",
+        to_file=True,
+    ),
 }

@@ -68,6 +68,8 @@ def test_captions_say_what_has_changed(digests: Any) -> None:
         " (measured at commit b2 (8b); code under it has changed since; "
         "measured at commit c3 (batch); no digest of the code under it was kept)"
     )
+    # No area is no digest: nothing of it could have changed.
+    assert digests.state({}) == digests.state(None) == "no digest of the code under it was kept"
     assert digests.state({"gone": "x"}) == "code under it has changed since"
 
 

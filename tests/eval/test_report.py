@@ -1,6 +1,5 @@
 """Results files as tables, plots and reports, and beside one's own."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -134,34 +133,19 @@ def test_the_readers_figures_stand_beside_the_files(tmp_path: Path) -> None:
     theirs = verify.cells_of(tmp_path / "theirs.jsonl")
     mine = cells(public(factor=2.0))
     mine.pop(next(place for place in mine if ("method", "streaming-llm") in place))
-    rows = {(row[0], row[1]): row[2:] for row in verify.compared(theirs, mine).rows}
-    assert rows["400, T=0, triforce-3-level", "ms/token"] == ("3", "6", "2.00")
-    assert rows["400, T=0, triforce-3-level", "speed-up"] == ("3", "1.5", "0.50")
-    assert rows["400, T=0, hierarchy", "ROUGE-L"] == ("0.75", "0.75", "1.00")
-    assert rows["800, T=0, streaming-llm", "ms/token"] == ("1", "not measured", "")
-
-
-def test_files_of_scripts_are_compared_by_their_rows(tmp_path: Path) -> None:
-    row = {
-        "part": "7b",
-        "context": 9,
-        "temperature": 0.0,
-        "setting": {"gamma": 2},
-        "ms_per_token": 4.0,
-        "speedup": None,
-    }
-    for name, ms in (("a", 4.0), ("b", 5.0)):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": [{**row, "ms_per_token": ms}]}))
-    theirs, mine = verify.cells_of(tmp_path / "a.json"), verify.cells_of(tmp_path / "b.json")
-    assert [tuple(r[1:]) for r in verify.compared(theirs, mine).rows] == [("ms_per_token", "4", "5", "1.25")]
-    with pytest.raises(ValueError, match=r"is of python -m scripts.benchmarks; .* give --mine MINE"):
-        verify.command_of(tmp_path / "a.json")
-    (tmp_path / "c.json").write_text("[]")
-    with pytest.raises(ValueError, match="is not a results file with rows"):
-        verify.cells_of(tmp_path / "c.json")
-    Records(tmp_path / "empty.jsonl", {"benchmark": "text"})
-    with pytest.raises(ValueError, match="holds no figures that can be compared"):
-        verify.cells_of(tmp_path / "empty.jsonl")
+    shown, overall = verify.compared(theirs, mine)
+    rows = {(row[0], row[1]): row[2:] for row in shown.rows}
+    assert rows["tokens 400, T=0, triforce-3-level", "ms/token"] == ("3", "6", "2.00")
+    assert rows["tokens 400, T=0, triforce-3-level", "speed-up"] == ("3", "1.5", "0.50")
+    assert rows["tokens 400, T=0, through hierarchy", "ROUGE-L"] == ("0.75", "0.75", "1.00")
+    assert shown.note.startswith("not measured here, 1 of ")
+    assert "tokens 800, T=0, streaming-llm" in shown.note
+    assert overall.rows[0][0] == "ms/token"
+    assert overall.rows[0][3:] == ("1.00", "2.00")
+    with pytest.raises(
+        ValueError, match=r"none of the file's \d+ cells was measured here: .*; measure the same"
+    ):
+        verify.compared(theirs, {(("method", "other"),): {"ms": 1.0}})
 
 
 def test_only_a_bench_command_is_run_again(tmp_path: Path) -> None:

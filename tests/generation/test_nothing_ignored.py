@@ -12,6 +12,7 @@ import triforce_tree
 from triforce_tree import Engine
 from triforce_tree.engine import Engine as OwnEngine
 from triforce_tree.generation import options
+from triforce_tree.models.recurrent.pass_through import CACHE
 
 IDS = torch.tensor([PROMPT])
 # Every option that is not carried out, with a value that would have an effect.
@@ -67,7 +68,7 @@ REFUSED_PARAMETERS: dict[str, Any] = {
 }
 # Further keywords of it.
 REFUSED_KEYWORDS: dict[str, Any] = {
-    "past_key_values": DynamicCache(),
+    CACHE: DynamicCache(),
     "position_ids": torch.arange(len(PROMPT))[None],
     "inputs_embeds": torch.zeros(1, 3, 32),
     "token_type_ids": torch.zeros_like(IDS),
@@ -128,14 +129,14 @@ def hooked(**kwargs: Any) -> list[int]:
 def filled() -> DynamicCache:
     cache = DynamicCache(config=TARGET.config)
     with torch.no_grad():
-        TARGET(IDS[:, :7], past_key_values=cache, use_cache=True)
+        TARGET(IDS[:, :7], use_cache=True, **{CACHE: cache})
     return cache
 
 
 HOOKED: dict[str, tuple[Any, str]] = {
     **{name: (REFUSED_PARAMETERS[name], name) for name in REFUSED_PARAMETERS if name != "custom_generate"},
     "streamer": (Collect(), r"streamer does not reach .*custom_generate\(streamer=\.\.\.\)"),
-    "past_key_values": (filled(), "past_key_values holds tokens"),
+    CACHE: (filled(), f"{CACHE} holds tokens"),
     "position_ids": (torch.arange(len(PROMPT))[None] + 1, "position_ids other than"),
     "use_cache": (False, "use_cache=False"),
     "num_beams": (2, "rows"),
@@ -152,7 +153,7 @@ def test_nothing_is_ignored_through_transformers(name: str) -> None:
 
 
 def test_what_asks_for_nothing_is_fine_through_transformers() -> None:
-    own = {"past_key_values": DynamicCache(), "position_ids": torch.arange(len(PROMPT))[None]}
+    own = {CACHE: DynamicCache(), "position_ids": torch.arange(len(PROMPT))[None]}
     nothing = {"synced_gpus": False, "assistant_model": None, "streamer": None}
     assert hooked(**own, **nothing) == EXPECTED[:5]
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 import triforce_tree
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.loading.inflate import SHAPES, Shape, inflate, inflate_pair
+from triforce_tree.models.recurrent.pass_through import CACHE
 
 # The tiny Llamas have 32 hidden, 2 layers, 4 heads of 8, MLP 64: (family, shape).
 CASES = {
@@ -92,8 +93,8 @@ def test_entries_are_zero_only_where_they_must_be() -> None:
 @torch.no_grad()
 def test_keys_and_values_are_full_size() -> None:
     out = inflate(tiny("llama"), "96x5x12/4x8x100")(torch.tensor([prompt_of(30)]), use_cache=True)
-    assert len(out.past_key_values.layers) == 5
-    for layer in out.past_key_values.layers:
+    assert len(out[CACHE].layers) == 5
+    for layer in out[CACHE].layers:
         for tensor in (layer.keys, layer.values):
             assert tensor.shape == (1, 4, 30, 8)
             assert (tensor.abs().amax(-1) > 0).all()
@@ -104,7 +105,7 @@ def test_heads_without_effect_attend_as_the_small_models() -> None:
     """Random ones would let a retrieval cache exchange more chunks than a trained model does."""
     small, ids = tiny("llama"), torch.tensor([prompt_of(30)])
     big = inflate(small, "96x5x6/6x8x100")  # the small layers are layers 1 and 3
-    own, new = (model(ids, use_cache=True).past_key_values.layers for model in (small, big))
+    own, new = (model(ids, use_cache=True)[CACHE].layers for model in (small, big))
     for layer, source in enumerate((0, 0, 1, 1, 1)):
         for part in ("keys", "values"):
             tensor, expected = getattr(new[layer], part), getattr(own[source], part)

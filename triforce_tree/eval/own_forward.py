@@ -14,6 +14,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
 from triforce_tree.models.length_rope import LengthRope
+from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 _CHUNK = 2048  # tokens of a prompt in one forward
@@ -41,7 +42,7 @@ def last_logits(engine: Engine, tokens: Sequence[int]) -> Tensor:
     model: Any = engine.hierarchy.target.model
     with torch.no_grad():
         cache = prefilled(engine, tokens[:-1])
-        out = model(as_ids(model, tokens[-1:]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(as_ids(model, tokens[-1:]), use_cache=True, logits_to_keep=1, **{CACHE: cache})
     logits: Tensor = out.logits
     return logits[0, -1].float()
 
@@ -59,8 +60,8 @@ def prefilled(engine: Engine, tokens: Sequence[int]) -> Any:
     chunk = _CHUNK if LengthRope.of(model) is None else max(1, len(tokens))
     for start in range(0, len(tokens), chunk):
         ids = as_ids(model, tokens[start : start + chunk])
-        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
+        out = model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        cache = out[CACHE]
     return cache
 
 
@@ -76,7 +77,7 @@ def own_decoding(
         do_sample=False,
         max_new_tokens=new_tokens,
         stopping_criteria=stop,
-        **({} if cache is None else {"past_key_values": cache}),
+        **({} if cache is None else {CACHE: cache}),
     )
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
@@ -110,7 +111,7 @@ def last_position_logits(engine: Engine, tokens: Sequence[int], positions: int) 
     """fp32 ``[positions, V]`` of the last tokens, by one forward of transformers' over all of them."""
     model: Any = engine.hierarchy.target.model
     cache = own_cache(engine)
-    how = {"use_cache": False} if cache is None else {"past_key_values": cache}
+    how = {"use_cache": False} if cache is None else {CACHE: cache}
     with torch.no_grad():
         logits: Tensor = model(as_ids(model, tokens), logits_to_keep=positions, **how).logits
     return logits[0, -positions:].float()

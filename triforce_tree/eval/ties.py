@@ -16,6 +16,7 @@ from triforce_tree.decoding.forced_tokens import target_logits
 from triforce_tree.engine import Engine
 from triforce_tree.eval.own_forward import as_ids, greedy_scores, last_logits, prefilled
 from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 NOISE_POSITIONS = 16
@@ -88,8 +89,8 @@ def forward_noise(engine: Engine, tokens: Sequence[int], to_scores: ProbsFromLog
         cache = prefilled(engine, tokens[: start - 1])
         worst = 0.0
         for i, at in enumerate(range(start - 1, len(tokens) - 1)):
-            out = model(as_ids(model, tokens[at : at + 1]), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(as_ids(model, tokens[at : at + 1]), use_cache=True, **{CACHE: cache})
+            cache = out[CACHE]
             ours, own = (
                 scores_after(to_scores, logits, tokens[: at + 1])
                 for logits in (many[i], out.logits[0, -1].float())

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import stopping_criteria as hf_stop
 
 from triforce_tree.decoding.stop_criteria import Ending, Stop
+from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.runtime.distributed import broadcast_flag
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -123,7 +124,7 @@ _PREPARED = frozenset(
     {
         "position_ids",
         "cache_position",
-        "past_key_values",
+        CACHE,
         "use_cache",
         "logits_to_keep",
         "num_logits_to_keep",
@@ -149,11 +150,11 @@ def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mas
                 f"{name} is not supported by triforce_tree, which continues token ids alone; leave it "
                 "out, or use the model's own generate()"
             )
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(CACHE)
     # transformers itself passes an empty one.
     if cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0):
         raise ValueError(
-            "past_key_values holds tokens, and triforce_tree has KV caches of its own; leave it out and give "
+            f"{CACHE} holds tokens, and triforce_tree has KV caches of its own; leave it out and give "
             "the whole text as input_ids"
         )
     positions = inputs.get("position_ids")

@@ -36,6 +36,7 @@ from triforce_tree.models.attention import AttentionParams, scales_queries
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall
+from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.models.supported import UnsupportedModelError, likely_cause, max_positions
 from triforce_tree.runtime.devices import plain_torch_modes
 
@@ -208,7 +209,7 @@ class _Guard:
             for layer, (k, v) in kv.items():
                 cache.update(k, v, layer)
             positions = torch.arange(prefix, prefix + count, device=self.device)
-            keywords = {"use_cache": True, "past_key_values": cache, "position_ids": positions[None]}
+            keywords = {"use_cache": True, CACHE: cache, "position_ids": positions[None]}
         if gap:
             positions = torch.arange(count, device=self.device)
             positions += gap * (positions >= chunks[0])

@@ -34,7 +34,7 @@ from triforce_tree.models.prefill.layers import PrefillLayers
 from triforce_tree.models.recorder import Recorder
 from triforce_tree.models.recurrent.limits import refuse_without_attention
 from triforce_tree.models.recurrent.mixers import attach
-from triforce_tree.models.recurrent.pass_through import PassThrough
+from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
 from triforce_tree.models.recurrent.running import running
 from triforce_tree.models.supported import UnsupportedModelError, max_positions, refuse_unsupported
 from triforce_tree.models.tensor_parallel import agreed_logits
@@ -272,9 +272,9 @@ class HFModel:
             out = self.running(
                 input_ids=ids,
                 position_ids=positions,
-                past_key_values=PassThrough(),
                 use_cache=True,
                 logits_to_keep=1 if last_only else 0,
+                **{CACHE: PassThrough()},
                 **({"triforce_positions": positions} if scales_queries(self.model) else {}),
             )
         if whole and len(called) != len(self.calls):

@@ -106,6 +106,14 @@ def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, copies[id(model)])
 
 
+def class_forward(module: nn.Module) -> Any:
+    """The forward of a module's class, without decorators that only rename deprecated arguments."""
+    forward: Any = type(module).forward
+    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+        forward = forward.__wrapped__
+    return forward
+
+
 def with_global(forward: FunctionType, name: str, value: Callable[..., Any]) -> FunctionType:
     """A copy of a function that finds ``value`` under a global name."""
     names = {**forward.__globals__, name: value}

@@ -38,7 +38,7 @@ from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy
 from triforce_tree.models.recurrent.mixers import attach
-from triforce_tree.models.recurrent.pass_through import PassThrough
+from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
 from triforce_tree.models.recurrent.running import RecurrentPass, running
 from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.runtime.capture_probe import why_not_capturable
@@ -189,9 +189,9 @@ class StepModel:
                 out = self.model(
                     input_ids=tokens,
                     position_ids=positions,
-                    past_key_values=PassThrough(),
                     use_cache=True,
                     logits_to_keep=last,
+                    **{CACHE: PassThrough()},
                     **({"triforce_positions": positions} if self.scales_queries else {}),
                 )
         finally:

@@ -5,6 +5,7 @@ rows are made of lie beside it, one JSON line each in FILE.PART.jsonl, which git
 """
 
 import json
+import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -33,10 +34,10 @@ _KEYS = ("method", "prompt", "start", "sources", "exact")
 _PLANNED = ("memory_plan", "options")
 
 
-def header(seed: int, *areas: str) -> Record:
+def header(seed: int, area: str, *more: str) -> Record:
     """Command, commit ("+": changed since), date, hardware, versions, seed, digests of the measured code."""
-    command = " ".join(["python", *sys.orig_argv[1:]])
-    return results.header(seed) | {"command": command, "code": digests(areas)}
+    command = shlex.join(["python", *sys.orig_argv[1:]])
+    return results.header(seed) | {"command": command, "code": digests((area, *more))}
 
 
 def write(path: Path, content: Record) -> None:

@@ -26,6 +26,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.eval import results
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.recurrent.pass_through import CACHE
 
 # By the clock, and of the process.
 Seconds = tuple[float, float]
@@ -51,7 +52,7 @@ def theirs(model: PreTrainedModel, prompt: list[int]) -> Callable[[], Seconds]:
     @torch.no_grad()
     def run() -> Seconds:
         cache = DynamicCache(config=model.config)
-        return _timed(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
+        return _timed(lambda: model(ids, logits_to_keep=1, **{CACHE: cache}))
 
     return run
 

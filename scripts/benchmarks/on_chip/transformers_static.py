@@ -16,6 +16,7 @@ from transformers import StaticCache
 
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.recurrent.pass_through import CACHE
 
 # torch.compile's CUDA graphs: a run that compiles, some that record, and then the replays that count.
 _WARM_UPS = 6
@@ -70,7 +71,7 @@ def static_decoding(
     def step(tokens: Tensor) -> Tensor:
         if compiled:
             torch.compiler.cudagraph_mark_step_begin()
-        logits = forward(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        logits = forward(input_ids=tokens, use_cache=True, **{CACHE: cache}).logits
         best: Tensor = logits[:, -1:].argmax(-1).clone()
         return best
 

@@ -1,14 +1,15 @@
-"""The benchmarks of a GPU, one after another within a time limit, on several cards side by side.
+"""All benchmarks of a GPU or of a CPU, one after another within a time limit, on several cards side by side.
 
     python -m scripts.benchmarks series --list
     python -m scripts.benchmarks series --texts texts.json.xz --out results
     python -m scripts.benchmarks series --texts texts.json.xz --out results --seconds 560 --only exact
+    python -m scripts.benchmarks series --device cpu --out results                  # what a CPU measures
     python -m scripts.benchmarks series --tiny --only exact workloads               # on any machine
 
 Each step is a command of its own, whose output goes to OUT/logs. What is done is kept in OUT/series.json with
 the digest of the code: the same command goes on with what is left, and begins anew what other code has
 measured. ``--out`` may hold the files of an earlier run. Results are copied to docs/results by hand. Exit
-code 1 where a step failed, 3 where the time limit left some out.
+code 1 where a step failed, 3 where some were left out: by the time limit, or for a file that they need.
 """
 
 import json
@@ -28,7 +29,7 @@ from rich.table import Table
 
 from scripts.benchmarks.common.command import parser, results_folder
 from scripts.benchmarks.common.results import Record, write
-from scripts.benchmarks.series.steps import GPU, Step
+from scripts.benchmarks.series.steps import GROUPS, Step
 from triforce_tree.eval.report.code_digest import ROOT, digest
 
 STATE = "series.json"
@@ -57,7 +58,9 @@ class StepRunner:
         self._code = digest("api")
         path = self.out / STATE
         self.state: Record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        self._waiting = [step for step in steps if not self._done(step)]
+        left = [step for step in steps if not self._done(step)]
+        self._waiting = [step for step in left if args.tiny or (self.out / step.needs).exists()]
+        self._lacking = [step for step in left if step not in self._waiting]
         self._running = set[str]()
 
     def run(self) -> int:
@@ -71,10 +74,12 @@ class StepRunner:
                 worker.join()
         for step in self._waiting:
             self.console.print(f"{step.name}: not begun, it takes some {step.minutes:g} minutes")
+        for step in self._lacking:
+            self.console.print(f"{step.name}: left out, there is no {self.out / step.needs}")
         codes = [self.state[name]["code"] for name in self.state if self.state[name]["digest"] == self._code]
         if any(code not in (0, _INCOMPLETE) for code in codes):
             return 1
-        return _INCOMPLETE if self._waiting or _INCOMPLETE in codes else 0
+        return _INCOMPLETE if self._waiting or self._lacking or _INCOMPLETE in codes else 0
 
     def _done(self, step: Step) -> bool:
         known = self.state.get(step.name, {})
@@ -111,7 +116,9 @@ class StepRunner:
         left, texts = self._left(), self.args.texts and self.args.texts.resolve()
         command = step.command(self.out, texts, self.cards, left, self.args.tiny)
         environment = dict(os.environ)
-        if not step.every_card and self.cards > 1:
+        if self.args.device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        elif not step.every_card and self.cards > 1:
             environment["CUDA_VISIBLE_DEVICES"] = str(card)
         log = self.out / "logs" / f"{step.name}.txt"
         log.parent.mkdir(exist_ok=True)
@@ -149,27 +156,37 @@ def _ended(process: subprocess.Popen[bytes], left: float | None) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     made = parser("benchmarks series", __doc__)
-    names = [step.name for step in GPU]
-    made.add_argument("--only", nargs="+", choices=names, metavar="STEP", help="those of --list; default all")
+    made.add_argument(
+        "--device", choices=[*GROUPS], default="cuda", help="the steps of a GPU, or those of a CPU"
+    )
+    made.add_argument("--only", nargs="+", metavar="STEP", help="those of --list; default all")
     made.add_argument("--list", action="store_true", help="print the steps, and run nothing")
     made.add_argument("--texts", type=Path, help="file that `texts` wrote; by default what is installed")
     made.add_argument("--seconds", type=float, help="end before this many, with what is measured")
     args = made.parse_args(words)
-    console = Console(stderr=True)
+    console, on_gpu = Console(stderr=True), args.device == "cuda"
+    group = {step.name: step for step in GROUPS[args.device]}
     if args.list:
-        table = Table("step", "minutes on one H200", "command")
-        for step in GPU:
+        table = Table("step", "minutes on " + ("one H200" if on_gpu else "two cores"), "command")
+        for step in group.values():
             table.add_row(step.name, f"{step.minutes:g}", "python -m " + step.words)
         Console().print(table)
         return 0
+    if unknown := set(args.only or ()) - group.keys():
+        known = ", ".join(group)
+        made.error(
+            f"--only {' '.join(sorted(unknown))}: no such step of --device {args.device}; known: {known}"
+        )
     if args.texts is not None and not args.texts.is_file():
         made.error(f"--texts {args.texts} is no file; python -m scripts.benchmarks texts makes one")
-    steps = [step for step in GPU if args.only is None or step.name in args.only]
+    steps = [step for step in group.values() if args.only is None or step.name in args.only]
     if args.tiny:
         steps = [step for step in steps if step.tiny is not None]
-    elif not torch.cuda.is_available():
-        made.error("there is no GPU here; --tiny runs the same steps with tiny models on the CPU")
-    cards = 1 if args.tiny else torch.cuda.device_count()
+    elif on_gpu and not torch.cuda.is_available():
+        made.error(
+            "there is no GPU here; --device cpu runs the steps of a CPU, --tiny these with tiny models"
+        )
+    cards = 1 if args.tiny or not on_gpu else torch.cuda.device_count()
     return StepRunner(steps, args, cards, console).run()
 
 

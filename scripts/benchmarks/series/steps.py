@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.benchmarks.registry import BENCHMARKS, MACHINE
+
 TEXTS, OUT = "{texts}", "{out}"
 
 
@@ -16,10 +18,12 @@ class Step:
     Attributes:
         name: of its log, and for ``--only``.
         words: after ``python -m``; ``{out}`` is the folder of results, ``{texts}`` the file of texts.
-        minutes: that it takes on one H200. It is not begun where less is left, unless it is ``timed``.
+        minutes: that it takes on one H200, or on two cores of a CPU; estimates where it has not run there.
+            It is not begun where less is left, unless it is ``timed``.
         timed: ends by itself before ``--seconds``, with what it has.
         alone: with nothing beside it, as it uses the host's memory and cores too.
         every_card: runs on all cards under torchrun, alone.
+        needs: a file or folder in the folder of results, without which the step is left out.
         tiny: words that replace those after the name of the benchmark where ``--tiny`` alone takes too long
             on a CPU; None where the command has no tiny form.
     """
@@ -30,12 +34,20 @@ class Step:
     timed: bool = False
     alone: bool = False
     every_card: bool = False
+    needs: str = ""
     tiny: str | None = ""
 
     @property
     def benchmark(self) -> str:
         """By which steps that write one results file are told: they do not run side by side."""
         return " ".join(shlex.split(self.words)[:2])
+
+    def writes(self, file: str) -> bool:
+        """Whether docs/results has what the step measures in a file of this name."""
+        module, *words = shlex.split(self.words)
+        if module == "scripts.benchmarks":
+            return BENCHMARKS[words[0]].wrote(file)
+        return f"{OUT}/{file}" in words
 
     def command(
         self, out: Path, texts: Path | None, cards: int, seconds: float | None, tiny: bool
@@ -71,11 +83,15 @@ def _lacks_texts(words: Sequence[str], number: int, texts: Path | None) -> bool:
 
 
 def _bench(name: str, words: str, minutes: float, **more: bool | str | None) -> Step:
-    """A benchmark of ``scripts.benchmarks``, its name the step's unless words begin with another."""
-    return Step(name, f"scripts.benchmarks {words} --out {OUT}", minutes, **more)  # type: ignore[arg-type]
+    """A benchmark of ``scripts.benchmarks``, which the first word names; ``--out`` is as it takes it."""
+    known = BENCHMARKS[words.split()[0]]
+    machine = "cpu" if MACHINE in known.writes else ""
+    out = f"{OUT}/{known.writes.replace(MACHINE, machine)}" if known.to_file else OUT
+    return Step(name, f"scripts.benchmarks {words} --out {out}", minutes, **more)  # type: ignore[arg-type]
 
 
 _TINY_GRID = "--shapes pair --contexts 1024 --kinds documentation --temperatures 0 --new-tokens 8"
+_ON_CPU = "--shapes pair --temperatures 0 0.8 --seeds 1"
 
 GPU = (
     # What decides whether the rest is worth its time comes first.
@@ -104,15 +120,49 @@ GPU = (
         timed=True,
         tiny=f"{_TINY_GRID} --tune-seconds 0 --pairs 1",
     ),
+    _bench(
+        "real-model",
+        f"real_model --draft {OUT}/smollm2/draft --contexts 7168 --seeds 1 --texts {TEXTS}",
+        8,
+        timed=True,
+        needs="smollm2/draft",
+        tiny="--shapes own --contexts 256 --kinds documentation --temperatures 0 --new-tokens 8",
+    ),
     _bench("prefill", "prefill --chunks 4096 16384", 4),
     _bench("workloads", "workloads", 8, tiny="--workloads deft/keyword --new 4"),
+    _bench("workload-bytes", "workload_bytes", 10, alone=True, tiny=None),
     _bench("shared-prefix", "shared_prefix", 4, tiny="--questions 2 --new 8 --runs 1"),
+    _bench("clients", "clients", 8, tiny="--clients 2 --levels 2 --context 384 --new 8 --runs 1"),
     _bench("on-chip-7b", "on_chip --part 7b", 6, tiny="--part 7b"),
     _bench("on-chip-8b", "on_chip --part 8b", 6, tiny="--part 8b"),
     _bench("on-chip-batch", "on_chip --part batch", 5, tiny="--part batch"),
     _bench("on-chip-lengths", "on_chip --part lengths", 5, tiny="--part lengths"),
+    _bench("on-chip-8b-kv8", "on_chip --part 8b-kv8", 6, tiny="--part 8b-kv8"),
+    _bench("on-chip-outputs", "on_chip --part outputs", 4, tiny="--part outputs"),
+    _bench("on-chip-ablations", "on_chip --part ablations-7b", 15, tiny="--part ablations-7b"),
     _bench("offload-7b", "offload --part 7b", 9, alone=True, tiny="--part 7b"),
     _bench("offload-8b", "offload --part 8b", 6, alone=True, tiny="--part 8b"),
+    _bench("offload-8b-512k", "offload --part 8b-512k", 9, alone=True, tiny="--part 8b-512k"),
+    _bench("offload-13b", "offload --part 13b", 6, alone=True, tiny="--part 13b"),
+    _bench("offload-caps", "offload --part caps", 8, alone=True, tiny="--part caps"),
+    _bench("offload-resident", "offload --part resident", 6, alone=True, tiny="--part resident"),
+    _bench(
+        "offload-host-attention", "offload --part host-attention", 6, alone=True, tiny="--part host-attention"
+    ),
+    _bench(
+        "offload-host-attention-8b",
+        "offload --part host-attention-8b",
+        4,
+        alone=True,
+        tiny="--part host-attention-8b",
+    ),
+    Step(
+        "host-attention",
+        f"scripts.benchmarks host_attention --out {OUT}/host_attention_h200.json",
+        2,
+        alone=True,
+        tiny=None,
+    ),
     _bench("exact", "exact", 30, timed=True),
     Step(
         "paper",
@@ -120,9 +170,70 @@ GPU = (
         20,
         tiny=None,
     ),
-    Step("linear", f"scripts.benchmarks linear --quick --out {OUT}/linear_h200.json", 2, tiny=None),
-    Step("tree-attention", f"scripts.benchmarks tree_attention --every 2 --out {OUT}", 5, tiny=None),
+    _bench("linear", "linear", 8, tiny=None),
+    _bench("tree-attention", "tree_attention --every 2", 5, tiny=None),
+    _bench(
+        "pair-gpu",
+        "pair --device cuda --lengths 2048 8192 16384 32768 65536 122880 --retrieval 16384/1024 122880/4096",
+        5,
+        tiny=None,
+    ),
+    Step(
+        "models-gpu",
+        "scripts.checks.models --device cuda --paths captured --jobs 9 --limit 100 "
+        f"--out {OUT}/models_gpu.json",
+        40,
+        tiny=None,
+    ),
     _bench("rope", f"rope --texts {TEXTS} --contexts 122880 524288 --settings 1 8 8:1.0", 8, tiny=""),
-    _bench("split", "split", 5, every_card=True),
+    # The first --texts alone takes what is installed.
+    _bench("split", f"split --texts --texts {TEXTS}", 10, every_card=True),
+    _bench("parallel", "parallel", 4, every_card=True),
 )
 """Measured on one GPU, or side by side on several; those on all cards last."""
+
+CPU = (
+    _bench("cpu-prefill", "cpu_prefill --contexts 1024 4096 --rounds 4 --threads 1", 5, tiny=None),
+    _bench("cpu", "cpu", 25, tiny=None),
+    _bench("verification", "verification --tokens 40 --prompts 4 --context 1536", 20, tiny=None),
+    _bench(
+        "rope-cpu",
+        "rope --device cpu --contexts 8192 --settings 8:1.0:64:1 8:1.0:16:1 8:1.0:32:2 4:1.0 4 --needles 3 "
+        f"--texts {TEXTS}",
+        40,
+    ),
+    _bench("trees", f"trees --context 4096 --positions 130 --texts {TEXTS}", 40, tiny=None),
+    # The embedded pair on Python's help topics; other texts and models are files of one's own.
+    _bench("retrieval", "retrieval --context 8192 --budgets 1024 --new 104", 30, tiny=None),
+    _bench(
+        "never-slower-cpu",
+        f"never_slower {_ON_CPU} --contexts 16384 4096 1024 --new-tokens 96 --plain-tokens 96 --pairs 3 "
+        f"--texts {TEXTS}",
+        30,
+        timed=True,
+        tiny=_TINY_GRID,
+    ),
+    _bench(
+        "any-text-cpu",
+        f"any_text {_ON_CPU} --contexts 16384 --new-tokens 96 --plain-tokens 96 --texts {TEXTS}",
+        30,
+        timed=True,
+        tiny=_TINY_GRID,
+    ),
+    _bench(
+        "tuned-cpu",
+        "tuned --shapes pair --contexts 16384 --kinds prose code --temperatures 0 0.8 --tune-seconds 180 "
+        f"--texts {TEXTS}",
+        25,
+        timed=True,
+        tiny=f"{_TINY_GRID} --tune-seconds 0 --pairs 1",
+    ),
+    _bench("pair", "pair", 60, tiny=None),
+    _bench("host-attention-cpu", "host_attention", 20, tiny=None),
+    # Needs triton, and no GPU.
+    _bench("kernels-by-arch", "kernels_by_arch --jobs 2", 40, tiny=None),
+    Step("models", f"scripts.checks.models --jobs 2 --out {OUT}/models.json", 600, tiny=None),
+)
+"""Measured on a CPU, one after another; also where there is a GPU, which they do not see."""
+
+GROUPS = {"cuda": GPU, "cpu": CPU}

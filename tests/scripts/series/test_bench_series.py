@@ -1,18 +1,34 @@
 """A series of benchmarks: what it runs, goes on with, and leaves out; and the rows of bit-exact texts."""
 
 import json
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from triforce_tree.cli.arguments import parser
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+# Published files that no step writes.
+_OLD = "its script is no more; the file names the commit that has it"
+_BY_HAND = {
+    "cpu_tree_forward.json": _OLD, "host_attention_in_place_h200.json": _OLD, "resident_h200.json": _OLD,
+    "tiles_h200.json": _OLD, "tree_attention_archive_h200.json": _OLD, "view_or_copy_h200.json": _OLD,
+    "tune_h200.json": _OLD,
+    "default_steps_h200.json": "put together from runs at several commits",
+    "draft_kinds.json": "compares the draft with one of an earlier commit",
+    "heads.json": "written by trainings: python -m scripts.train_pair.heads",
+    "host_attention_epyc_avx2.json": "measured with instructions switched off by environment variables",
+    "shapes_h200.json": "put together from what scripts.checks print",
+}  # fmt: skip
 _WAIT = """timeit -n 1 -r 1 -s "import time" "time.sleep(60)" """
 
 
 def _series(script: Any, out: Path, steps: list[Any], cards: int = 1, **given: Any) -> Any:
     class Args:
-        seconds, tiny, texts = given.get("seconds"), False, None
+        seconds, tiny, texts, device = given.get("seconds"), False, None, given.get("device", "cuda")
 
     Args.out = out  # type: ignore[attr-defined]
     return script("benchmarks.series.run").StepRunner(steps, Args, cards, Console(quiet=True))
@@ -59,9 +75,75 @@ def test_commands_of_steps(script: Any, tmp_path: Path) -> None:
     assert shared[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
     with pytest.raises(ValueError, match="'linear' has no tiny form"):
         steps["linear"].command(tmp_path, None, 1, None, True)
+
+
+def test_steps_write_every_published_file(script: Any) -> None:
+    groups = script("benchmarks.series.steps").GROUPS
     known = script("benchmarks.registry").BENCHMARKS
-    for each in steps.values():
-        assert not each.words.startswith("scripts.benchmarks") or each.words.split()[1] in known
+    steps = [step for group in groups.values() for step in group]
+    assert len({step.name for step in steps}) == len(steps)
+    for step in steps:
+        words = step.words.split()
+        assert words[0] != "scripts.benchmarks" or words[1] in known
+        # A benchmark that takes a folder is not given a file, nor the other way round.
+        if words[0] == "scripts.benchmarks":
+            assert words[words.index("--out") + 1].endswith(".json") == known[words[1]].to_file
+    measured = {name for name, benchmark in known.items() if benchmark.writes}
+    assert measured == {
+        step.words.split()[1] for step in steps if step.words.startswith("scripts.benchmarks")
+    }
+    assert measured == known.keys() - {"tables", "series", "remeasure", "texts"}
+    files = {path.name for path in RESULTS.glob("*.json")}
+    unwritten = {file for file in files if not any(step.writes(file) for step in steps)}
+    assert unwritten == _BY_HAND.keys()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_words_of_steps_are_options_of_their_benchmarks(
+    device: str, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, parse = script("benchmarks.registry").BENCHMARKS, ArgumentParser.parse_args
+
+    class ParsedError(Exception):
+        pass
+
+    def stopped(self: ArgumentParser, *given: Any, **more: Any) -> None:
+        parse(self, *given, **more)
+        raise ParsedError
+
+    monkeypatch.setattr(ArgumentParser, "parse_args", stopped)
+    others = {"scripts.checks.models": "checks.models.__main__"}
+    for step in script("benchmarks.series.steps").GROUPS[device]:
+        for tiny in (False, True)[: 1 + (step.tiny is not None)]:
+            _, _, module, *words = step.command(tmp_path, tmp_path / "texts.json.xz", 1, None, tiny)
+            if module == "triforce_tree":
+                parse(parser(), words)
+            elif module == "scripts.benchmarks" or module in others:
+                name = others.get(module) or known[words.pop(0)].module
+                with pytest.raises(ParsedError):
+                    script(name).main(words)
+            else:
+                assert not words
+
+
+def test_a_step_whose_file_is_missing_is_left_out(script: Any, tmp_path: Path) -> None:
+    step = script("benchmarks.series.steps").Step
+    steps = [step("good", "json.tool --help", 1), step("lacks", "json.tool --help", 1, needs="model/draft")]
+    assert _series(script, tmp_path, steps).run() == 3
+    assert [*json.loads((tmp_path / "series.json").read_text())] == ["good"]
+    (tmp_path / "model" / "draft").mkdir(parents=True)
+    assert _series(script, tmp_path, steps).run() == 0
+
+
+def test_steps_of_a_cpu_see_no_gpu(script: Any, tmp_path: Path) -> None:
+    shown = """timeit -n 1 -r 1 -s "import os" "print(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))" """
+    steps = [script("benchmarks.series.steps").Step("shown", shown, 1)]
+    assert _series(script, tmp_path, steps, device="cpu").run() == 0
+    assert "\n''\n" in (tmp_path / "logs" / "shown.txt").read_text()
+    with pytest.raises(SystemExit):
+        script("benchmarks.series.run").main(
+            ["--device", "cpu", "--only", "on-chip-7b", "--out", str(tmp_path)]
+        )
 
 
 def test_rows_of_exact_texts(script: Any) -> None:

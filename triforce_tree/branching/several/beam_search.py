@@ -16,6 +16,7 @@ from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.output import GenerateOutput, by_row
 from triforce_tree.kv.prefill import chunk_tokens
+from triforce_tree.models.recurrent.pass_through import CACHE
 
 if TYPE_CHECKING:
     from triforce_tree.engine import Engine
@@ -59,8 +60,8 @@ def beam_search(
                 prompts.ids.to(target.device), attention_mask=prompts.mask.to(target.device),
                 generation_config=request.config, logits_processor=request.processors,
                 stopping_criteria=request.criteria, prefix_allowed_tokens_fn=allowed,
-                past_key_values=BeamTree(rows, beams, progress),
                 **{
+                    CACHE: BeamTree(rows, beams, progress),
                     **request.options, **settings, "num_beams": beams, "num_return_sequences": count,
                     "return_dict_in_generate": True,
                 },

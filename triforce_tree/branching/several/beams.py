@@ -19,6 +19,7 @@ from triforce_tree.branching.pool import KVPool
 from triforce_tree.branching.rows import TreeRows, needs_before
 from triforce_tree.generation.inputs import real_rows
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.runtime.stats import Progress
 
 
@@ -106,14 +107,15 @@ def beam_model(model: PreTrainedModel) -> PreTrainedModel:
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: BeamTree | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
-        **_: Any,
+        **given: Any,
     ) -> CausalLMOutputWithPast:
-        assert past_key_values is not None
-        logits = past_key_values.step(input_ids, attention_mask)
-        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=past_key_values)
+        tree: BeamTree = given[CACHE]
+        logits = tree.step(input_ids, attention_mask)
+        out = CausalLMOutputWithPast(logits=logits[:, None])
+        out[CACHE] = tree
+        return out
 
     other = copy.copy(model)
     vars(other).update(forward=forward, _compiled_call_impl=None)

@@ -1,5 +1,6 @@
 """The options of ``bench``; nothing here imports torch, as in ``cli.arguments``."""
 
+import argparse
 from typing import Any
 
 from triforce_tree.cli.bench.machine import arguments as machine
@@ -192,13 +193,24 @@ def _verify(kinds: Any) -> None:
         kinds,
         "verify",
         "triforce_tree.cli.bench.verify",
-        "Run the command of a results file again on this machine, and show its figures beside one's own.",
+        "Run the command of a results file again on this machine, and show its figures beside one's own. A "
+        ".json file of docs/results is measured by the scripts of the checkout that holds it.",
     )
-    parser.add_argument("results", help="file of bench --out; with --mine also one of docs/results")
+    parser.add_argument("results", help="file of bench --out, or a .json file of docs/results")
     mine = parser.add_mutually_exclusive_group()
     mine.add_argument("--mine", metavar="FILE", help="one's own results, instead of measuring")
-    mine.add_argument("--out", help="JSON-lines file for one's own results")
+    mine.add_argument(
+        "--out", help="where one's own results are kept: a JSON-lines file, or a folder for a .json file"
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, that of the command")
+    parser.add_argument(
+        "--extra",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="WORD",
+        help="all that follows is added to the command, where it replaces the same options, to measure fewer "
+        "cells: --extra --contexts 4096",
+    )
 
 
 def _needle(kinds: Any) -> None:

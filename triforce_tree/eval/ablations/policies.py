@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from triforce_tree.kernels import step
+from triforce_tree.models.recurrent.pass_through import CACHE
 
 # Queries whose attention over all keys is in memory at a time.
 _QUERIES = 256
@@ -165,5 +166,5 @@ def received_attention(model: PreTrainedModel, tokens: Sequence[int]) -> list[Te
     with attention_by(model, attend):
         for first in range(0, count, _QUERIES):
             ids = torch.tensor([list(tokens[first : first + _QUERIES])], device=model.device)
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
     return [received[layer] for layer in sorted(received)]

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from triforce_tree.eval.ablations.policies import attention_by
+from triforce_tree.models.recurrent.pass_through import CACHE
 
 _CHUNK = 1024
 
@@ -58,7 +59,7 @@ def recovered(
 
     def feed(part: Sequence[int]) -> None:
         ids = torch.tensor([list(part)], device=model.device)
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
 
     for first in range(0, prompt - 1, _CHUNK):
         feed(tokens[first : min(first + _CHUNK, prompt - 1)])

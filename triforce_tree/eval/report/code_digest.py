@@ -38,6 +38,8 @@ AREAS: dict[str, tuple[str, ...]] = {
     "blocks": _BRANCHING,
     "branching": ("branching/tree.py", *_BRANCHING),
     "api": ("engine.py", *_KERNELS, *_C_FILES),
+    # What reads texts and the embedded pair, where other code than the package's computes.
+    "texts": ("eval/texts/registry.py", "eval/text.py", "loading/checkpoints.py"),
     "heads": ("drafters/heads/eagle.py", "drafters/heads/medusa.py"),
 }
 _C_COMMENT = re.compile(rb"/\*.*?\*/|//[^\n]*", re.DOTALL)
@@ -70,7 +72,7 @@ def digests(areas: Iterable[str]) -> dict[str, str]:
 
 def state(code: Mapping[str, str] | None) -> str | None:
     """What a caption says of figures measured on this code, digests by area; None where it is today's."""
-    if code is None:
+    if not code:
         return "no digest of the code under it was kept"
     # An area that is no longer known has changed as well.
     changed = any(area not in AREAS or digest(area) != known for area, known in code.items())

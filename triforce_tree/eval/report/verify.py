@@ -1,55 +1,57 @@
 """Another machine's results beside one's own: the same cells, with ratios."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 from triforce_tree.eval import results
-from triforce_tree.eval.report.tables import Place, Table, cells
+from triforce_tree.eval.report.rows import Cells, Content, Figure, cells_of_rows, own_parts, told
+from triforce_tree.eval.report.tables import Table, cells
 
-# What a row of a file in docs/results is about, and the figures that are compared.
-_PLACE = ("part", "shape", "batch", "context", "new_tokens", "temperature", "setting", "workload", "way")
-_FIGURES = ("ms_per_token", "speedup", "us", "tokens_per_second")
 # Words of a recorded command that name files of the machine it ran on.
 _FILES = ("--out", "--plot")
+# Cells without figures of this machine that are named.
+_NAMED = 3
 
-Cells = dict[Place, dict[str, float]]
 
+def cells_of(path: str | Path, beside: str | Path | None = None) -> Cells:
+    """The figures of a results file: of ``bench``, or a JSON file of a checkout's scripts.
 
-def cells_of(path: str | Path) -> Cells:
-    """The figures of a results file: of ``bench``, or of ``scripts/benchmarks`` (JSON with rows).
+    Args:
+        beside: the file that it is compared with; parts that it has taken over from there are left out.
 
     Raises:
         ValueError: it is neither, or holds no figures.
         OSError: it cannot be read.
     """
-    if Path(path).suffix == ".json":
-        found = _of_rows(Path(path))
-    else:
-        records = results.read(path)
-        try:
-            found = cells(records)
-        except ValueError as error:
-            raise ValueError(f"{str(path)!r}: {error}") from error
+    try:
+        if is_of_scripts(path):
+            content = _content(path)
+            found = cells_of_rows(own_parts(_content(beside), content) if beside is not None else content)
+        else:
+            found = cells(results.read(path))
+    except ValueError as error:
+        named = repr(str(path))
+        raise ValueError(str(error) if named in str(error) else f"{named}: {error}") from error
     if not found:
         raise ValueError(f"{str(path)!r} holds no figures that can be compared; give another results file")
     return found
 
 
-def _of_rows(path: Path) -> Cells:
+def is_of_scripts(path: str | Path) -> bool:
+    """Whether a file is of a checkout's scripts; those of ``bench`` are JSON lines."""
+    return Path(path).suffix == ".json"
+
+
+def _content(path: str | Path) -> Content:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        found = {}
-        for row in rows:
-            place = tuple((name, _word(row[name])) for name in _PLACE if name in row)
-            found[place] = {name: float(row[name]) for name in _FIGURES if row.get(name) is not None}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(path)!r} is not a results file with rows; give another") from error
-    return {place: figures for place, figures in found.items() if figures}
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"it is not JSON ({error}); give another results file") from error
+    if not isinstance(content, dict):
+        raise ValueError("it is not a results file, which is a JSON object; give another")
+    return content
 
 
 def command_of(path: str | Path) -> list[str]:
@@ -59,11 +61,6 @@ def command_of(path: str | Path) -> list[str]:
         ValueError: it cannot be run again from here.
         OSError: it cannot be read.
     """
-    if Path(path).suffix == ".json":
-        raise ValueError(
-            f"{str(path)!r} is of python -m scripts.benchmarks; run that in a checkout with --out MINE.json, "
-            "then give --mine MINE.json"
-        )
     words = results.read(path).about.get("arguments", [])
     if words[:1] != ["bench"] or words[1:2] == ["verify"]:
         raise ValueError(f"{str(path)!r} does not name the bench command that made it; give --mine FILE")
@@ -77,13 +74,53 @@ def command_of(path: str | Path) -> list[str]:
     return kept
 
 
-def compared(theirs: Cells, mine: Cells) -> Table:
-    """Each figure of both, and mine over theirs."""
-    rows = []
+def compared(theirs: Cells, mine: Cells) -> list[Table]:
+    """Each figure of the cells of both, mine over theirs, and the ratios of each figure over all cells.
+
+    Raises:
+        ValueError: no cell is in both.
+    """
+    lacking = [place for place in theirs if place not in mine]
+    if len(lacking) == len(theirs):
+        raise ValueError(
+            f"none of the file's {len(theirs)} cells was measured here: its first one is "
+            f"{told(lacking[0])}, the first one here {told(next(iter(mine)))}; measure the same sizes and "
+            "texts"
+        )
+    rows, ratios = [], dict[str, list[float]]()
     for place, figures in theirs.items():
-        cell = ", ".join(value if name != "T" else f"T={value}" for name, value in place)
-        for name, value in figures.items():
-            own = mine.get(place, {}).get(name)
-            ratio = f"{own / value:.2f}" if own is not None and value else ""
-            rows.append((cell, name, f"{value:.3g}", "not measured" if own is None else f"{own:.3g}", ratio))
-    return Table("the file's figures, and those of this machine", ("cell", "", "file", "here", "ratio"), rows)
+        for name, value in figures.items() if place in mine else ():
+            own = mine[place].get(name)
+            ratio, said = _ratio(value, own)
+            if ratio is not None:
+                ratios.setdefault(name, []).append(ratio)
+            rows.append((told(place), name, _shown(value), _shown(own), said))
+    note = ""
+    if lacking:
+        named = "; ".join(told(place) for place in lacking[:_NAMED])
+        more = "; ..." if len(lacking) > _NAMED else ""
+        note = f"not measured here, {len(lacking)} of {len(theirs)} cells: {named}{more}"
+    columns = ("cell", "", "file", "here", "ratio")
+    made = [Table("the file's figures, and those of this machine", columns, rows, note)]
+    if len(theirs) - len(lacking) > 1 and ratios:
+        overall = [
+            (name, str(len(r)), f"{statistics.median(r):.2f}", f"{min(r):.2f}", f"{max(r):.2f}")
+            for name, r in ratios.items()
+        ]
+        made.append(Table("ratios over cells", ("figure", "cells", "median", "lowest", "highest"), overall))
+    return made
+
+
+def _ratio(value: Figure, own: Figure | None) -> tuple[float | None, str]:
+    """Mine over theirs, and what is said of it."""
+    if own is None:
+        return None, ""
+    if isinstance(value, str) or isinstance(own, str) or not value:
+        return None, "same" if own == value else "differs"
+    return own / value, f"{own / value:.2f}"
+
+
+def _shown(figure: Figure | None) -> str:
+    if figure is None:
+        return "not measured"
+    return figure if isinstance(figure, str) else f"{figure:.3g}"

@@ -18,7 +18,7 @@ from triforce_tree.kernels.cpu.fp32 import layers as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.kernels.cpu.fp32.linear import MOST_ROWS, gated
 from triforce_tree.models.host.linears import FewRowWeight, few_row_weight
-from triforce_tree.models.model_copy import ROTARY, with_global
+from triforce_tree.models.model_copy import ROTARY, class_forward, with_global
 
 _EPSILONS = ("variance_epsilon", "eps")
 _TRIED_ROWS, _TRIED_DIM = 3, 8
@@ -41,7 +41,7 @@ def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bo
     for module in model.modules():
         if "forward" in vars(module):
             continue
-        own = type(module).forward
+        own = class_forward(module)
         if (eps := norm_epsilon(module)) is not None:
             _replace(module, partial(_norm, module, eps), module._parameters["weight"].shape[0])  # type: ignore[union-attr]
         elif (parts := gated_parts(module, few_row)) is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from triforce_tree.kernels.norm.reference import add_rms_norm, row_rms_norm
 from triforce_tree.kernels.pointwise.reference import ACTIVATIONS, gated, rotary
 from triforce_tree.models.exact.device import NORM_KINDS, norm_epsilon
-from triforce_tree.models.model_copy import ROTARY, text_decoder, with_global
+from triforce_tree.models.model_copy import ROTARY, class_forward, text_decoder, with_global
 from triforce_tree.models.prefill.residual import Structure, forward_by, structure_of
 
 # Sizes of stand-ins: rows, features, and features inside an MLP.
@@ -51,7 +51,7 @@ class PrefillLayers:
         for name, module in model.named_modules():
             if module not in inside or "forward" in vars(module) or dtype not in _FLOATS:
                 continue
-            own = type(module).forward
+            own = class_forward(module)
             make: Callable[[Any], Callable[..., Any]] | None = None
             if (eps := norm_epsilon(module)) is not None:
                 kind = _norm_kind(module)

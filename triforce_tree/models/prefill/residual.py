@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from triforce_tree.models.recurrent.pass_through import CACHE
+
 AddNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -97,7 +99,7 @@ def _computes(module: nn.Module, structure: Structure, stand_in: Callable[..., A
     keywords = {
         "attention_mask": None,
         "position_ids": told,
-        "past_key_values": object(),
+        CACHE: object(),
         "use_cache": True,
         "position_embeddings": (x, x),
         "triforce_positions": told,

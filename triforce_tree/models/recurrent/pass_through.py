@@ -1,11 +1,15 @@
-"""The cache that transformers' layers get from us: it stores nothing."""
+"""The cache that transformers' layers get from us, which stores nothing, and its name as an argument."""
 
 from typing import Any
 
 from torch import Tensor
 from transformers import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from triforce_tree.models.recurrent.running import convolve
+
+# What forwards call their KV cache, as an argument and in what they return: transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class PassThrough(Cache):
