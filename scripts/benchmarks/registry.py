@@ -30,6 +30,10 @@ BENCHMARKS = {
         "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",
     ),
     "trees": ("benchmarks.texts.trees", "token trees beside chains of equal cost, by kind of text"),
+    "matched": (
+        "benchmarks.texts.matched",
+        "tokens a pass with matched tokens and without, by kind of text: docs/drafters.md",
+    ),
     "offload": ("benchmarks.offload.run", "decoding with the cache in host memory: docs/offloading.md"),
     "parallel": ("benchmarks.offload.parallel", "the same on several cards, under torchrun"),
     "split": (
