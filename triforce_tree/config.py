@@ -107,20 +107,20 @@ class RetrievalConfig:
 class HierarchyConfig:
     """What each level does in one step.
 
-    ``gamma`` is γ2, the most tokens that level 1 proposes to one level-2 pass, in ``rounds`` forwards
-    (None: chosen from measured acceptance and stage times); ``tree`` the shape of the draft model's token
-    trees (see :func:`triforce_tree.trees.shapes.parse_shape`); ``other_trees`` are at most two further
-    shapes that passes may take instead, where they are expected to be faster, and ``lookup:N``, at most N
-    tokens that followed the newest ones before (names in one string, or a sequence; "none" for none; None: by
-    the device where ``tree`` is not given, else none). ``runner_ups`` says whether level 2 also verifies one
-    runner-up token at every depth of the chain (None: on a GPU, where more tokens in a forward cost little),
-    ``tail_tree`` whether it also verifies a tree of the shape ``tree`` at the chain's end. ``lookup`` is the
-    most tokens that suffix matching proposes: alone where there is no draft model (None: 15), else beside the
-    draft's trees, in the same pass (None: 0, which is none). ``levels`` 3 is the whole hierarchy, 2 the draft
-    under the full target, 1 autoregressive decoding, without matched tokens too; "auto" takes 3 where the
-    prompt is at least twice the retrieval budget and some layer of the target sees more of it than a sliding
-    window, else 2. While decoding, passes of fewer levels take their place where that is faster: plain ones
-    always, those of two levels with "auto" (on a cache that is not offloaded).
+    ``gamma`` is γ2, the most tokens that level 1 proposes to one level-2 pass, in ``rounds`` forwards (None:
+    chosen from measured acceptance and stage times); ``tree`` the shape of the draft model's token trees (see
+    :func:`triforce_tree.trees.shapes.parse_shape`); ``other_trees`` are at most two further shapes that
+    passes may take instead, where they are expected to be faster, and ``lookup:N``, at most N tokens that
+    followed the newest ones before, for one N or two (names in one string, or a sequence; "none" for none;
+    None: by the device where ``tree`` is not given, else none). ``runner_ups`` says whether level 2 also
+    verifies one runner-up token at every depth of the chain (None: on a GPU, where more tokens in a forward
+    cost little), ``tail_tree`` whether it also verifies a tree of the shape ``tree`` at the chain's end.
+    ``lookup`` is the most tokens that suffix matching proposes: alone where there is no draft model (None:
+    15), else beside the draft's trees, in the same pass (None: 0, which is none). ``levels`` 3 is the whole
+    hierarchy, 2 the draft under the full target, 1 autoregressive decoding, without matched tokens too;
+    "auto" takes 3 where the prompt is at least twice the retrieval budget and some layer of the target sees
+    more of it than a sliding window, else 2. While decoding, passes of fewer levels take their place where
+    that is faster: plain ones always, those of two levels with "auto" (on a cache that is not offloaded).
 
     Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which changes what is
     proposed, but not the distribution of the output; "auto" is 8 on a GPU with memory to spare, else 16,

@@ -88,6 +88,11 @@ BENCHMARKS = {
         "trees.json",
         to_file=True,
     ),
+    "matched": Benchmark(
+        "benchmarks.texts.matched",
+        "tokens a pass with matched tokens and without, by kind of text: docs/drafters.md",
+        "matched.json",
+    ),
     "offload": Benchmark(
         "benchmarks.offload.run",
         "decoding with the cache in host memory: docs/offloading.md",

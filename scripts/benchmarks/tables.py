@@ -20,6 +20,7 @@ from scripts.benchmarks.on_chip import tables as on_chip
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.retrieval import tables as retrieval
 from scripts.benchmarks.rope import tables as rope
+from scripts.benchmarks.texts import matched_tables
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.verification import tables as verification
 from scripts.benchmarks.workloads import tables as workloads
@@ -56,7 +57,7 @@ def which_code(content: Record) -> str:
 TABLES = {
     "which_code": Table(on_chip.FILE, which_code, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
-    **models_table.TABLES, **texts.TABLES, **retrieval.TABLES, **verification.TABLES,
+    **models_table.TABLES, **texts.TABLES, **matched_tables.TABLES, **retrieval.TABLES, **verification.TABLES,
     **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES, **exact.TABLES,
     **rope.TABLES, **kinds.TABLES, **front.TABLES,
 }  # fmt: skip

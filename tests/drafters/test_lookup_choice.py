@@ -8,7 +8,7 @@ from triforce_tree.decoding.choice.lookup_choice import LookupAcceptance, Lookup
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.with_lookup import Match, WithLookup
-from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
+from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
 MATCHED = PassKind(2, 1, 1)
@@ -18,9 +18,8 @@ LENGTH = 8
 class Matches:
     """A drafter whose matches are given."""
 
-    length = LENGTH
-
-    def __init__(self) -> None:
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
         self.found: list[Match | None] = []
         self.taken: list[int] = []
 
@@ -31,17 +30,23 @@ class Matches:
         self.taken = counts
 
 
-def shapes() -> list[DeviceTreeShape]:
-    return [device_tree_shape(parse_shape(name)) for name in ("chain:3", f"lookup:{LENGTH}")]
+LONG = 31
 
 
-def choice(cost: float = 1.2, tree: float = 1.5) -> LookupChoice:
-    """A choice where a pass with matched tokens takes ``cost`` plain passes, one with a tree ``tree``."""
-    control = PassController(2, 3, 3, None, False, shapes())
+def choice(cost: float = 1.2, tree: float = 1.5, long_cost: float | None = None) -> LookupChoice:
+    """A choice where a pass with matched tokens takes ``cost`` plain passes, one with a tree ``tree``.
+
+    Args:
+        long_cost: of one with up to ``LONG`` matched tokens; None for none.
+    """
+    lengths = (LENGTH,) if long_cost is None else (LENGTH, LONG)
+    names = ("chain:3", *(f"lookup:{length}" for length in lengths))
+    control = PassController(2, 3, 3, None, False, [device_tree_shape(parse_shape(n)) for n in names])
     control.costs = StageSeconds(1.0, draft=0.1, tree=tree - 0.1)
-    control.other_costs = [StageSeconds(1.0, draft=0.01, tree=cost - 0.01)]
+    every = (cost, *(() if long_cost is None else (long_cost,)))
+    control.other_costs = [StageSeconds(1.0, draft=0.01, tree=each - 0.01) for each in every]
     control.expect(0.5, 2.0)
-    return LookupChoice(control, Matches())
+    return LookupChoice(control, Matches(*lengths))
 
 
 def chosen(made: LookupChoice, *matches: Match | None) -> PassKind | None:
@@ -78,6 +83,42 @@ def test_a_long_match_is_verified_and_a_short_one_is_not() -> None:
     made._controller.resume(_learnt(0.9))
     assert chosen(made, Match(9, 6)) is None
     assert chosen(made, Match(9, 30)) == MATCHED
+
+
+def test_long_chains_are_verified_where_their_cost_allows() -> None:
+    """As many more tokens as they are expected to yield, and as the budget may lose."""
+    made, longer = choice(long_cost=2.0), MATCHED._replace(shape=2)
+    assert chosen(made, Match(9, 64)) == longer
+    assert made._drafter.taken == [LONG]
+    assert made.taken == [(Match(9, 64), LONG)]
+    assert chosen(made, Match(9, 12)) == MATCHED, "they are expected to end early"
+    assert chosen(choice(long_cost=3.5), Match(9, 64)) == MATCHED, "a token costs as much as it yields"
+    # A budget that does not cover the long one's worst case.
+    made._controller.budget.left = 0.5
+    assert chosen(made, Match(9, 64)) == MATCHED
+    made._controller.budget.left = 3.0
+    # Near the end both yield as much, and the short one is cheaper.
+    made._controller.remaining = 6
+    assert chosen(made, Match(9, 64)) == MATCHED
+    made._controller.remaining = 60
+    made._controller.other_costs = [None, made._controller.other_costs[1]]
+    assert chosen(made, Match(9, 64)) == longer
+    made._controller.other_costs = [None, None]
+    assert chosen(made, Match(9, 64)) is None
+    made = choice(long_cost=2.0)
+    made._controller.preparation.begin({2: 1e9})
+    assert chosen(made, Match(9, 64)) == MATCHED, "the long one's stages are not made"
+    assert made._controller.preparation.missed[2] > 0
+    assert not any(made._controller.matched(o.kind) for o in made._controller.options())
+
+
+def test_short_chains_teach_what_long_ones_yield() -> None:
+    made = choice(long_cost=2.0)
+    assert chosen(made, Match(9, 64)) == MATCHED._replace(shape=2)
+    for _ in range(8):
+        chosen(made, Match(9, 64))
+        made.observe([4])
+    assert chosen(made, Match(9, 64)) == MATCHED
 
 
 def test_passes_that_cost_more_than_the_budget_are_not_made() -> None:

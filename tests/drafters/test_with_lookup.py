@@ -100,7 +100,8 @@ def decoded(
         kind = left.pop(0) if left else PLAIN
         if program.shapes[kind.shape].matched:
             matches = drafter.match(decoder._running(lambda sequence: sequence))
-            drafter.take(matches, [drafter.length if m and m.common else 0 for m in matches])
+            most = program.shapes[kind.shape].depth
+            drafter.take(matches, [most if m and m.common else 0 for m in matches])
         return kind
 
     decoder.controller.choose, decoder.lookup = choose, None
@@ -124,11 +125,11 @@ def test_greedy_text_is_the_targets_whatever_passes_are_made(levels: int) -> Non
         # What the target will write stands in the prompt: its end occurs twice.
         prompt[:0] = [*prompt[-SHORTEST:], *wanted]
     expected = [reference(model("llama-gqa"), prompt, 24) for prompt in prompts]
-    program, accepted = lookup_program(2, levels), 0
-    of_trees = PassKind(levels, 1)
+    program, accepted = lookup_program(2, levels, other_trees=("lookup:5", "lookup:11")), 0
+    every = [PLAIN, PassKind(levels, 1), PassKind(2, 1), PassKind(2, 1, 1), PassKind(2, 1, 2)]
     for seed in range(3):
         rng = random.Random(seed)
-        kinds = [rng.choice([PLAIN, of_trees, PassKind(2, 1), PassKind(2, 1, 1)]) for _ in range(60)]
+        kinds = [rng.choice(every) for _ in range(60)]
         made, matched = decoded(program, prompts, 24, kinds)
         assert made == expected
         accepted += matched
@@ -187,7 +188,9 @@ def test_texts_that_copy_take_few_passes() -> None:
     ("options", "message"),
     [
         ({"tree": "lookup:4"}, r"tree='lookup:4' is no tree that a drafter grows.*name it in other_trees"),
-        ({"other_trees": "lookup:4 lookup:5"}, r"asks for matched tokens twice"),
+        ({"other_trees": "lookup:4 lookup:4"}, r"asks for matched tokens twice"),
+        ({"other_trees": "lookup:4 lookup:5 lookup:6"}, r"asks for matched tokens 3 times"),
+        ({"other_trees": "lookup:4 lookup:5", "lookup": 3}, r"asks for matched tokens twice"),
         ({"other_trees": "lookup:4", "lookup": 3}, r"asks for matched tokens twice"),
         ({"other_trees": "lookup:0"}, r"lookup:0.*at least 1"),
     ],
@@ -201,3 +204,6 @@ def test_matched_tokens_come_last_and_need_passes_of_two_levels() -> None:
     config = HierarchyConfig(other_trees="lookup:4 chain:2")
     assert config.other_trees == ("chain:2", "lookup:4")
     assert HierarchyConfig(other_trees="lookup:4 chain:2", levels=3).shapes == (config.tree, "chain:2")
+    both = HierarchyConfig(other_trees="lookup:9 chain:2 lookup:4")
+    assert both.other_trees == ("chain:2", "lookup:4", "lookup:9"), "the longest one last"
+    assert HierarchyConfig(other_trees=both.other_trees, levels=3).shapes == (config.tree, "chain:2")

@@ -46,7 +46,7 @@ def settings(engine: Engine, options: dict[str, Any], **given: Any) -> Hierarchy
         # Buffers of more shapes are not in a plan of bounded memory.
         (TUNED, {"gpu_memory": "8GiB"}, ()),
         # The defaults, where the entry has nothing to say.
-        ({"levels": 1}, {"levels": 2}, ("best-first:2,2,1", "chain:2", "lookup:12")),
+        ({"levels": 1}, {"levels": 2}, ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")),
         (MERGED, {}, ()),
         (MERGED | {"other_trees": "chain:2"}, {}, ("chain:2",)),
         ({"levels": 2, "lookup": 15}, {}, ()),

@@ -113,8 +113,8 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         "other_trees": (
             str,
             "at most two further shapes, as in 'chain:2 best-first:2,2', and lookup:12 for up to 12 tokens "
-            "that followed the newest ones before, among which passes choose by acceptance and stage times, "
-            "or none; by default the device's where --tree is not given",
+            "that followed the newest ones before, once or with two numbers; passes choose among all by "
+            "acceptance and stage times; or none; by default the device's where --tree is not given",
         ),
         "lookup": (
             int,

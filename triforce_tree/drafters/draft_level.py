@@ -63,7 +63,7 @@ class DraftLevel:
         if self.model is None:
             return SuffixMatching(config.matched_tokens(False))
         grown, matched = TreeDrafter(self.model, config, self.tokens), config.matched_tokens(True)
-        last = parse_shape(config.shapes[-1])
-        if isinstance(last, Lookup):
-            return WithLookup(grown, last.length)
+        chains = [shape for shape in map(parse_shape, config.shapes) if isinstance(shape, Lookup)]
+        if chains:
+            return WithLookup(grown, *(chain.length for chain in chains))
         return Merged(grown, SuffixMatching(matched)) if matched else grown

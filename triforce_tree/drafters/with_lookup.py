@@ -32,20 +32,20 @@ class Match(NamedTuple):
 
 
 class WithLookup:
-    """Grows ``drafter``'s trees, and as its last shape a chain of matched tokens.
+    """Grows ``drafter``'s trees, and as its last shapes chains of matched tokens.
 
     Args:
         drafter: of the trees; it catches up in ``prepare(resumed=True)`` with tokens of other passes.
-        length: most matched tokens of a pass.
+        lengths: most matched tokens of a pass, for each of these shapes.
     """
 
     deterministic = False
 
-    def __init__(self, drafter: Drafter, length: int) -> None:
-        self.drafter, self.length = drafter, length
+    def __init__(self, drafter: Drafter, *lengths: int) -> None:
+        self.drafter, self.lengths = drafter, lengths
         self.name, self.features, self.capturable = drafter.name, drafter.features, drafter.capturable
         grown = shapes_of(drafter)
-        self.shapes: tuple[str | Shape, ...] = (*grown, Lookup(length))
+        self.shapes: tuple[str | Shape, ...] = (*grown, *map(Lookup, lengths))
         self.tree: str | Shape = grown[0]
         self._lookup = len(grown)
 
@@ -60,7 +60,7 @@ class WithLookup:
 
     def bind(self, state: SequenceState) -> None:
         self.drafter.bind(state)
-        self._proposed = torch.full((state.batch, self.length), -1, device=state.device)
+        self._proposed = torch.full((state.batch, max(self.lengths)), -1, device=state.device)
         self._indices = [SuffixIndex(()) for _ in range(state.batch)]
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
@@ -83,11 +83,11 @@ class WithLookup:
         self.drafter.prepare(sequences, resumed)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        if tree.shape != self._lookup:
+        if tree.shape < self._lookup:
             self.drafter.propose(state, tree, sampler)
             return
         tree.tokens[:, 0] = state.newest
-        tree.tokens[:, 1:] = self._proposed
+        tree.tokens[:, 1:] = self._proposed[:, : tree.nodes - 1]
         tree.probs_rows.fill_(-1)
 
     def match(self, sequences: Sequence[Sequence[int] | None]) -> list[Match | None]:
@@ -105,9 +105,9 @@ class WithLookup:
         """Propose, as the next chain of each sequence, so many tokens after its match.
 
         Args:
-            counts: at most ``length`` each.
+            counts: at most as many as the pass's shape has.
         """
-        rows = [[-1] * self.length for _ in matches]
+        rows = [[-1] * max(self.lengths) for _ in matches]
         for row, index, match, count in zip(rows, self._indices, matches, counts, strict=True):
             if match is not None and count:
                 row[:count] = index.continuation(match.end, count)

@@ -29,9 +29,10 @@ _GROUPED_RETRIEVAL = ((98_304, 8192, 32), *_RETRIEVAL[1:])
 _TREE = "best-first:4,4,4,3"
 # What passes may propose instead: trees, and matched tokens where a text repeats itself. On a CPU each
 # verified token has its price: trees of two to five tokens were the best there
-# (``docs/results/trees.json``). On a GPU a pass over 64 rows costs little more than one over 16, and a chain
-# is drafted fastest; where four query heads and more share a KV head, 32 rows cost little more.
-_CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:12")
+# (``docs/results/trees.json``), and chains of two lengths are for short and for long matches
+# (``docs/results/matched.json``). On a GPU a pass over 64 rows costs little more than one over 16, and a
+# chain is drafted fastest; where four query heads and more share a KV head, 32 rows cost little more.
+_CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
 _GPU_TREES = ("best-first:16,17,16,14", "chain:6", "lookup:31")
 _GROUPED_TREES = ("best-first:8,8,8,7", *_GPU_TREES[1:])
 _GAMMA, _GROUPED_GAMMA = 20, 15

@@ -218,8 +218,8 @@ def parse_shape(text: str | Shape) -> Shape:
     return shape
 
 
-MOST_OTHER_TREES = 2
-"""Further shapes of trees that passes may take, beside a chain of matched tokens."""
+MOST_OTHER_TREES = MOST_MATCHED = 2
+"""Further shapes of trees that passes may take, beside chains of matched tokens; and of these chains."""
 
 
 def other_shapes(given: str | Sequence[str | Shape], merged: bool = False) -> tuple[str | Shape, ...]:
@@ -241,12 +241,14 @@ def other_shapes(given: str | Sequence[str | Shape], merged: bool = False) -> tu
             f"other_trees names {len(grown)} trees, and each takes stages of its own; name at most "
             f"{MOST_OTHER_TREES}"
         )
-    if len(matched) + merged > 1:
+    lengths = sorted({tree.length for tree in map(parse_shape, matched) if isinstance(tree, Lookup)})
+    if len(lengths) < len(matched) or (matched and merged) or len(matched) > MOST_MATCHED:
+        times = "twice" if len(matched) <= MOST_MATCHED else f"{len(matched)} times"
         raise ValueError(
-            f"other_trees={' '.join(map(shape_name, trees))!r} asks for matched tokens twice; name lookup:N "
-            "once, or set lookup=N, which proposes them beside every tree"
+            f"other_trees={' '.join(map(shape_name, trees))!r} asks for matched tokens {times}; name "
+            f"lookup:N once, or {MOST_MATCHED} different N, or set lookup=N for some beside every tree"
         )
-    return (*grown, *matched)
+    return (*grown, *(f"lookup:{length}" for length in lengths))
 
 
 def grown_alone(shapes: Sequence[str | Shape]) -> tuple[str | Shape, ...]:

@@ -148,13 +148,16 @@ def test_the_command_shows_it(
     foresee(monkeypatch, [7])
     (tmp_path / "text").write_text("the first of all the words that are in this text " * 6)
     words = ["explain", str(tmp_path / "text"), *pair.options, "--max-new-tokens", "12", "--json"]
-    words += ["--other-trees", "chain:2 lookup:6"]
+    words += ["--other-trees", "chain:2 lookup:6 lookup:3"]
     code, out, err = run(capsys, *words)
     assert code == 0
     held = json.loads(out.splitlines()[-1])
-    said = f"matched tokens (lookup:6 in other_trees): {held['matched']['passes']} of "
+    said = f"matched tokens (lookup:3 lookup:6 in other_trees): {held['matched']['passes']} of "
     assert said in " ".join(err.split())
     assert "tree 2: chain:2" in err
     assert "tree 3" not in err
     assert held["matched"]["passes"] > 0
+    # Those of both lengths together.
+    assert held["passes"]["2 levels, matched tokens"] == held["matched"]["passes"]
+    assert sum(held["passes"].values()) * held["tokens_per_pass"] == pytest.approx(held["new_tokens"])
     assert "matched tokens, by length of the match" in err

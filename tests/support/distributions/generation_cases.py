@@ -247,6 +247,14 @@ CASES: dict[str, Case] = {
         {**_chain(1), "other_trees": ("lookup:2",), "rounds": None},
         plan=(PassKind(2, 1, 1), PassKind(2, 1), PLAIN),
     ),
+    "matched tokens, two lengths": Case(
+        2,
+        3,
+        3,
+        None,
+        {**_chain(1), "other_trees": ("lookup:1", "lookup:3"), "rounds": None},
+        plan=(PassKind(2, 1, 1), PassKind(2, 1, 2), PassKind(2, 1)),
+    ),
     "matched tokens, hierarchy": Case(
         3,
         2,

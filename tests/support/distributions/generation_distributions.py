@@ -99,8 +99,8 @@ class Generations:
             config = replace(config, tree=trees[0], other_trees=trees[1:])
             drafter = self.window = TreeDrafter(HFModel(draft), config, tokens)
             drafter = Merged(drafter, SuffixMatching(matched)) if matched else drafter
-            if isinstance(last := parse_shape(trees[-1]), Lookup):
-                drafter = WithLookup(drafter, last.length)
+            chains = [shape.length for shape in map(parse_shape, trees) if isinstance(shape, Lookup)]
+            drafter = WithLookup(drafter, *chains) if chains else drafter
         if isinstance(drafter, ReadsTarget):
             drafter.attach(wrapped)
         if drafter is not None:
@@ -213,7 +213,8 @@ class Generations:
         if self.program.shapes[kind.shape].matched:
             assert isinstance(drafter, WithLookup)
             matches = drafter.match(decoder._running(lambda sequence: sequence))
-            drafter.take(matches, [drafter.length if match and match.common else 0 for match in matches])
+            most = self.program.shapes[kind.shape].depth
+            drafter.take(matches, [most if match and match.common else 0 for match in matches])
         return kind
 
     def _recurrent(self) -> list[Tensor]:

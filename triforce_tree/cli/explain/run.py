@@ -50,8 +50,8 @@ def _show(found: Explanation) -> None:
     show.print(found.why())
     made = "; ".join(f"{count} of {kind}" for kind, count in found.passes.items())
     show.print(f"passes made, {found.tokens_per_pass:.2f} new tokens each on average: {made}")
-    grown = found.trees[: -1 if found.matched is not None else None]
-    for number, tree in enumerate(grown[1:], 2):
+    chains = len(found.matched.setting.split()) if found.matched is not None else 0
+    for number, tree in enumerate(found.trees[1 : len(found.trees) - chains], 2):
         show.print(f"tree {number}: {tree}")
     if found.matched is not None:
         _show_matched(found, found.matched)

@@ -59,12 +59,12 @@ class PassController:
         max_draft_tokens: most tokens of the chain; with two levels ``depth``.
         fixed: always this many rounds (one at most with two levels), whatever they cost.
         two_levels: with three levels: whether passes of two levels may be chosen as well.
-        shapes: of the draft's trees, where passes may have trees of several: that of ``depth`` first, a chain
+        shapes: of the draft's trees, where passes may have trees of several: that of ``depth`` first, chains
             of matched tokens last.
         tail: whether the target also verifies a tree of the first shape at the end of each chain.
 
     Attributes:
-        lookup: number of the shape of matched tokens, 0 for none: passes that ``lookup_choice.py`` chooses.
+        lookup: number of the first shape of matched tokens, 0 for none: ``lookup_choice.py`` chooses these.
         costs: with trees of the first shape. Set before ``choose`` is called, unless rounds are fixed; may be
             changed at any time.
         other_costs: with trees of each other shape; None for one that passes must not take.
@@ -87,7 +87,7 @@ class PassController:
     ) -> None:
         self.levels, self.max_draft_tokens = levels, max_draft_tokens
         self._depths = [depth, *(shape.depth for shape in shapes[1:])]
-        self.lookup = len(shapes) - 1 if len(shapes) > 1 and shapes[-1].matched else 0
+        self.lookup = next((number for number, shape in enumerate(shapes) if shape.matched), 0)
         self.fixed = 0 if levels == 1 else fixed if fixed is None or levels > 2 else min(fixed, 1)
         self.costs: StageSeconds | None = None
         self.other_costs: Sequence[StageSeconds | None] = [None] * len(shapes[1:])
@@ -180,25 +180,24 @@ class PassController:
         cheapest = [PassKind(levels, 1, shape) for levels in self._kinds for shape in shapes]
         return min((self._needed(kind), kind) for kind in cheapest)
 
-    def matched_pass(self, tokens: float) -> PassKind | None:
+    def matched_pass(self, tokens: Sequence[float]) -> PassKind | None:
         """A pass with matched tokens, if it is expected to yield more tokens a second than any other.
 
         For controllers with :attr:`lookup` that are not fixed.
 
         Args:
-            tokens: that it is expected to yield for a sequence.
+            tokens: that a pass with each shape of them is expected to yield for a sequence.
         """
-        kind = PassKind(2, 1, self.lookup)
-        if self.other_costs[self.lookup - 1] is None:
-            return None
-        option = Option(kind, tokens, tokens, self._seconds(kind, 1.0)).within(self.remaining)
-        self._options = [] if self._paused else self.options()
+        kinds = [PassKind(2, 1, shape) for shape in range(self.lookup, len(self._depths))]
+        known = [(k, t) for k, t in zip(kinds, tokens, strict=True) if self.other_costs[k.shape - 1]]
+        options = [Option(k, t, t, self._seconds(k, 1.0)).within(self.remaining) for k, t in known]
+        self._options = [] if self._paused or not options else self.options()
         others = self._options or [Option(PLAIN, _MARGIN, 1.0, self._plain)]
         best = max((o.within(self.remaining) for o in others), key=lambda o: o.rate)
-        self.preparation.count([best, option])
-        if option.rate <= best.rate or not self.preparation.ready(self.lookup):
-            return None
-        return kind if self.budget.cover(self._worst_loss(kind)) else None
+        self.preparation.count([best, *options])
+        better = [o for o in options if o.rate > best.rate and self.preparation.ready(o.kind.shape)]
+        ordered = [option.kind for option in sorted(better, key=lambda o: -o.rate)]
+        return next((kind for kind in ordered if self.budget.cover(self._worst_loss(kind))), None)
 
     def options(self) -> list[Option]:
         """What is expected of each kind of pass up to the best number of rounds, plain decoding first."""
@@ -278,13 +277,13 @@ class PassController:
 
     def matched(self, kind: PassKind) -> bool:
         """Whether a pass verifies matched tokens."""
-        return bool(self.lookup) and kind.shape == self.lookup
+        return 0 < self.lookup <= kind.shape
 
     @property
     def _shapes(self) -> list[int]:
         """The shapes of trees that passes may take."""
         known = (n for n, costs in enumerate(self.other_costs, 1) if costs is not None)
-        return [0, *(n for n in known if n != self.lookup)]
+        return [0, *(n for n in known if n < (self.lookup or math.inf))]
 
     def _costs_of(self, shape: int) -> StageSeconds:
         costs = self.other_costs[shape - 1] if shape else self._costs

@@ -89,16 +89,23 @@ class LookupChoice:
         if self._controller.fixed is not None:
             return None
         matches = self._drafter.match(sequences)
-        counts = [0 if m is None else self.acceptance.count(m, self._drafter.length) for m in matches]
-        if not any(counts):
+        if not any(m is not None and m.common for m in matches):
             return None
-        running = [(m, count) for m, count in zip(matches, counts, strict=True) if m is not None]
-        tokens = sum(tokens_of(self.acceptance.of(m), n) if n else 1.0 for m, n in running) / len(running)
-        kind = self._controller.matched_pass(tokens)
+        counts = [
+            [0 if m is None else self.acceptance.count(m, length) for m in matches]
+            for length in self._drafter.lengths
+        ]
+        kind = self._controller.matched_pass([self._expected(matches, of_length) for of_length in counts])
         if kind is not None:
-            self.taken = list(zip(matches, counts, strict=True))
-            self._drafter.take(matches, counts)
+            proposed = counts[kind.shape - self._controller.lookup]
+            self.taken = list(zip(matches, proposed, strict=True))
+            self._drafter.take(matches, proposed)
         return kind
+
+    def _expected(self, matches: Sequence[Match | None], counts: Sequence[int]) -> float:
+        """Tokens of a running sequence that a pass with so many proposed ones is expected to yield."""
+        running = [(m, count) for m, count in zip(matches, counts, strict=True) if m is not None]
+        return sum(tokens_of(self.acceptance.of(m), n) if n else 1.0 for m, n in running) / len(running)
 
     def observe(self, accepted: Sequence[int]) -> None:
         """Learn from the pass: tokens that the target accepted of each sequence's."""

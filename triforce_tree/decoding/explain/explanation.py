@@ -73,7 +73,7 @@ class Explanation:
         acceptance: by level, then depth: verifications that reached it, and accepted tokens by sibling rank.
         stages: times by the table of stage costs; empty where rounds are given.
         choices: kinds of passes, the fastest one first; empty where rounds are given.
-        trees: the shapes that passes may propose, the configured one first, and ``lookup:N`` last.
+        trees: the shapes that passes may propose, the configured one first, and those of ``lookup:N`` last.
         matched: passes that verified matched tokens; None where the settings have none.
         tree: the last tree of the drafter that was verified.
         words: the text of each of its tokens.
@@ -166,17 +166,20 @@ def explained(
     length = len(prompt) + len(new)
     words = [str(tokenizer.decode([n.token])) if tokenizer else str(n.token) for n in tally.tree]
     trees = [shape_name(shape) for shape in program.config.shapes[: len(program.shapes)]]
+    passes: Counter[str] = Counter()
+    for kind, made in decoder.passes.items():
+        passes[_name(kind, decoder)] += made
     return Explanation(
         prompt_tokens=len(prompt),
         new_tokens=len(new),
         options=program.config.as_options() | {"levels": program.levels},
-        passes={_name(kind, decoder): made for kind, made in decoder.passes.most_common()},
+        passes=dict(passes.most_common()),
         tokens_per_pass=len(new) / max(1, decoder.passes.total()),
         acceptance=tally.depths,
         stages=_stages(program, decoder, length),
         choices=_choices(decoder, decoder.passes),
         trees=trees,
-        matched=matches.found(trees[-1]),
+        matched=matches.found(" ".join(trees[decoder.controller.lookup :])),
         tree=tally.tree,
         words=words,
         text=str(tokenizer.decode(new, skip_special_tokens=True)) if tokenizer else None,

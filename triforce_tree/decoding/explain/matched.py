@@ -47,7 +47,7 @@ class MatchedPasses:
     """Passes that verified matched tokens.
 
     Attributes:
-        setting: the entry of ``other_trees`` that allows them.
+        setting: the entries of ``other_trees`` that allow them.
         by_length: their counts, all classes of match length, the shortest matches first.
     """
 
