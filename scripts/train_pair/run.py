@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from scripts.train_pair.tokenizer import FILES
+from triforce_tree.kernels.cpu.cpu_attention import instructions
 
 # The one special token of the tokenizer.
 _ENDS: Mapping[str, int] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -41,9 +42,15 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         self.began = time.monotonic()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of products: bf16 on a GPU, and on a CPU with AMX, where it is five times as fast; else fp32."""
+        fast = self.device.type == "cuda" or "AMX" in instructions()
+        return torch.bfloat16 if fast else torch.float32
+
     def precision(self) -> torch.autocast:
-        """Products in bf16 on a GPU, in fp32 on a CPU; weights are fp32."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        """Products in ``dtype``; weights are fp32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16)
 
     def log(self, **row: object) -> None:
         if self.rank == 0:

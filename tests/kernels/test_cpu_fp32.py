@@ -42,6 +42,27 @@ def test_linear(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
             assert torch.equal(alone[:, 0], out[:, row])
 
 
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("shape", [(1, 40, 64), (7, 75, 403), (13, 4, 9), (25, 131, 96)])
+def test_linear_in_8_bits(shape: tuple[int, int, int]) -> None:
+    rows, outs, ins = shape
+    x, weight, bias = torch.randn(1, rows, ins), torch.randn(outs, ins), torch.randn(outs)
+    weight[outs // 2] = 0
+    codes, scales = fp32_linear.in_8_bits(weight)
+    by = fp32_linear.matrix(codes, bias, scales)
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert ((fp32_linear.widened(by) - weight).abs() <= 0.501 * step).all()
+    exact = torch.nn.functional.linear(x.double(), fp32_linear.widened(by).double(), bias.double())
+    plain = torch.nn.functional.linear(x, fp32_linear.widened(by), bias)
+    out = fp32_linear.linear(x, by)
+    assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+    for row in range(rows):
+        assert torch.equal(fp32_linear.linear(x[:, row : row + 1], by)[:, 0], out[:, row])
+    gated = fp32_linear.gated(x, fp32_linear.matrix(codes, None, scales), by)
+    expected = torch.nn.functional.silu(exact - bias) * exact
+    assert (gated - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
 def test_weights_are_narrowed_only_where_no_value_changes() -> None:
     weight = torch.randn(80, 70).bfloat16().float()
     found = fp32_linear.narrowed(weight)

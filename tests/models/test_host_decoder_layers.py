@@ -1,5 +1,6 @@
 """Decoder layers in two calls: transformers' logits, and layers that compute otherwise left alone."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from triforce_tree.kernels.cpu.fp32 import library as fp32_library
 from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import StepModel, step_model
+from triforce_tree.models.host.linears import Int8Linear
+from triforce_tree.models.step_model import StepModel, int8_step_model, step_model
 
 pytestmark = pytest.mark.skipif(
     fp32_library.library() is None, reason="needs a processor with AVX2, and a C compiler"
@@ -82,6 +84,30 @@ def test_logits_equal_transformers(config, more, layers, way, monkeypatch) -> No
             expected = model(ids).logits
         torch.testing.assert_close(step(ids, positions, causal), expected, rtol=1e-4, atol=1e-5)
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_of_8_bits(tied: bool) -> None:
+    """All linear layers and the head; fused layers compute what the same weights give in fp32."""
+    model = made(LlamaConfig, tie_word_embeddings=tied)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step = int8_step_model(HFModel(model))
+    assert fused_layers(step) == 2
+    rounded = copy.deepcopy(model)
+    rounded.config.tie_word_embeddings = False
+    rounded.lm_head = nn.Linear(48, 90, bias=False)
+    for name, module in step.model.named_modules():
+        if isinstance(module, Int8Linear):
+            rounded.get_submodule(name).weight = nn.Parameter(module.weight)
+    for batch, tokens in ((1, 1), (2, 5), (2, 40)):
+        ids, positions = torch.randint(90, (batch, tokens)), torch.arange(tokens).expand(batch, -1)
+        with torch.no_grad():
+            expected, original = rounded(ids).logits, model(ids).logits
+        found = step(ids, positions, causal)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert 0 < (found - original).norm() < 0.1 * original.norm()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert type(model.lm_head) is nn.Linear
 
 
 def test_positions_of_each_sequence() -> None:

@@ -17,12 +17,13 @@ def options(
 
 
 def test_a_cpu_keeps_the_defaults() -> None:
-    defaults = HierarchyConfig().as_options()
+    defaults = HierarchyConfig(retrieval_weight_bits="auto").as_options()
     assert options(gpu=False, trees=False) == defaults
     others = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
     assert options(gpu=False) == {**defaults, "other_trees": others}
     without = HierarchyConfig(lookup=0)
     assert options(without, given=("lookup",), gpu=False)["other_trees"] == others[:2]
+    assert options(given=("retrieval_weight_bits",), gpu=False)["retrieval_weight_bits"] == 16
 
 
 @pytest.mark.parametrize("gpu", [True, False])

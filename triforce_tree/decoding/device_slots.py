@@ -32,7 +32,8 @@ from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttenti
 from triforce_tree.kv.view import ChunkedView
 from triforce_tree.models.few_row import low_bit_copy
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import StepModel
+from triforce_tree.models.host.low_bits import has_int8_kernel
+from triforce_tree.models.step_model import StepModel, int8_step_model
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, tree_shapes
 
@@ -205,6 +206,8 @@ def new_state(
 
 def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
     """The target on a copy of its weights in ``bits`` 8 or 4, for level 1."""
+    if bits == 8 and has_int8_kernel(target.model):
+        return int8_step_model(target, features)
     bring = target.streamed.bring if target.streamed is not None else None
     clone = low_bit_copy(target.model, bits, bring)
     step = StepModel(clone, compiled, target.length_rope, features, target.learned_positions)

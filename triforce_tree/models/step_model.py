@@ -35,6 +35,7 @@ from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.decoder_layers import use_fused_decoder_layers
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
+from triforce_tree.models.host.low_bits import int8_copy
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy
 from triforce_tree.models.recurrent.mixers import attach
@@ -211,7 +212,9 @@ def step_model(
         features: hidden states that are kept.
         exact: a row's bits do not depend on the rows beside it, see ``exact.check``.
     """
-    on_gpu, linears = model.device.type == "cuda", list[nn.Linear]()
+    on_gpu = model.device.type == "cuda"
+    if not (on_gpu or exact):
+        return _host_step(shallow_copy(model.model), model, features)
     replaced = on_gpu and why_not_replaceable(model.model) is None
     # Streamed linear layers and some rotary embeddings make the host wait.
     waits = (model.streamed is not None and not model.streamed.capturable) or (
@@ -223,14 +226,25 @@ def step_model(
         clone = exact_copy(model.model) if on_gpu else use_exact_modules(shallow_copy(model.model))
     else:
         clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
-        if not on_gpu:
-            linears = use_few_row_linears(clone)
-            use_fused_layers(clone, linears)
     # The compiler cannot see that streamed experts are overwritten inside a layer. What layers read from the
     # device while they run, it takes for constant.
     compiled = compiled and replaced and not _streams_experts(model) and model.capturable is not False
     step = _step(clone, model, compiled, features, exact)
     step.capturable = not waits and model.capturable is not False
+    return step
+
+
+def int8_step_model(model: HFModel, features: Sequence[int] = ()) -> StepModel:
+    """The same of an fp32 model on the CPU with weights of 8 bits, for level 1."""
+    return _host_step(int8_copy(model.model), model, features)
+
+
+def _host_step(clone: PreTrainedModel, model: HFModel, features: Sequence[int]) -> StepModel:
+    """A copy of a model on the CPU, with layers by our kernels where these give the same numbers."""
+    linears = use_few_row_linears(clone)
+    use_fused_layers(clone, linears)
+    step = _step(clone, model, False, features)
+    step.capturable = step.capturable and model.capturable is not False
     if linears and not step.scales_queries:
         use_fused_decoder_layers(listed_layers(clone) or nn.ModuleList(), linears, _running)
     return step

@@ -13,6 +13,7 @@ from triforce_tree.kernels.linear.configs import MOST_ROWS
 from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.host.low_bits import has_int8_kernel
 from triforce_tree.models.model_copy import listed_layers
 from triforce_tree.planning.batch_size import bytes_beside_models
 from triforce_tree.planning.memory_layout import Workload
@@ -43,8 +44,8 @@ _TAIL_TOKENS = 64
 _GROUPED = 4
 _RETRIEVAL_NAMES = frozenset({"budget", "chunk", "recent"})
 # A product with weights of 8 bits takes a microsecond more to launch than one of 16, and a layer has four of
-# them (``docs/kernel.md``): layers of fewer bytes gain nothing.
-_LEAST_LAYER = 64 * MIB
+# them (``docs/kernel.md``): layers of fewer bytes gain nothing. On a CPU those of a few MiB stay in caches.
+_LEAST_LAYER, _LEAST_LAYER_CPU = 64 * MIB, 8 * MIB
 # Device memory that a copy of the weights leaves unused where its bits are chosen.
 _LEAST_UNUSED, _UNUSED = 4 * GIB, 0.15
 
@@ -63,7 +64,7 @@ def device_defaults(
     Args:
         given: names of options that stay as they are, even at their defaults.
         gpu: whether the target is on one; a CPU's defaults are those of ``HierarchyConfig``, but for
-            ``other_trees``.
+            ``other_trees`` and ``retrieval_weight_bits``.
         prompt: tokens of the longest prompt.
         group: query heads of the target for each KV head.
         trees: whether a draft model grows trees of any shape.
@@ -71,14 +72,13 @@ def device_defaults(
     """
     options, defaults = config.as_options(), HierarchyConfig().as_options()
     free = {name for name in options if name not in given and options[name] == defaults[name]}
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {"retrieval_weight_bits": "auto"}
     grouped = group >= _GROUPED
     shapes = (_GROUPED_TREES if grouped else _GPU_TREES) if gpu else _CPU_TREES
     if trees and "tree" in free and (others := _beside(shapes, config, config.lookup, given)):
         chosen["other_trees"] = others
     if gpu:
         chosen["gamma"] = _GROUPED_GAMMA if grouped else _GAMMA
-        chosen["retrieval_weight_bits"] = "auto"
         if trees:
             chosen["tree"] = _TREE
         if grouped:
@@ -166,16 +166,19 @@ def _without_conflicts(
 
 
 def gains_from_few_bits(target: HFModel) -> bool:
-    """Whether level 1 should be faster in 8 bits than in 16: large linear layers in half precision on a GPU.
+    """Whether level 1 should be faster in 8 bits: large linear layers, in half precision on a GPU or in fp32
+    on a CPU that has our kernel.
 
     Not measured, and so left out: experts.
     """
-    layers = listed_layers(target.model)
-    if target.device.type != "cuda" or target.dtype.itemsize != 2 or not layers or target.streamed:
+    layers, gpu = listed_layers(target.model), target.device.type == "cuda"
+    served = target.dtype.itemsize == 2 if gpu else has_int8_kernel(target.model)
+    if not served or not layers or target.streamed:
         return False
     if expert_modules(target.model) or why_not_replaceable(target.model):
         return False
-    return sum(weight.nbytes for weight in layers.parameters()) >= _LEAST_LAYER * len(layers)
+    least = _LEAST_LAYER if gpu else _LEAST_LAYER_CPU
+    return sum(weight.nbytes for weight in layers.parameters()) >= least * len(layers)
 
 
 def level_one_bits(

@@ -1,7 +1,9 @@
-"""Distils a small draft for a given target with its own tokenizer, on one GPU, within minutes.
+"""Distils a small draft for a given target with its own tokenizer: on one GPU within minutes.
 
     python -m scripts.train_pair.given.text --target TARGET --out data
     python -m scripts.train_pair.given --target TARGET --data data --out smollm2 --minutes 5
+    python -m scripts.train_pair.given --target TARGET --data data --out smollm2 --minutes 40 \
+        --tokens 2048 --length 2048                                     # on a CPU
 
 TARGET is a Llama of any size: a folder, a GGUF file or a hub id. The draft is a Llama of ``--hidden`` x
 ``--layers`` whose embedding, tied to its head, begins as the target's, projected on its principal components.
@@ -12,7 +14,7 @@ then also the overlap sum of min(p, q), the probability of acceptance.
 ``--out`` gets the model folder ``draft``, for ``triforce_tree.load(TARGET, draft=...)``, and ``log.jsonl``.
 ``--minutes`` is the training's budget without compilation; afterwards the draft's overlap and that of the
 retrieval level are measured on Python's help topics, which no training text holds. Products are bf16 on a
-GPU, and fp32 on a CPU. ``--resume`` goes on from the last checkpoint.
+GPU and on a CPU with AMX, else fp32. ``--resume`` goes on from the last checkpoint.
 """
 
 import argparse
@@ -40,7 +42,9 @@ from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 
 # Positions whose logits exist at a time: two fp32 rows of the vocabulary for each.
-_LOGITS_ON_GPU, _LOGITS_ON_CPU = 8192, 1024
+_LOGITS_ON_GPU, _LOGITS_ON_CPU = 8192, 2048
+# Minutes of training from which the compilation of the loss, one minute, is worth it on a CPU.
+_LONG = 5.0
 # Tokens at the beginning of a segment that teach nothing: no window is that empty while decoding.
 _COLD = 128
 
@@ -114,7 +118,8 @@ class Distillation:
         self.rows = max(1, args.tokens // args.length)
         self.segments = max(1, args.tokens // self.rows // (SINKS + SEGMENT))
         on_gpu = run.device.type == "cuda"
-        self.compare = torch.compile(compare, dynamic=False) if on_gpu else compare
+        compiles = on_gpu or args.minutes > _LONG
+        self.compare = torch.compile(compare, dynamic=False) if compiles else compare
         self.most = _LOGITS_ON_GPU if on_gpu else _LOGITS_ON_CPU
 
     def losses(self, progress: float) -> tuple[Tensor, dict[str, Any]]:
@@ -137,9 +142,11 @@ class Distillation:
         return loss, {"length": args.length, "overlap": (overlap.detach() * weight).sum()}
 
     def compared(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy and overlap ``[N]``; logits are made for some positions at a time, and made again for
-        the gradient: for 32,768 positions of 49,152 entries they would take 13 GB."""
+        """Cross-entropy and overlap ``[N]``; logits of many positions are made for some at a time, and made
+        again for the gradient: for 32,768 positions of 49,152 entries they would take 13 GB."""
         own, others = self.draft.lm_head.weight, self.target.lm_head.weight
+        if len(student) <= self.most:
+            return self.compare(student, own, teacher, others)
         found = [
             checkpoint(self.compare, x, own, y, others, use_reentrant=False)
             for x, y in zip(student.split(self.most), teacher.split(self.most), strict=True)
@@ -191,8 +198,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, float | None]:
     tokenizer = load_tokenizer(args.data)
     known = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     run = Run(args, {name: token for name, token in known.items() if token is not None})
-    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
-    target = load_model(args.target, run.device, dtype).requires_grad_(False)
+    target = load_model(args.target, run.device, run.dtype).requires_grad_(False)
     config = draft_config(target.config, args.hidden, args.layers, args.head_dim, args.mlp)
     draft = new_model(copy.deepcopy(config), run.device)
     begin_embedding(draft, target)

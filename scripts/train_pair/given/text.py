@@ -3,8 +3,9 @@
     python -m scripts.train_pair.given.text --target TARGET --out data
 
 Docstrings and sources of packages and of Python's own library, and system documentation, decontaminated
-against Python's help topics and deduplicated (``corpus``), in the target's tokens. What is not installed is
-left out. Every source gets an even share of ``--megabytes`` and what the smaller ones leave.
+against the benchmarks' texts that are here or in ``--texts`` and deduplicated (``corpus``), in the target's
+tokens. What is not installed is left out. Prose, verse and code of more languages come with ``--root``: the
+folder where Debian's packages of ``scripts.train_pair.kinds.text --packages`` are unpacked.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import numpy as np
 
 from scripts.train_pair.corpus import gather
 from scripts.train_pair.heads.text import LIBRARIES, PYTHON
+from scripts.train_pair.kinds.text import KIND_SOURCES, held_texts
 from triforce_tree.eval.text import dataset_texts
 from triforce_tree.loading.checkpoints import load_tokenizer
 
@@ -30,11 +32,14 @@ SYSTEM = ("/usr/share/doc", "/usr/share/perl", "/usr/lib/python3/dist-packages")
 _BATCH = 256
 
 
-def default_sources() -> list[str]:
-    """Sources for ``corpus.gather``."""
+def default_sources(root: Path | None = None) -> list[str]:
+    """Sources for ``corpus.gather``; those of Debian's packages where they are unpacked below ``root``."""
     sources = [f"docstrings=docstrings:{name}" for name in (*LIBRARIES, *PYTHON)]
     sources += [f"code=code:{name}" for name in (*PYTHON, *LIBRARIES[:6])]
-    return sources + [f"docs=files:{folder}" for folder in SYSTEM]
+    sources += [f"docs=files:{folder}" for folder in SYSTEM]
+    if root is not None:
+        sources += [entry for source in KIND_SOURCES if source.of_debian for entry in source.entries(root)]
+    return sources
 
 
 def separator(tokenizer: Any) -> int:
@@ -44,19 +49,26 @@ def separator(tokenizer: Any) -> int:
 
 
 def prepare(
-    tokenizer: Any, out: Path, megabytes: float, cap: float, sources: Sequence[str], seed: int = 0
+    tokenizer: Any,
+    out: Path,
+    megabytes: float,
+    cap: float,
+    sources: Sequence[str],
+    held: Sequence[str] = (),
+    seed: int = 0,
 ) -> int:
     """Write the token file, the tokenizer and the manifest; returns the number of tokens.
 
     Args:
         megabytes: of the file, at most; documents are taken in random order until it is full.
         cap: MB of text of each source, at most.
+        held: texts to hold out beside Python's help topics.
     """
     out.mkdir(parents=True, exist_ok=True)
     kind = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     most, end = int(megabytes * 1e6 / kind.itemsize), separator(tokenizer)
     with TemporaryDirectory() as folder:
-        gather(list(sources), [Path(pydoc_data.topics.__file__)], Path(folder), cap)
+        gather(list(sources), [Path(pydoc_data.topics.__file__)], Path(folder), cap, held)
         files = [file for file in sorted(Path(folder).glob("*.jsonl")) if file.stat().st_size]
         texts = [text for file in files for text in dataset_texts(str(file))]
         manifest = json.loads((Path(folder) / "manifest.json").read_text())
@@ -87,12 +99,16 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--out", type=Path, required=True, help="folder to write")
     add("--megabytes", type=float, default=39.0, help="of the token file")
     add("--cap", type=float, default=6.0, help="MB of text of each source")
+    add("--root", type=Path, help="where Debian's packages are unpacked, for their texts too")
+    add("--texts", type=Path, help="file of the benchmarks' texts, to hold out; by default what is installed")
     add("--source", nargs="+", metavar="GROUP=TEXTS", help="instead of the usual ones; see corpus.py")
     args = parser.parse_args(words)
     tokenizer = load_tokenizer(args.target)
     if tokenizer is None:
         parser.error(f"{args.target} has no tokenizer")
-    count = prepare(tokenizer, args.out, args.megabytes, args.cap, args.source or default_sources())
+    sources = args.source or default_sources(args.root)
+    held = held_texts(args.texts)
+    count = prepare(tokenizer, args.out, args.megabytes, args.cap, sources, held)
     print(f"{count} tokens in {args.out / TOKENS}")
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from triforce_tree.models.experts.few_row import LowBitExperts
 from triforce_tree.models.few_row import FewRowLinear, LowBitLinear
+from triforce_tree.models.host.linears import Int8Linear
 from triforce_tree.planning.memory_map import Sizes
 
 LLAMA_2_7B = Sizes(int(13.48e9), int(0.15e9), 32, 32, 32, 128, 4096, 11008, 32000)
@@ -21,7 +22,7 @@ def extra_bytes(model: nn.Module) -> int:
     owned = [
         tensor
         for module in model.modules()
-        if isinstance(module, FewRowLinear | LowBitLinear | LowBitExperts)
+        if isinstance(module, FewRowLinear | LowBitLinear | LowBitExperts | Int8Linear)
         for tensor in module.buffers()
     ]
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in owned}.values())

@@ -17,7 +17,7 @@ from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import (
-    FewRowWeight,
+    FewRowMatrix,
     few_row_weight,
     is_plain_linear,
     use_few_row_linears,
@@ -47,7 +47,7 @@ def use_exact_modules(model: PreTrainedModel) -> PreTrainedModel:
         model: from ``shallow_copy``, on the CPU.
     """
     linears = [module for module in model.modules() if is_plain_linear(module)]
-    weights: dict[nn.Linear, FewRowWeight] = {}
+    weights: dict[nn.Linear, FewRowMatrix] = {}
     if model.dtype == torch.float32:
         replaced = use_few_row_linears(model)
         use_fused_layers(model, replaced, exact=True)
@@ -63,7 +63,7 @@ def use_exact_modules(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _linear(layer: nn.Linear, weight: FewRowWeight | None, x: Tensor) -> Tensor:
+def _linear(layer: nn.Linear, weight: FewRowMatrix | None, x: Tensor) -> Tensor:
     if weight is not None:
         return fp32.linear(x, weight.matrix())
     bias = None if layer.bias is None else layer.bias.float()

@@ -16,7 +16,7 @@ from triforce_tree.kernels.cpu.fp32.decoder import Norm, finish, project
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.attention import AttentionParams, RunningAttention
 from triforce_tree.models.host.layers import equal, gated_parts, hooked, norm_epsilon
-from triforce_tree.models.host.linears import FewRowWeight, few_row_weight
+from triforce_tree.models.host.linears import FewRowMatrix, few_row_weight
 
 _TRIED = 2, 3  # sequences and tokens
 # Factors of the norms' weights in trials: with the second, limits on queries, keys and values take effect.
@@ -29,9 +29,9 @@ class _Parts:
 
     norms: tuple[nn.Module, nn.Module]
     eps: tuple[float, float]
-    projections: Sequence[FewRowWeight]
-    output: FewRowWeight
-    mlp: Sequence[FewRowWeight]
+    projections: Sequence[FewRowMatrix]
+    output: FewRowMatrix
+    mlp: Sequence[FewRowMatrix]
 
 
 def use_fused_decoder_layers(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from triforce_tree.kernels.cpu.fp32 import layers as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.kernels.cpu.fp32.linear import MOST_ROWS, gated
-from triforce_tree.models.host.linears import FewRowWeight, few_row_weight
+from triforce_tree.models.host.linears import FewRowMatrix, few_row_weight
 from triforce_tree.models.model_copy import ROTARY, class_forward, with_global
 
 _EPSILONS = ("variance_epsilon", "eps")
@@ -108,7 +108,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def _mlp(
-    many: Callable[[Tensor], Tensor] | None, down: nn.Linear, gate: FewRowWeight, up: FewRowWeight, x: Tensor
+    many: Callable[[Tensor], Tensor] | None, down: nn.Linear, gate: FewRowMatrix, up: FewRowMatrix, x: Tensor
 ) -> Tensor:
     """``many`` computes more than ``MOST_ROWS`` rows; None: ours does too, in parts."""
     if x.numel() > MOST_ROWS * x.shape[-1]:

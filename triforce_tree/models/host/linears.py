@@ -2,13 +2,14 @@
 
 A tree forward multiplies 1 to 64 rows by each weight matrix. torch's default GEMM is optimised for more rows,
 and reads the weights at half of the memory's speed. Weights whose values all fit 16 bits, as those of most
-checkpoints do, are read from a copy in 16 bits: the same numbers in half of the bytes.
+checkpoints do, are read from a copy in 16 bits: the same numbers in half of the bytes. Level 1 may have other
+numbers, of 8 bits (:class:`Int8Linear`).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import psutil
 import torch
@@ -40,6 +41,43 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
+class FewRowMatrix(Protocol):
+    """A weight as the C kernel reads it."""
+
+    def matrix(self) -> fp32.Matrix: ...
+
+
+class Int8Linear(nn.Linear):
+    """An ``nn.Linear`` for fp32 inputs on the CPU with weights of 8 bits, and a scale for each of their rows.
+
+    Args:
+        linear: the layer to copy; its bias is shared, its weight is not kept.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        codes, scales = fp32.in_8_bits(linear.weight)
+        self.codes: Tensor
+        self.scales: Tensor
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """fp32 ``[out_features, in_features]``: some families read it, or its dtype, themselves."""
+        return fp32.widened(self.matrix())
+
+    def matrix(self) -> fp32.Matrix:
+        bias = None if self.bias is None else self.bias.detach()
+        return fp32.matrix(self.codes, bias, self.scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        return _linear(self, self, x)
+
+
 @contextmanager
 def few_row_linears(model: nn.Module) -> Iterator[None]:
     """Inside, plain fp32 ``nn.Linear`` layers on the CPU run few rows through our kernel or oneDNN.
@@ -55,7 +93,11 @@ def few_row_linears(model: nn.Module) -> Iterator[None]:
 
 
 def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
-    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows so for good; returns them."""
+    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows so for good.
+
+    Returns:
+        these layers, and those of 8 bits, which run few rows so in any case.
+    """
     native = library() is not None
     replaced = [
         layer
@@ -70,7 +112,7 @@ def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
     for layer in replaced:
         weight = FewRowWeight(layer, narrow) if native and layer.weight.is_contiguous() else None
         layer.forward = partial(_linear, layer, weight)  # type: ignore[method-assign]
-    return replaced
+    return replaced + [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
 
 
 class FewRowWeight:
@@ -98,8 +140,10 @@ class FewRowWeight:
         return self._matrix
 
 
-def few_row_weight(layer: nn.Linear) -> FewRowWeight:
-    """The weight of a layer whose forward :func:`use_few_row_linears` has replaced."""
+def few_row_weight(layer: nn.Linear) -> FewRowMatrix:
+    """The weight of a layer that :func:`use_few_row_linears` returned."""
+    if isinstance(layer, Int8Linear):
+        return layer
     weight: FewRowWeight | None = vars(layer)["forward"].args[1]
     return FewRowWeight(layer, narrow=False) if weight is None else weight
 
@@ -122,7 +166,7 @@ def _state(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
 
-def _linear(layer: nn.Linear, weight: FewRowWeight | None, x: Tensor) -> Tensor:
+def _linear(layer: nn.Linear, weight: FewRowMatrix | None, x: Tensor) -> Tensor:
     if weight is not None and x.numel() <= fp32.MOST_ROWS * x.shape[-1]:
         return fp32.linear(x, weight.matrix())
     if not ONEDNN or x.shape[-2] > _MOST_ROWS:

@@ -9,8 +9,8 @@ from torch import Tensor
 from triforce_tree.kernels.cpu.fp32.library import usable
 from triforce_tree.kernels.cpu.fp32.linear import MOST_ROWS, Matrix
 
-_PROJECT = struct.Struct("26qd")
-_FINISH = struct.Struct("24qd")
+_PROJECT = struct.Struct("29qd")
+_FINISH = struct.Struct("28qd")
 
 
 class Norm(NamedTuple):

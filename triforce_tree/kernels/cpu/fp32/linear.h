@@ -4,6 +4,7 @@
 typedef struct {
     const char *weights; /* [outs, length], dense */
     const float *bias;   /* [outs], or NULL */
+    const float *scales; /* [outs], factors of the rows of INT8; else not read */
     int64_t kind;        /* of the weights' elements */
 } Matrix;
 
@@ -11,12 +12,14 @@ typedef struct {
 INLINE void multiply_rows(const Matrix *matrix, int kind, int64_t begin, int64_t end, const float *x, int64_t rows,
                           int64_t length, float *out, int64_t out_row) {
     const int64_t row_bytes = length * element_bytes(kind), together = equal_parts(rows, MOST_LEFT);
+    /* As many bytes ahead for all kinds: rows in few bits are too short for memory to answer within a few of them. */
+    const int64_t ahead_bytes = RIGHT * row_bytes * element_bytes(FLOAT32) / element_bytes(kind);
     for (int64_t n = begin; n < end;) {
         const int right = end - n >= RIGHT ? RIGHT : 1;
         const char *at[RIGHT], *ahead[RIGHT];
         for (int i = 0; i < right; i++) {
             at[i] = matrix->weights + (n + i) * row_bytes;
-            ahead[i] = at[i] + RIGHT * row_bytes;
+            ahead[i] = at[i] + ahead_bytes;
         }
         for (int64_t m = 0; m < rows; m += together) {
             const int left = min_of(together, rows - m);
@@ -25,6 +28,10 @@ INLINE void multiply_rows(const Matrix *matrix, int kind, int64_t begin, int64_t
                 dots_of(at, m ? NULL : ahead, kind, RIGHT, x + m * length, length, left, length, to, out_row);
             else
                 dots_of(at, NULL, kind, 1, x + m * length, length, left, length, to, out_row);
+            if (kind == INT8)
+                for (int i = 0; i < left; i++)
+                    for (int j = 0; j < right; j++)
+                        to[i * out_row + j] *= matrix->scales[n + j];
             if (matrix->bias)
                 for (int i = 0; i < left; i++)
                     for (int j = 0; j < right; j++)
@@ -40,6 +47,7 @@ static void multiply(const Matrix *matrix, int64_t begin, int64_t end, const flo
     case FLOAT32: return multiply_rows(matrix, FLOAT32, begin, end, x, rows, length, out, out_row);
     case BFLOAT16: return multiply_rows(matrix, BFLOAT16, begin, end, x, rows, length, out, out_row);
     case HALF: return multiply_rows(matrix, HALF, begin, end, x, rows, length, out, out_row);
+    case INT8: return multiply_rows(matrix, INT8, begin, end, x, rows, length, out, out_row);
     }
 }
 

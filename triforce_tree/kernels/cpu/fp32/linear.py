@@ -14,31 +14,41 @@ from triforce_tree.kernels.cpu.fp32.library import usable
 MOST_ROWS = 48
 """Most rows for which this is faster than torch and oneDNN (AVX-512)."""
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _SAMPLE = 4096
-_LINEAR = struct.Struct("9q")
-_GATED = struct.Struct("12q")
+_LINEAR = struct.Struct("10q")
+_GATED = struct.Struct("14q")
 
 
 class Matrix(NamedTuple):
     """A weight matrix as the kernel reads it.
 
     Attributes:
-        weight: ``[outs, ins]``, fp32, or 16 bits that are converted to fp32 exactly; dense.
+        weight: ``[outs, ins]``, fp32, 16 bits that are converted to fp32 exactly, or int8; dense.
         bias: fp32 ``[outs]``, or None.
+        scales: fp32 ``[outs]``, by which int8 rows are multiplied; None for other weights.
         fields: of the C struct.
     """
 
     weight: Tensor
     bias: Tensor | None
-    fields: tuple[int, int, int]
+    scales: Tensor | None
+    fields: tuple[int, int, int, int]
 
 
-def matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix:
+def matrix(weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Matrix:
     """Arguments as the attributes of :class:`Matrix`."""
     assert weight.is_contiguous(), "weights must be dense"
-    at = 0 if bias is None else bias.data_ptr()
-    return Matrix(weight, bias, (weight.data_ptr(), at, _KINDS[weight.dtype]))
+    assert (scales is not None) == (weight.dtype == torch.int8), "int8 has scales, no other type has"
+    bias_at, scales_at = (0 if each is None else each.data_ptr() for each in (bias, scales))
+    return Matrix(weight, bias, scales, (weight.data_ptr(), bias_at, scales_at, _KINDS[weight.dtype]))
+
+
+def in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest int8 codes ``[outs, ins]`` of a weight, and fp32 scales ``[outs]`` of their rows."""
+    rows = weight.detach().float()
+    scales = (rows.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (rows / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 def narrowed(weight: Tensor) -> Tensor | None:
@@ -57,12 +67,18 @@ def narrowed(weight: Tensor) -> Tensor | None:
     return None
 
 
+def widened(by: Matrix) -> Tensor:
+    """The weight in fp32."""
+    weight = by.weight.float()
+    return weight if by.scales is None else weight * by.scales[:, None]
+
+
 def linear(x: Tensor, by: Matrix) -> Tensor:
     """``x @ weight.T + bias`` for ``[..., ins]``, as torch's ``linear`` up to rounding."""
     outs, ins = by.weight.shape
     library = usable(x)
     if library is None:
-        return torch.nn.functional.linear(x, by.weight.to(x.dtype), by.bias)
+        return torch.nn.functional.linear(x, widened(by).to(x.dtype), by.bias)
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], outs)
     rows = x.numel() // ins

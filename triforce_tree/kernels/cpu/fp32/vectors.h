@@ -1,4 +1,4 @@
-/* Shared by the kernels of fp32.c: loads of weights in 16 bits, sums over a vector, exponentials. */
+/* Shared by the kernels of fp32.c: loads of weights in 16 and 8 bits, sums over a vector, exponentials. */
 #include "../cpu_shared.h"
 
 #include <math.h>
@@ -6,8 +6,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* How the rows of a matrix are stored; both 16-bit types are converted to fp32 exactly. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, HALF = 2 };
+/* How the rows of a matrix are stored; all are converted to fp32 exactly. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, HALF = 2, INT8 = 3 };
 
 #ifdef __AVX512F__
 enum { MOST_LEFT = 6 }; /* rows of x that are multiplied together: 24 sums, 4 rows of weights and one of x in registers */
@@ -16,15 +16,19 @@ enum { MOST_LEFT = 2 };
 #endif
 enum { RIGHT = 4 }; /* rows of weights that are */
 
-INLINE int element_bytes(int kind) { return kind == FLOAT32 ? 4 : 2; }
+INLINE int element_bytes(int kind) { return kind == FLOAT32 ? 4 : kind == INT8 ? 1 : 2; }
 
 INLINE vec load_as(const char *at, int kind) {
     if (kind == FLOAT32)
         return load((const float *)at);
 #ifdef __AVX512F__
+    if (kind == INT8)
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
     const __m256i x = _mm256_loadu_si256((const __m256i *)at);
     return kind == HALF ? _mm512_cvtph_ps(x) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 #else
+    if (kind == INT8)
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
     const __m128i x = _mm_loadu_si128((const __m128i *)at);
     return kind == HALF ? _mm256_cvtph_ps(x) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 #endif
@@ -111,7 +115,7 @@ INLINE void dots(const char *const *at, const char *const *ahead, int kind, int 
 #pragma GCC unroll 4
         for (int i = 0; i < right; i++) {
             rows[i] = load_as(at[i] + at_element * bytes, kind);
-            if (ahead)
+            if (ahead && !(at_element * bytes % LINE))
                 _mm_prefetch(ahead[i] + at_element * bytes, _MM_HINT_T1);
         }
 #pragma GCC unroll 8
