@@ -5,8 +5,6 @@ and reads the weights at half of the memory's speed. Weights whose values all fi
 checkpoints do, are read from a copy in 16 bits: the same numbers in half of the bytes.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TypeGuard
 
@@ -40,22 +38,11 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-@contextmanager
-def few_row_linears(model: nn.Module) -> Iterator[None]:
-    """Inside, plain fp32 ``nn.Linear`` layers on the CPU run few rows through our kernel or oneDNN.
+def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
+    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows by our kernel or oneDNN; returns them.
 
     Layers whose ``forward`` another library has replaced are left alone.
     """
-    replaced = use_few_row_linears(model)
-    try:
-        yield
-    finally:
-        for layer in replaced:
-            vars(layer).pop("forward", None)
-
-
-def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
-    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows so for good; returns them."""
     native = library() is not None
     replaced = [
         layer
