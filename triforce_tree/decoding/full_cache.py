@@ -153,14 +153,11 @@ class FullCache:
         assert self.store is not None
         return self.store
 
-    def reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse, newest: int, first: int) -> list[int]:
+    def _reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse, newest: int, first: int) -> list[int]:
         """How many tokens at the beginning of each prompt need no prefill; the ``newest`` are fed anew.
 
-        It is 0 where weights or rotary frequencies have changed, and where layers with a window or recurrent
-        ones have gone on too far (``Marks``).
+        It is 0 where layers with a window or recurrent ones have gone on too far (``Marks``).
         """
-        if self._computed_by != self._target.function_key():
-            reuse = "none"
         starts = [self.cached.common(b, prompt, reuse, newest) for b, prompt in enumerate(prompts, first)]
         starts = [self.marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts, first)]
         return distributed.agreed(starts)
@@ -194,11 +191,11 @@ class FullCache:
         shares = reuse != "none" and self.states is None and self.split is None
         shares = shares and self._computed_by in (None, now)
         if self._exchange is not None and reuse != "none" and row is None:
-            self._exchange.before(
-                prompts, self.reusable(prompts, reuse, 0, 0), self._computed_by, now, features
-            )
+            found = self._reusable(prompts, reuse if self._computed_by == now else "none", 0, 0)
+            self._exchange.before(prompts, found, self._computed_by, now, features)
             self._computed_by = now
-        starts = self.reusable(prompts, reuse, newest, first)
+        # Nothing is kept where weights or rotary frequencies have changed.
+        starts = self._reusable(prompts, reuse if self._computed_by == now else "none", newest, first)
         if progress and any(starts):
             progress(sum(starts))
         for b, start in enumerate(starts, first):
@@ -215,6 +212,8 @@ class FullCache:
                     self.offloaded.prefill(
                         prompts, self._prefill_chunk, progress, starts, features, self.states
                     )
+                    for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
+                        self.cached.fed(b, prompt, start)
                 else:
                     assert self.store is not None
                     for b, prompt in enumerate(prompts, first):
@@ -232,9 +231,8 @@ class FullCache:
             raise
         if row is None:
             self.means.written(own, [len(prompt) - 1 for prompt in prompts])
-        for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
-            self.cached.fed(b, prompt, start)
-            if reuse == "all":
+        if reuse == "all":
+            for b, prompt in enumerate(prompts, first):
                 self.marks.add(b, len(prompt) - 1)
         self._computed_by = now
         return starts

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from triforce_tree.kv.cached_tokens import common_prefix
+
 SHORTEST = 6
 """Tokens that an earlier occurrence has in common with the text's end at least."""
 LONGEST = 64
@@ -33,7 +35,7 @@ class SuffixIndex:
     def begins(self, tokens: Sequence[int]) -> bool:
         """Whether these tokens begin with the text that is known, which is not empty."""
         known = len(self._text)
-        return 0 < known <= len(tokens) and list(tokens[:known]) == self._text
+        return 0 < known <= len(tokens) and common_prefix(self._text, tokens) == known
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Go on to ``tokens``, the whole text."""

@@ -17,6 +17,7 @@ Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
 Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
 
 _FORMS = "give text, a list of texts, a list of messages, token ids [L] or [B, L], or a tokenizer's output"
+Row = np.ndarray[Any, np.dtype[np.int64]]
 # More characters than a token of any text has, except in long runs of one character.
 _MANY_CHARACTERS = 16
 
@@ -35,6 +36,8 @@ class Prompts:
 
     def left_padded(self) -> "Prompts":
         """The same prompts with all padding on the left."""
+        if bool(self.mask.all()):
+            return self
         order = self.mask.argsort(dim=1, stable=True)
         return Prompts(self.ids.gather(1, order), self.mask.gather(1, order))
 
@@ -81,18 +84,12 @@ def prompts_of(
         given = [encoded(tokenizer, each, target.max_positions) for each in chats or texts or ()]
     rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
     if attention_mask is None and getattr(given, "ndim", 0) == 2 and inferred is not None:
-        mask = [[int(token != inferred) for token in row] for row in rows]
+        mask = [(row != inferred).astype(np.int64) for row in rows]
     elif attention_mask is None:
-        mask = [[1] * len(row) for row in rows]
+        mask = [np.ones_like(row) for row in rows]
     else:
-        mask = _mask(rows, attention_mask)
-    check_rows(
-        [
-            [t for t, m in zip(row, seen, strict=True) if m] if 0 in seen else row
-            for row, seen in zip(rows, mask, strict=True)
-        ],
-        target.vocab_size,
-    )
+        mask = [np.array(row, dtype=np.int64) for row in _mask(rows, attention_mask)]
+    check_rows([row[seen != 0] for row, seen in zip(rows, mask, strict=True)], target.vocab_size)
     device = given.device if isinstance(given, Tensor) else None
     return Prompts(left_padded(rows, padding, device), left_padded(mask, 0, device))
 
@@ -107,10 +104,16 @@ def prompt_of(target: HFModel, tokenizer: Tokenizer | None, inputs: Inputs) -> l
 
 def real_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """The tokens of int64 ``[B, W]`` whose mask is not 0, by row."""
-    if mask is None:
-        whole: list[list[int]] = ids.tolist()
-        return whole
-    return [row[seen].tolist() for row, seen in zip(ids, mask != 0, strict=True)]
+    return [row.tolist() for row in real_ids(ids, mask)]
+
+
+def real_ids(ids: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """The same in host memory, int64 ``[L]`` each."""
+    ids = ids.cpu()
+    seen = mask.cpu() != 0 if mask is not None else None
+    if seen is None or bool(seen.all()):
+        return list(ids)
+    return [row[own] for row, own in zip(ids, seen, strict=True)]
 
 
 def encoded(tokenizer: Tokenizer, given: str | Chat, positions: int | None = None) -> list[int]:
@@ -136,12 +139,16 @@ def encoded(tokenizer: Tokenizer, given: str | Chat, positions: int | None = Non
     return list(ids)
 
 
-def check_rows(rows: list[list[int]], vocabulary: int) -> None:
+def check_rows(rows: Sequence[Sequence[int] | Row | Tensor], vocabulary: int) -> None:
     """Raise ValueError for an empty row, or an id outside the vocabulary."""
     for row in rows:
-        if not row:
+        if len(row) == 0:
             raise ValueError("the prompt is empty; give at least one token")
-        least, most = min(row), max(row)
+        # Python's own take 30 times as long for 100,000 tokens.
+        if isinstance(row, (np.ndarray, Tensor)):
+            least, most = int(row.min()), int(row.max())
+        else:
+            least, most = min(row), max(row)
         if least < 0 or most >= vocabulary:
             worst = most if most >= vocabulary else least
             raise ValueError(f"token id {worst} lies outside the vocabulary of {vocabulary}")
@@ -196,16 +203,24 @@ def _rows(given: Any, what: str) -> list[Any]:
     return list(given) if any(nested) else [given]
 
 
-def _whole(row: Any, what: str) -> list[int]:
-    """One row as integers."""
+def _whole(row: Any, what: str) -> Row:
+    """One row as integers: a copy."""
     if isinstance(row, (Tensor, np.ndarray)):
         kind = str(row.dtype).removeprefix("torch.")
         if row.ndim != 1 or not kind.startswith(("int", "uint")):
             raise ValueError(f"{what}s are {kind} of shape {list(row.shape)}; give integers, such as int64")
-        numbers: list[int] = row.tolist()
-        return numbers
-    if set(map(type, row)) == {int}:
-        return list(row)
+        # Numbers that int64 does not hold would change their signs.
+        row = row.numpy(force=True) if isinstance(row, Tensor) else row
+        numbers: Any = row.tolist() if kind == "uint64" else row
+    else:
+        numbers = row if set(map(type, row)) == {int} else _integers(row, what)
+    try:
+        return np.array(numbers, dtype=np.int64)
+    except OverflowError:
+        raise ValueError(f"{what} {max(numbers, key=abs)} lies outside every vocabulary") from None
+
+
+def _integers(row: Any, what: str) -> list[int]:
     try:
         if any(isinstance(item, (bool, np.bool_)) for item in row):
             raise TypeError
@@ -215,7 +230,7 @@ def _whole(row: Any, what: str) -> list[int]:
         raise ValueError(f"{what}s must be integers, not {_named(kinds)}; {_FORMS}") from None
 
 
-def _mask(rows: list[list[int]], attention_mask: Any) -> list[list[int]]:
+def _mask(rows: list[Row], attention_mask: Any) -> list[list[int]]:
     """The mask, 1 for a token and 0 for padding, in rows of the same lengths."""
     mask = [
         row.tolist() if hasattr(row, "tolist") else list(row) for row in _rows(attention_mask, "the mask")

@@ -16,7 +16,7 @@ from transformers import (
 
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.checkpoint_settings import refuse_unsupported_settings
-from triforce_tree.generation.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_rows
+from triforce_tree.generation.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_ids
 from triforce_tree.generation.keywords import (
     as_list,
     checked_stop_strings,
@@ -145,8 +145,9 @@ class Job:
         mask = inputs.pop("attention_mask", None)
         refuse_unsupported(config, processors)
         refuse_model_inputs(inputs, input_ids, mask)
-        prompts = real_rows(input_ids, mask)
-        check_rows(prompts, target.vocab_size)
+        rows = real_ids(input_ids, mask)
+        check_rows(rows, target.vocab_size)
+        prompts: list[list[int]] = [row.tolist() for row in rows]
         width = input_ids.shape[1]
         # Processors and criteria see the padding and count it, as in transformers.
         padding: list[list[int]] = [[] for _ in prompts]

@@ -61,12 +61,12 @@ class CachedTokens:
         self.keep(b, start)
         if start == self.whole[b]:
             self.whole[b] = (len(prompt) - 1) // self.chunk * self.chunk
-        self.held[b] = list(prompt[:-1])
+        self.held[b] = _but_last(prompt)
 
     def begin(self, b: int, prompt: Sequence[int]) -> None:
         """A sequence continues from a prompt all but the last token of which is in the cache."""
         self.keep(b, len(prompt) - 1)
-        self.held[b], self._roots[b] = list(prompt[:-1]), prompt[-1]
+        self.held[b], self._roots[b] = _but_last(prompt), prompt[-1]
 
     def grown(self, tokens: Sequence[Sequence[int]] | None) -> None:
         """A pass committed these tokens of each sequence; None where they are not known."""
@@ -89,19 +89,31 @@ class CachedTokens:
         limit = max(0, min(len(prompt) - 1 - newest, len(self.held[b])))
         if reuse == "chunks":
             limit = min(limit, max([self.whole[b], *self.ends[b]]))
-        count = common_prefix(self.held[b][:limit], prompt)
+        count = common_prefix(self.held[b], prompt, limit)
         if reuse == "all":
             return count
         whole = min(count, self.whole[b]) // self.chunk * self.chunk
         return max([whole, *(end for end in self.ends[b] if end <= count)])
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the prefix that two texts share."""
-    count = min(len(a), len(b))
+def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -> int:
+    """Length of the prefix that two texts share, or ``most`` if that is less."""
+    count = min(len(a), len(b)) if most is None else min(len(a), len(b), most)
     # Whole blocks are compared at once: a kept prefix may have 100,000 tokens.
     for start in range(0, count, _BLOCK):
-        one, other = (list(text[start : min(start + _BLOCK, count)]) for text in (a, b))
+        one, other = (_listed(text[start : min(start + _BLOCK, count)]) for text in (a, b))
         if one != other:
             return start + next(i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
     return count
+
+
+def _but_last(prompt: Sequence[int]) -> list[int]:
+    """A list of its own."""
+    tokens = list(prompt)
+    tokens.pop()
+    return tokens
+
+
+def _listed(tokens: Sequence[int]) -> list[int]:
+    """The same list, where it is one: a copy of 100,000 tokens takes as long as their comparison."""
+    return tokens if isinstance(tokens, list) else list(tokens)

@@ -36,6 +36,8 @@ def copy_prefix(
     Returns:
         how many tokens of the prompt sequence b holds now.
     """
+    if len(cached.held) == 1:
+        return start
     newest = features.history if features is not None else 0
     counts = [cached.common(other, prompt, "chunks", newest) for other in range(len(cached.held))]
     source = max(range(len(counts)), key=counts.__getitem__)

@@ -27,9 +27,9 @@ from triforce_tree.models.attention import (
 )
 from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.few_row import quantisation
-from triforce_tree.models.host.linears import few_row_linears
+from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.models.model_copy import KeptCopy, parameters_of
 from triforce_tree.models.prefill.layers import PrefillLayers
 from triforce_tree.models.recorder import Recorder
 from triforce_tree.models.recurrent.limits import refuse_without_attention
@@ -139,8 +139,10 @@ class HFModel:
                 f"{self.name} has a rotary embedding of an unknown kind whose frequencies depend on the "
                 f"sequence length ({type(error).__name__}: {error})"
             ) from error
+        self._copy = KeptCopy(model)
         self._running: PreTrainedModel | None = None
         self._prefill_layers: PrefillLayers | None = None
+        self._scales_queries = False
         if quantisation(model) is not None:
             self._settle()
         self._probe()
@@ -170,13 +172,13 @@ class HFModel:
         Changes in place are seen by torch's counters, which writes to ``parameter.data`` pass by. Weights in
         host memory are taken to stay as they are.
         """
-        weights = self.model.parameters() if self.streamed is None else ()
+        weights = parameters_of(self.model) if self.streamed is None else ()
         return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
     @property
     def parameter_ids(self) -> tuple[int, ...]:
         """Other ones where modules of the model were replaced, of which copies do not know."""
-        return tuple(map(id, self.model.parameters()))
+        return tuple(map(id, parameters_of(self.model)))
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
@@ -217,25 +219,28 @@ class HFModel:
             if self._running is not None:
                 yield
                 return
-            copied = shallow_copy(self.model)
-            copied.set_attn_implementation(ATTENTION)
-            copied.eval()
-            take_over_query_scales(copied)
-            if self.length_rope is not None:
-                self.length_rope.attach(copied)
-            attach(copied, in_chunks=True)
             with ExitStack() as stack:
                 stack.enter_context(plain_torch_modes(self.device))
                 stack.enter_context(explained(self.device))
-                if self.device.type == "cuda":
-                    self._prefill_layers = self._prefill_layers or PrefillLayers(self.model)
-                    self._prefill_layers.attach(copied)
-                stack.enter_context(few_row_linears(copied))
                 try:
-                    self._running = copied
+                    self._running = self._copy.get(self._prepare)
                     yield
                 finally:
                     self._running = None
+
+    def _prepare(self, copied: PreTrainedModel) -> None:
+        """Let a copy of the model run forwards."""
+        copied.set_attn_implementation(ATTENTION)
+        copied.eval()
+        self._scales_queries = scales_queries(copied)
+        take_over_query_scales(copied)
+        if self.length_rope is not None:
+            self.length_rope.attach(copied)
+        attach(copied, in_chunks=True)
+        if self.device.type == "cuda":
+            self._prefill_layers = self._prefill_layers or PrefillLayers(self.model)
+            self._prefill_layers.attach(copied)
+        use_few_row_linears(copied)
 
     @contextmanager
     def attending(self, cache: KVCache) -> Iterator[set[int]]:
@@ -275,7 +280,7 @@ class HFModel:
                 use_cache=True,
                 logits_to_keep=1 if last_only else 0,
                 **{CACHE: PassThrough()},
-                **({"triforce_positions": positions} if scales_queries(self.model) else {}),
+                **({"triforce_positions": positions} if self._scales_queries else {}),
             )
         if whole and len(called) != len(self.calls):
             missing, count = len(self.calls) - len(called), len(self.calls)

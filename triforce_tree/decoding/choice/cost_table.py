@@ -187,8 +187,9 @@ def other_costs(
         program, to_probs, table: as for :func:`stage_costs`.
     """
     table, found = table or user_table(), list[StageCosts | None]()
+    common = settings_of(program, DeviceProbs.kind(to_probs), None) if len(program.shapes) > 1 else {}
     for shape in range(1, len(program.shapes)):
-        settings = settings_of(program, DeviceProbs.kind(to_probs), None) | {"shape": shape}
+        settings = common | {"shape": shape}
         costs = distributed.broadcast_object(table.find(settings))
         # Processors that depend on the text must not see a made-up one: their shapes are those known.
         if costs is None and to_probs.context_free and makes_slowly(program):

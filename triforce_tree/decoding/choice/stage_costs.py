@@ -21,6 +21,7 @@ from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.model_copy import parameter_bytes
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.fingerprint import hardware, shape_of
 from triforce_tree.runtime.stage_clock import StageClock
@@ -279,14 +280,13 @@ def settings_of(
         transferred: as for :func:`measure`.
     """
     config, device = program.config, program.device
-    target = program.target.model
     settings: dict[str, Any] = {
         "machine": hardware(device),
         "software": f"torch {torch.__version__}",
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "ranks": group.size if (group := distributed.current()) is not None else 1,
         "context_parallel": config.text_ranks,
-        "target": f"{shape_of(target)}, {_bytes(target)} bytes",
+        "target": _model(program.target.model),
         "drafter": _drafter(program.drafter),
         "sampling": sampling,
         "levels": program.levels,
@@ -341,10 +341,10 @@ def _drafter(drafter: Drafter | None) -> str | None:
     if drafter is None:
         return None
     model = getattr(drafter, "draft", None)
-    own = f", {shape_of(model.model)}, {_bytes(model.model)} bytes" if isinstance(model, HFModel) else ""
+    own = f", {_model(model.model)}" if isinstance(model, HFModel) else ""
     return f"{type(drafter).__qualname__}{own}"
 
 
-def _bytes(model: PreTrainedModel) -> int:
-    """Of the parameters, which tell quantised and sharded models of one shape apart."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+def _model(model: PreTrainedModel) -> str:
+    """Its shape, and its bytes, which tell quantised and sharded models of one shape apart."""
+    return f"{shape_of(model)}, {parameter_bytes(model)} bytes"

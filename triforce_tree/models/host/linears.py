@@ -6,8 +6,6 @@ checkpoints do, are read from a copy in 16 bits: the same numbers in half of the
 numbers, of 8 bits (:class:`Int8Linear`).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Protocol, TypeGuard
 
@@ -78,22 +76,10 @@ class Int8Linear(nn.Linear):
         return _linear(self, self, x)
 
 
-@contextmanager
-def few_row_linears(model: nn.Module) -> Iterator[None]:
-    """Inside, plain fp32 ``nn.Linear`` layers on the CPU run few rows through our kernel or oneDNN.
+def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
+    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows by our kernel or oneDNN.
 
     Layers whose ``forward`` another library has replaced are left alone.
-    """
-    replaced = use_few_row_linears(model)
-    try:
-        yield
-    finally:
-        for layer in replaced:
-            vars(layer).pop("forward", None)
-
-
-def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
-    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows so for good.
 
     Returns:
         these layers, and those of 8 bits, which run few rows so in any case.

@@ -1,0 +1,53 @@
+"""What the host does for another turn of a long session: few looks at all of its tokens, counted."""
+
+import sys
+from typing import Any
+
+import pytest
+from families import perturbed, prompt_of, tiny
+from program_cases import SMALL
+
+import triforce_tree
+from triforce_tree.kv import cached_tokens, shared_prefix
+from triforce_tree.models.hf_model import HFModel
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
+
+
+def test_a_turn_compares_and_checks_its_tokens_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny("llama-gqa")
+    engine = triforce_tree.load(target, perturbed(target, 0.05), profile=False, **{**SMALL, "levels": 3})
+    session = engine.session(prompt_of(700))
+    session.generate(**GREEDY)
+    counts = {"compared": 0, "versions": 0}
+    common, versions = cached_tokens.common_prefix, HFModel.weight_versions.fget
+    assert versions is not None
+
+    def compared(a: Any, b: Any, *most: Any) -> int:
+        counts["compared"] += min(len(a), len(b)) > 600
+        return common(a, b, *most)
+
+    def read(model: HFModel) -> Any:
+        counts["versions"] += model is engine.hierarchy.target
+        return versions(model)
+
+    monkeypatch.setattr(HFModel, "weight_versions", property(read))
+    for module in [m for name, m in sys.modules.items() if name.startswith("triforce_tree")]:
+        if getattr(module, "common_prefix", None) is common:
+            monkeypatch.setattr(module, "common_prefix", compared)
+    out = session.generate(prompt_of(9), **GREEDY)
+    assert out.reused_tokens >= 700
+    # With what the cache holds alone.
+    assert counts == {"compared": 1, "versions": 1}
+
+
+def test_one_sequence_is_not_compared_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be copied to it, so that its own tokens are compared once."""
+
+    def never(*args: object, **_: object) -> int:
+        raise AssertionError("compared")
+
+    cached = cached_tokens.CachedTokens(1, 4)
+    cached.fed(0, [1, 2, 3], 0)
+    monkeypatch.setattr(cached, "common", never)
+    assert shared_prefix.copy_prefix(None, cached, 0, [1, 2, 3, 4], 2) == 2  # type: ignore[arg-type]
