@@ -1,7 +1,7 @@
 """Best of n: draw several texts of one prompt, and keep the one that the target finds most probable by token.
 
-The prompt is stored and read once for all texts. Any other score of a text, such as a reward model's, takes the
-place of ``scores``.
+The prompt is stored and read once for all texts. Any other score of a text, such as a reward model's, takes
+the place of ``scores``.
 
     python examples/best_of_n.py [target] [prompt file]
 """
