@@ -10,10 +10,10 @@ behind a long header.
 A step is a pass of the target, with the passes of the levels below it. Bytes are those of the target's keys
 and values, ``slots`` those of a KV head. Both layouts run the same models in turns, each run with an engine
 that holds nothing: ``prefill_seconds`` and ``computed`` tokens are those of its first request, times of steps
-those of the same request once more. ``of_copies`` are medians of the ratios of two runs. ``same_tokens`` is how
-many tokens of all answers come before the first one that differs. Where memory holds fewer copies than
-questions, ``rows`` says how many were decoded together. ``--tiny`` runs the embedded pair on the CPU, and takes
-seconds of the process.
+those of the same request once more. ``of_copies`` are medians of the ratios of two runs. ``same_tokens`` is
+how many tokens of all answers come before the first one that differs. Where memory holds fewer copies than
+questions, ``rows`` says how many were decoded together. ``--tiny`` runs the embedded pair on the CPU, and
+takes seconds of the process.
 """
 
 import itertools
@@ -74,7 +74,6 @@ def measure(engine: Engine, questions: list[list[int]], new_tokens: int, setup: 
         out = engine.generate(
             questions, streamer=steps, do_sample=False, max_new_tokens=new_tokens, eos_token_id=[]
         )
-        # Rows that are free at once end their first pass together.
         first, last = min(s.first for s in steps), max(s.last for s in steps)
         on_cpu = setup.machine == "cpu"
         passes = max(s.count for s in steps)

@@ -29,8 +29,8 @@ SHARED_PREFIX: Columns = {
 }  # fmt: skip
 _SHARED_NOTE = (
     "{shape}, {hardware}, {threads} threads, torch {versions[torch]}; {questions} questions at a time, "
-    "greedy, {new_tokens} new tokens each, text {text}; medians of {runs} ratios of a run to one with copies, by "
-    "seconds of {seconds_of}. "
+    "greedy, {new_tokens} new tokens each, text {text}; medians of {runs} ratios to a run with copies, "
+    "by seconds of {seconds_of}. "
 )
 JOINING: Columns = {
     "document, tokens": "{context:,}", "levels": "{levels}", "together": "{together}",
