@@ -55,12 +55,12 @@ BENCHMARKS = {
     "shared_prefix": Benchmark(
         "benchmarks.requests.shared_prefix",
         "questions about one or two documents in a batch, keys and values stored once beside copies",
-        "shared_prefix_h200.json",
+        "shared_prefix_{machine}.json",
     ),
     "clients": Benchmark(
         "benchmarks.requests.clients",
         "clients that ask about one document and join a batch, keys and values stored once beside copies",
-        "clients_h200.json",
+        "clients_{machine}.json",
     ),
     "any_text": Benchmark(
         "benchmarks.texts.any_text",

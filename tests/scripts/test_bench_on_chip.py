@@ -145,7 +145,7 @@ def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
         for timed in (row, row["plain"]):
             assert 0 < timed["prefill_seconds"] < timed["first_token_seconds"] < timed["seconds"]
         assert row["speedup"] == row["plain"]["seconds"] / row["seconds"]
-    [table] = tables.TABLES.values()
+    table = tables.TABLES["requests"]
     assert f"| {second['prompt_tokens']:,} | {second['reused_tokens']:,} |" in table.make(content)
 
 
@@ -154,8 +154,14 @@ def test_clients_that_join_are_measured(script: Any, tmp_path: Path) -> None:
     words = ["--tiny", "--context", "1040", "--clients", "3", "--new", "6", "--runs", "1", "--levels", "1"]
     clients = script("benchmarks.requests.clients")
     assert clients.main([*words, "--out", str(tmp_path)]) == 0
-    once, copied = json.loads((tmp_path / clients.FILE).read_text())["rows"]
+    content = json.loads((tmp_path / "clients_cpu.json").read_text())
+    once, copied = content["rows"]
     assert (once["layout"], copied["layout"]) == clients.LAYOUTS
+    shown = script("benchmarks.requests.tables").TABLES["clients_cpu"].make(content)
+    line = shown.splitlines()[2]
+    counts = f"| {once['slots']:,} | {copied['slots']:,} | {once['stored']:,} | {copied['stored']:,} |"
+    assert line.startswith(f"| 1,040 | 1 | {once['together']} {counts}")
+    assert line.endswith("| 18 of 18 |")
     assert once["stored"] < 1040 + 3 * 60 < 2 * 1040 < copied["stored"]
     for row in (once, copied):
         assert row["same_tokens"] == row["all_tokens"] == 3 * 6
@@ -163,16 +169,21 @@ def test_clients_that_join_are_measured(script: Any, tmp_path: Path) -> None:
 
 
 def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path) -> None:
-    """Both layouts answer alike; the one that stores documents once takes less memory."""
-    words = ["--tiny", "--shape", "llama-2-7b", "--questions", "4", "--runs", "1", "--levels", "1"]
+    """Both layouts answer alike; the one that stores documents once computes and takes less."""
+    words = ["--tiny", "--context", "384", "--questions", "4", "--runs", "1", "--levels", "1", "--new", "8"]
     shared_prefix = script("benchmarks.requests.shared_prefix")
     assert shared_prefix.main([*words, "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / shared_prefix.FILE).read_text())["rows"]
+    content = json.loads((tmp_path / "shared_prefix_cpu.json").read_text())
+    rows = content["rows"]
     assert [row["case"] for row in rows] == [case for case in shared_prefix.CASES for _ in range(2)]
     for once, copied, prefix in [(*rows[:2], 384), (*rows[2:], 128 + 2 * 256)]:
         assert (once["stored_once"], once["prefix"], once["rows"]) == (True, prefix, 4)
         assert (copied["stored_once"], copied["prefix"], copied["rows"]) == (False, 0, 4)
         assert once["bytes"] < copied["bytes"]
+        assert copied["computed"] - once["computed"] == 4 * 384 - prefix
+        assert once["of_copies"]["ms_per_step"] == once["ms_per_step"] / copied["ms_per_step"]
     for row in rows:
         assert row["same_tokens"] == row["all_tokens"] == 4 * 8
         assert row["ms_per_step"] > 0
+    shown = script("benchmarks.requests.tables").TABLES["shared_prefix_cpu"].make(content)
+    assert f"| {rows[0]['computed']:,} | {rows[1]['computed']:,} |" in shown

@@ -3,6 +3,14 @@ from typing import Any
 import pytest
 
 from triforce_tree.decoding import full_cache
+from triforce_tree.kv.shared import choice
+
+
+@pytest.fixture(autouse=True)
+def _prefixes_of_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes are stored once that are too short to be worth it in larger models."""
+    monkeypatch.setattr(choice, "LEAST", 16)
+    monkeypatch.setattr(choice, "LEAST_SPARED", 1)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from triforce_tree import Engine
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.batch import prefixes
 from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.kv.shared import choice
 from triforce_tree.kv.shared.given import TreeStore
 from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.kv.store import KVStore
@@ -205,11 +206,19 @@ def test_a_header_below_a_chunk_is_computed_and_stored_once(kind: str, fed: list
     assert fed == [len(questions[0]) - 1]
 
 
-def test_a_short_header_is_not_worth_a_part_of_its_own() -> None:
-    engine = SHARING["plain"]().with_options(prefill_chunk=128)
-    prompts = [DOCUMENT[:63] + prompt_of(200)[90 + 20 * n :][: 12 + n] for n in range(4)]
+@pytest.mark.parametrize(("name", "value"), [("LEAST", 72), ("LEAST_SPARED", 3 * COMMON + 1)])
+def test_a_short_header_is_not_worth_a_part_of_its_own(
+    name: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, name, value)
+    prompts = [DOCUMENT + prompt_of(200)[90 + 20 * n :][:12] for n in range(4)]
+    engine = SHARING["plain"]()
     assert generated(engine, prompts) == texts(prompts)
     assert not isinstance(program_of(engine).store, TreeStore)
+    monkeypatch.setattr(choice, name, value - 4)
+    engine = SHARING["plain"]()
+    assert generated(engine, prompts) == texts(prompts)
+    assert ends_of(store_of(engine)) == [COMMON] * 4
 
 
 def test_weights_that_change_compute_the_prefix_again(fed: list[int]) -> None:

@@ -9,8 +9,10 @@ from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.kv.shared.tree import PrefixTree, common_prefixes
 from triforce_tree.models.hf_model import HFModel
 
-# Fewest tokens of a prefix of prompts that are all known: attention to each is a part of its own.
-_LEAST = 64
+# Of prompts that are all known: fewest tokens of a prefix, and fewest KV slots that prefixes spare all rows
+# together. Attention to a prefix is a part of its own, whose results are merged: on a CPU passes of two rows
+# are slower below 2,048 tokens, of eight below 400.
+LEAST, LEAST_SPARED = 64, 2048
 
 
 def prefixes_stored_once(
@@ -18,7 +20,8 @@ def prefixes_stored_once(
 ) -> PrefixTree:
     """The common prefixes of these prompts that a batch of them stores once; none to store copies.
 
-    Copies are stored where too little is common to spare a tenth of the slots. A prefix may end within a
+    Copies are stored where too little is common to spare a tenth of the slots, or to make up for the merging
+    of parts. A prefix may end within a
     chunk of the prefill: what follows it is then computed in chunks from there on.
 
     Args:
@@ -27,8 +30,8 @@ def prefixes_stored_once(
     if len(prompts) < 2 or prefix_tokens(target, config) is None:
         return PrefixTree()
     unit = config.retrieval.chunk
-    least = min(_LEAST, chunk_tokens(config.prefill_chunk, target.device))
-    return common_prefixes(prompts, unit, min(rows, len(prompts)), -(-least // unit) * unit)
+    least = -(-LEAST // unit) * unit
+    return common_prefixes(prompts, unit, min(rows, len(prompts)), least, LEAST_SPARED)
 
 
 def prefix_tokens(target: HFModel, config: HierarchyConfig) -> int | None:

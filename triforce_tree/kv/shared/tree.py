@@ -131,7 +131,7 @@ class PrefixRoom(PrefixTree):
 
 
 def common_prefixes(
-    prompts: Sequence[Sequence[int]], unit: int, rows: int, least: int | None = None
+    prompts: Sequence[Sequence[int]], unit: int, rows: int, least: int | None = None, spared: int = 0
 ) -> PrefixTree:
     """The prefixes that take least memory when they are stored once, up to a tenth; none where copies do, or
     nearly.
@@ -141,16 +141,18 @@ def common_prefixes(
         unit: prefixes have whole multiples of so many tokens.
         rows: sequences that are decoded together, if memory holds them.
         least: tokens of the shortest node, a multiple of ``unit``; by default one of them.
+        spared: fewest KV slots that prefixes must spare all rows together.
     """
     longest = max(map(len, prompts))
     best, taken = PrefixTree(), rows * longest
+    most = taken - spared
     for depth, alone in [(depth, False) for depth in range(1, DEPTH + 1)] + [(DEPTH, True)]:
         tree = _tree(prompts, unit, least or unit, depth, alone)
         if not tree:
             break  # Nothing is common.
         slots = tree.size.slots + rows * (longest - tree.size.saved)
         # More segments take time of their own, and so do the first ones.
-        if slots < 0.9 * taken:
+        if slots < 0.9 * taken and slots <= most:
             best, taken = tree, slots
     return best
 

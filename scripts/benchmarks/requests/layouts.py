@@ -1,0 +1,90 @@
+"""What the benchmarks of shared keys and values have in common: models, clocks, and layouts side by side."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import triforce_tree
+from scripts.benchmarks.common.command import device_of, machine_of
+from scripts.benchmarks.common.results import Record, header
+from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.loading.inflate import inflate_pair
+
+LAYOUTS = ("stored once", "copied")
+
+
+def common_options(made: argparse.ArgumentParser, context: int) -> None:
+    """What both benchmarks are told."""
+    made.add_argument("--shape", default="llama-3.1-8b", help="of the target, unless --tiny")
+    made.add_argument("--context", nargs="+", type=int, default=[context], help="tokens of the document")
+    made.add_argument("--levels", nargs="+", type=int, default=[1, 2, 3], choices=[1, 2, 3])
+    made.add_argument("--new", type=int, default=128, help="tokens of an answer")
+    made.add_argument("--runs", type=int, default=3, help="timed runs of each layout after a first one")
+    made.add_argument("--text", default="python-topics", help="what the document is cut from, by name")
+
+
+class Setup:
+    """Models of a run, and where it takes place.
+
+    Attributes:
+        target, draft, tokenizer: the embedded pair where ``--tiny`` is given, else inflated.
+        machine: for the name of the results file.
+        shape: of the target.
+        clock: seconds; those of the process on a CPU, whose machine may do something else meanwhile.
+    """
+
+    def __init__(self, made: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        device = device_of(made, args.tiny)
+        self.machine, self.shape = machine_of(device), "the embedded pair" if args.tiny else args.shape
+        self.target: Any
+        self.draft: Any
+        self.clock: Callable[[], float] = time.process_time if args.tiny else time.perf_counter
+        if args.tiny:
+            loaded = triforce_tree.load(device="cpu", profile=False)
+            assert loaded.hierarchy.draft is not None
+            self.target, self.draft = loaded.hierarchy.target.model, loaded.hierarchy.draft.model
+            self.tokenizer = loaded.tokenizer
+        else:
+            sizes = args.shape, device, torch.bfloat16, "llama-68m", args.seed
+            self.target, self.draft, self.tokenizer = inflate_pair(*sizes)
+
+    def engine(self, levels: int) -> triforce_tree.Engine:
+        """An engine that holds nothing yet."""
+        return triforce_tree.load(
+            self.target, self.draft, tokenizer=self.tokenizer, profile=False, levels=levels
+        )
+
+    def head(self, args: argparse.Namespace) -> Record:
+        """Header of the results file."""
+        own = {"shape": self.shape, "new_tokens": args.new, "runs": args.runs, "text": args.text}
+        by_process = self.machine == "cpu"
+        return header(args.seed, "api") | own | {"seconds_of": "the process" if by_process else "the clock"}
+
+
+def compared(found: Sequence[list[Record]], timed: Sequence[str], place: Record) -> list[Record]:
+    """A row for each layout: what the last run counted, medians of what was timed, and the ratio to copies.
+
+    Args:
+        found: runs of each layout, the first of which is a trial; their ``tokens`` are those of all answers.
+        timed: keys of seconds.
+        place: what both rows are about.
+    """
+    texts = [[token for answer in runs[-1]["tokens"] for token in answer] for runs in found]
+    same = {"same_tokens": common_prefix(*texts), "all_tokens": len(texts[0])}
+    rows: list[Record] = []
+    for layout, runs in zip(LAYOUTS, found, strict=True):
+        counts = {key: value for key, value in runs[-1].items() if key != "tokens"}
+        medians = {key: statistics.median([run[key] for run in runs[1:]]) for key in timed}
+        rows.append({**place, "layout": layout, **counts, **medians, **same})
+    # Runs of both layouts took turns: the machine was as busy for one as for the other.
+    rows[0]["of_copies"] = {
+        key: statistics.median(
+            [one[key] / other[key] for one, other in zip(found[0][1:], found[1][1:], strict=True)]
+        )
+        for key in timed
+    }
+    return rows
