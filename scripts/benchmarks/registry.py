@@ -19,6 +19,10 @@ BENCHMARKS = {
         "benchmarks.requests.clients",
         "clients that ask about one document and join a batch, keys and values stored once beside copies",
     ),
+    "saved_sessions": (
+        "benchmarks.requests.saved",
+        "saving and loading a session beside writing and reading as many bytes: docs/sessions.md",
+    ),
     "any_text": ("benchmarks.texts.any_text", "speed on texts of seven kinds: docs/any_text.md"),
     "never_slower": ("benchmarks.texts.never_slower", "the same by context, beside plain decoding"),
     "tuned": (
