@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from scripts.benchmarks.common.markdown import OLDER, Columns, Record, Table, file_note, listing
 from scripts.benchmarks.common.results import PAIR_VOCABULARY, RESULTS, content_at
 from scripts.benchmarks.on_chip import tables as on_chip
+from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.texts import tables as texts
 from triforce_tree.eval.report.code_digest import mark
 
@@ -103,17 +104,38 @@ def request_rows(prefills: Record) -> list[Record]:
         seconds = reading.get((r["model"], r["context"]))
         if seconds is not None and r["card"] == prefills["hardware"] and r["temperature"] == _TEMPERATURE:
             ours, plain = (_ANSWER * r[name] / 1e3 for name in ("ms_per_token", "plain_ms_per_token"))
-            cold = {"cold": seconds + ours, "cold_plain": seconds + plain}
-            gain = {"cold_gain": cold["cold_plain"] / cold["cold"]}
-            made.append(r | cold | gain | {"next": ours, "next_plain": plain})
+            (first, first_plain), (more, more_plain) = beside(r["model"].removesuffix(" inflated"))
+            row = r | {"cold": seconds + ours + first, "cold_plain": seconds + plain + first_plain}
+            row |= {"next": ours + more, "next_plain": plain + more_plain}
+            row |= {"cold_gain": row["cold_plain"] / row["cold"], "median": row["next_plain"] / row["next"]}
+            made.append(row)
     return made
+
+
+def beside(shape: str) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds of a measured first and next request beside decoding, and beside a first one's prefill.
+
+    Of the shape where it was measured, else of the shape that was: ours, and plain decoding's.
+    """
+    rows = content_at(RESULTS / requests.FILE)["rows"]
+    own = [row for row in rows if row["shape"] == shape] or rows
+    counted = {"cold": ("prefill_seconds", "decode_seconds"), "second turn": ("decode_seconds",)}
+
+    def left(turn: str) -> tuple[float, float]:
+        row = next(row for row in own if row["turn"] == turn)
+        ours, plain = (each["seconds"] - sum(map(each.get, counted[turn])) for each in (row, row["plain"]))
+        return ours, plain
+
+    return left("cold"), left("second turn")
 
 
 def request_note(prefills: Record, rows: Sequence[Record]) -> str:
     origins = {r["origin"][0] for r in rows}
     others = ", ".join(f"`docs/results/{name}`" for name in sorted(origins))
     return (
-        f"Sums of seconds for the prompt and {_ANSWER} times the milliseconds above ({others}). "
+        f"Sums of seconds for the prompt, {_ANSWER} times the milliseconds above ({others}), and what "
+        f"requests to Llama-2-7B took beside both, a next answer's own prompt included "
+        f"(`docs/results/{requests.FILE}`). "
         f"{file_note(on_chip.PREFILL_FILE, {'': prefills})}"
     )
 

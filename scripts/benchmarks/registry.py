@@ -50,7 +50,7 @@ BENCHMARKS = {
     "requests": Benchmark(
         "benchmarks.requests.run",
         "whole requests, cold and a second turn, beside plain decoding: docs/sessions.md",
-        "requests_h200.json",
+        "requests_{machine}.json",
     ),
     "shared_prefix": Benchmark(
         "benchmarks.requests.shared_prefix",
@@ -61,6 +61,11 @@ BENCHMARKS = {
         "benchmarks.requests.clients",
         "clients that ask about one document and join a batch, keys and values stored once beside copies",
         "clients_{machine}.json",
+    ),
+    "saved_sessions": Benchmark(
+        "benchmarks.requests.saved",
+        "saving and loading a session beside writing and reading as many bytes: docs/sessions.md",
+        "saved_sessions.json",
     ),
     "any_text": Benchmark(
         "benchmarks.texts.any_text",

@@ -133,7 +133,7 @@ def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
     words += ["--out", str(tmp_path)]
     assert script("benchmarks.requests.run").main(words) == 0
     tables = script("benchmarks.requests.tables")
-    content = json.loads((tmp_path / tables.FILE).read_text())
+    content = json.loads((tmp_path / tables.CPU_FILE).read_text())
     cold, second = content["rows"]
     assert [row["turn"] for row in (cold, second)] == ["cold", "second turn"]
     assert cold["reused_tokens"] == 0
@@ -145,8 +145,27 @@ def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
         for timed in (row, row["plain"]):
             assert 0 < timed["prefill_seconds"] < timed["first_token_seconds"] < timed["seconds"]
         assert row["speedup"] == row["plain"]["seconds"] / row["seconds"]
-    table = tables.TABLES["requests"]
-    assert f"| {second['prompt_tokens']:,} | {second['reused_tokens']:,} |" in table.make(content)
+        assert row["tokens_per_pass"] >= 1
+        assert all(0 <= rate <= 1 for rate in row["acceptance"].values())
+        assert "target" in row["acceptance"]
+    for name in ("requests", "requests_cpu"):
+        made = tables.TABLES[name].make(content)
+        assert f"| {second['prompt_tokens']:,} | {second['reused_tokens']:,} |" in made
+        assert f"| {second['acceptance']['target']:.2f} | {second['tokens_per_pass']:.1f} |" in made
+
+
+def test_saved_sessions_are_measured_beside_their_bytes(script: Any, tmp_path: Path) -> None:
+    assert script("benchmarks.requests.saved").main(["--tiny", "--runs", "2", "--out", str(tmp_path)]) == 0
+    tables = script("benchmarks.requests.tables")
+    content = json.loads((tmp_path / tables.SAVED).read_text())
+    save, load = content["rows"]
+    # Keys and values of two layers in 16 bits.
+    assert save["bytes"] == load["bytes"] > 299 * 2 * 2 * 8 * 128 * 2
+    for row in (save, load):
+        assert row["ratio"] == row["seconds"] / row["raw_seconds"] > 0
+        assert {*map(len, row["all_seconds"].values())} == {2}
+    assert "| load | 2 |" in tables.TABLES["saved_sessions"].make(content)
+    assert [path.name for path in tmp_path.iterdir()] == [tables.SAVED]
 
 
 def test_clients_that_join_are_measured(script: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -57,6 +57,7 @@ def bar(unit: str) -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(unit),
+        _Speed(unit),
         TimeRemainingColumn(),
         console=screen(),
     )
@@ -115,6 +116,18 @@ class PrefillBar:
         if self._left <= 0:
             # Text follows on stdout, and must not share a terminal line with the bar.
             self._bar.stop()
+
+
+class _Speed(TextColumn):
+    """Units a second, over the last half minute; after the end over all of the time."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__("")
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f} {self._unit}/s", style="progress.data.speed")
 
 
 class PinningBar:

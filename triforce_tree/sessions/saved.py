@@ -11,6 +11,7 @@ device may be loaded into host memory, and the other way round.
 
 import json
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +51,7 @@ def save(session: "Session", folder: Path) -> None:
         # Last written, first removed: a folder with it is complete.
         (folder / _FILE).unlink(missing_ok=True)
         cache, count = program.cache, len(session.tokens) - 1
-        for layer, shape in enumerate(program.target.kv_layers):
-            if shape is not None:
-                save_file(_layer(cache, layer, count), _layer_file(folder, layer))
+        _write_layers(program, count, folder)
         if cache.states is not None:
             states = {str(number): state[0].cpu() for number, state in enumerate(cache.states.buffers)}
             save_file(states, folder / _STATES)
@@ -63,6 +62,21 @@ def save(session: "Session", folder: Path) -> None:
         partial = folder / f"{_FILE}.part"
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, folder / _FILE)
+
+
+def _write_layers(program: DecodingProgram, count: int, folder: Path) -> None:
+    """Write the first ``count`` tokens of each layer; one is written while the next one is copied."""
+    with ThreadPoolExecutor(1) as writer:
+        written: Future[None] | None = None
+        for layer, shape in enumerate(program.target.kv_layers):
+            if shape is None:
+                continue
+            parts = _layer(program.cache, layer, count)
+            if written is not None:
+                written.result()
+            written = writer.submit(save_file, parts, _layer_file(folder, layer))
+        if written is not None:
+            written.result()
 
 
 def read(engine: "Engine", folder: Path) -> tuple[list[int], dict[str, Any]]:

@@ -162,7 +162,7 @@ class Session:
         """Write the session into a folder: tokens, messages, keys and values of each layer.
 
         Keys and values that are not in the buffers any more are computed first. They are copied layer by
-        layer, so that host memory holds one of them at a time.
+        layer, so that host memory holds two of them at a time.
 
         Raises:
             ValueError: there are no tokens yet; several processes share the target.

@@ -6,7 +6,6 @@ that of torch's allocator, and holds for weights, graphs and prefill as well. Th
 decoding of this engine, whose cache is streamed too.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -15,11 +14,10 @@ from typing import Any
 import torch
 
 from scripts.benchmarks.common.engine import Bench, Prompts, Run
-from scripts.benchmarks.common.results import ATTENDED, RESULTS, STREAMED, Record, rounded, rows_of_samples
+from scripts.benchmarks.common.results import ATTENDED, STREAMED, Record, rounded, rows_of_samples
 from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts, parts_parser
 from scripts.benchmarks.common.texts import SOURCES, Source
 from scripts.benchmarks.offload.tables import FILE
-from scripts.benchmarks.on_chip.tables import FILE as ON_CHIP
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval.attention.timing import read_bandwidth
 from triforce_tree.kv.offload.bandwidth import bandwidths
@@ -204,19 +202,8 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
         # On another machine the CPU differs as well, and that was not measured.
         if row["baseline"] and not row["host_share"]:
             more["projection"] = projection(row, header["bus_gbps"]["in"], header["read_gbps"], RTX_4090)
-        found.append(row | more | _on_chip_prefill(row))
+        found.append(row | more)
     return found
-
-
-def _on_chip_prefill(row: Record) -> Record:
-    """Beside the prefill of the same prompts with the cache on the device, where ``on_chip`` measured it."""
-    path, place = RESULTS / ON_CHIP, ("part", "shape", "batch", "context", "temperature")
-    others = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
-    found = [r["prefill_seconds"] for r in others if all(r[name] == row[name] for name in place)]
-    if not found or row["temperature"]:
-        return {}
-    ratio = rounded(row["prefill_seconds"] / found[0])
-    return {"on_chip_prefill_seconds": found[0], "prefill_ratio": ratio, "on_chip_prefill_file": ON_CHIP}
 
 
 def projection(row: Record, bus_gbps: float, read_gbps: float, card: Record) -> Record:

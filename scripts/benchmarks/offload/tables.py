@@ -1,5 +1,6 @@
 """Tables of docs/offloading.md and docs/measurements.md from the results of the offloaded cache."""
 
+import statistics
 from collections.abc import Sequence
 from functools import partial
 
@@ -8,6 +9,7 @@ from scripts.benchmarks.common.markdown import (
     Record,
     Table,
     cell,
+    file_note,
     grid,
     listing,
     noted,
@@ -15,6 +17,8 @@ from scripts.benchmarks.common.markdown import (
     rows_of,
     vocabulary_note,
 )
+from scripts.benchmarks.texts.tables import ANY_TEXT
+from scripts.benchmarks.texts.tables import COMMAND as ANY_TEXT_COMMAND
 
 FILE, PARALLEL, TUNED = "offload_h200.json", "offload_parallel_h200.json", "tune_h200.json"
 _STREAMED = ("7b", "8b", "8b-512k", "13b", "resident", "caps")
@@ -42,8 +46,10 @@ LEVELS: Columns = {
     "differences": "?{exact[partings]}",
 }  # fmt: skip
 PREFILL: Columns = {
-    "model": "{shape}", "tokens": "{context:,}", "on the device, s": "{on_chip_prefill_seconds:.1f}",
-    "offloaded, s": "{prefill_seconds:.1f}", "ratio": "{prefill_ratio:.2f}x",
+    "model": "{model}", "tokens": "{context:,}", "limit": "{limit}", "texts": "{offloaded[texts]}",
+    "on the device, s": "{device[median]:.2f} ({device[least]:.2f} to {device[most]:.2f})",
+    "offloaded, s": "{offloaded[median]:.2f} ({offloaded[least]:.2f} to {offloaded[most]:.2f})",
+    "ratio": "{ratio:.2f}x",
 }  # fmt: skip
 PROJECTIONS: Columns = {
     # Of the card that times are projected to: other tiles than those that were measured.
@@ -135,13 +141,33 @@ def memory(content: Record) -> str | None:
 
 
 def _prefill_rows(content: Record) -> list[Record]:
-    """Rows whose prompts were prefilled with the cache on the device as well."""
-    return [r for r in rows_of(content, *_HEADLINES) if "on_chip_prefill_seconds" in r]
+    """Seconds of prefills with a limit of device memory, and without one; over texts, each once."""
+    texts: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
+    parts: dict[tuple[str, int, str], str] = {}
+    for row in content["rows"]:
+        limit = row["settings"].get("gpu_memory", "")
+        of_limit = texts.setdefault((row["model"], row["context"]), {}).setdefault(limit, {})
+        of_limit.setdefault(row["text"], row["prefill_seconds"])
+        parts[row["model"], row["context"], limit] = row["part"]
+    found = []
+    for (model, context), by_limit in texts.items():
+        for limit in by_limit.keys() - {""} if "" in by_limit else ():
+            part = parts[model, context, limit]
+            made: Record = {"model": model, "context": context, "limit": limit.replace("GiB", " GiB")}
+            for name, seconds in (("device", by_limit[""]), ("offloaded", by_limit[limit])):
+                # The first text of a run waits for the compiler.
+                values = sorted([*seconds.values()][1:])
+                made[name] = {"median": statistics.median(values), "least": values[0], "most": values[-1]}
+                made[name]["texts"] = len(values)
+            ratio = made["offloaded"]["median"] / made["device"]["median"]
+            found.append(made | {"ratio": ratio, "parts": [parts[model, context, ""], part]})
+    return found
 
 
 def _prefill_note(content: Record, rows: Sequence[Record]) -> str:
-    on_chip = f"On the device: `docs/results/{rows[0]['on_chip_prefill_file']}`. "
-    return f"{on_chip}Offloaded: {_origin(content, rows)}"
+    used = {name: content["parts"][name] for row in rows for name in row["parts"]}
+    hardware = ", ".join(dict.fromkeys(part["hardware"] for part in used.values()))
+    return f"{hardware}, medians over texts, lowest and highest. {file_note(ANY_TEXT, used)}"
 
 
 def _projections(content: Record) -> list[Record]:
@@ -152,7 +178,6 @@ _OFFLOAD = {
     "headline": ("7b", listing(_headline, _rows, _origin)),
     "memory": ("7b", memory),
     "levels": ("7b", listing(LEVELS, _rows)),
-    "prefill": ("7b", listing(PREFILL, _prefill_rows, _prefill_note)),
     "projections": ("7b", listing(PROJECTIONS, _projections)),
 }
 COMMAND = "python -m scripts.benchmarks offload --part"
@@ -172,6 +197,7 @@ def _tuned_caption(content: Record, rows: Sequence[Record]) -> str:
 _tuned = listing(TUNING, lambda content: content["entries"], _tuned_caption)
 TABLES = {
     **{f"offload_{name}": Table(FILE, make, f"{COMMAND} {part}") for name, (part, make) in _OFFLOAD.items()},
+    "offload_prefill": Table(ANY_TEXT, listing(PREFILL, _prefill_rows, _prefill_note), ANY_TEXT_COMMAND),
     "parallel_speed": Table(PARALLEL, _parallel, PARALLEL_COMMAND),
     "tuned": Table(TUNED, _tuned, "triforce-tree tune --json"),
 }

@@ -2,6 +2,7 @@
 
     python -m scripts.benchmarks requests --texts texts.json.xz
     python -m scripts.benchmarks requests --shapes llama-3.1-8b --contexts 32768 122880
+    python -m scripts.benchmarks requests --pair        # the embedded pair on the CPU, three minutes
 
 A request is timed from the call of ``session.generate`` with token ids to its return, its first token when
 a streamer gets it. The first run of each engine compiles and captures; its seconds stand apart. Before each
@@ -23,11 +24,11 @@ from scripts.benchmarks.common.command import (
     TINY_OPTIONS,
     TINY_SHAPES,
     device_of,
+    machine_of,
     parser,
     results_folder,
 )
 from scripts.benchmarks.common.results import Record, header, write
-from scripts.benchmarks.requests.tables import FILE
 from triforce_tree import Engine
 from triforce_tree.eval.attention.timing import synchronize
 from triforce_tree.eval.text import token_ids
@@ -36,6 +37,7 @@ from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.sessions.session import Session
 
+PAIR = "embedded pair"
 QUESTIONS = (
     "\n\nQuestion: What is described first in the text above?\nAnswer:",
     "\n\nQuestion: Which of these topics is described at most length, and why?\nAnswer:",
@@ -67,11 +69,15 @@ def request(session: Session, question: Sequence[int], new_tokens: int) -> Recor
     out = session.generate(list(question), streamer=streamer, **how)
     synchronize(device)
     seconds = time.perf_counter() - start
+    levels = {level.name: level for level in out.levels or ()}
+    rates = {name: level.acceptance_rate for name, level in levels.items()}
     # The streamer gets the prompt first.
     return {
         "prompt_tokens": len(session.tokens) - int(out.new_tokens), "reused_tokens": out.reused_tokens,
         "new_tokens": out.new_tokens, "prefill_seconds": out.prefill_seconds,
         "first_token_seconds": streamer.stamps[1] - start, "decode_seconds": out.decode_seconds,
+        "acceptance": {name: rate for name, rate in rates.items() if rate is not None},
+        "tokens_per_pass": levels["target"].mean_accepted_length,
         "seconds": seconds, "tokens": session.tokens[-int(out.new_tokens) :],
     }  # fmt: skip
 
@@ -122,24 +128,34 @@ def rows_of(shape: str, context: int, ours: list[Record], plain: list[Record]) -
 def main(words: Sequence[str]) -> int:
     made = parser("benchmarks requests", __doc__)
     made.add_argument("--shapes", nargs="+", default=["llama-2-7b", "llama-3.1-8b"], metavar="SHAPE")
-    made.add_argument("--contexts", nargs="+", type=int, default=[32_768, 122_880], metavar="N")
+    made.add_argument("--contexts", nargs="+", type=int, metavar="N", help="tokens of documents")
+    made.add_argument("--pair", action="store_true", help="the embedded pair on the CPU, at 16,384 tokens")
     made.add_argument("--new", type=int, default=256, help="tokens of an answer")
     made.add_argument("--runs", type=int, default=2, help="timed runs after the first one")
-    made.add_argument("--text", default="austen", help="what the prompts are cut from, by name")
+    made.add_argument("--text", help="what prompts are cut from, by name: austen, with --pair python-topics")
     made.add_argument("--texts", help="file that `texts` wrote; by default what is installed")
     args = made.parse_args(words)
-    device = device_of(made, args.tiny)
-    contexts, new = ([384], 8) if args.tiny else (args.contexts, args.new)
-    dtype = torch.float32 if args.tiny else torch.bfloat16
+    on_cpu = args.tiny or args.pair
+    device = device_of(made, on_cpu)
+    contexts = [384] if args.tiny else args.contexts or ([16_384] if args.pair else [32_768, 122_880])
+    new = 8 if args.tiny else args.new
+    dtype = torch.float32 if on_cpu else torch.bfloat16
     options: Record = {**TINY_OPTIONS, "prefill_chunk": 128} if args.tiny else {}
-    [source] = named(args.text)
+    [source] = named(args.text or ("python-topics" if args.pair else "austen"))
     text = Texts(args.texts).read(source)
-    path, rows = results_folder(args.out, args.tiny) / FILE, list[Record]()
+    path = results_folder(args.out, args.tiny) / f"requests_{machine_of(device)}.json"
+    rows: list[Record] = []
     head = header(args.seed, "engine") | {"text": source.name, "new_tokens": new, "runs": args.runs}
-    for shape in args.shapes:
-        sizes = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
-        target, draft, tokenizer = inflate_pair(sizes[0], device, dtype, sizes[1], args.seed)
-        engine = triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **options)
+    head["dtype"] = "fp32" if on_cpu else "bf16"
+    for shape in [PAIR] if args.pair else args.shapes:
+        if args.pair:
+            engine = triforce_tree.load(device=device, dtype=dtype, profile=False, **options)
+            tokenizer, target = engine.tokenizer, engine.hierarchy.target.model
+        else:
+            sizes = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
+            target, draft, tokenizer = inflate_pair(sizes[0], device, dtype, sizes[1], args.seed)
+            engine = triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **options)
+            del draft
         plain = engine.with_options(levels=1)
         ids = token_ids(tokenizer, text)
         for context in contexts:
@@ -150,7 +166,7 @@ def main(words: Sequence[str]) -> int:
             print(*rows[-len(TURNS) :], sep="\n", flush=True)
             write(path, head | {"rows": rows})
         engine.close()
-        del engine, plain, target, draft
+        del engine, plain, target
         free_memory()
     return 0
 
