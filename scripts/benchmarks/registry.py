@@ -97,6 +97,7 @@ BENCHMARKS = {
         "benchmarks.texts.matched",
         "tokens a pass with matched tokens and without, by kind of text: docs/drafters.md",
         "matched.json",
+        to_file=True,
     ),
     "offload": Benchmark(
         "benchmarks.offload.run",

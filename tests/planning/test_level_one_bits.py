@@ -17,10 +17,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import assembly
 from triforce_tree.decoding.memory import level_one_copy
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.host import low_bits
-from triforce_tree.models.host.linears import Int8Linear
 from triforce_tree.planning import batch_size, device_defaults
 from triforce_tree.planning.batch_size import bytes_beside_models
 from triforce_tree.planning.device_defaults import chosen_settings, gains_from_few_bits, level_one_bits
@@ -159,30 +156,6 @@ def test_what_gains_from_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not gains("llama-gqa", change=lambda made: setattr(made.model, "is_quantized", True))
     assert not gains("llama-gqa", change=lambda made: setattr(made, "streamed", SimpleNamespace()))
     assert not gains("mixtral")
-
-
-@pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")
-def test_what_gains_from_few_bits_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("llama-gqa")
-    assert not gains_from_few_bits(HFModel(model)), "its layers are small"
-    monkeypatch.setattr(device_defaults, "_LEAST_LAYER_CPU", 1 << 10)
-    assert gains_from_few_bits(HFModel(model))
-    monkeypatch.setattr(low_bits, "library", lambda: None)
-    assert not gains_from_few_bits(HFModel(model)), "nothing multiplies by them"
-
-
-@pytest.mark.skipif(library() is None, reason="needs a processor with AVX2, and a C compiler")
-def test_a_cpu_takes_eight_bits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any option of its own; the text stays the target's, which ``bits`` compares."""
-    monkeypatch.setattr(device_defaults, "_LEAST_LAYER_CPU", 1 << 10)
-    monkeypatch.setattr(device_defaults, "_LEAST_UNUSED", 0)
-    monkeypatch.setattr(device_defaults, "_UNUSED", 0.0)
-    settings = {name: value for name, value in SMALL.items() if name != "retrieval_weight_bits"}
-    engine = load(tiny("llama-gqa"), draft_of("llama-gqa"), **settings, profile=False)
-    assert bits(engine, SHORT) == 8
-    linears = [m for m in program(engine).retrieval_model.model.modules() if isinstance(m, Int8Linear)]
-    assert len(linears) == 7 * len(engine.hierarchy.target.model.model.layers) + 1, "and the head"
-    assert engine.generate(SHORT, max_new_tokens=NEW, do_sample=False).levels[1].accepted > 0
 
 
 def test_one_copy_serves_all_programs_of_an_engine(memory: Memory) -> None:

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval.texts.python_files import docstrings
+from triforce_tree.kv.shared import choice
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
@@ -187,8 +190,9 @@ def test_clients_that_join_are_measured(script: Any, tmp_path: Path) -> None:
         assert 0 < row["decode_seconds"] < row["seconds"]
 
 
-def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path) -> None:
+def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both layouts answer alike; the one that stores documents once computes and takes less."""
+    monkeypatch.setattr(choice, "LEAST_SPARED", 1)
     words = ["--tiny", "--context", "384", "--questions", "4", "--runs", "1", "--levels", "1", "--new", "8"]
     shared_prefix = script("benchmarks.requests.shared_prefix")
     assert shared_prefix.main([*words, "--out", str(tmp_path)]) == 0

@@ -90,7 +90,8 @@ def test_bits_that_are_auto_begin_from_those_that_it_takes(
     assert own.space(CONTEXT).start.weight_bits == 16, "on a CPU"
     monkeypatch.setattr(tuner_module, "gains_from_few_bits", lambda target: True)
     assert own.space(CONTEXT).start.weight_bits == 8
-    assert Tuner(engine, ids, plan(), Records(None, {})).space(CONTEXT).start.weight_bits == 16, "not auto"
+    given = plan(fixed=frozenset({"retrieval_weight_bits"}))
+    assert Tuner(engine, ids, given, Records(None, {})).space(CONTEXT).start.weight_bits == 16, "not auto"
 
 
 def test_a_cache_in_host_memory_is_refused(engine: Engine, ids: list[int]) -> None:

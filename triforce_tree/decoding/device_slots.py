@@ -206,7 +206,7 @@ def new_state(
 
 def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
     """The target on a copy of its weights in ``bits`` 8 or 4, for level 1."""
-    if bits == 8 and has_int8_kernel(target.model):
+    if bits == 8 and target.streamed is None and has_int8_kernel(target.model):
         return int8_step_model(target, features)
     bring = target.streamed.bring if target.streamed is not None else None
     clone = low_bit_copy(target.model, bits, bring)

@@ -167,7 +167,7 @@ class _State:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._objects: list[Any] = []
-        self._settings: Any = model.config
+        self._settings = _settings(model.config)
         for module in modules_of(model):
             own = vars(module)
             self._objects += module, type(module), *own.values()
@@ -184,7 +184,15 @@ class _State:
     def same(self, kept: "_State") -> bool:
         if len(self._objects) != len(kept._objects) or not all(map(is_, self._objects, kept._objects)):
             return False
-        return bool(vars(self._settings) == vars(kept._settings))
+        return self._settings == kept._settings
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """All settings by name, of configurations inside of others too: some of these cannot be compared."""
+    return {
+        name: _settings(value) if isinstance(value, PreTrainedConfig) else value
+        for name, value in vars(config).items()
+    }
 
 
 def class_forward(module: nn.Module) -> Any:

@@ -203,6 +203,16 @@ CPU = (
         40,
     ),
     _bench("trees", f"trees --context 4096 --positions 130 --texts {TEXTS}", 40, tiny=None),
+    _bench("matched", f"matched --texts {TEXTS}", 40, tiny=None),
+    _bench("requests-cpu", "requests --pair", 5),
+    _bench("saved-sessions", "saved_sessions", 5),
+    _bench(
+        "shared-prefix-cpu",
+        "shared_prefix --tiny --context 256 1024 4096 --levels 1 3",
+        10,
+        tiny=None,
+    ),
+    _bench("clients-cpu", "clients --tiny --context 1100 4096 --levels 1 --new 64", 5, tiny=None),
     # The embedded pair on Python's help topics; other texts and models are files of one's own.
     _bench("retrieval", "retrieval --context 8192 --budgets 1024 --new 104", 30, tiny=None),
     _bench(

@@ -97,5 +97,11 @@ def test_the_table_has_the_drafts_side_by_side(script: Any) -> None:
     header = {"hardware": "none", "versions": {"torch": "2", "transformers": "5"}, "seed": 0, "date": "today"}
     settings = {"windows": 3, "rows": 2, "new": 48}
     row = {"kind": "prose", "on": "the text", "old": figures, "new": better}
-    content = header | {"settings": settings, "drafts": ["old", "new"], "rows": [row, row], "code": {}}
+    content = header | {
+        "settings": settings,
+        "drafts": ["old", "new"],
+        "rows": [row, row],
+        "code": {},
+        "commit": "c",
+    }
     assert "| prose | the text | 0.500, 1.000 | 0.250, 0.500 | 0.125, 0.250 |" in table.make(content)

@@ -73,11 +73,12 @@ class LevelOneCopy:
         Not after memory ran out with a copy, and not for weights that were seen to change in place, as in
         training: a copy would be of other weights soon.
         """
+        if self._given_up or not gains_from_few_bits(self._target):
+            return False
         versions = self._target.weight_versions
         if self._first_seen is None:
             self._first_seen = versions
-        unchanged = not self._given_up and self._first_seen == versions
-        return unchanged and gains_from_few_bits(self._target)
+        return self._first_seen == versions
 
     def with_bits(
         self,
