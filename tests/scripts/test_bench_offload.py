@@ -44,7 +44,6 @@ def test_parts_are_measured_once_and_fill_the_tables(
     made = {name: table.make(first) for name, table in tables.TABLES.items() if table.file == tables.FILE}
     assert "| 1 x 480 | 3.33333 | 0.0 | 33 % | 0 | **" in made["offload_headline"]
     assert "| resident KV | 0.00 |" in made["offload_memory"] or "measured peak" in made["offload_memory"]
-    assert made["offload_prefill"] is None, "the device alone was not measured"
     empty = {"rows": [], "parts": {}}
     assert {table.make(empty) for table in tables.TABLES.values() if table.file == tables.FILE} == {None}
 
