@@ -18,8 +18,9 @@ Content = Mapping[str, Any]
 
 # In the order in which they are shown; the first ones without their names.
 _NAMED = (
-    "of", "part", "model", "model_type", "class", "feature_set", "shape", "path", "kind", "text", "workload",
-    "case", "method", "way", "policy", "operator", "kernel", "cell", "layout", "link", "level", "turn", "on",
+    "of", "what", "part", "model", "model_type", "class", "feature_set", "shape", "path", "kind", "text",
+    "workload", "case", "method", "way", "policy", "operator", "kernel", "cell", "layout", "link", "level",
+    "turn", "on",
 )  # fmt: skip
 _PLACE = (
     *_NAMED, "machine", "device", "arch", "cards", "gpus", "clients", "prompt", "where", "batch", "context",
