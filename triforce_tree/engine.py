@@ -22,7 +22,6 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree.branching.several.calls import tree_of, with_several
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
-from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.decoding.program import DecodingProgram
@@ -32,7 +31,8 @@ from triforce_tree.generation.batch.run import BatchRun, RunOptions
 from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.drafter_choice import check_drafter_options
-from triforce_tree.generation.inputs import Ids, Inputs, prompt_of
+from triforce_tree.generation.explaining import explanation_of
+from triforce_tree.generation.inputs import Ids, Inputs
 from triforce_tree.generation.keywords import checked_count, checked_seeds, checked_switch
 from triforce_tree.generation.notices import CostNotices
 from triforce_tree.generation.output import GenerateOutput, joined, placed
@@ -132,6 +132,11 @@ class Engine:
         return other
 
     @property
+    def asked(self) -> tuple[HierarchyConfig, frozenset[str]]:
+        """The settings before the device's defaults, and the names of those that were given."""
+        return self._config, self._given
+
+    @property
     def _reuse(self) -> Reuse:
         return "all" if self._in_session else "chunks" if self._config.prefix_cache else "none"
 
@@ -191,14 +196,7 @@ class Engine:
                     program.prepare(to_probs)
                 yield program
 
-    def explain(
-        self, inputs: Inputs, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0
-    ) -> Explanation:
-        """Continue one prompt, and tell which passes were chosen and why."""
-        target, to_probs = self.hierarchy.target, ProbsFromLogits.at(temperature)
-        prompt = prompt_of(target, self.tokenizer, inputs)
-        with self.program([prompt], max_new_tokens, to_probs, temperature) as program:
-            return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer)
+    explain = explanation_of
 
     @with_several
     def generate(

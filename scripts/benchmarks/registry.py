@@ -104,6 +104,11 @@ BENCHMARKS = {
         "decoding with the cache in host memory: docs/offloading.md",
         "offload_h200.json",
     ),
+    "pieces": Benchmark(
+        "benchmarks.offload.pieces",
+        "offloaded passes as CUDA graphs in pieces beside direct calls: docs/offloading.md",
+        "pieces_h200.json",
+    ),
     "parallel": Benchmark(
         "benchmarks.offload.parallel",
         "the same on several cards, under torchrun",

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from triforce_tree.decoding.choice.timings import StageTimings
 from triforce_tree.decoding.stage_set import stages_of, tree_stages
 from triforce_tree.decoding.stages import ChainVerifyStage, Stage, TreeVerifyStage
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 # Of the seconds for the first shape, those for a further one: it shares the plain pass, the verification of
 # chains and the compiled layers.
 _SHARE = 0.5
+# By device, the most seconds that a first shape took in this process: where its kernels had to be compiled,
+# so have those of a shape that no program has had yet, however warm the caches are for the first one by now.
+_longest: dict[torch.device, float] = {}
+# Devices, targets and nodes of the further shapes that this process has made.
+_made: set[tuple[torch.device, str, int]] = set()
 
 
 # After so many seconds of preparation its progress is logged.
@@ -86,7 +93,9 @@ def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStage
                 # The first run compiles their kernels now, not while decoding; a second one records pieces.
                 for _ in range(2 if any(isinstance(step.capturable, Cuts) for step in steps) else 1):
                     runs[name]()
-    return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    _longest[device] = max(seconds, _longest.get(device, 0.0))
+    return PreparedStages(to_probs, stages, runs, {0}, seconds)
 
 
 def _check_exact(program: "DecodingProgram", stages: dict[str, Stage]) -> None:
@@ -137,6 +146,7 @@ def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: in
     stages.stages.update(made)
     stages.runs.update(runs)
     stages.shapes.add(number)
+    _made.add(_kernels_of(program, number))
     return time.perf_counter() - start
 
 
@@ -149,8 +159,16 @@ def held_back(program: "DecodingProgram") -> dict[int, float]:
         return {}
     made = program.selected
     grown = (number for number, shape in enumerate(program.shapes) if not shape.matched)
-    missing = (number for number in grown if number not in made.shapes)
-    return distributed.broadcast_object(dict.fromkeys(missing, _SHARE * made.seconds))
+    missing = [number for number in grown if number not in made.shapes]
+    cold = max(made.seconds, _longest.get(program.device, 0.0))
+    known = {number: _kernels_of(program, number) in _made for number in missing}
+    seconds = {number: _SHARE * (made.seconds if known[number] else cold) for number in missing}
+    return distributed.broadcast_object(seconds)
+
+
+def _kernels_of(program: "DecodingProgram", number: int) -> tuple[torch.device, str, int]:
+    """What tells which kernels a shape's stages need."""
+    return program.device, program.target.name, program.shapes[number].nodes
 
 
 def makes_slowly(program: "DecodingProgram") -> bool:

@@ -84,8 +84,7 @@ def device_defaults(
         if grouped:
             chosen["runner_ups"] = False
         if free >= _RETRIEVAL_NAMES:
-            steps = _GROUPED_RETRIEVAL if grouped else _RETRIEVAL
-            _, budget, chunk = next(step for step in steps if prompt >= step[0])
+            _, budget, chunk = retrieval_step(prompt, group)
             chosen |= {"budget": budget, "chunk": chunk}
     chosen = {name: value for name, value in chosen.items() if name in free}
     made = HierarchyConfig.from_options(**{**options, **chosen})
@@ -94,6 +93,12 @@ def device_defaults(
         tokens = pass_tokens(with_tail, 3)
         return with_tail if tokens <= _TAIL_TOKENS and tokens * batch <= MOST_ROWS else made
     return made
+
+
+def retrieval_step(prompt: int, group: int) -> tuple[int, int, int]:
+    """A GPU's least prompt, budget and chunk for prompts of so many tokens; ``group`` as above."""
+    steps = _GROUPED_RETRIEVAL if group >= _GROUPED else _RETRIEVAL
+    return next(step for step in steps if prompt >= step[0])
 
 
 def _beside(

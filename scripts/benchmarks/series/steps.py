@@ -146,6 +146,7 @@ GPU = (
     _bench("offload-13b", "offload --part 13b", 6, alone=True, tiny="--part 13b"),
     _bench("offload-caps", "offload --part caps", 8, alone=True, tiny="--part caps"),
     _bench("offload-resident", "offload --part resident", 6, alone=True, tiny="--part resident"),
+    _bench("offload-pieces", "pieces", 4, alone=True),
     _bench(
         "offload-host-attention", "offload --part host-attention", 6, alone=True, tiny="--part host-attention"
     ),

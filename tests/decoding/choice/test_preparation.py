@@ -18,6 +18,7 @@ from triforce_tree.decoding.choice.predicted_costs import predicted
 from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.prepared_stages import held_back
+from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
@@ -132,6 +133,30 @@ def test_stages_of_matched_tokens_are_made_at_once(monkeypatch: pytest.MonkeyPat
     assert held_back(program) == {}
     monkeypatch.setattr(prepared_stages, "makes_slowly", lambda program: True)
     assert set(held_back(program)) == {1}
+
+
+def test_a_shape_that_no_program_has_had_takes_as_long_as_the_first_one_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernels are compiled even where those of the first shape come from caches by now."""
+    options = {"other_trees": ("chain:2", "chain:1"), "rounds": None}
+    monkeypatch.setattr(prepared_stages, "_longest", {})
+    monkeypatch.setattr(prepared_stages, "_made", set())
+    monkeypatch.setattr(prepared_stages, "makes_slowly", lambda program: True)
+    target, draft = model("llama-gqa"), draft_of("llama-gqa")
+
+    def program(seconds: float) -> DecodingProgram:
+        made = program_of(target, draft, 3, **options)
+        made.prepare(GREEDY)
+        made.selected = replace(made.selected, seconds=seconds)
+        return made
+
+    cold = program(12.0)
+    prepared_stages._longest[cold.device] = 12.0
+    assert held_back(cold) == {1: 6.0, 2: 6.0}
+    cold.prepare_shape(2)
+    assert held_back(cold) == {1: 6.0}
+    assert held_back(program(1.0)) == {1: 6.0, 2: 0.5}
 
 
 def test_long_preparations_say_how_far_they_are(

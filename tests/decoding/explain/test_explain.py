@@ -13,12 +13,15 @@ from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
 from tiny_pair import TinyPair
 
 from triforce_tree import Engine
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.explain.drawing import as_lines, draw
 from triforce_tree.decoding.explain.explanation import Explanation, explained
+from triforce_tree.decoding.explain.reasons import NAMES, reasons
 from triforce_tree.decoding.explain.tally import AcceptanceTally, Node
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 TREE = [
@@ -120,8 +123,29 @@ def test_the_engine_explains_a_prompt(engine: Engine, ids: list[int]) -> None:
     assert found.text
     out = engine.generate(ids[:200], max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert found.text == out.text
+    assert set(found.reasons) == set(NAMES)
+    assert found.reasons["budget"] == "given"
+    assert found.reasons["kv_bits"] == "default on a CPU"
+    assert found.reasons["retrieval_weight_bits"].startswith("fewer bits would not")
     with pytest.raises(ValueError, match=r"one prompt is needed, and 2 were given"):
         engine.explain(torch.tensor([ids[:20], ids[:20]]))
+
+
+def test_reasons_name_profile_plan_and_step() -> None:
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
+    asked, final = HierarchyConfig(), program.config.as_options()
+    entry = Entry(2000, 0.6, {"gamma": final["gamma"]}, 1.0, 2.0)
+    profile = Profile("this machine", "target", None, (entry,))
+
+    def why(given: frozenset[str] = frozenset(), profile: Profile | None = None) -> dict[str, str]:
+        return reasons(program, asked, given, profile, 2000, 0.6)
+
+    assert why(profile=profile)["gamma"] == "measured by tune for 2,000 tokens, temperature 0.6"
+    assert not why(frozenset({"gamma"}), profile)["gamma"].startswith("measured")
+    program.device = torch.device("cuda")
+    assert why()["budget"] == "default on a GPU for prompts of 0 tokens and more (docs/defaults.md)"
+    program.offloaded = object()  # type: ignore[assignment]
+    assert why(profile=profile)["budget"] == "chosen by the memory plan"
 
 
 def test_the_command_shows_it(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:

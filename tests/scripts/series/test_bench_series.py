@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[3] / "docs" / "results"
 # Published files that no step writes.
 _OLD = "its script is no more; the file names the commit that has it"
 _BY_HAND = {
-    "cpu_tree_forward.json": _OLD, "host_attention_in_place_h200.json": _OLD, "resident_h200.json": _OLD,
+    "cpu_tree_forward.json": _OLD, "host_attention_in_place_h200.json": _OLD,
     "tiles_h200.json": _OLD, "tree_attention_archive_h200.json": _OLD, "view_or_copy_h200.json": _OLD,
     "tune_h200.json": _OLD,
     "default_steps_h200.json": "put together from runs at several commits",

@@ -7,13 +7,12 @@ from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, PrefillBar, json_line, plain_table, screen
 from triforce_tree.cli.prompt import prompt_of
 from triforce_tree.decoding.explain.drawing import as_lines, draw
-from triforce_tree.decoding.explain.explanation import Explanation, explained
+from triforce_tree.decoding.explain.explanation import Explanation
 from triforce_tree.decoding.explain.matched import MatchedPasses
 from triforce_tree.drafters.suffix_index import LONGEST
 from triforce_tree.eval.results import check_picture
 from triforce_tree.generation.inputs import encoded
 from triforce_tree.generation.options import check_sampling_options
-from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,15 +23,9 @@ def run(args: argparse.Namespace) -> int:
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     prompt = encoded(engine.tokenizer, given, engine.hierarchy.target.max_positions)
-    to_probs = ProbsFromLogits.at(args.temperature)
     # Ctrl-C is not held back: of half an explanation nothing is kept.
-    with (
-        engine.program([prompt], args.max_new_tokens, to_probs, args.temperature) as program,
-        PrefillBar(len(prompt) - 1, Interrupt()) as progress,
-    ):
-        found = explained(
-            program, to_probs, prompt, args.max_new_tokens, args.seed, engine.tokenizer, progress
-        )
+    with PrefillBar(len(prompt) - 1, Interrupt()) as progress:
+        found = engine.explain(prompt, args.max_new_tokens, args.temperature, args.seed, progress)
     _show(found)
     if args.json:
         json_line(found.as_dict())
@@ -44,10 +37,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(found: Explanation) -> None:
     show = screen()
-    names = ("levels", "gamma", "tree", "budget", "chunk", "recent", "retrieval_weight_bits", "kv_bits")
-    settings = ", ".join(f"{name}={found.options[name]}" for name in names)
-    show.print(f"{found.prompt_tokens} tokens of prompt, {found.new_tokens} new; {settings}")
+    show.print(f"{found.prompt_tokens:,} tokens of prompt, {found.new_tokens} new")
     show.print(found.why())
+    settings = {f"{name}={found.options[name]}": why for name, why in found.reasons.items()}
+    width = max(map(len, settings), default=0)
+    for setting, why in settings.items():
+        show.print(f"  {setting:<{width}}  {why}")
     made = "; ".join(f"{count} of {kind}" for kind, count in found.passes.items())
     show.print(f"passes made, {found.tokens_per_pass:.2f} new tokens each on average: {made}")
     chains = len(found.matched.setting.split()) if found.matched is not None else 0

@@ -1,7 +1,7 @@
 """An explanation of what decoding chose for one prompt."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ class Explanation:
     Attributes:
         prompt_tokens, new_tokens: of the sequence.
         options: settings of the engine, after defaults, profile and memory plan.
+        reasons: where the settings come from, for those that have a reason (``reasons.NAMES``).
         passes: number of passes by kind; those that verified matched tokens as ``2 levels, matched tokens``.
         tokens_per_pass: new tokens for each pass of the target.
         acceptance: by level, then depth: verifications that reached it, and accepted tokens by sibling rank.
@@ -83,6 +84,7 @@ class Explanation:
     prompt_tokens: int
     new_tokens: int
     options: dict[str, Any]
+    reasons: dict[str, str]
     passes: dict[str, int]
     tokens_per_pass: float
     acceptance: dict[str, list[DepthCounts]]
@@ -146,6 +148,7 @@ def explained(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
+    reasons: Mapping[str, str] | None = None,
 ) -> Explanation:
     """Decode one prompt and explain the passes that were made.
 
@@ -154,6 +157,7 @@ def explained(
         seed: of all draws; the choices follow from it and the table of stage costs.
         tokenizer: for the texts of tokens.
         progress: called with numbers of prompt tokens as they are prefilled.
+        reasons: where the program's settings come from.
     """
     decoder = Decoder(program, to_probs, seed, repeatable=True)
     decoder.prefill([prompt], progress)
@@ -173,6 +177,7 @@ def explained(
         prompt_tokens=len(prompt),
         new_tokens=len(new),
         options=program.config.as_options() | {"levels": program.levels},
+        reasons=dict(reasons or {}),
         passes=dict(passes.most_common()),
         tokens_per_pass=len(new) / max(1, decoder.passes.total()),
         acceptance=tally.depths,

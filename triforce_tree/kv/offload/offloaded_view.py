@@ -26,8 +26,8 @@ from triforce_tree.runtime.executor import Cuts
 TOGETHER = 8
 """Most resident pieces of one attention call."""
 
-IN_PIECES = False
-"""Whether passes of the target are captured in pieces; off until that has been measured on a GPU."""
+IN_PIECES = True
+"""Whether passes of the target are captured in pieces on a GPU, with equal results and less host time."""
 
 
 class OffloadedView(TreeAttentionView):
@@ -84,9 +84,9 @@ class OffloadedView(TreeAttentionView):
 class StreamedView(OffloadedView):
     """The target's view: each of T new tokens a sequence sees all committed tokens and its ancestors.
 
-    With ``IN_PIECES`` a forward is captured in pieces on a GPU: graphs hold the layers with attention to the
-    window and to the leading resident pieces, and what depends on the lengths in the host store is done
-    between them. With several ranks all of it is called directly.
+    A forward is captured in pieces on a GPU: graphs hold the layers with attention to the window and to the
+    leading resident pieces, and what depends on the lengths in the host store is done between them. With
+    several ranks, or without ``IN_PIECES``, all of it is called directly.
     """
 
     def __init__(
