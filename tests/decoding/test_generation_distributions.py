@@ -71,8 +71,13 @@ def test_a_draft_that_is_the_target_is_never_rejected(monkeypatch: pytest.Monkey
     prompt = Case(2, 3, 3).prompt
     target = stranger(3, 0)
     generations = Generations(target, target, 2, prompt, tree="chain:2", runner_ups=False, window=64)
-    made = generations.distribution(ProbsFromLogits(), 3)
-    assert generations.runs == 27
+    sampled = ProbsFromLogits()
+    runs = list(generations.outcomes(lambda n: generations.generated(n, sampled, Ending(3))))
+    # On some processors a product's rounding depends on its number of rows: a rejection then has this chance.
+    likely = [chance for _, chance in runs if chance > NOISE]
+    assert len(likely) == 27
+    assert 1 - sum(likely) < NOISE
+    made = summed(runs)
     assert total_variation(made, target_distribution(target, ProbsFromLogits(), prompt, 3)) < NOISE
 
 

@@ -25,6 +25,7 @@ from triforce_tree.kv.view import ChunkedView
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.features import Features
+from triforce_tree.runtime.host_pages import commit
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import PassLimits
 
@@ -324,6 +325,7 @@ class FullCache:
     def trial(self, length: int) -> Iterator[None]:
         """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
         Afterwards the sequences must be fed again, or :meth:`begin` called."""
+        commit(self._on_device.memory)  # slots that were never written would be read in no time
         offloaded = self.offloaded.trial(length) if self.offloaded is not None else nullcontext()
         states = self.states.saved() if self.states is not None else nullcontext()
         count = self._limits.scratch_slots + 1

@@ -149,7 +149,7 @@ class Generations:
                 configuration.
         """
         ending = Ending(ending) if isinstance(ending, int) else ending
-        probs = summed(self.outcomes(lambda runs: self._generate(runs, to_probs, ending, passes, plan)))
+        probs = summed(self.outcomes(lambda runs: self.generated(runs, to_probs, ending, passes, plan)))
         return probs if passes is None else self._extended(probs, to_probs, ending.max_new_tokens)
 
     def outcomes(self, run: Callable[[int], Sequence[Result]]) -> Iterator[tuple[Result, float]]:
@@ -173,13 +173,13 @@ class Generations:
             self.runs += len(now)
             assert self.runs <= MOST_RUNS, f"more than {MOST_RUNS} runs; make the case smaller"
 
-    def _generate(
+    def generated(
         self,
         runs: int,
         to_probs: ProbsFromLogits,
         ending: Ending,
-        passes: int | None,
-        plan: Sequence[int | PassKind],
+        passes: int | None = None,
+        plan: Sequence[int | PassKind] = (),
     ) -> list[tuple[int, ...]]:
         """The new tokens of each sequence, the first ``runs`` of which are used."""
         prompts = [self.prompt] * self.batch
