@@ -16,8 +16,9 @@ from scripts.benchmarks.common.markdown import (
 )
 from triforce_tree.eval.texts.registry import KINDS, SOURCES
 
-ANY_TEXT, NEVER_SLOWER, NEVER_SLOWER_CPU = (
+ANY_TEXT, ANY_TEXT_CPU, NEVER_SLOWER, NEVER_SLOWER_CPU = (
     "any_text_h200.json",
+    "any_text_cpu.json",
     "never_slower_h200.json",
     "never_slower_cpu.json",
 )
@@ -226,11 +227,16 @@ def _tuned(file: str) -> Table:
     return Table(file, listing(TUNED_COLUMNS, _sorted, _caption(file), left=2), TUNED_COMMAND)
 
 
+def _any_text(file: str, command: str) -> Table:
+    return Table(file, listing(ANY_TEXT_COLUMNS, _sorted, _caption(file), left=2), command)
+
+
 TREES_COMMAND = "python -m scripts.benchmarks trees --texts texts.json.xz"
 TABLES = {
     "trees": Table(TREES, listing(TREES_COLUMNS, _trees, _trees_note), TREES_COMMAND),
     "any_text_summary": Table(ANY_TEXT, listing(SUMMARY, summary, _caption(ANY_TEXT)), COMMAND),
-    "any_text": Table(ANY_TEXT, listing(ANY_TEXT_COLUMNS, _sorted, _caption(ANY_TEXT), left=2), COMMAND),
+    "any_text": _any_text(ANY_TEXT, COMMAND),
+    "any_text_cpu": _any_text(ANY_TEXT_CPU, f"{COMMAND} --shapes pair --contexts 16384 --temperatures 0 0.8"),
     "tuned": _tuned(TUNED),
     "tuned_cpu": _tuned(TUNED_CPU),
     "real_model": _real_model(REAL_MODEL),
