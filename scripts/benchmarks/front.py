@@ -29,6 +29,7 @@ REQUESTS: Columns = {
 _SIZES = {
     "llama-2-7b inflated": "Llama-2-7B", "llama-3.1-8b inflated": "Llama-3.1-8B",
     "llama-2-13b inflated": "Llama-2-13B", "embedded pair": "the embedded pair",
+    "SmolLM2-135M-Instruct.Q4_1, no draft": "SmolLM2-135M, without a draft",
 }  # fmt: skip
 # New tokens of a whole request.
 _ANSWER = 256
@@ -48,8 +49,11 @@ def speed_rows(any_text: Record) -> list[Record]:
     ]  # fmt: skip
     rows = sorted([*shorter, *long], key=_place)
     on_cpu = _sampled(texts.NEVER_SLOWER_CPU, content_at(RESULTS / texts.NEVER_SLOWER_CPU))
-    rows += [r | {"card": f"none: {r['card']}"} for r in on_cpu if r["context"] in _CPU_CONTEXTS]
-    return rows
+    on_cpu = [r for r in on_cpu if r["context"] in _CPU_CONTEXTS]
+    # A model that others trained, as it is loaded without a draft.
+    real = _sampled(texts.REAL_MODEL_CPU, content_at(RESULTS / texts.REAL_MODEL_CPU))
+    on_cpu += [r for r in real if r["temperature"] == max(own["temperature"] for own in real)]
+    return rows + [r | {"card": f"none: {r['card']}"} for r in on_cpu]
 
 
 def _place(r: Record) -> tuple[bool, int, str, int, float]:
@@ -104,7 +108,8 @@ def request_rows(prefills: Record) -> list[Record]:
         seconds = reading.get((r["model"], r["context"]))
         if seconds is not None and r["card"] == prefills["hardware"] and r["temperature"] == _TEMPERATURE:
             ours, plain = (_ANSWER * r[name] / 1e3 for name in ("ms_per_token", "plain_ms_per_token"))
-            (first, first_plain), (more, more_plain) = beside(r["model"].removesuffix(" inflated"))
+            shape = r["model"].removesuffix(" inflated")
+            (first, first_plain), (more, more_plain) = beside(shape, r["context"])
             row = r | {"cold": seconds + ours + first, "cold_plain": seconds + plain + first_plain}
             row |= {"next": ours + more, "next_plain": plain + more_plain}
             row |= {"cold_gain": row["cold_plain"] / row["cold"], "median": row["next_plain"] / row["next"]}
@@ -112,18 +117,23 @@ def request_rows(prefills: Record) -> list[Record]:
     return made
 
 
-def beside(shape: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Seconds of a measured first and next request beside decoding, and beside a first one's prefill.
+def beside(shape: str, context: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds until the first token of a measured first and next request, without a first one's prefill.
 
-    Of the shape where it was measured, else of the shape that was: ours, and plain decoding's.
+    Of the shape where it was measured, else of the shape that was, at this length if there: ours, and plain
+    decoding's.
     """
     rows = content_at(RESULTS / requests.FILE)["rows"]
-    own = [row for row in rows if row["shape"] == shape] or rows
-    counted = {"cold": ("prefill_seconds", "decode_seconds"), "second turn": ("decode_seconds",)}
+    as_long = [row for row in rows if row["context"] == context] or rows
+    own = [row for row in as_long if row["shape"] == shape] or as_long
 
     def left(turn: str) -> tuple[float, float]:
         row = next(row for row in own if row["turn"] == turn)
-        ours, plain = (each["seconds"] - sum(map(each.get, counted[turn])) for each in (row, row["plain"]))
+        prefills = (each["prefill_seconds"] if turn == "cold" else 0.0 for each in (row, row["plain"]))
+        ours, plain = (
+            each["first_token_seconds"] - prefill
+            for each, prefill in zip((row, row["plain"]), prefills, strict=True)
+        )
         return ours, plain
 
     return left("cold"), left("second turn")
@@ -133,8 +143,8 @@ def request_note(prefills: Record, rows: Sequence[Record]) -> str:
     origins = {r["origin"][0] for r in rows}
     others = ", ".join(f"`docs/results/{name}`" for name in sorted(origins))
     return (
-        f"Sums of seconds for the prompt, {_ANSWER} times the milliseconds above ({others}), and what "
-        f"requests to Llama-2-7B took beside both, a next answer's own prompt included "
+        f"Sums of seconds for the prompt, {_ANSWER} times the milliseconds above ({others}), and what else "
+        f"requests to Llama-2-7B took until their first token, a next answer's own prompt included "
         f"(`docs/results/{requests.FILE}`). "
         f"{file_note(on_chip.PREFILL_FILE, {'': prefills})}"
     )

