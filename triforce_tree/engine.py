@@ -28,6 +28,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.generation.batch.joining import Joining
 from triforce_tree.generation.batch.run import BatchRun, RunOptions
+from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.drafter_choice import check_drafter_options
@@ -37,7 +38,6 @@ from triforce_tree.generation.keywords import checked_count, checked_seeds, chec
 from triforce_tree.generation.notices import CostNotices
 from triforce_tree.generation.output import GenerateOutput, joined, placed
 from triforce_tree.generation.request import Job, OneByOneError, Request
-from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize

@@ -25,8 +25,8 @@ from transformers import (
 
 import triforce_tree
 from triforce_tree import Engine
+from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.verify.verifier import Verifier
 
 ASKED: dict[str, Any] = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}

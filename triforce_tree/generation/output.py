@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from triforce_tree.generation.batch.running_batch import BatchSequence
-from triforce_tree.generation.scores import by_position
+from triforce_tree.generation.batch.scores import by_position
 from triforce_tree.runtime.stats import LevelStats, added
 
 

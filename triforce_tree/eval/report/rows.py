@@ -27,10 +27,10 @@ _PLACE = (
     "original", "new_tokens", "scale", "temperature", "setting", "settings", "dtype", "kernels", "vocabulary",
     "levels", "level_1", "tree", "runner_ups", "rounds", "chunk", "budget", "own_query", "threads", "spread",
     "hq", "hkv", "l", "t", "heads", "layer", "bits", "rows", "ins", "outs", "nodes", "draws", "drawn",
-    "retrieval_weight_bits", "share", "together",
+    "retrieval_weight_bits", "share", "pieces",
 )  # fmt: skip
 # Fields that say what a record is about only beside another: elsewhere they are counts or figures.
-_BESIDE = {"rounds": "level", "share": "together"}
+_BESIDE = {"rounds": "level", "share": "pieces"}
 # What the header of a file or a part says of all its records.
 _OF_ALL = ("context", "new_tokens", "scale", "text", "vocabulary", "clients")
 # Numbers that are chosen, counted or computed on paper.

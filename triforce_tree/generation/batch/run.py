@@ -14,10 +14,10 @@ from triforce_tree.generation.batch.joining import Joining
 from triforce_tree.generation.batch.prefixes import BatchPrefixes, Prefixes
 from triforce_tree.generation.batch.room import JoiningPrefixes
 from triforce_tree.generation.batch.running_batch import BatchSequence, RunningBatch
+from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.output import GenerateOutput, output_of
 from triforce_tree.generation.request import Job
-from triforce_tree.generation.scores import EmittedScores
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.shared.tree import PrefixSize
 from triforce_tree.planning.batch_size import fitting_batch

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from triforce_tree.generation.scores import EmittedScores
+from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.runtime.token_ids import id_tensor
 
 

@@ -1,0 +1,1 @@
+"""The pages of docs/guides, run as they are written."""
