@@ -52,7 +52,8 @@ def speed_rows(any_text: Record) -> list[Record]:
     on_cpu = [r for r in on_cpu if r["context"] in _CPU_CONTEXTS]
     # A model that others trained, as it is loaded without a draft.
     real = _sampled(texts.REAL_MODEL_CPU, content_at(RESULTS / texts.REAL_MODEL_CPU))
-    on_cpu += [r for r in real if r["temperature"] == max(own["temperature"] for own in real)]
+    highest = max((r["temperature"] for r in real), default=None)
+    on_cpu += [r for r in real if r["temperature"] == highest]
     return rows + [r | {"card": f"none: {r['card']}"} for r in on_cpu]
 
 
@@ -129,10 +130,9 @@ def beside(shape: str, context: int) -> tuple[tuple[float, float], tuple[float, 
 
     def left(turn: str) -> tuple[float, float]:
         row = next(row for row in own if row["turn"] == turn)
-        prefills = (each["prefill_seconds"] if turn == "cold" else 0.0 for each in (row, row["plain"]))
+        read = float(turn == "cold")
         ours, plain = (
-            each["first_token_seconds"] - prefill
-            for each, prefill in zip((row, row["plain"]), prefills, strict=True)
+            each["first_token_seconds"] - read * each["prefill_seconds"] for each in (row, row["plain"])
         )
         return ours, plain
 

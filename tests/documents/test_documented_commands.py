@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from scripts.benchmarks.registry import BENCHMARKS
+from scripts.checks.guides import BLOCK
 from triforce_tree.cli.arguments import parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`((?:triforce-tree|python -m) [^`]+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 

@@ -7,15 +7,15 @@ By the share of the cache that stays on the device. ``stages`` and ``plain_ms_pe
 are replayed; ``ms_per_token`` is a whole decoding of 64 tokens, in which the graphs are recorded.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from unittest import mock
 
 from scripts.benchmarks.common.command import device_of, parser, results_folder
 from scripts.benchmarks.common.results import Record, ResultsFile, settings_of
+from scripts.benchmarks.common.session import Step, measure_part, print_rows
 from scripts.benchmarks.offload.run import PARTS, Offloaded, OffloadSession
 from scripts.benchmarks.offload.tables import PIECES
 from triforce_tree.eval.attention.timing import synchronize
@@ -23,26 +23,39 @@ from triforce_tree.kv.offload import offloaded_view
 from triforce_tree.runtime.executor import CapturedInPieces
 
 SHARES = (0.95, 0.8, 0.5)
-PLAN = replace(
-    PARTS["resident"], prompts=1, temperatures=(0.0,), plain_tokens=12, new_tokens=64, cells=((1, 65_536),)
-)
 _PASSES = 6
+
+
+@dataclass(frozen=True)
+class Pieces(Offloaded):
+    """A step for each share of the cache that stays on the device."""
+
+    def steps(self) -> Iterator[Step]:
+        [(batch, context)], [cap] = self.cells, self.caps
+        for share in SHARES:
+            keys = tuple({"share": share, "pieces": pieces} for pieces in (False, True))
+            yield Step(0, batch, context, {"cap_gib": cap, "share": share}, keys)
+
+
+PLAN = Pieces(
+    PARTS["resident"].shape, ((1, 65_536),), prompts=1, temperatures=(0.0,), plain_tokens=12, new_tokens=64,
+    caps=PARTS["resident"].caps, resident=PARTS["resident"].resident,
+)  # fmt: skip
 
 
 class PiecesSession(OffloadSession):
     """One share after the other, each without pieces and with them."""
 
-    plan: Offloaded
+    plan: Pieces
 
-    def measure_both(self, share: float) -> None:
-        """The rows of a share; texts of both ways must be the same."""
-        self.plan = replace(self.plan, resident=share)
-        [step] = self.plan.steps()
+    def measure(self, step: Step) -> None:
+        """The rows of a share; whether both ways have the same texts stands in them."""
+        self.plan = replace(self.plan, resident=step.setting["share"])
         texts = []
-        for pieces in (False, True):
+        for key in step.keys:
             self.opened = None
             with (
-                mock.patch.object(offloaded_view, "IN_PIECES", pieces),
+                mock.patch.object(offloaded_view, "IN_PIECES", key["pieces"]),
                 _recordings(self) as recorded,
             ):
                 self.open(step.setting["cap_gib"])
@@ -54,7 +67,7 @@ class PiecesSession(OffloadSession):
             texts.append(run.texts)
             bus = self.bench.pass_bytes / 1e6 / self.file.mine["bus_gbps"]["in"]
             self.file.add({
-                "share": share, "pieces": pieces, "plain_ms_per_token": plain.ms_per_token,
+                **key, "plain_ms_per_token": plain.ms_per_token,
                 "ms_per_token": run.ms_per_token, "tokens_per_pass": run.as_dict()["tokens_per_pass"],
                 "stages": stages, "bus_ms": bus, "recordings": len(recorded),
                 "recording_seconds": sum(recorded), "same_tokens": texts[0] == texts[-1],
@@ -90,12 +103,6 @@ def main(words: Sequence[str] | None = None) -> int:
     plan = PLAN.tiny(prompts=1) if args.tiny else PLAN
     settings = settings_of(plan.as_dict(), args.seed, args.tiny)
     file = ResultsFile(results_folder(args.out, args.tiny) / PIECES, "7b", settings, rows)
-    lacking = [share for share in SHARES if file.find(share=share, pieces=True) is None]
-    if lacking:
-        session = PiecesSession(plan, file, device, args.seed)
-        for share in lacking:
-            session.measure_both(share)
-        session.bench.close()
-    for row in file.rows:
-        print(json.dumps(row))
+    measure_part(plan, file, lambda: PiecesSession(plan, file, device, args.seed))
+    print_rows(file)
     return 0

@@ -144,7 +144,7 @@ def digest_of(draft: str) -> str:
 
 def models_of(args: argparse.Namespace, native: int, extended: bool) -> list[tuple[str, Models]]:
     """The chosen models by the name of their part; ``extended`` with YaRN, but for the embedded pair."""
-    made = []
+    made, alone = [], args.draft == NO_DRAFT
     for name in args.shapes:
         pair, inflated = MODELS[name]
         shape = (TINY_SHAPES[LARGE] if args.tiny else LARGE) if inflated else None
@@ -153,14 +153,14 @@ def models_of(args: argparse.Namespace, native: int, extended: bool) -> list[tup
             models = Models(
                 str(PAIR / "target"), str(PAIR / "draft"), "embedded pair", native, None, shape, draft_shape
             )
-        elif args.draft == NO_DRAFT and (inflated or extended):
+        elif alone and (inflated or extended):
             continue
         else:
             title = Path(args.target).stem if is_gguf(args.target) else Path(args.target).name
             positions = STRETCH * native if extended else None
-            draft = args.draft if args.draft != NO_DRAFT else None
+            draft = None if alone else args.draft
             models = Models(args.target, draft, title, native, positions, shape, draft_shape)
-        part = name if pair or args.draft != NO_DRAFT else f"{name}-alone"
+        part = f"{name}-alone" if alone and not pair else name
         made.append((f"{part}-long" if extended else part, models))
     return made
 

@@ -22,19 +22,19 @@ from typing import Any
 
 import torch
 
+from scripts.checks.guides import BLOCK
 from scripts.checks.report import ROOT, Report, parser
 
 GUIDES = ROOT / "docs" / "guides"
 PAIR = ROOT / "triforce_tree" / "pair"
 MODELS = {"target": "target", "7b": "target", "13b": "target", "draft": "draft"}
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SERVER = re.compile(r"^triforce-tree serve\b.*$", re.MULTILINE)
 _STARTED, _ENDED = 120, 900  # seconds
 
 
 def blocks(page: str) -> Iterator[tuple[str, str]]:
     """(language, code) of a page's blocks that can be run here, in their order; shell without a language."""
-    for language, code in _BLOCK.findall(page):
+    for language, code in BLOCK.findall(page):
         installs = code.startswith(("pip install", "make "))
         needs_gpu = '"cuda"' in code and not torch.cuda.is_available()
         if language in ("", "python") and not installs and not needs_gpu:
@@ -99,10 +99,9 @@ def run_page(page: str, report: Report) -> None:
     with workplace() as folder, ExitStack() as running:
         for language, code in blocks((GUIDES / f"{page}.md").read_text("utf-8")):
             name = f"{page}: {code.strip().splitlines()[0]}"
-            started = _SERVER.findall(code) if not language else []
-            for command in started:
+            for command in _SERVER.findall(code):
                 running.enter_context(server(command, folder))
-            rest = _SERVER.sub("", code) if started else code
+            rest = _SERVER.sub("", code)
             report.attempt(name, lambda rest=rest, language=language: run_block(language, rest, folder))  # type: ignore[misc]
 
 

@@ -26,14 +26,14 @@ def reasons(
         asked, given: the engine's own settings, and the names of those that a user gave.
         profile: the engine's.
     """
-    final, target = program.config.as_options(), program.target
+    wanted, final, target = asked.as_options(), program.config.as_options(), program.target
     planned = program.offloaded is not None or target.streamed is not None
     entry = profile.nearest(prompt_tokens, temperature) if profile is not None and not planned else None
     measured = entry.options_for(given) if entry is not None else {}
     device = "GPU" if program.device.type == "cuda" else "CPU"
     found = {}
     for name in NAMES:
-        if name in given and asked.as_options()[name] == final[name]:
+        if name in given and wanted[name] == final[name]:
             why = "given"
         elif entry is not None and name in measured:
             why = f"measured by tune for {entry.context:,} tokens, temperature {entry.temperature:g}"
