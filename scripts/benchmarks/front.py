@@ -11,6 +11,7 @@ from scripts.benchmarks.common.results import PAIR_VOCABULARY, RESULTS, content_
 from scripts.benchmarks.on_chip import tables as on_chip
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.texts import tables as texts
+from scripts.benchmarks.texts.real_model import PAIR_SHAPE
 from triforce_tree.eval.report.code_digest import mark
 
 SPEEDS: Columns = {
@@ -29,6 +30,8 @@ REQUESTS: Columns = {
 _SIZES = {
     "llama-2-7b inflated": "Llama-2-7B", "llama-3.1-8b inflated": "Llama-3.1-8B",
     "llama-2-13b inflated": "Llama-2-13B", "embedded pair": "the embedded pair",
+    "SmolLM2-135M-Instruct.Q4_1, llama-3.1-8b inflated": "SmolLM2-135M, widened to Llama-3.1-8B",
+    "SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M, with a draft",
     "SmolLM2-135M-Instruct.Q4_1, no draft": "SmolLM2-135M, without a draft",
 }  # fmt: skip
 # New tokens of a whole request.
@@ -47,31 +50,47 @@ def speed_rows(any_text: Record) -> list[Record]:
         r for r in grid
         if r["model"] in sizes and r["context"] in _CONTEXTS and r["temperature"] == _TEMPERATURE
     ]  # fmt: skip
-    rows = sorted([*shorter, *long], key=_place)
+    real = _others(_sampled(texts.REAL_MODEL, content_at(RESULTS / texts.REAL_MODEL)))
+    rows = sorted([*shorter, *long, *real], key=_place)
     on_cpu = _sampled(texts.NEVER_SLOWER_CPU, content_at(RESULTS / texts.NEVER_SLOWER_CPU))
     on_cpu = [r for r in on_cpu if r["context"] in _CPU_CONTEXTS]
-    # A model that others trained, as it is loaded without a draft.
-    real = _sampled(texts.REAL_MODEL_CPU, content_at(RESULTS / texts.REAL_MODEL_CPU))
-    highest = max((r["temperature"] for r in real), default=None)
-    on_cpu += [r for r in real if r["temperature"] == highest]
+    on_cpu += _others(_sampled(texts.REAL_MODEL_CPU, content_at(RESULTS / texts.REAL_MODEL_CPU)))
     return rows + [r | {"card": f"none: {r['card']}"} for r in on_cpu]
+
+
+def _others(rows: Sequence[Record]) -> list[Record]:
+    """Those of models that others trained, at their lowest temperature."""
+    found = [r for r in rows if not r["part"].startswith(PAIR_SHAPE)]
+    lowest = min((r["temperature"] for r in found), default=None)
+    return [r for r in found if r["temperature"] == lowest]
 
 
 def _place(r: Record) -> tuple[bool, int, str, int, float]:
     """Whole cards first, then by size, length and temperature."""
-    return bool(r["settings"]), [*_SIZES].index(r["model"]), r["card"], r["context"], r["temperature"]
+    return (
+        "gpu_memory" in r["settings"],
+        [*_SIZES].index(r["model"]),
+        r["card"],
+        r["context"],
+        r["temperature"],
+    )
 
 
 def _sampled(file: str, content: Record) -> list[Record]:
     """The medians of a file's sampled texts."""
     return [
         r | {
-            "card": limited(r), "size": _SIZES[r["model"]], "what": f"{r['texts']} of {r['kinds']} kinds",
+            "card": limited(r), "size": _size(r), "what": f"{r['texts']} of {r['kinds']} kinds",
             "origin": (file, r["part"], content["parts"][r["part"]]),
         }
         for r in texts.summary(content)
-        if r["temperature"] > 0
+        if r["temperature"] > 0 and r["model"] in _SIZES
     ]  # fmt: skip
+
+
+def _size(r: Record) -> str:
+    levels = r["settings"].get("levels")
+    return _SIZES[r["model"]] + (f", levels={levels}" if levels else "")
 
 
 def limited(r: Record) -> str:
@@ -87,7 +106,7 @@ def speed_note(any_text: Record, rows: Sequence[Record]) -> str:
     for r in rows:
         file, part, header = r["origin"]
         files.setdefault(file, {})[part] = header
-        entries[r["size"]] = header["settings"].get("vocabulary") or PAIR_VOCABULARY
+        entries[_SIZES[r["model"]]] = header["settings"].get("vocabulary") or PAIR_VOCABULARY
     named = (f"`docs/results/{file}`{OLDER if mark(headers) else ''}" for file, headers in files.items())
     sizes = ", ".join(f"{size} {n:,}" for size, n in entries.items())
     return f"Entries of the vocabularies: {sizes}. From {', '.join(named)}.\n"

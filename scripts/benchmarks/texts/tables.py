@@ -189,7 +189,7 @@ def _trees(content: Record) -> list[Record]:
 REAL_MODEL, REAL_MODEL_CPU = "real_model_h200.json", "real_model_cpu.json"
 REAL_MODEL_COMMAND = "python -m scripts.benchmarks real_model --draft smollm2/draft"
 REAL_MODEL_COLUMNS: Columns = {
-    "model": "{model}", "kind of text": "{kind}", "context": "{context:,}", "T": "{temperature:g}",
+    "model": _model, "kind of text": "{kind}", "context": "{context:,}", "T": "{temperature:g}",
     "retrieval accepts": "?{acceptance[retrieval]:.2f}", "target accepts": "?{acceptance[target]:.2f}",
     "tokens a pass": "{tokens_per_pass:.1f}", "ms/token": "{ms_per_token:.2f}",
     "plain": "{plain_ms_per_token:.2f}", "**speed-up**": "**{speedup:.2f}x**",
@@ -239,6 +239,9 @@ TABLES = {
     "any_text_cpu": _any_text(ANY_TEXT_CPU, f"{COMMAND} --shapes pair --contexts 16384 --temperatures 0 0.8"),
     "tuned": _tuned(TUNED),
     "tuned_cpu": _tuned(TUNED_CPU),
+    "real_model_summary": Table(
+        REAL_MODEL, listing(SUMMARY, summary, _caption(REAL_MODEL)), REAL_MODEL_COMMAND
+    ),
     "real_model": _real_model(REAL_MODEL),
     "real_model_cpu": _real_model(REAL_MODEL_CPU),
     "never_slower": Table(NEVER_SLOWER, _by_context(NEVER_SLOWER), GRID_COMMAND),

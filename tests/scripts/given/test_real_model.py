@@ -47,7 +47,8 @@ def test_a_tiny_run_has_rows_of_every_model_and_of_yarn(
         "--temperatures",
         "0",
     ]
-    more = ["--new-tokens", "8", "--plain-tokens", "2", "--out", str(tmp_path), "--set", "rounds=2"]
+    more = ["--new-tokens", "8", "--plain-tokens", "2", "--out", str(tmp_path)]
+    more += ["--set", "rounds=2", "levels=3"]
     assert real.main([*words, *more]) == 0
     content = json.loads((tmp_path / "real_model_cpu.json").read_text())
     found = {(row["part"], row["context"]) for row in content["rows"]}
