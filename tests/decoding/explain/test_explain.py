@@ -18,10 +18,14 @@ from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.explain.drawing import as_lines, draw
 from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.decoding.explain.reasons import NAMES, reasons
-from triforce_tree.decoding.explain.tally import AcceptanceTally, Node
+from triforce_tree.decoding.explain.tally import AcceptanceTally, Node, draw_probability
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.planning.profiles import Entry, Profile
+from triforce_tree.trees.device_shapes import device_tree_shape
+from triforce_tree.trees.shapes import parse_shape, with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 TREE = [
@@ -89,6 +93,19 @@ def test_given_rounds_leave_nothing_to_explain() -> None:
     assert not found.choices
     assert "nothing was chosen" in found.why()
     assert found.acceptance["target"][0].tried == found.passes["2 levels"]
+
+
+def test_matched_tokens_beside_a_tree_were_not_drawn() -> None:
+    """A chain of two nodes, drawn from rows 0 and 1, and matched tokens at the last of them and at the root."""
+    shape = device_tree_shape(parse_shape(with_chain("chain:2", 2)))
+    tree = TokenTree.of(shape, 1, 8, torch.device("cpu"))
+    tree.tokens.copy_(torch.tensor([[7, 1, 2, 3, 4]]))
+    tree.probs[0, :2] = torch.tensor([0.0, 0.25, 0.75, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert tree.probs.shape[1] == 2
+    for parents in ([-1, 0, 1, 2, 3], [-1, 0, 1, 0, 3]):
+        tree.parents.copy_(torch.tensor([parents]))
+        tree.probs_rows.copy_(torch.tensor([[0, 1, 2, FIXED, FIXED]]))
+        assert [draw_probability(tree, node) for node in range(5)] == [1.0, 0.25, 0.75, 1.0, 1.0]
 
 
 def test_a_tree_as_text() -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import ChainVerifyStage, RetrievalVerifyStage, TreeVerifyStage
+from triforce_tree.drafters.base import TokenTree
+from triforce_tree.kernels.step.accept import FIXED
 
 LEVELS = {
     "retrieval_refresh": "retrieval",
@@ -90,16 +92,19 @@ class AcceptanceTally:
             if depth + 1 < len(path):
                 depths[depth].accepted[ranks[path[depth + 1]]] += 1
         if not isinstance(judged, ChainVerifyStage) and not matched:
-            tree = judged.tree
-            rows = tree.probs_rows[0].tolist()
             self.tree = [
-                Node(
-                    token,
-                    parent,
-                    rank,
-                    float(tree.probs[0, rows[parent], token]) if parent >= 0 and rows[parent] >= 0 else 1.0,
-                    node in path,
-                )
+                Node(token, parent, rank, draw_probability(judged.tree, node), node in path)
                 for node, (token, parent, rank) in enumerate(zip(tokens, parents, ranks, strict=True))
                 if token >= 0 or node == 0
             ]
+
+
+def draw_probability(tree: TokenTree, node: int) -> float:
+    """By which the drafter drew a node of the first sequence; 1 for the root and for what was not drawn.
+
+    The last nodes of a tree have no distribution; a chain of matched tokens may begin there.
+    """
+    parent, rows = int(tree.parents[0, node]), tree.probs_rows[0]
+    if parent < 0 or rows[parent] < 0 or rows[node] == FIXED:
+        return 1.0
+    return float(tree.probs[0, rows[parent], tree.tokens[0, node]])
