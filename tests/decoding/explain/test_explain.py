@@ -96,7 +96,7 @@ def test_given_rounds_leave_nothing_to_explain() -> None:
 
 
 def test_matched_tokens_beside_a_tree_were_not_drawn() -> None:
-    """A chain of two nodes, drawn from rows 0 and 1, and matched tokens at the last of them and at the root."""
+    """A chain of two nodes, drawn from rows 0 and 1, and matched tokens behind it and at the root."""
     shape = device_tree_shape(parse_shape(with_chain("chain:2", 2)))
     tree = TokenTree.of(shape, 1, 8, torch.device("cpu"))
     tree.tokens.copy_(torch.tensor([[7, 1, 2, 3, 4]]))
