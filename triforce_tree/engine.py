@@ -152,8 +152,10 @@ class Engine:
         """Where a generation of such a prompt would keep its KV slots; None unless they may be offloaded.
 
         Raises:
-            ValueError: memory is short, or what would have to be offloaded cannot be.
+            ValueError: memory is short, or what would have to be offloaded cannot be; less than a token.
         """
+        if prompt_tokens < 1 or new_tokens < 1:
+            raise ValueError(f"prompt_tokens={prompt_tokens} and new_tokens={new_tokens} must be at least 1")
         with self.hierarchy.generation():
             self.hierarchy.config = self._config
             return self.hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)

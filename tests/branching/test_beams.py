@@ -172,7 +172,7 @@ def test_samples_obey_constraints() -> None:
         ({"num_beams": 2, "num_beam_groups": 2}, "num_beam_groups=2 is not supported"),
         ({"num_beams": 2, "max_new_tokens": 5000}, "exceed the model's 2048 positions"),
         ({"num_return_sequences": 2, "do_sample": True, "output_scores": True}, "output_scores"),
-        ({"length_penalty": 2.0}, "length_penalty=2.0 is not supported"),
+        ({"length_penalty": 2.0}, "length_penalty=2.0 is read with num_beams above 1 alone"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], words: str) -> None:
@@ -184,6 +184,8 @@ def test_a_session_is_one_text() -> None:
     session = engine().session(PROMPT)
     found = session.generate(num_beams=3, max_new_tokens=6, do_sample=False)
     assert session.tokens == found.sequences[0].tolist()
-    with pytest.raises(ValueError, match="a session goes on with one text, not 2"):
-        session.generate(num_return_sequences=2, do_sample=True, max_new_tokens=3)
+    several = {"num_return_sequences": 2, "do_sample": True}
+    for options in (several, {"generation_config": GenerationConfig(**several)}):
+        with pytest.raises(ValueError, match="num_return_sequences=2, but a session goes on with one text"):
+            session.generate(max_new_tokens=3, **options)
     assert session.tokens == found.sequences[0].tolist()

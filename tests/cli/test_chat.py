@@ -207,6 +207,16 @@ def test_at_a_terminal_a_wrong_line_does_not_end_the_conversation(
         assert message in said
 
 
+def test_without_a_terminal_a_wrong_line_loses_nothing(ask: Any, pair: TinyPair, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    lines = f"It binds\n/save {tmp_path}/file/s\n/x\nAnd\n/save {tmp_path}/s\n"
+    code, out, err = ask(pair.target, lines)
+    assert code == 2
+    assert "/x is no command" in err
+    assert len(last_object(out)["turns"]) == 2
+    assert (tmp_path / "s").is_dir()
+
+
 BAD_CHATS: dict[str, tuple[list[str], str, str]] = {
     "a command": ([], "/nothing\n", "/nothing is no command; there are /quit, /reset, /save FOLDER"),
     "no folder": (["--load", "/nowhere"], "x\n", "/nowhere holds no session"),

@@ -35,7 +35,11 @@ from triforce_tree.eval import results
 def test_help_shows_defaults(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
-    assert f"(default: {HierarchyConfig().gamma})" in " ".join(out.split())
+    said, defaults = " ".join(out.split()), HierarchyConfig()
+    assert f"(default: {defaults.retrieval.recent})" in said
+    # Of what depends on the device, by words.
+    for value in (defaults.gamma, defaults.retrieval.budget, defaults.retrieval.chunk, defaults.tree):
+        assert f"by default {value}, on a GPU" in said
     assert "None" not in out
 
 
@@ -119,6 +123,14 @@ BAD = {
     "nan temperature": (["generate", "PROMPT", "--temperature", "nan"], "temperature=nan"),
     "top_p": (["generate", "PROMPT", "--top-p", "1.5"], "top_p=1.5"),
     "top_k": (["generate", "PROMPT", "--top-k", "-2"], "top_k=-2"),
+    "length penalty alone": (
+        ["generate", "PROMPT", "--length-penalty", "2"],
+        "--length-penalty is read with --num-beams above 1 alone",
+    ),
+    "other trees": (
+        ["generate", "PROMPT", "--other-trees", "bush"],
+        "other_trees='bush' is no known shape; use chain:4",
+    ),
     "nan length penalty": (["generate", "PROMPT", "--length-penalty", "nan"], "nan must be a finite number"),
     "nan seconds": (["tune", "--seconds", "nan"], "--seconds: nan must be above 0"),
     "budget": (["generate", "PROMPT", "--budget", "1001"], "budget=1001"),

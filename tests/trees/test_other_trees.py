@@ -20,7 +20,7 @@ def test_other_trees_are_checked_and_kept_in_order(tmp_path: Path) -> None:
         assert HierarchyConfig(other_trees="chain:2", **alone).shapes == (config.tree,)
     with pytest.raises(ValueError, match=r"other_trees names 3 trees.*name at most 2"):
         HierarchyConfig(other_trees="chain:1 chain:2 chain:3")
-    with pytest.raises(ValueError, match=r"tree='bush:3' is no known shape"):
+    with pytest.raises(ValueError, match=r"other_trees='bush:3' is no known shape.*lookup:12"):
         HierarchyConfig(other_trees="bush:3")
     assert [shape_name(s) for s in (BestFirst([2, 1]), "chain:2", WithChain("chain:2", 8))] == [
         "best-first:2,1", "chain:2", "chain:2 + 8",

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         chat.session = engine.load_session(args.load)
         screen().print(f"{len(chat.session.tokens):,} tokens read from {args.load}")
     turns: list[dict[str, Any]] = []
+    failed = False
     for line in _lines():
         name, _, rest = line.partition(" ")
         if name == "/quit":
@@ -54,13 +55,12 @@ def run(args: argparse.Namespace) -> int:
         except BrokenPipeError:
             raise
         except (ValueError, OSError) as error:
-            # Whoever types goes on; without a terminal the program ends.
-            if not sys.stdin.isatty():
-                raise
+            # The conversation goes on; without a terminal the exit code tells.
+            failed |= not sys.stdin.isatty()
             screen().print(str(error))
     if args.json:
         json_line({"seed": seed, "turns": turns, "tokens": len(chat.session.tokens)})
-    return 0
+    return 2 if failed else 0
 
 
 class Chat:

@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     several = args.num_beams > 1 or args.num_return_sequences > 1
     if several and args.compare:
         raise ValueError("--compare decodes one text; leave out --num-beams and --num-return-sequences")
+    if args.length_penalty is not None and args.num_beams == 1:
+        raise ValueError("--length-penalty is read with --num-beams above 1 alone; leave it out")
     seed = options.seed_of(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None

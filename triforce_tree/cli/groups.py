@@ -104,11 +104,16 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             "3 is the whole hierarchy, 2 the draft under the target, 1 autoregressive decoding, auto takes "
             "3 for prompts of at least twice the budget, else 2",
         ),
-        "gamma": (int, "most tokens that the retrieval level proposes to one pass of the target"),
+        "gamma": (
+            int,
+            "most tokens that the retrieval level proposes to a pass of the target; by default 12, on a GPU "
+            "15 or 20",
+        ),
         "tree": (
             str,
             "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
-            "(size x depth), static:0;0.0;1 (rank paths), or a file tree.json of rank paths",
+            "(size x depth), static:0;0.0;1 (rank paths), or a file tree.json of rank paths; by default "
+            "best-first:6,5,4, on a GPU best-first:4,4,4,3",
         ),
         "other_trees": (
             str,
@@ -135,8 +140,14 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             "let the target also verify a tree of the draft at the end of the proposed chain; by default on "
             "a GPU that holds the cache",
         ),
-        "budget": (int, "tokens in the retrieval cache"),
-        "chunk": (int, "tokens of one retrieved chunk"),
+        "budget": (
+            int,
+            "tokens in the retrieval cache; by default 1536, on a GPU 1024 to 8192 by the prompt's length",
+        ),
+        "chunk": (
+            int,
+            "tokens of a retrieved chunk; by default 8, on a GPU to 32 by the prompt's length",
+        ),
         "recent": (int, "newest tokens that the retrieval cache always holds"),
         "refresh": (
             int,
@@ -151,7 +162,8 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         "retrieval_weight_bits": (
             weight_bits,
             "bits of the retrieval level's weights, 16, 8 or 4: fewer are faster and do not change the "
-            "distribution of the output (on a GPU); auto takes 8 on a GPU with memory to spare",
+            "distribution of the output; by default auto: 8 where the target's layers are large and memory "
+            "is to spare, else 16",
         ),
         "sinks": (int, "first tokens that the draft's cache keeps"),
         "window": (int, "newest tokens that the draft's cache keeps"),

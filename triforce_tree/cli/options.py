@@ -43,6 +43,11 @@ def engine_of(args: argparse.Namespace) -> Engine:
     }
     with PinningBar(None, what="weights into host memory") as pinned:
         engine = load(args.target, args.draft, **models, pinned=pinned, **options)
+    offloading = ("offload", "gpu_memory", "host_memory", "offload_weights")
+    unused = [name for name in offloading if options.get(name)]
+    if unused and engine.hierarchy.target.device.type == "cpu":
+        named = ", ".join("--" + name.replace("_", "-") for name in unused)
+        screen().print(f"{named}: no effect on a CPU, whose memory holds everything anyway")
     if engine.tokenizer is None:
         raise ValueError(f"the target {args.target!r} has no tokenizer in its folder; give --tokenizer")
     return engine

@@ -71,10 +71,10 @@ class GivenSizeOrSwitch(Given):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults other than None and False."""
+    """Shows defaults other than None and False, where the text does not tell them."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
+        if action.default is None or action.default is False or "by default" in (action.help or ""):
             return action.help
         return super()._get_help_string(action)
 

@@ -141,9 +141,12 @@ def encoded(tokenizer: Tokenizer, given: str | Chat, positions: int | None = Non
 
 def check_rows(rows: Sequence[Sequence[int] | Row | Tensor], vocabulary: int) -> None:
     """Raise ValueError for an empty row, or an id outside the vocabulary."""
-    for row in rows:
+    if not len(rows):
+        raise ValueError("the list of prompts is empty; give at least one")
+    for number, row in enumerate(rows, 1):
         if len(row) == 0:
-            raise ValueError("the prompt is empty; give at least one token")
+            which = "the prompt" if len(rows) == 1 else f"prompt {number} of {len(rows)}"
+            raise ValueError(f"{which} is empty; give at least one token")
         # Python's own take 30 times as long for 100,000 tokens.
         if isinstance(row, (np.ndarray, Tensor)):
             least, most = int(row.min()), int(row.max())

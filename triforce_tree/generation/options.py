@@ -30,7 +30,8 @@ HONOURED = frozenset(
 )
 # Options that ask for several texts of a prompt, and those that they alone read: ``branching`` carries them
 # out, and they are refused elsewhere.
-SEVERAL = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping")
+OF_BEAMS = ("length_penalty", "early_stopping")
+SEVERAL = ("num_beams", "num_return_sequences", *OF_BEAMS)
 # Defaults that transformers fills in; with these values the options have no effect.
 _NEUTRAL = {
     "num_beams": 1,
@@ -99,6 +100,8 @@ def supported(name: str, value: Any) -> Any:
     if name in HONOURED or name.startswith("_"):
         return _checked(name, value)
     if not is_supported(name, value):
+        if name in OF_BEAMS:
+            raise ValueError(f"{name}={value!r} is read with num_beams above 1 alone; leave it out")
         raise ValueError(f"generation option {name}={value!r} is not supported by triforce_tree; {REMEDY}")
     return value
 

@@ -87,6 +87,14 @@ class Session:
             ValueError: as :meth:`Engine.generate`; nothing to continue; messages in a session of text. The
                 session is then as before.
         """
+        count = kwargs.get("num_return_sequences")
+        if count is None:
+            count = getattr(kwargs.get("generation_config"), "num_return_sequences", None)
+        if count not in (None, 1):
+            raise ValueError(
+                f"num_return_sequences={count}, but a session goes on with one text; leave it out, or use "
+                "engine.tree"
+            )
         if self._coming is None or self._coming[0] is not question:
             self.prompt(question)
         assert self._coming is not None
@@ -94,11 +102,6 @@ class Session:
         self._coming = None
         # An array is checked and copied in a tenth of the time that a list of 100,000 tokens takes.
         out = self._continuing(len(prompt)).generate(np.array(prompt, dtype=np.int64), **kwargs)
-        if len(out.sequences) > 1:
-            raise ValueError(
-                f"a session goes on with one text, not {len(out.sequences)}; leave out num_return_sequences, "
-                "or use engine.tree"
-            )
         self.tokens = out.sequences[0].tolist()
         if messages is not None:
             if out.text is None:

@@ -191,30 +191,31 @@ DEFAULT_ACCEPTANCE = (0.50, 0.13, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)
 
 
 @overload
-def parse_shape(text: str) -> Tree: ...
+def parse_shape(text: str, option: str = "tree") -> Tree: ...
 @overload
-def parse_shape(text: str | Shape) -> Shape: ...
-def parse_shape(text: str | Shape) -> Shape:
+def parse_shape(text: str | Shape, option: str = "tree") -> Shape: ...
+def parse_shape(text: str | Shape, option: str = "tree") -> Shape:
     """Parse the name of a shape.
 
     ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |
     ``static:0;0.0;1`` (rank paths) | the path of a file, ``tree.json`` (:func:`read_topology`) |
-    a :class:`Static`, :class:`BestFirst` or :class:`WithChain` object.
+    a :class:`Static`, :class:`BestFirst` or :class:`WithChain` object. ``option`` is named by errors.
 
     Raises:
         ValueError: it is none of these, has more than ``MOST_NODES`` nodes, or is deeper than ``MOST_DEPTH``.
     """
     if not isinstance(text, str):
         if not isinstance(text, Static | BestFirst | WithChain):
-            raise ValueError(f"tree={text!r} is neither a name like chain:4 nor a tree shape; {_KNOWN}")
+            raise ValueError(f"{option}={text!r} is neither a name like chain:4 nor a tree shape; {_KNOWN}")
         return text
     shown = text if len(text) < 60 else f"{text[:60]}..."
     try:
         shape = load_shape(text) if text.endswith(SUFFIX) else _named(text)
     except ValueError as error:
-        raise ValueError(f"tree={shown!r} cannot be read: {error}") from error
+        raise ValueError(f"{option}={shown!r} cannot be read: {error}") from error
     if shape is None:
-        raise ValueError(f"tree={shown!r} is no known shape; {_KNOWN}")
+        more = "" if option == "tree" else ", lookup:12 for matched tokens, or none alone"
+        raise ValueError(f"{option}={shown!r} is no known shape; {_KNOWN}{more}")
     return shape
 
 
@@ -233,6 +234,8 @@ def other_shapes(given: str | Sequence[str | Shape], merged: bool = False) -> tu
     """
     if isinstance(given, str):
         given = () if given == "none" else given.split()
+    for tree in given:
+        parse_shape(tree, "other_trees")
     trees = tuple(parse_shape(t).name if isinstance(t, str) and t.endswith(SUFFIX) else t for t in given)
     grown = grown_alone(trees)
     matched = tuple(tree for tree in trees if tree not in grown)

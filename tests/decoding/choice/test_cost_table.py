@@ -97,8 +97,8 @@ def test_a_table_of_an_earlier_release_is_replaced_silently(
     {
         "no JSON": ("{", "cannot be read"),
         "no UTF-8": (b"\xff\xfe\x00", "cannot be read"),
-        "a list": ("[]", "is no table of version 4"),
-        "another version": ('{"version": 99, "entries": {}}', "is no table of version 4"),
+        "a list": ("[]", "is no table of version 5"),
+        "another version": ('{"version": 99, "entries": {}}', "is no table of version 5"),
         "deep": ("[" * 900 + "]" * 900, "cannot be read"),
     }.values(),
 )

@@ -122,6 +122,18 @@ def test_stages_are_measured_at_two_lengths(monkeypatch: pytest.MonkeyPatch) -> 
     assert measure(stages, 1).lengths == (1,)
 
 
+def test_interruptions_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All samples after the warm-up but one take forty times as long: another process has the cores."""
+    tree = iter([1, 40, 40, 1] * 10)
+    stages = SlowStages(
+        monkeypatch, draft=lambda n: 1e-3, target=lambda n: 6e-3 * next(tree), plain=lambda n: 3e-3,
+        root=lambda n: 3e-3,
+    )  # fmt: skip
+    stages.levels = 2
+    found = measure(stages, 1000)
+    assert [seconds.tree for seconds in found.seconds] == pytest.approx([6e-3] * 2)
+
+
 def test_slow_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = SlowStages(
         monkeypatch, draft=lambda n: 0.1, target=lambda n: 1.0, plain=lambda n: 2.0 - n * 1e-4

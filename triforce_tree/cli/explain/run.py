@@ -7,7 +7,7 @@ from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, PrefillBar, json_line, plain_table, screen
 from triforce_tree.cli.prompt import prompt_of
 from triforce_tree.decoding.explain.drawing import as_lines, draw
-from triforce_tree.decoding.explain.explanation import Explanation
+from triforce_tree.decoding.explain.explanation import Explanation, by_rank
 from triforce_tree.decoding.explain.matched import MatchedPasses
 from triforce_tree.drafters.suffix_index import LONGEST
 from triforce_tree.eval.results import check_picture
@@ -29,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     _show(found)
     if args.json:
         json_line(found.as_dict())
-    if args.png is not None:
+    if args.png is not None and not found.tree:
+        screen().print(f"no tree was drafted, all passes were plain: {args.png} is not written")
+    elif args.png is not None:
         draw(found.tree, found.words, Path(args.png))
         screen().print(f"the last tree is in {args.png}")
     return 0
@@ -68,7 +70,7 @@ def _show(found: Explanation) -> None:
             str(depth),
             str(counts.tried),
             f"{100 * counts.rate:.0f} %",
-            " ".join(f"{100 * counts.accepted[rank] / counts.tried:.0f}" for rank in sorted(counts.accepted)),
+            " ".join(f"{100 * count / counts.tried:.0f}" for count in by_rank(counts.accepted)),
         )
         for level, depths in found.acceptance.items()
         for depth, counts in enumerate(depths, 1)

@@ -30,7 +30,7 @@ from triforce_tree.runtime.files.user_folders import user_cache
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-VERSION = 4
+VERSION = 5
 MOST_ENTRIES = 1000
 """Of the file; the oldest ones beyond are dropped."""
 _LOG = logging.getLogger(__name__)

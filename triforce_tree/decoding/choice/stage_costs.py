@@ -5,7 +5,6 @@ settings below, and kept in the user's cache folder (``cost_table.py``).
 """
 
 import math
-import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -26,15 +25,16 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.fingerprint import hardware, shape_of
 from triforce_tree.runtime.stage_clock import StageClock
 
-# Most samples of a stage, and seconds after which no more are taken; after the first one, the warm-up.
-_SAMPLES, _ENOUGH, _LONG = 6, 0.1, 1.0
+# Samples of a stage, the first of them the warm-up: at most, at least unless they take long; seconds after
+# which no more are taken, of as many and of fewer.
+_SAMPLES, _FEWEST, _ENOUGH, _LONG = 6, 4, 0.1, 1.0
 # Stages of the target, whose costs grow with the context.
 _OF_TARGET = ("plain", "chain", "root", "tree")
 # Runs of a sample on a GPU.
 _RUNS = 3
 # The target's stages are measured at the longest context, and at this many tokens or a quarter of it.
 _SHORT = 1024
-# Autoregressive passes before a drafter's preparation; context lengths of an offloaded cache's costs.
+# Plain passes before a drafter's preparation; context lengths of an offloaded cache's costs.
 _PAUSED, _OFFLOADED_LENGTHS = 64, 5
 
 
@@ -122,8 +122,7 @@ def measure(
 ) -> StageCosts:
     """Run each stage a few times; this takes less than a second on a GPU where a stage takes milliseconds.
 
-    All ranks of a group measure together. Random numbers come from a generator of the measurement's own.
-    Sequences must be fed or rewound afterwards.
+    All ranks of a group measure together, with random numbers of their own. Sequences must be fed anew.
 
     Args:
         stages: after their graphs were captured.
@@ -217,14 +216,13 @@ class _Timer:
 
     def __init__(self, stages: MeasuredStages) -> None:
         self._stages, self._clock = stages, StageClock(stages.device)
-        self._generator = torch.Generator(stages.device)
-        self._generator.manual_seed(0)
+        self._generator = torch.Generator(stages.device).manual_seed(0)
         # On a GPU the host runs ahead of the device, as it does while decoding.
         self._runs = _RUNS if stages.device.type == "cuda" else 1
 
     def seconds_of(self, name: str, begin: Callable[[], None]) -> float:
         """Of one run of a stage; ``begin`` sets the sequences back."""
-        return self._median(begin, lambda: self._stages.run(name, self._generator), self._runs)
+        return self._least(begin, lambda: self._stages.run(name, self._generator), self._runs)
 
     def of_target(self, names: Mapping[str, str], begin: Callable[[bool], None]) -> dict[str, float]:
         """Of the target's stages, by field of ``StageSeconds``.
@@ -248,16 +246,18 @@ class _Timer:
             return 0.0
         batch, text = self._stages.batch, [0] * (length + 1)
         begin = partial(drafter.start, [text[:-_PAUSED] or text[:1]] * batch)
-        return self._median(begin, lambda: drafter.prepare([text] * batch, resumed=True), 1)
+        return self._least(begin, lambda: drafter.prepare([text] * batch, resumed=True), 1)
 
-    def _median(self, begin: Callable[[], None], run: Callable[[], None], runs: int) -> float:
+    def _least(self, begin: Callable[[], None], run: Callable[[], None], runs: int) -> float:
+        """Seconds of the fastest sample: what else the machine does makes others slower, by many times."""
         samples: list[float] = []
 
         def enough() -> bool:
-            # The first sample is the warm-up; where it takes long, it has to do.
-            return len(samples) == _SAMPLES or sum(samples) > (_ENOUGH if len(samples) > 1 else _LONG)
+            # Where the warm-up takes long, it has to do.
+            most = _ENOUGH if len(samples) >= _FEWEST else _LONG
+            return len(samples) == _SAMPLES or sum(samples) > most
 
-        # All ranks take the same number of samples, or one would wait for the others forever.
+        # All ranks take as many samples, or one would wait for the others forever.
         while not distributed.broadcast_object(enough()):
             begin()
             self._clock.start()
@@ -266,7 +266,7 @@ class _Timer:
             self._clock.mark("run")
             self._clock.synchronize()
             samples.append(self._clock.seconds()["run"])
-        return statistics.median(samples[1:] or samples) / runs
+        return min(samples[1:] or samples) / runs
 
 
 def settings_of(

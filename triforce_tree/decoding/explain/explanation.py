@@ -206,7 +206,9 @@ def _stages(program: DecodingProgram, decoder: Decoder, length: int) -> list[Sta
     for name, stages in _STAGES.items():
         stage, seconds = stages[program.levels == 3], getattr(costs, name)
         if stage in program.stage_names and seconds < float("inf"):
-            found.append(StageTime(stage, 1e3 * seconds, roofs.get(stage)))
+            ms, roof = 1e3 * seconds, roofs.get(stage)
+            # Costs are measured once, bandwidth now: on a busy machine it says nothing about them.
+            found.append(StageTime(stage, ms, roof if roof is not None and roof <= ms else None))
     for shape, other in enumerate(decoder.controller.other_costs, 1):
         for name in OF_SHAPE if other is not None else ():
             if (seconds := getattr(other, name)) < float("inf"):
