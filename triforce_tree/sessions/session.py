@@ -87,10 +87,10 @@ class Session:
             ValueError: as :meth:`Engine.generate`; nothing to continue; messages in a session of text. The
                 session is then as before.
         """
-        count = kwargs.get("num_return_sequences")
-        if count is None:
-            count = getattr(kwargs.get("generation_config"), "num_return_sequences", None)
-        if count not in (None, 1):
+        own = self._engine.hierarchy.target.model.generation_config
+        configs = (kwargs.get("generation_config") or own, own)
+        counts = (kwargs.get("num_return_sequences"), *(config.num_return_sequences for config in configs))
+        if (count := next((n for n in counts if n is not None), 1)) != 1:
             raise ValueError(
                 f"num_return_sequences={count}, but a session goes on with one text; leave it out, or use "
                 "engine.tree"

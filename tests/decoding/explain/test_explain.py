@@ -184,8 +184,18 @@ def test_the_command_shows_it(capsys: pytest.CaptureFixture[str], pair: TinyPair
         "every rank in its place"
     )
     # Plain decoding proposes nothing, and a table without rows says nothing.
-    code, _, err = run(capsys, *words, "--levels", "1", "--png", str(tmp_path / "tree.png"))
+    code, _, err = run(capsys, *words, "--levels", "1")
     assert code == 0
     assert "acceptance" not in err
+
+
+def test_a_picture_of_no_tree_is_no_error(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "text").write_text("the first of all the words that are in this text " * 6)
+    words = ["explain", str(tmp_path / "text"), *pair.options, "--max-new-tokens", "2", "--levels", "1"]
+    code, _, err = run(capsys, *words, "--png", str(tmp_path / "tree.png"))
+    assert code == 0
     assert "no tree was drafted" in err
     assert not (tmp_path / "tree.png").exists()
