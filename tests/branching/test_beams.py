@@ -185,7 +185,8 @@ def test_a_session_is_one_text() -> None:
     found = session.generate(num_beams=3, max_new_tokens=6, do_sample=False)
     assert session.tokens == found.sequences[0].tolist()
     several = {"num_return_sequences": 2, "do_sample": True}
-    for options in (several, {"generation_config": GenerationConfig(**several)}):
+    given = (several, {"generation_config": GenerationConfig(**several)}, {"generation_config": several})
+    for options in given:
         with pytest.raises(ValueError, match="num_return_sequences=2, but a session goes on with one text"):
             session.generate(max_new_tokens=3, **options)
     assert session.tokens == found.sequences[0].tolist()

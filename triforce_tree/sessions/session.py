@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from triforce_tree.branching.several.calls import number_asked
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.chat import Message, chat_ids, chats_of
 from triforce_tree.generation.inputs import Inputs, prompts_of, real_rows
@@ -87,10 +88,7 @@ class Session:
             ValueError: as :meth:`Engine.generate`; nothing to continue; messages in a session of text. The
                 session is then as before.
         """
-        own = self._engine.hierarchy.target.model.generation_config
-        configs = (kwargs.get("generation_config") or own, own)
-        counts = (kwargs.get("num_return_sequences"), *(config.num_return_sequences for config in configs))
-        if (count := next((n for n in counts if n is not None), 1)) != 1:
+        if (count := number_asked("num_return_sequences", kwargs)) > 1:
             raise ValueError(
                 f"num_return_sequences={count}, but a session goes on with one text; leave it out, or use "
                 "engine.tree"

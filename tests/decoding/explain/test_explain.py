@@ -19,7 +19,7 @@ from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.explain.drawing import as_lines, draw
 from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.decoding.explain.reasons import NAMES, reasons
-from triforce_tree.decoding.explain.tally import AcceptanceTally, Node, draw_probability
+from triforce_tree.decoding.explain.tally import AcceptanceTally, Node, draw_probabilities
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.base import TokenTree
@@ -107,7 +107,7 @@ def test_matched_tokens_beside_a_tree_were_not_drawn() -> None:
     for parents in ([-1, 0, 1, 2, 3], [-1, 0, 1, 0, 3]):
         tree.parents.copy_(torch.tensor([parents]))
         tree.probs_rows.copy_(torch.tensor([[0, 1, 2, FIXED, FIXED]]))
-        assert [draw_probability(tree, node) for node in range(5)] == [1.0, 0.25, 0.75, 1.0, 1.0]
+        assert draw_probabilities(tree) == [1.0, 0.25, 0.75, 1.0, 1.0]
 
 
 def test_a_tree_as_text() -> None:

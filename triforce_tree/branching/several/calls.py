@@ -33,7 +33,7 @@ def with_several(generate: Generate) -> Generate:
 
     @wraps(generate)
     def run(engine: "Engine", *args: Any, **kwargs: Any) -> GenerateOutput:
-        beams, count = (_number(name, kwargs) for name in ("num_beams", "num_return_sequences"))
+        beams, count = (number_asked(name, kwargs) for name in ("num_beams", "num_return_sequences"))
         if beams == count == 1:
             return generate(engine, *args, **kwargs)
         inputs, others = args[0] if args else kwargs.get("inputs"), {**kwargs, "inputs": None}
@@ -56,7 +56,12 @@ def tree_of(
     return TextTree(engine, prompt, max_bytes, progress)
 
 
-def _number(name: str, kwargs: Mapping[str, Any]) -> int:
+def number_asked(name: str, kwargs: Mapping[str, Any]) -> int:
+    """The value of ``num_beams`` or ``num_return_sequences`` in the arguments of a call, 1 without one.
+
+    Raises:
+        ValueError: it is no integer of at least 1.
+    """
     config = kwargs.get("generation_config")
     value = kwargs.get(name)
     if value is None and config is not None:

@@ -25,8 +25,8 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.fingerprint import hardware, shape_of
 from triforce_tree.runtime.stage_clock import StageClock
 
-# Samples of a stage, the first of them the warm-up: at most, at least unless they take long; seconds after
-# which no more are taken, of as many and of fewer.
+# Most and fewest samples of a stage, the warm-up among them; seconds after which no more are taken, with the
+# fewest and without.
 _SAMPLES, _FEWEST, _ENOUGH, _LONG = 6, 4, 0.1, 1.0
 # Stages of the target, whose costs grow with the context.
 _OF_TARGET = ("plain", "chain", "root", "tree")
@@ -122,7 +122,7 @@ def measure(
 ) -> StageCosts:
     """Run each stage a few times; this takes less than a second on a GPU where a stage takes milliseconds.
 
-    All ranks of a group measure together, with random numbers of their own. Sequences must be fed anew.
+    All ranks measure together, with random numbers of their own. Feed or rewind the sequences afterwards.
 
     Args:
         stages: after their graphs were captured.

@@ -93,18 +93,23 @@ class AcceptanceTally:
                 depths[depth].accepted[ranks[path[depth + 1]]] += 1
         if not isinstance(judged, ChainVerifyStage) and not matched:
             self.tree = [
-                Node(token, parent, rank, draw_probability(judged.tree, node), node in path)
-                for node, (token, parent, rank) in enumerate(zip(tokens, parents, ranks, strict=True))
+                Node(token, parent, rank, probability, node in path)
+                for node, (token, parent, rank, probability) in enumerate(
+                    zip(tokens, parents, ranks, draw_probabilities(judged.tree), strict=True)
+                )
                 if token >= 0 or node == 0
             ]
 
 
-def draw_probability(tree: TokenTree, node: int) -> float:
-    """By which the drafter drew a node of the first sequence; 1 for the root and for what was not drawn.
+def draw_probabilities(tree: TokenTree) -> list[float]:
+    """By which the drafter drew each node of the first sequence; 1 for the root and for what was not drawn.
 
     The last nodes of a tree have no distribution; a chain of matched tokens may begin there.
     """
-    parent, rows = int(tree.parents[0, node]), tree.probs_rows[0]
-    if parent < 0 or rows[parent] < 0 or rows[node] == FIXED:
-        return 1.0
-    return float(tree.probs[0, rows[parent], tree.tokens[0, node]])
+    tokens, parents, rows = (each[0].tolist() for each in (tree.tokens, tree.parents, tree.probs_rows))
+    return [
+        float(tree.probs[0, rows[parent], token])
+        if parent >= 0 and rows[parent] >= 0 and row != FIXED
+        else 1.0
+        for token, parent, row in zip(tokens, parents, rows, strict=True)
+    ]
