@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import triforce_tree
-from triforce_tree.decoding.choice.host_seconds import HostSeconds
+from triforce_tree.decoding.choice.times.host_seconds import HostSeconds
 from triforce_tree.loading.checkpoints import PAIR
 
 PROMPT_TOKENS = 3000

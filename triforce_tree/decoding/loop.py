@@ -17,13 +17,13 @@ from triforce_tree.decoding.choice.estimates import judged
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.lookup_choice import LookupChoice
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
+from triforce_tree.decoding.choice.times.shared_times import PassTimes, SharedTimes
 from triforce_tree.decoding.prepared_stages import held_back, seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stage_set import drafted, stage_name
 from triforce_tree.decoding.stop_criteria import Ending, append, tokens_left
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.distributed import broadcast_object
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress
@@ -90,6 +90,7 @@ class Decoder:
         self.lookup = LookupChoice.of(self.controller, program.drafter)
         self._learns = self._costs is not None and not repeatable
         self._learnt = LearntChoices(program, to_probs) if self._learns else None
+        self._times = SharedTimes()
         if self._costs and self._learnt:
             if (learnt := self._learnt.last()) is not None:
                 self.controller.resume(learnt)
@@ -175,6 +176,8 @@ class Decoder:
                 self.decode_seconds += taken
                 self._last = kind, taken - sum(seconds.values()) + seconds.get("capture", 0.0)
                 yield new
+            if self._costs is not None and (rest := self._times.rest()) is not None:
+                self._costs.learn(self.program, rest, self._learns)
         except GeneratorExit:
             raise
         except BaseException:
@@ -327,11 +330,11 @@ class Decoder:
             if kind.levels == 3:
                 verified = trees * self.program.shapes[kind.shape].depth
                 self.levels[1].add(trees, verified, gathered - trees, gathered, seconds["retrieval"])
-        if self._learns:
-            # Rank 0's times, on all ranks: those that chose different passes would wait forever.
-            seconds, last = broadcast_object((seconds, self._last))
-            if last is not None:
-                self.controller.host.add(*last)
+        each = gathered / len(running) if running else None
+        own = PassTimes(kind, each, seconds, resumed, self._last)
+        times = self._times.share(own) if self._learns else own
+        if self._learns and times is not None and times.before is not None:
+            self.controller.host.add(*times.before)
         if running:
             ranks, chain = None, self.program.max_draft_tokens if kind.levels == 3 else None
             tail = self.program.shapes[0].depth if self.program.tail_tree else None
@@ -343,7 +346,5 @@ class Decoder:
             self.controller.observe(
                 kind, len(running), gathered, count - len(running), rejected, ranks, tails
             )
-            if self._costs is not None:
-                self._costs.compare(self.program, kind, gathered / len(running), seconds)
-            if self._learns:
-                self.controller.refine(kind, gathered / len(running), seconds, resumed)
+        if self._costs is not None and times is not None:
+            self._costs.learn(self.program, times, self._learns)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triforce_tree.decoding.choice.timings import StageTimings
+from triforce_tree.decoding.choice.times.timings import StageTimings
 from triforce_tree.decoding.stage_set import stages_of, tree_stages
 from triforce_tree.decoding.stages import ChainVerifyStage, Stage, TreeVerifyStage
 from triforce_tree.runtime import distributed

@@ -250,6 +250,16 @@ def broadcast_flag(flag: bool) -> bool:
     return bool(value)
 
 
+def begin_broadcast(tensor: Tensor) -> Any:
+    """Overwrite a contiguous tensor on the host with rank 0's values, in processes that have joined.
+
+    Returns:
+        ``torch.distributed.Work``; the values are there after its ``wait()``.
+    """
+    assert _joined is not None
+    return dist.broadcast(tensor, 0, group=_joined.hosts, async_op=True)
+
+
 def local_size() -> int:
     """Processes of the group on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size()))) if _joined is not None else 1

@@ -234,21 +234,22 @@ def other_shapes(given: str | Sequence[str | Shape], merged: bool = False) -> tu
     """
     if isinstance(given, str):
         given = () if given == "none" else given.split()
-    for tree in given:
-        parse_shape(tree, "other_trees")
-    trees = tuple(parse_shape(t).name if isinstance(t, str) and t.endswith(SUFFIX) else t for t in given)
-    grown = grown_alone(trees)
-    matched = tuple(tree for tree in trees if tree not in grown)
+    parsed = [parse_shape(tree, "other_trees") for tree in given]
+    # Of a file the content, so that one that changes later changes nothing here.
+    both = list(zip(given, parsed, strict=True))
+    named = [shape_name(shape) if isinstance(t, str) and t.endswith(SUFFIX) else t for t, shape in both]
+    grown = [tree for tree, shape in zip(named, parsed, strict=True) if not isinstance(shape, Lookup)]
+    matched = [shape.length for shape in parsed if isinstance(shape, Lookup)]
     if len(grown) > MOST_OTHER_TREES:
         raise ValueError(
             f"other_trees names {len(grown)} trees, and each takes stages of its own; name at most "
             f"{MOST_OTHER_TREES}"
         )
-    lengths = sorted({tree.length for tree in map(parse_shape, matched) if isinstance(tree, Lookup)})
+    lengths = sorted(set(matched))
     if len(lengths) < len(matched) or (matched and merged) or len(matched) > MOST_MATCHED:
         times = "twice" if len(matched) <= MOST_MATCHED else f"{len(matched)} times"
         raise ValueError(
-            f"other_trees={' '.join(map(shape_name, trees))!r} asks for matched tokens {times}; name "
+            f"other_trees={' '.join(map(shape_name, named))!r} asks for matched tokens {times}; name "
             f"lookup:N once, or {MOST_MATCHED} different N, or set lookup=N for some beside every tree"
         )
     return (*grown, *(f"lookup:{length}" for length in lengths))

@@ -19,7 +19,7 @@ COLUMNS: Columns = {
 }  # fmt: skip
 _NOTE = (
     "{hardware} with NVLink, bf16, torch {versions[torch]}, CUDA graphs with NCCL's collectives in them. KV "
-    "slots hold random numbers; a pass of level 2 has the tokens of gamma {options[gamma]} with runner-ups. "
+    "slots hold random numbers; a pass of level 2 has a chain of {options[gamma]} tokens and a tree. "
 )
 # Bytes a second between cards of one machine and of two (NVLink 4, InfiniBand NDR); cards of a machine.
 _LINKS, _MACHINE = (450e9, 50e9), 8

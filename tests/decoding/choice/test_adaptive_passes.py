@@ -9,6 +9,7 @@ from triforce_tree.decoding import loop
 from triforce_tree.decoding.choice.budgets.loss_budget import START_BUDGET
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
+from triforce_tree.decoding.choice.times.shared_times import SharedTimes
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
@@ -175,7 +176,7 @@ def test_ranks_share_times_only_where_draft_lengths_follow_them(monkeypatch: pyt
     """A message between ranks for every pass would be wasted with fixed rounds, one level, or a seed."""
     monkeypatch.setattr(loop, "stage_costs", lambda *_: TABLE)
     sent: list[object] = []
-    monkeypatch.setattr(loop, "broadcast_object", lambda value: sent.append(value) or value)
+    monkeypatch.setattr(SharedTimes, "share", lambda _, times: sent.append(times) or times)
     for own, repeatable in ((adaptive(), True), (adaptive(rounds=2), False), (adaptive(1), False)):
         assert decoded(own, repeatable)[0]
         assert not sent

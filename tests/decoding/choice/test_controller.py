@@ -11,8 +11,8 @@ from simulated_passes import COSTS, DEPTH, MIXED, MOST, Cost, controller, costs_
 from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.estimates import acceptance_of, tokens_of
-from triforce_tree.decoding.choice.host_seconds import HostSeconds
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
+from triforce_tree.decoding.choice.times.host_seconds import HostSeconds
 
 
 @pytest.mark.parametrize("fixed", [0, 1, 5])

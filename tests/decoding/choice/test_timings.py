@@ -8,12 +8,12 @@ import pytest
 from program_cases import GREEDY, PROMPTS, draft_of, model, program_of
 
 from triforce_tree.decoding import loop
-from triforce_tree.decoding.choice import timings as timings_module
 from triforce_tree.decoding.choice.cost_table import CostTable, correct, stage_costs
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts, settings_of
-from triforce_tree.decoding.choice.timings import LEAST_PASSES, StageTimings
+from triforce_tree.decoding.choice.times import timings as timings_module
+from triforce_tree.decoding.choice.times.timings import LEAST_PASSES, StageTimings
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending

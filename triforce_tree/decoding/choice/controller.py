@@ -31,8 +31,8 @@ from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDG
 from triforce_tree.decoding.choice.budgets.preparation import Preparation
 from triforce_tree.decoding.choice.budgets.trials import Trials
 from triforce_tree.decoding.choice.estimates import Estimates, Learnt, LearntChoice, Ranks, Tails, tokens_of
-from triforce_tree.decoding.choice.host_seconds import HostSeconds
 from triforce_tree.decoding.choice.passes import PLAIN, CostFactors, Option, PassKind, StageSeconds, refined
+from triforce_tree.decoding.choice.times.host_seconds import HostSeconds
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 # Share of the budget that the first pass of a trial may lose: what one pass shows may be chance.

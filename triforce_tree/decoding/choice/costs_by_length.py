@@ -1,11 +1,12 @@
 """The controller's costs at the present length of the context, with the factors that were measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.cost_table import correct
-from triforce_tree.decoding.choice.passes import CostFactors, PassKind, StageSeconds
+from triforce_tree.decoding.choice.passes import CostFactors, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
+from triforce_tree.decoding.choice.times.shared_times import PassTimes
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -57,13 +58,20 @@ class CostsByLength:
             None if own is None else own.scaled(self._of_shape(shape)) for shape, own in enumerate(others, 1)
         ]
 
-    def compare(
-        self, program: DecodingProgram, kind: PassKind, gathered: float, seconds: Mapping[str, float]
-    ) -> None:
-        """Note the seconds of the program's last pass beside the table's; see ``PassController.refine``."""
-        if self._expected and (table := self._expected[kind.shape]) is not None:
-            filled = gathered / max(1, program.max_draft_tokens)
-            program.selected.timings.add(kind, filled, seconds, table, program.config.retrieval.refresh)
+    def learn(self, program: DecodingProgram, times: PassTimes, refines: bool) -> None:
+        """Note the seconds of a pass beside the table's.
+
+        Args:
+            refines: whether the controller's costs follow them.
+        """
+        if times.gathered is None:
+            return
+        if self._expected and (table := self._expected[times.kind.shape]) is not None:
+            filled = times.gathered / max(1, program.max_draft_tokens)
+            refresh = program.config.retrieval.refresh
+            program.selected.timings.add(times.kind, filled, times.seconds, table, refresh)
+        if refines:
+            self._controller.refine(times.kind, times.gathered, times.seconds, times.resumed)
 
     def anew(self) -> None:
         """Sequences have changed: compute the costs anew when they are asked for next."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from triforce_tree.decoding.choice.host_seconds import HostSeconds
 from triforce_tree.decoding.choice.passes import CostFactors, PassKind
+from triforce_tree.decoding.choice.times.host_seconds import HostSeconds
 from triforce_tree.decoding.choice.tree_acceptance import ByRank, TreeAcceptance
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 from triforce_tree.trees.shapes import DEFAULT_ACCEPTANCE

@@ -1,0 +1,1 @@
+"""Measured times of passes and stages."""
