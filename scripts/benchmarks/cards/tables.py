@@ -83,9 +83,9 @@ def projected(rows: list[Record], cards: int) -> dict[str, float]:
 
 
 def shortest_and_longest(content: Record) -> list[Record]:
-    """Rows by position of one model; none where fewer than two are measured."""
-    rows = [row for row in measured(content) if row["way"] == POSITION]
-    rows = sorted((row for row in rows if row["shape"] == rows[0]["shape"]), key=lambda row: row["context"])
+    """Rows by position of the model with the longest text; none where it has a single one."""
+    rows = sorted((r for r in measured(content) if r["way"] == POSITION), key=lambda row: row["context"])
+    rows = [row for row in rows if row["shape"] == rows[-1]["shape"]]
     return [rows[0], rows[-1]] if len(rows) > 1 else []
 
 
