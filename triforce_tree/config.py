@@ -5,26 +5,17 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from triforce_tree.memory_size import bytes_of
+from triforce_tree.option_checks import alone, one_of, within
 from triforce_tree.trees.shapes import MOST_DEPTH, Shape, grown_alone, other_shapes, tree_shape
 from triforce_tree.trees.topology_files import SUFFIX
 
-# Most tokens of a cache or a window, and most tokens that one pass may propose.
-MOST_TOKENS, MOST_PROPOSED = 2**20, 1024
+# Most tokens that one pass may propose.
+MOST_PROPOSED = 1024
 # With the root one tile of 16 rows in the target's forward.
 _MATCHED_ALONE = 15
 
+EXACT, TYPICAL = "exact", "typical"
 NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False and shorten the prompt"
-
-
-def _within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {least} and at most {most}")
-
-
-def _alone(option: str, refused: dict[str, object]) -> None:
-    """Raise where any of these is given beside an option."""
-    if named := [name for name, given in refused.items() if given]:
-        raise ValueError(f"{option} does not work with {named[0]}; leave one of them out")
 
 
 @dataclass(frozen=True)
@@ -38,8 +29,8 @@ class StreamingConfig:
     window: int = 256
 
     def __post_init__(self) -> None:
-        _within("sinks", self.sinks, 0)
-        _within("window", self.window, 1)
+        within("sinks", self.sinks, 0)
+        within("window", self.window, 1)
 
 
 @dataclass(frozen=True)
@@ -69,8 +60,8 @@ class RetrievalConfig:
 
     def __post_init__(self) -> None:
         for name in ("budget", "chunk", "recent"):
-            _within(name, getattr(self, name), 1)
-        _within("refresh", self.refresh, 0)
+            within(name, getattr(self, name), 1)
+        within("refresh", self.refresh, 0)
         if not isinstance(self.key_variance, bool):
             raise ValueError(f"key_variance={self.key_variance!r} must be True or False")
         if self.select_chunks is not None and not callable(self.select_chunks):
@@ -135,6 +126,10 @@ class HierarchyConfig:
     verified with it: greedy text is that of plain decoding (``levels=1``) with ``exact``, ties of equal
     logits included, in 16 bits too (docs/losslessness.md).
 
+    ``acceptance_method`` "typical" is Medusa's typical acceptance, with two levels (``levels="auto"`` are
+    then two): where tokens are drawn, level 2 accepts those that it finds likely enough. The text is lossy,
+    it does not follow the target's distribution (``verify/typical.py``). Greedy text is not affected.
+
     ``context_parallel`` C splits the keys and values of every sequence by position over C of the W
     processes that torchrun started, where C divides W; W / C processes each split the target's heads. "auto"
     becomes, when models are loaded, the C that is possible and has the fastest passes by their bytes and
@@ -170,6 +165,7 @@ class HierarchyConfig:
     prefill_chunk: int | None = None
     kv_bits: int = 16
     exact: bool = False
+    acceptance_method: str = EXACT
     prefix_cache: bool | int | str = True
     context_parallel: int | str = "auto"
     offload: bool | str | None = None
@@ -181,26 +177,22 @@ class HierarchyConfig:
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
     def __post_init__(self) -> None:
-        _within("gamma", self.gamma, 1, MOST_PROPOSED)
+        within("gamma", self.gamma, 1, MOST_PROPOSED)
         if self.rounds is not None:
-            _within("rounds", self.rounds, 1, MOST_PROPOSED)
+            within("rounds", self.rounds, 1, MOST_PROPOSED)
         if self.lookup is not None:
-            _within("lookup", self.lookup, 0, MOST_DEPTH)
+            within("lookup", self.lookup, 0, MOST_DEPTH)
         if self.prefill_chunk is not None:
-            _within("prefill_chunk", self.prefill_chunk, 1)
-        if (bits := self.retrieval_weight_bits) not in (4, 8, 16, "auto"):
-            raise ValueError(f"retrieval_weight_bits={bits!r} must be 16, 8, 4 or 'auto'")
+            within("prefill_chunk", self.prefill_chunk, 1)
+        one_of("retrieval_weight_bits", self.retrieval_weight_bits, 16, 8, 4, "auto")
         if not isinstance(self.prefix_cache, bool):
             try:
                 bytes_of(self.prefix_cache, "prefix_cache")
             except ValueError as error:
                 raise ValueError(f"{error}; or give True or False") from error
-        if isinstance(self.kv_bits, bool) or self.kv_bits not in (8, 16):
-            raise ValueError(f"kv_bits={self.kv_bits!r} must be 16 or 8")
-        if self.levels not in ("auto", 1, 2, 3):
-            raise ValueError(f"levels={self.levels!r} must be 1, 2, 3 or 'auto'")
-        if not isinstance(self.runner_ups, bool | None):
-            raise ValueError(f"runner_ups={self.runner_ups!r} must be True, False or None")
+        one_of("kv_bits", self.kv_bits, 16, 8)
+        one_of("levels", self.levels, 1, 2, 3, "auto")
+        one_of("runner_ups", self.runner_ups, True, False, None)
         if isinstance(self.tree, str) and self.tree.endswith(SUFFIX):
             # Its content, so that a file that changes later changes nothing here.
             object.__setattr__(self, "tree", tree_shape(self.tree).name)
@@ -218,8 +210,7 @@ class HierarchyConfig:
                 bound = f"{name}={size!r} bounds an offloaded cache, and offload=False asks for none"
                 raise ValueError(f"{bound}; leave one of them out")
         for name in ("offload_weights", "host_attention"):
-            if not isinstance(value := getattr(self, name), bool) and value != "auto":
-                raise ValueError(f"{name}={value!r} must be True, False or 'auto'")
+            one_of(name, getattr(self, name), True, False, "auto")
         if self.offload_weights is True and self.offload is False:
             raise ValueError(
                 "offload_weights=True needs an offloaded cache, and offload=False asks for none; leave one "
@@ -233,17 +224,20 @@ class HierarchyConfig:
         if self.kv_bits != 16 and self.offloads is True:
             raise ValueError(f"kv_bits={self.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
         if self.context_parallel != "auto":
-            _within("context_parallel", self.context_parallel, 1)
+            within("context_parallel", self.context_parallel, 1)
         for name in ("exact", "tail_tree"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name}={value!r} must be True or False")
+            one_of(name, getattr(self, name), True, False)
         offloaded = "an offloaded cache (offload, gpu_memory, host_memory, offload_weights)"
         refused = {offloaded: self.offloads, f"kv_bits={self.kv_bits}": self.kv_bits != 16}
         split = {f"context_parallel={self.context_parallel}": self.text_ranks > 1}
         if self.text_ranks > 1:
-            _alone(next(iter(split)), {**refused, "select_chunks": self.retrieval.select_chunks})
+            alone(next(iter(split)), {**refused, "select_chunks": self.retrieval.select_chunks})
+        one_of("acceptance_method", self.acceptance_method, EXACT, TYPICAL)
+        typical = {f"acceptance_method={TYPICAL!r}": self.acceptance_method == TYPICAL}
         if self.exact:
-            _alone("exact=True", {**refused, **split})
+            alone("exact=True", {**refused, **split, **typical})
+        if self.levels == 3:
+            alone("levels=3", typical)
 
     def matched_tokens(self, draft_model: bool) -> int:
         """Most tokens that suffix matching proposes in a pass, alone or beside a draft model's trees.
@@ -258,6 +252,11 @@ class HierarchyConfig:
         if self.lookup is None:
             return 0 if draft_model else _MATCHED_ALONE
         return self.lookup
+
+    @property
+    def lossy(self) -> str | None:
+        """Why drawn text does not follow the target's own distribution; None where it does."""
+        return "typical acceptance" if self.acceptance_method == TYPICAL and self.levels != 1 else None
 
     @property
     def text_ranks(self) -> int:

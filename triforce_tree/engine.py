@@ -346,4 +346,5 @@ class Engine:
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
         out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None
         out.ranks = distributed.shares(self._config.text_ranks)
+        out.lossy = None if to_probs.greedy else self._config.lossy
         return out

@@ -43,6 +43,8 @@ ENGINE_OPTIONS = (
     "exact",
     "prefix_cache",
 )
+# An option of ``generate`` alone: benchmarks and checks are of lossless decoding.
+LOSSY_OPTION = "acceptance_method"
 DRAFTERS = ("model", "lookup")
 MEMORY_OPTIONS = (
     "offload", "gpu_memory", "host_memory", "offload_weights", "host_attention", "context_parallel",

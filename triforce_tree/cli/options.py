@@ -10,7 +10,7 @@ import torch
 
 from triforce_tree.api import load
 from triforce_tree.cli.console import PinningBar, screen
-from triforce_tree.cli.groups import AUTO, ENGINE_OPTIONS, MEMORY_OPTIONS, NONE
+from triforce_tree.cli.groups import AUTO, ENGINE_OPTIONS, LOSSY_OPTION, MEMORY_OPTIONS, NONE
 from triforce_tree.engine import Engine
 from triforce_tree.eval import text
 from triforce_tree.eval.texts import registry
@@ -23,7 +23,8 @@ from triforce_tree.runtime.devices import device_of
 
 def engine_of(args: argparse.Namespace) -> Engine:
     """The engine that the options describe."""
-    options = {name: getattr(args, name) for name in (*ENGINE_OPTIONS, *MEMORY_OPTIONS) if name in args.given}
+    names = (*ENGINE_OPTIONS, *MEMORY_OPTIONS, LOSSY_OPTION)
+    options = {name: getattr(args, name) for name in names if name in args.given}
     if args.device is not None:
         device_of(args.device)
     # From here on each process has a GPU of its own.

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from triforce_tree.config import TYPICAL
 from triforce_tree.decoding.stages import (
     ChainVerifyStage,
     DraftStage,
@@ -85,7 +86,9 @@ def tree_stages(program: "DecodingProgram", to_probs: DeviceProbs, shape: int) -
         for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
             stages[name] = RetrievalVerifyStage(draft, verifier, view, program.runner_ups, choosing)
     if view is None or program.two_levels:
+        typical = program.config.acceptance_method == TYPICAL
+        verifier = Verifier(program.full, to_probs, state, nodes, vocabulary, typical)
         stages["target_tree" if view is not None else "target"] = TreeVerifyStage(
-            draft, Verifier(program.full, to_probs, state, nodes, vocabulary), program.full_view
+            draft, verifier, program.full_view
         )
     return {stage_name(name, shape): stage for name, stage in stages.items()}

@@ -109,6 +109,10 @@ class SeededNoise(Noise):
         )
         return path, count, last
 
+    def _exponential_after(self, node: Tensor) -> Tensor:
+        noise = self._source.at(self._positions.gather(1, node[:, None]))[:, 0]
+        return torch.where(self._source.seeded[:, None], noise, self.exponential[:, 0])
+
     def expand_nodes(
         self, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.executor import Cuts, Step
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import DeviceProbs
+from triforce_tree.verify.typical import accept_typical
 
 
 class Acceptance(NamedTuple):
@@ -42,16 +43,23 @@ class Verifier:
         state: the sequences.
         nodes: most nodes of a tree.
         vocabulary: V.
+        typical: by typical acceptance, where tokens are drawn (lossy).
 
     Attributes:
         acceptance: of the last verification.
     """
 
     def __init__(
-        self, model: StepModel, to_probs: DeviceProbs, state: SequenceState, nodes: int, vocabulary: int
+        self,
+        model: StepModel,
+        to_probs: DeviceProbs,
+        state: SequenceState,
+        nodes: int,
+        vocabulary: int,
+        typical: bool = False,
     ) -> None:
         self.model, self.to_probs, self.state = model, to_probs, state
-        self.vocabulary = vocabulary
+        self.vocabulary, self._typical = vocabulary, typical
         self.noise = to_probs.noise(state.batch, 1, vocabulary, nodes)
         self.acceptance: Acceptance
         self._logits: Tensor
@@ -97,9 +105,13 @@ class Verifier:
             p = self.to_probs(self._logits, paths)
             self.state.check_nan(p[..., 0])
             self.noise.align(root[:, None] + 1 + tree.depths)
-            path, count, last = self.noise.accept_tree(
-                tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
-            )
+            if self._typical:
+                path, count, node = accept_typical(tree.tokens, tree.parents, p, depth)
+                last = self.noise.token_after(p, node)
+            else:
+                path, count, last = self.noise.accept_tree(
+                    tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
+                )
         accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
         emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
         self.state.keep_features(self._hidden, path, root)
