@@ -9,8 +9,9 @@ libraries make their plans; the seconds of both stand in each row. FLOPs are 2 a
 embedding and head, and 2 x 2 a head's element and pair of positions that attend; the roofline is a product of
 8192 x 8192 matrices in bf16, measured in the same run. Parts are timed on the device: attention in all
 layers, linears in one of eight. ``--paths``: "engine" is what the engine does, "eager" has the layers as
-transformers wrote them, "flash" torch's flash attention; all but the first of them are measured with the
-first chunk alone.
+transformers wrote them, "cudnn" and "flash-attn-4" are the two that the engine chooses from where the latter
+is installed, "flash" is torch's flash attention; all but the first of them are measured with the first chunk
+alone. Attention of each is measured by itself as well: one layer's, of a first chunk behind the context.
 """
 
 import statistics
@@ -27,38 +28,23 @@ from transformers import PreTrainedModel
 
 from scripts.benchmarks.common.command import TINY_SHAPES, device_of, parser, results_folder
 from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.on_chip.prefill_paths import PATHS, attention_alone, usable, way
 from scripts.benchmarks.on_chip.tables import PREFILL_FILE
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.eval.attention.problems import measure_ceilings
 from triforce_tree.eval.attention.timing import synchronize, timed
+from triforce_tree.kernels.attention.installed import flash_attn_4
 from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kv import prefill
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.loading.inflate import inflate
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import decoder_layers
-from triforce_tree.models.prefill.layers import PrefillLayers
 from triforce_tree.runtime.executor import free_memory
 
-# By name: what computes attention, and whether layers use our kernels.
-PATHS = {"engine": ("engine", True), "eager": ("engine", False), "flash": ("flash", True)}
 # Positions of the least call of cuDNN's attention, and the layers of which one's linears are timed.
 _BLOCK, _EACH = 4096, 8
-
-
-@contextmanager
-def way(path: str) -> Iterator[None]:
-    """Inside, prefill takes this path: its attention, and its layers."""
-    before, (attention, kernels) = torch.backends.cuda.cudnn_sdp_enabled(), PATHS[path]
-    with ExitStack() as stack:
-        if not kernels:
-            stack.enter_context(mock.patch.object(PrefillLayers, "attach", autospec=True))
-        torch.backends.cuda.enable_cudnn_sdp(before and attention == "engine")
-        try:
-            yield
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 class Parts:
@@ -135,6 +121,10 @@ def warm_up(model: HFModel, run: Callable[[int], object], context: int, chunk: i
             before, size = before + size, 2 * size
         q = torch.zeros(1, queries, heads.query, heads.dim, **options).transpose(1, 2)
         keys = torch.zeros(1, heads.kv, before + queries, heads.dim, **options)
+        # The engine chooses between cuDNN and flash-attn 4 anew where a context has doubled.
+        for bits in range(queries.bit_length(), keys.shape[2].bit_length()):
+            seen = keys[:, :, : 1 << bits]
+            causal_attention(q, seen, seen, scale=1.0)
         causal_attention(q, keys, keys, scale=1.0)
 
 
@@ -142,6 +132,7 @@ def measure(model: HFModel, context: int, chunk: int, path: str, runs: int) -> R
     """Seconds of a prompt, the median, of its parts, and of what was done before."""
     config = HierarchyConfig.from_options(levels=1, prefill_chunk=chunk)
     prompt, parts = torch.randint(3, model.vocab_size, (context + 1,)).tolist(), Parts(model)
+    flash_attn_4.choices.clear()
     with way(path), parts.measured(), model.active():
         program = DecodingProgram(model, None, config, 1, context + 1, 1)
 
@@ -154,7 +145,9 @@ def measure(model: HFModel, context: int, chunk: int, path: str, runs: int) -> R
     total = statistics.median(seconds)
     spent = {name: value / runs for name, value in parts.seconds().items()}
     spent["rest"] = statistics.mean(seconds) - sum(spent.values())
-    return {"warm_up_seconds": warm, "seconds": total, "parts": spent}
+    # Of the kinds of calls that were compared, those with flash-attn 4.
+    chosen = {"compared": len(flash_attn_4.choices), "flash_attn_4": sum(flash_attn_4.choices.values())}
+    return {"warm_up_seconds": warm, "seconds": total, "parts": spent, "choices": chosen}
 
 
 def inflated(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -168,8 +161,9 @@ def main(words: Sequence[str]) -> int:
     made.add_argument("--contexts", nargs="+", type=int, default=[122_880], metavar="N")
     made.add_argument("--chunks", nargs="+", type=int, default=[4096, 8192, 16_384], metavar="N")
     made.add_argument(
-        "--paths", nargs="+", default=["engine", "eager"], choices=PATHS, help="attention and layers"
-    )
+        "--paths", nargs="+", default=["engine", "eager", "cudnn", "flash-attn-4"], choices=PATHS,
+        help="attention and layers; those of flash-attn 4 are left out where it is not installed",
+    )  # fmt: skip
     made.add_argument("--runs", type=int, default=1, help="timed prompts of each")
     args = made.parse_args(words)
     device = device_of(made, args.tiny)
@@ -178,14 +172,17 @@ def main(words: Sequence[str]) -> int:
     torch.manual_seed(args.seed)
     peak = 0.0 if args.tiny else measure_ceilings().matmul_rate / 1e12
     head = header(args.seed, "engine") | {"matmul_tflops": peak}
-    path, rows = results_folder(args.out, args.tiny) / PREFILL_FILE, []
+    path, paths = results_folder(args.out, args.tiny) / PREFILL_FILE, usable(args.paths)
+    rows, attention = [], []
     for shape in args.shapes:
         model = HFModel(inflated(TINY_SHAPES[shape] if args.tiny else shape, device, dtype))
         free_memory()
         for context in contexts:
+            alone = attention_alone(model.heads, chunks[0], context, paths, device, dtype)
+            attention += [{"shape": shape, **row} for row in alone]
             for chunk in chunks:
                 # Beside the first chunk alone: a prompt takes ten seconds.
-                for how in args.paths if chunk == chunks[0] else args.paths[:1]:
+                for how in paths if chunk == chunks[0] else paths[:1]:
                     row: Record = {"shape": shape, "context": context, "chunk": chunk}
                     row["path"], row["kernels"] = PATHS[how]
                     row["vocabulary"] = model.vocab_size
@@ -194,7 +191,7 @@ def main(words: Sequence[str]) -> int:
                     row["roofline_share"] = row["tflops"] / peak if peak else None
                     rows.append(row)
                     print(row, flush=True)
-                    write(path, head | {"rows": rows})
+                    write(path, head | {"attention": attention, "rows": rows})
         del model
         free_memory()
     return 0

@@ -23,14 +23,22 @@ HEADLINES = ("7b", "8b", "batch")
 TRIFORCE = {(1, 122_880, 0.0): 2.31, (1, 122_880, 0.6): 2.19, (1, 122_880, 1.0): 2.08, (6, 19_456, 0.0): 1.90}
 PREFILL: Columns = {
     "model": "{shape}", "context": "{context:,}", "chunk": "{chunk:,}",
-    "attention": lambda row: PREFILL_PATHS[row["path"]],
+    "attention": lambda row: prefill_path(row),
     "layers": lambda row: "kernels" if row.get("kernels") else "transformers'",
     "**seconds**": "**{seconds:.2f}**", "TFLOP/s": "{tflops:.0f}", "of the product": "?{roofline_share:pct}",
     "in linears": "?{parts[linears]:.2f}", "in attention": "?{parts[attention]:.2f}",
     "rest": "?{parts[rest]:.2f}",
 }  # fmt: skip
+_CUDNN, _FLASH_ATTN_4 = "cuDNN before the chunk, without a mask", "flash-attn 4, causal"
 PREFILL_PATHS = {
-    "engine": "cuDNN before the chunk, without a mask", "flash": "torch's flash attention, causal",
+    "engine": _CUDNN, "cudnn": _CUDNN, "flash-attn-4": _FLASH_ATTN_4,
+    "flash": "torch's flash attention, causal",
+}  # fmt: skip
+ALONE: Columns = {
+    "model": "{shape}", "heads": "{heads[0]}/{heads[1]} x {heads[2]}", "queries": "{queries:,}",
+    "positions before them": "{before:,}", "attention": lambda row: PREFILL_PATHS[row["path"]],
+    "**TFLOP/s**": "**{tflops:.0f}**", "ms": "{ms:.2f}", "first call, s": "{first_seconds:.1f}",
+    "error": "{error:.1e}",
 }  # fmt: skip
 STAGES = {
     "draft": "0: draft grows a tree",
@@ -82,6 +90,21 @@ ABLATIONS: Columns = {
     "rounds": "{rounds_per_pass:.2f}", "level 0, ms a pass": "?{spent[draft]:.2f}",
     "level 1": "{spent[retrieval]:.2f}", "level 2": "?{spent[target]:.2f}",
 }  # fmt: skip
+
+
+def prefill_path(row: Record) -> str:
+    """What computed attention; of the engine, what it chose where it had a choice."""
+    choices = row.get("choices", {})
+    if row["path"] != "engine" or not choices.get("flash_attn_4"):
+        return PREFILL_PATHS[row["path"]]
+    return f"{_FLASH_ATTN_4}, for {choices['flash_attn_4']} of {choices['compared']} kinds of calls"
+
+
+def _alone(content: Record) -> list[Record]:
+    """Attention by itself, of each path; of the engine where it is measured by no other name."""
+    rows = [row | {"ms": 1e3 * row["seconds"]} for row in content.get("attention", ())]
+    named = {row["path"] for row in rows} - {"engine"}
+    return [row for row in rows if row["path"] != "engine" or "cudnn" not in named]
 
 
 def setting(change: Record) -> str:
@@ -162,6 +185,10 @@ _PREFILL_NOTE = (
     "One {hardware}, bf16, batch 1, torch {versions[torch]}; a product of 8192 x 8192 matrices has "
     "{matmul_tflops:.0f} TFLOP/s in the same run. "
 )
+_ALONE_NOTE = (
+    "One layer's attention, {hardware}, bf16, torch {versions[torch]}; errors are relative, against fp32. "
+    "First calls contain plans and compilation. "
+)
 
 
 def _prefill_caption(content: Record, rows: Sequence[Record]) -> str:
@@ -174,7 +201,12 @@ TABLES = {
         PREFILL_FILE,
         listing(PREFILL, caption=_prefill_caption),
         "python -m scripts.benchmarks prefill",
-    )
+    ),
+    "prefill_attention": Table(
+        PREFILL_FILE,
+        listing(ALONE, _alone, noted(_ALONE_NOTE, PREFILL_FILE), left=2),
+        "python -m scripts.benchmarks prefill",
+    ),
 }
 TABLES |= {
     f"on_chip_{name}": Table(FILE, make, f"{COMMAND} {part}") for name, (part, make) in _MAKERS.items()

@@ -1,10 +1,13 @@
 """Causal attention of a prefill chunk over the preceding positions and itself."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from triforce_tree.kernels.attention.installed import flash_attn_4
 from triforce_tree.kernels.attention.reference import merge_parts
 from triforce_tree.kernels.device import describe
 
@@ -36,6 +39,22 @@ def causal_attention(
     Returns:
         ``[B, H_q, T, D_v]``.
     """
+    if window is None and flash_attn_4.offered(q, k, v):
+        own = partial(_causal, q, k, v, scale, None, softcap, sinks)
+        return flash_attn_4.faster(own, q, k, v, scale=scale, softcap=softcap, sinks=sinks)
+    return _causal(q, k, v, scale, window, softcap, sinks)
+
+
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """``causal_attention`` by torch and cuDNN."""
     queries, positions = q.shape[2], k.shape[2]
     wide = q.is_cuda and max(k.shape[3], v.shape[3]) > FLASH_DIM
     if wide or softcap is not None or sinks is not None:
@@ -276,7 +295,7 @@ def _of_equal_widths(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
         v = F.pad(v, (0, missing))
     else:
         q, k = (F.pad(t, (0, -missing)) for t in (q, k))
-    return causal_attention(q, k, v, scale=scale, window=window)[..., :value_dim]
+    return _causal(q, k, v, scale, window, None, None)[..., :value_dim]
 
 
 def _band(queries: int, positions: int, window: int, like: Tensor) -> Tensor:
