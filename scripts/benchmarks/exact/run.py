@@ -169,7 +169,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 complete = comparison.measure(mode, done) and complete
     rows = rows_of(records.all)
     print(*rows, sep="\n")
-    if any(row["partings"] for row in rows):
+    if any(row.get("partings") for row in rows):
         return 1
     return 0 if complete else 3
 
