@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-# Medusa's values (arXiv 2401.10774, section 3.3 and its code): a token is accepted if its probability is
-# above both of them, the second relative to the entropy's exponential.
+# Values of Medusa's code (arXiv 2401.10774, section 3.3).
 EPSILON, DELTA = 0.09, 0.3
 
 
