@@ -30,24 +30,28 @@ def skeleton(positions: int, shape: str = "llama-3.1-8b", **more: Any) -> PreTra
         return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def measured() -> dict[tuple[int, str], dict[str, Any]]:
+def measured() -> dict[tuple[str, int, str], dict[str, Any]]:
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-    found = {(row["context"], row["way"]): row for row in rows if row["cards"] == 2 and "ms" in row}
+    found = {(r["shape"], r["context"], r["way"]): r for r in rows if r["cards"] == 2 and "ms" in r}
     assert len(found) >= 6
     return found
 
 
-@pytest.mark.parametrize("stage, tokens", [("plain", 1), ("target", 16)])
+@pytest.mark.parametrize("stage, tokens", [("plain", 1), ("target", 31)])
 def test_estimates_are_close_to_measured_times_and_of_their_order(stage: str, tokens: int) -> None:
-    ranks = Ranks(2, 2, READ)
-    times: dict[int, dict[str, tuple[float, float]]] = {}
-    for (context, way), row in measured().items():
-        seconds = pass_seconds(skeleton(context), 2 if way == "by position" else 1, ranks, tokens)
-        assert 1e3 * seconds == pytest.approx(row["ms"][stage], rel=0.25), (context, way)
-        times.setdefault(context, {})[way] = (seconds, row["ms"][stage])
-    for context, of in times.items():
+    """A pass of level 2 also drafts a tree, and arithmetic may bound its attention: alike either way."""
+    ranks, near = Ranks(2, 2, READ), 0.25 if stage == "plain" else 0.4
+    times: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}
+    for (shape, context, way), row in measured().items():
+        model = skeleton(context, shape)
+        seconds = pass_seconds(model, 2 if way == "by position" else 1, ranks, tokens)
+        assert 1e3 * seconds == pytest.approx(row["ms"][stage], rel=near), (shape, context, way)
+        times.setdefault((shape, context), {})[way] = (seconds, row["ms"][stage])
+    pairs = {text: of for text, of in times.items() if len(of) == 2}
+    assert len(pairs) >= 3
+    for text, of in pairs.items():
         estimated, found = ([of[way][i] for way in ("by heads", "by position")] for i in (0, 1))
-        assert (estimated[0] < estimated[1]) == (found[0] < found[1]), context
+        assert (estimated[0] < estimated[1]) == (found[0] < found[1]), text
 
 
 @pytest.mark.parametrize(
