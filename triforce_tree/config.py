@@ -62,8 +62,7 @@ class RetrievalConfig:
         for name in ("budget", "chunk", "recent"):
             within(name, getattr(self, name), 1)
         within("refresh", self.refresh, 0)
-        if not isinstance(self.key_variance, bool):
-            raise ValueError(f"key_variance={self.key_variance!r} must be True or False")
+        one_of("key_variance", self.key_variance, True, False)
         if self.select_chunks is not None and not callable(self.select_chunks):
             raise ValueError(
                 f"select_chunks={self.select_chunks!r} must be a function, or None for the default"

@@ -87,7 +87,7 @@ def test_generate_alone_may_be_lossy() -> None:
     commands = (["generate"], ["chat"], ["bench", "text"], ["check"], ["tune"], ["demo"], ["serve"])
     having = [command for command in commands if groups.LOSSY_OPTION in {a.dest for a in actions(*command)}]
     assert having == [["generate"]]
-    args = arguments.parser().parse_args(["generate", "--acceptance", "typical"])
+    args = arguments.parser().parse_args(["generate", "--acceptance-method", "typical"])
     assert args.given == {groups.LOSSY_OPTION}
 
 

@@ -39,14 +39,15 @@ def measured() -> dict[tuple[str, int, str], dict[str, Any]]:
 
 @pytest.mark.parametrize("stage, tokens", [("plain", 1), ("target", 31)])
 def test_estimates_are_close_to_measured_times_and_of_their_order(stage: str, tokens: int) -> None:
-    """A pass of level 2 also drafts a tree, and arithmetic may bound its attention: alike either way."""
-    ranks, near = Ranks(2, 2, READ), 0.25 if stage == "plain" else 0.4
+    ranks = Ranks(2, 2, READ)
     times: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}
     for (shape, context, way), row in measured().items():
         model = skeleton(context, shape)
         seconds = pass_seconds(model, 2 if way == "by position" else 1, ranks, tokens)
-        assert 1e3 * seconds == pytest.approx(row["ms"][stage], rel=near), (shape, context, way)
-        times.setdefault((shape, context), {})[way] = (seconds, row["ms"][stage])
+        # The stage of level 2 drafts a tree before its forward.
+        forward = row["ms"][stage] - (row["ms"]["draft"] if stage == "target" else 0.0)
+        assert 1e3 * seconds == pytest.approx(forward, rel=0.25), (shape, context, way)
+        times.setdefault((shape, context), {})[way] = (seconds, forward)
     pairs = {text: of for text, of in times.items() if len(of) == 2}
     assert len(pairs) >= 3
     for text, of in pairs.items():
