@@ -18,15 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from triforce_tree.kernels.ranks import all_reduce
 from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.host.linears import is_plain_linear
-from triforce_tree.runtime.distributed import (
-    Group,
-    all_gather_tensor,
-    all_reduce,
-    broadcast_tensor,
-    current,
-)
+from triforce_tree.runtime.distributed import Group, all_gather_tensor, broadcast_tensor, current
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
 # Modules that compute the same on every rank, such as a norm over one head.

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from triforce_tree.runtime.peer_memory import PeerMemory, map_memory
+
 # Loading may take one process minutes longer than another; torchrun notices a process that dies.
 _TIMEOUT = timedelta(minutes=10)
 T = TypeVar("T")
@@ -34,12 +36,14 @@ class Group:
 
     Attributes:
         processes: torch's process group; None for that of all processes.
+        peers: memory that its ranks read from each other; None where they do not.
     """
 
     rank: int
     size: int
     device: torch.device
     processes: Any = field(default=None, compare=False, repr=False)
+    peers: PeerMemory | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,9 @@ def join(device: str | torch.device | None = None) -> Group | None:
             f"{str(own)!r}; leave the initialisation to triforce_tree, or use {needed!r}"
         )
     hosts = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-    _joined = _Joined(Group(dist.get_rank(), dist.get_world_size(), own), hosts, initialise)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    peers = map_memory(None, range(size), own)
+    _joined = _Joined(Group(rank, size, own, peers=peers), hosts, initialise)
     return _joined.group
 
 
@@ -177,12 +183,22 @@ def _part(parts: Sequence[range]) -> Group:
         # One group is all; one of a single rank communicates with nobody.
         made = dist.new_group(list(ranks), timeout=_TIMEOUT) if 1 < len(ranks) < everyone.size else None
         if everyone.rank in ranks:
-            found = Group(ranks.index(everyone.rank), len(ranks), everyone.device, made)
+            peers = everyone.peers if len(ranks) == everyone.size else None
             if made is not None:
                 # Communicators are made by their first collective, which no captured graph may be.
                 dist.all_reduce(torch.zeros(1, device=everyone.device), group=made)
+                peers = map_memory(made, ranks, everyone.device)
+            found = Group(ranks.index(everyone.rank), len(ranks), everyone.device, made, peers)
     assert found is not None
     return found
+
+
+def tensor_group(size: int = 0) -> Group | None:
+    """The tensor group of ``size`` processes, by default that of all; None without any."""
+    if _joined is None:
+        return None
+    made = grid(_joined.group.size // size) if size else None
+    return made.tensor if made is not None else _joined.group
 
 
 def grid(context: int) -> Grid | None:
@@ -220,6 +236,13 @@ def broadcast_tensor(tensor: Tensor) -> Tensor:
     if _joined is not None:
         traffic.add("broadcast", tensor)
         dist.broadcast(tensor, 0)
+    return tensor
+
+
+def all_reduce_tensor(tensor: Tensor, group: Group | None) -> Tensor:
+    """Overwrite a contiguous tensor with the sum over a group, by default over all ranks."""
+    traffic.add("all_reduce", tensor)
+    dist.all_reduce(tensor, group=group.processes if group is not None else None)
     return tensor
 
 
@@ -305,24 +328,6 @@ def check_equal(what: str, value: object) -> None:
             f"{what} of rank {different[0]} differ from rank 0's; under torchrun all processes generate the "
             "same sequences together: give them the same, or start them without torchrun"
         )
-
-
-@torch.library.custom_op("triforce_tree::all_reduce", mutates_args=())
-def all_reduce(x: Tensor, size: int = 0) -> Tensor:
-    """The sum over the tensor group of ``size`` processes, by default over all.
-
-    It is opaque to torch.compile, and capturable in a CUDA graph.
-    """
-    out = x.clone(memory_format=torch.contiguous_format)
-    traffic.add("all_reduce", out)
-    made = grid(_joined.group.size // size) if size and _joined is not None else None
-    dist.all_reduce(out, group=made.tensor.processes if made is not None else None)
-    return out
-
-
-@all_reduce.register_fake
-def _(x: Tensor, size: int = 0) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _own_device(wanted: torch.device) -> torch.device:

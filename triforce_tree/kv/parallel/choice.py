@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.kv.parallel.split import merged_bytes
+from triforce_tree.kernels.ranks import merged_bytes
 from triforce_tree.models.model_copy import text_decoder, weight_bytes
 from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
 from triforce_tree.models.supported import max_positions
@@ -38,8 +38,8 @@ class Link:
 
 
 # As measured within a machine (docs/results/sequence_parallel_h200x2.json: 32 merging collectives of 8 and of
-# 132 KB in 0.44 and 0.50 ms); assumed between machines, and of gloo.
-WITHIN, BETWEEN, HOSTS = Link(14e-6, 65e9), Link(30e-6, 25e9), Link(150e-6, 1e9)
+# 256 KB in 0.12 and 0.23 ms); assumed between machines, and of gloo.
+WITHIN, BETWEEN, HOSTS = Link(4e-6, 75e9), Link(30e-6, 25e9), Link(150e-6, 1e9)
 
 
 @dataclass(frozen=True)

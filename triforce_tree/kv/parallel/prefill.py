@@ -7,7 +7,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.prefill import attention_states
 from triforce_tree.kernels.attention.reference import merge_states
-from triforce_tree.kv.parallel.split import merged_over_ranks
+from triforce_tree.kernels.ranks import merged_over_ranks
 from triforce_tree.kv.parallel.store import SplitStore
 from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.kv.recurrent_states import RecurrentStates

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.reference import merge_states
-from triforce_tree.runtime.distributed import Group, all_gather_tensor
+from triforce_tree.runtime.distributed import Group
 
 
 @dataclass(frozen=True)
@@ -75,29 +74,3 @@ class SequenceSplit:
         place = torch.where(own, own.cumsum(1) - 1, moves)
         compact = index.new_full((index.shape[0], moves + 1), -1)
         return compact.scatter_(1, place, index)[:, :moves]
-
-
-def merged_over_ranks(out: Tensor, lse: Tensor, group: Group) -> Tensor:
-    """Attention to the keys of all ranks of a group, from that to this rank's: one collective.
-
-    Every rank gathers the same bytes and merges them in the same order: results are equal to the bit.
-
-    Args:
-        out: ``[..., D]``; zeros where this rank has no keys.
-        lse: fp32 ``[...]``, natural log-sum-exps; -inf where it has none.
-
-    Returns:
-        ``[..., D]`` in the dtype of ``out``.
-    """
-    width = out.shape[-1] * out.itemsize
-    # Bytes: gloo does not gather all dtypes, and one message takes less time than two.
-    parts = (out.contiguous().view(torch.uint8), lse.float().contiguous()[..., None].view(torch.uint8))
-    gathered = all_gather_tensor(torch.cat(parts, -1), group)
-    outs = gathered[..., :width].contiguous().view(out.dtype)
-    lses = gathered[..., width:].contiguous().view(torch.float32)[..., 0]
-    return merge_states(outs, lses)[0]
-
-
-def merged_bytes(queries: int, heads: int, value_dim: int, itemsize: int) -> int:
-    """Bytes that a rank hands over in one :func:`merged_over_ranks`, once a layer and forward."""
-    return queries * heads * (value_dim * itemsize + 4)

@@ -11,7 +11,8 @@ from torch import Tensor
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import Plan
-from triforce_tree.kv.parallel.split import SequenceSplit, merged_over_ranks
+from triforce_tree.kernels.ranks import merged_over_ranks
+from triforce_tree.kv.parallel.split import SequenceSplit
 from triforce_tree.kv.parallel.store import SplitStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.kv.window import Window

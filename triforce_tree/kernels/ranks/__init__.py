@@ -1,0 +1,5 @@
+"""Collectives on the devices of several ranks: over memory that they read from each other, or by NCCL."""
+
+from triforce_tree.kernels.ranks.collectives import all_reduce, merged_bytes, merged_over_ranks
+
+__all__ = ["all_reduce", "merged_bytes", "merged_over_ranks"]
