@@ -77,6 +77,11 @@ BENCHMARKS = {
         "the same by context, beside plain decoding",
         "never_slower_{machine}.json",
     ),
+    "variants": Benchmark(
+        "benchmarks.on_chip.variants",
+        "settings side by side on the same texts and seeds: docs/defaults.md",
+        "variants_{machine}.json",
+    ),
     "tuned": Benchmark(
         "benchmarks.texts.tuned",
         "default settings beside those that tune finds for the cell: docs/defaults.md",

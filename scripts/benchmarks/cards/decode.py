@@ -1,4 +1,4 @@
-"""Whole speculative decoding of a real text over ranks, beside plain decoding of the same cache."""
+"""Whole speculative decoding of a real text, on one card or several, beside plain decoding of its cache."""
 
 from collections.abc import Sequence
 
@@ -36,6 +36,7 @@ def decoded(engine: Engine, name: str, prompt: Sequence[int], new_tokens: int, p
         "plain_ms_per_token": plain_ms,
         "speedup": plain_ms / ms,
         "tokens_per_pass": len(ours) / max(1, decoder.passes.total()),
+        "acceptance": {v.name: v.acceptance_rate for v in decoder.levels if v.acceptance_rate is not None},
         "passes": {str(kind): made for kind, made in decoder.passes.most_common()},
         "equal_tokens": [common_prefix(ours, plain), len(plain)],
         "prefill_seconds": prefill,

@@ -11,7 +11,7 @@ file are kept. A row's collectives are those of one pass of plain decoding and o
 that a rank hands over, without those of the logits), `merge_ms` is the time of the merging ones alone, and
 `ring` that of passing all keys and values on to the next rank, as Ring Attention does. With `--texts` a text
 is prefilled and decoded by default settings with three levels, then plainly; beyond the pair's positions by
-YaRN.
+YaRN. Where the cache does not fit on one card, `--texts` keeps a part of it in host memory.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from scripts.benchmarks.cards.decode import decoded
 from scripts.benchmarks.cards.ring import passed_on
-from scripts.benchmarks.cards.tables import FILE, ONE, POSITION
+from scripts.benchmarks.cards.tables import FILE, OFFLOADED, ONE, POSITION
 from scripts.benchmarks.common.command import (
     TINY_DRAFT,
     TINY_OPTIONS,
@@ -41,7 +41,7 @@ from triforce_tree import load
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.eval.attention.timing import timed
 from triforce_tree.eval.texts.registry import DOCUMENTATION, Texts
-from triforce_tree.kv.parallel.split import merged_bytes, merged_over_ranks
+from triforce_tree.kernels.ranks import merged_bytes, merged_over_ranks
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import Step, executor, free_memory
@@ -156,13 +156,15 @@ def measure_texts(
     parallel: int,
     prompts: Mapping[str, list[int]],
     args: argparse.Namespace,
+    offloaded: bool = False,
 ) -> list[Record]:
     """Decoding after the beginnings of real texts, by default settings but for the number of levels."""
     # Without training, larger scores cost the pair more than they bring (`rope`).
     factor = factor_for(context + args.new_tokens, TRAINED)
     use_yarn(models[0], factor, TRAINED, attention_factor=1.0)
-    options = TINY_OPTIONS if args.tiny else {}
-    engine = load(*models, profile=False, prefix_cache=False, context_parallel=parallel, levels=3, **options)
+    options: Record = dict(TINY_OPTIONS) if args.tiny else {}
+    options |= {"offload": True} if offloaded else {"context_parallel": parallel}
+    engine = load(*models, profile=False, prefix_cache=False, levels=3, **options)
     try:
         return [
             decoded(engine, name, prompt, args.new_tokens, args.plain_tokens)
@@ -211,16 +213,19 @@ def main(words: Sequence[str]) -> int:
                 # Positions do not change the time.
                 for model in (target, draft):
                     model.config.max_position_embeddings = 1 << 21
-                row: Record = {"shape": shape, "context": context, "way": way, "cards": cards}
+                fitting = fits(target, context, cards, way, device)
+                offloaded = not fitting and texts is not None and cards == 1
+                named = OFFLOADED if offloaded else way
+                row: Record = {"shape": shape, "context": context, "way": named, "cards": cards}
                 rows = [r for r in rows if any(r[name] != row[name] for name in row)]
                 row["vocabulary"] = target.config.vocab_size
-                if fits(target, context, cards, way, device):
+                if fitting:
                     row |= measure((target, draft), context, way, cards, runs, options)
-                    if texts is not None:
-                        parallel, prompts = cards if way == POSITION else 1, texts.prompts(tokenizer, context)
-                        row["texts"] = measure_texts((target, draft), context, parallel, prompts, args)
-                else:
+                elif not offloaded:
                     row["fits"] = False
+                if texts is not None and (fitting or offloaded):
+                    parallel, prompts = cards if way == POSITION else 1, texts.prompts(tokenizer, context)
+                    row["texts"] = measure_texts((target, draft), context, parallel, prompts, args, offloaded)
                 rows.append(row)
                 free_memory()
                 if distributed.is_first_rank():

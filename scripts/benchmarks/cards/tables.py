@@ -1,12 +1,13 @@
 """The table and the picture of docs/several_cards.md from docs/results/sequence_parallel_h200x2.json."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
 FILE = "sequence_parallel_h200x2.json"
-POSITION, ONE = "by position", "one card"
+POSITION, ONE, OFFLOADED = "by position", "one card", "one card, offloaded"
 COMMAND = "torchrun --nproc-per-node 2 -m scripts.benchmarks split"
 COLUMNS: Columns = {
     "model": "{shape}", "tokens": "{context:,}", "split": "{way}", "cards": "{cards}",
@@ -18,7 +19,7 @@ COLUMNS: Columns = {
     "passing K and V on, ms": lambda row: f"{_ring_ms(row, row['cards']):,.1f}" if "ring" in row else "",
 }  # fmt: skip
 _NOTE = (
-    "{hardware} with NVLink, bf16, torch {versions[torch]}, CUDA graphs with NCCL's collectives in them. KV "
+    "{hardware} with NVLink, bf16, torch {versions[torch]}, CUDA graphs with the collectives in them. KV "
     "slots hold random numbers; a pass of level 2 has a chain of {options[gamma]} tokens and a tree. "
 )
 # Bytes a second between cards of one machine and of two (NVLink 4, InfiniBand NDR); cards of a machine.
@@ -35,7 +36,7 @@ TEXTS: Columns = {
 
 def decoded(content: Record) -> list[Record]:
     """A row for each text; ``kept`` is its speed-up over that on one card."""
-    rows = [row | text for row in measured(content) for text in row.get("texts", ())]
+    rows = [row | text for row in _ordered(content["rows"]) for text in row.get("texts", ())]
     alone = {_text_key(row): row["speedup"] for row in rows if row["way"] == ONE}
     return [row | {"kept": row["speedup"] / alone[_text_key(row)]} if _text_key(row) in alone else row
             for row in rows]  # fmt: skip
@@ -52,7 +53,10 @@ def _ring_ms(row: Record, cards: int) -> float:
 
 
 def measured(content: Record) -> list[Record]:
-    rows = [row for row in content["rows"] if "ms" in row]
+    return _ordered(row for row in content["rows"] if "ms" in row)
+
+
+def _ordered(rows: Iterable[Record]) -> list[Record]:
     return sorted(rows, key=lambda row: (row["shape"], row["context"], row["way"]))
 
 

@@ -17,6 +17,7 @@ from scripts.benchmarks.common.markdown import (
 from scripts.benchmarks.common.results import PLAIN
 
 FILE, PREFILL_FILE = "on_chip_h200.json", "prefill_h200.json"
+VARIANTS_FILE = "variants_h200.json"
 HEADLINES = ("7b", "8b", "batch")
 # Speed-ups that TriForce (arXiv 2404.11912) reports for Llama-2-7B on an A100, by batch,
 # context and temperature.
@@ -39,6 +40,13 @@ ALONE: Columns = {
     "positions before them": "{before:,}", "attention": lambda row: PREFILL_PATHS[row["path"]],
     "**TFLOP/s**": "**{tflops:.0f}**", "ms": "{ms:.2f}", "first call, s": "{first_seconds:.1f}",
     "error": "{error:.1e}",
+}  # fmt: skip
+VARIANTS: Columns = {
+    "model": "{model}", "context": "{context:,}", "T": "{temperature:g}",
+    "settings": lambda row: row["variant"] if row["variant"] == "defaults" else f"`{row['variant']}`",
+    "texts": "{texts}", "runs": "{runs}", "ms/token, mean": "{mean_ms_per_token:.2f}",
+    "median": "{median_ms_per_token:.2f}", "tokens a pass": "{tokens_per_pass:.2f}",
+    "**speed, that of the defaults is 1**": lambda row: _beside_defaults(row),
 }  # fmt: skip
 STAGES = {
     "draft": "0: draft grows a tree",
@@ -196,7 +204,24 @@ def _prefill_caption(content: Record, rows: Sequence[Record]) -> str:
     return noted(f"{_PREFILL_NOTE}{entries}. ", PREFILL_FILE)(content, rows)
 
 
+def _beside_defaults(row: Record) -> str:
+    return "1" if row["variant"] == "defaults" else f"**{row['speed']:.2f}** ± {row['error']:.2f}"
+
+
+def _variants(content: Record) -> list[Record]:
+    return sorted(content["rows"], key=lambda row: (row["part"], row["temperature"]))
+
+
+_variants_caption = partial(
+    origin, file=VARIANTS_FILE, measured=lambda part: f"{part['settings']['new_tokens']} new tokens a run"
+)
+
 TABLES = {
+    "variants": Table(
+        VARIANTS_FILE,
+        listing(VARIANTS, _variants, _variants_caption, left=4),
+        "python -m scripts.benchmarks variants --shapes 8b",
+    ),
     "prefill": Table(
         PREFILL_FILE,
         listing(PREFILL, caption=_prefill_caption),

@@ -8,9 +8,12 @@ A setting is FACTOR, FACTOR:ATTENTION_FACTOR or FACTOR:ATTENTION_FACTOR:BETA_FAS
 rope_parameters have them; what is left empty has transformers' default, and 1 is plain rope. After a real
 text the tokens that follow are given: the target's loss on them, and the overlap of the retrieval level and
 of the draft with the target. Then needles: six-digit numbers at several depths of the same text, asked for
-one by one. Rows that the file has are kept.
+one by one. With --speed the text is decoded too, beside plain decoding. Rows that the file has are kept.
+
+    python -m scripts.benchmarks rope --contexts 1048000 --settings 8:1.0 --set gpu_memory=8GiB --speed
 """
 
+import argparse
 import json
 import statistics
 from collections.abc import Sequence
@@ -18,19 +21,21 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from scripts.benchmarks.cards.decode import decoded
 from scripts.benchmarks.common.command import parser, results_folder
 from scripts.benchmarks.common.long_texts import LongTexts
 from scripts.benchmarks.common.results import Record, header, rows_at, write
 from scripts.benchmarks.common.rope import TRAINED, use_yarn
 from scripts.benchmarks.rope.needles import found_share
 from scripts.benchmarks.rope.tables import FILE
-from scripts.benchmarks.texts.command import device_for, machine_of
+from scripts.benchmarks.texts.command import device_for, machine_of, option
 from triforce_tree import Engine, load
 from triforce_tree.eval.overlap import overlap, teacher_forced
 from triforce_tree.eval.texts.registry import DOCUMENTATION, Texts
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
 from triforce_tree.runtime.executor import free_memory
 
+_DECODED = 256
 _PARAMETERS = ("attention_factor", "beta_fast", "beta_slow")
 
 
@@ -86,6 +91,8 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--budget", type=int, help="tokens of the retrieval cache; by default the engine's")
     add("--kinds", nargs="+", default=[DOCUMENTATION], help="texts, by kind or name")
     add("--texts", help="file that `texts` wrote; by default what is installed")
+    add("--set", type=option, nargs="+", default=[], metavar="NAME=VALUE", help="further engine options")
+    add("--speed", action="store_true", help="decode 256 tokens too, by three levels and plainly")
     add("--device", help="cpu or cuda; by default CUDA where there is one")
     args = made.parse_args(words)
     if args.tiny:
@@ -103,7 +110,10 @@ def main(words: Sequence[str] | None = None) -> int:
     target, draft = (load_model(PAIR / name, device, dtype) for name in ("target", "draft"))
     tokenizer = load_tokenizer(PAIR / "target")
     assert tokenizer is not None, "the embedded pair has a tokenizer"
-    about = {"dtype": str(dtype), "original": args.original}
+    about: Record = {"dtype": str(dtype), "original": args.original}
+    options = dict(args.set) | ({} if args.budget is None else {"budget": args.budget})
+    if args.set:
+        about["options"] = options
     for context in args.contexts:
         for name, ids in texts.prompts(tokenizer, context + args.new_tokens).items():
             for setting in args.settings:
@@ -111,7 +121,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 if any(all(old.get(key) == row[key] for key in row) for old in rows):
                     continue
                 extend(target, setting, args.original, len(ids) + 64)
-                row |= _row(target, draft, tokenizer, ids, context, args.needles, args.seed, args.budget)
+                row |= _row(target, draft, tokenizer, ids, context, options, args)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 write(path, header(args.seed, "engine") | {"rows": rows})
@@ -124,16 +134,22 @@ def _row(
     tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[int],
     context: int,
-    needles: int,
-    seed: int,
-    budget: int | None,
+    options: Record,
+    args: argparse.Namespace,
 ) -> Record:
-    given = {} if budget is None else {"budget": budget}
     # Rounds that are given need no stage costs, and speed is not measured.
-    engine = load(target, draft, tokenizer=tokenizer, profile=False, levels=3, rounds=2, **given)
+    engine = load(target, draft, tokenizer=tokenizer, profile=False, levels=3, rounds=2, **options)
     try:
         found = measured(engine, ids, context)
         free_memory()
-        return found | {"needles": needles, "found": found_share(engine, ids[:context], needles, seed)}
+        share = found_share(engine, ids[:context], args.needles, args.seed)
     finally:
         engine.close()
+    found |= {"needles": args.needles, "found": share}
+    if args.speed:
+        engine = load(target, draft, tokenizer=tokenizer, profile=False, levels=3, **options)
+        try:
+            found |= {"speed": decoded(engine, "", ids[:context], _DECODED, _DECODED // 4)}
+        finally:
+            engine.close()
+    return found

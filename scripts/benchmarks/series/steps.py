@@ -121,6 +121,15 @@ GPU = (
         tiny=f"{_TINY_GRID} --tune-seconds 0 --pairs 1",
     ),
     _bench(
+        "variants-8b",
+        'variants --shapes 8b --temperatures 0.6 1 --variants tree=chain:4 "tree=static:2;0.1;0.0.1;0.0.0.0;'
+        '0.0.0.0.0;0.0.1.0;0.1.0;0.1.0.0;1.0;1.0.0;1.0.0.0" '
+        f"--texts {TEXTS}",
+        7,
+        timed=True,
+        tiny=f"{_TINY_GRID} --variants tree=chain:3",
+    ),
+    _bench(
         "real-model",
         f"real_model --draft {OUT}/smollm2/draft --contexts 7168 --seeds 1 --texts {TEXTS}",
         8,
@@ -186,7 +195,13 @@ GPU = (
         40,
         tiny=None,
     ),
-    _bench("rope", f"rope --texts {TEXTS} --contexts 122880 524288 --settings 1 8 8:1.0", 8, tiny=""),
+    _bench(
+        "rope",
+        f"rope --texts {TEXTS} --contexts 122880 262144 524288 1048000 --settings 8:1.0 8 1 --budget 4096 "
+        "--needles 3",
+        5,
+        tiny="",
+    ),
     # The first --texts alone takes what is installed.
     _bench("split", f"split --texts --texts {TEXTS}", 10, every_card=True),
     _bench("parallel", "parallel", 4, every_card=True),
