@@ -1,5 +1,6 @@
 """A text that branches: every node stores its keys and values once, and all leaves are decoded together."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class TextTree:
     Attributes:
         root: begins with the prompt.
         max_bytes: memory for keys and values.
+        decode_seconds: of the last :meth:`generate`, without what transformers makes of its options.
 
     Raises:
         TreeFullError: ``max_bytes`` does not hold the prompt.
@@ -90,7 +92,7 @@ class TextTree:
                 "leave it out, or give more"
             )
         slots = len(tokens) + RESERVE if max_bytes is None else max_bytes // bytes_of_slot
-        self.root = Node(None, tokens)
+        self.root, self.decode_seconds = Node(None, tokens), 0.0
         with engine.hierarchy.generation(), target.active():
             pool = KVPool(target, slots)
             self._rows = TreeRows(target, pool, chunk_tokens(config.prefill_chunk, target.device))
@@ -171,8 +173,10 @@ class TextTree:
             self._check_length(node.stop, ending.max_new_tokens)
             draws = None if own.to_probs.greedy else Draws(chosen, number)
             leaves.append(Leaf(node, own.to_probs, ending, draws, node.text_tokens))
+        begun = time.perf_counter()
         with self._computing():
             decode(self._rows, leaves)
+        self.decode_seconds = time.perf_counter() - begun
         return [
             Branch(leaf.node, leaf.new, self._text(leaf.new), leaf.logprobs, str(leaf.reason))
             for leaf in leaves
