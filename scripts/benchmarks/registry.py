@@ -77,6 +77,11 @@ BENCHMARKS = {
         "the same by context, beside plain decoding",
         "never_slower_{machine}.json",
     ),
+    "budgets": Benchmark(
+        "benchmarks.retrieval.budgets",
+        "expected time of a token by budget and chunk of level 1, along given texts: docs/defaults.md",
+        "budgets_{machine}.json",
+    ),
     "variants": Benchmark(
         "benchmarks.on_chip.variants",
         "settings side by side on the same texts and seeds: docs/defaults.md",

@@ -1,4 +1,4 @@
-"""Times generations under given settings; the text is prefilled once for all of them.
+"""Times generations under given settings, or compares levels; the text is prefilled once for all of them.
 
 The target's KV slots of the text are kept. Every generation starts at some position of it, and the slots that
 it overwrites are restored.
@@ -10,18 +10,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.stage_costs import measure, measure_shape
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.eval.overlap import LEVEL_1_STEP
 from triforce_tree.kv.prefill import chunk_tokens, prefill
 from triforce_tree.kv.store import KVStore
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stats import LevelStats, Progress
-from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits
 from triforce_tree.tune.fitted import DRAFT
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -110,25 +114,61 @@ class Meter:
             (tokens of the pass, seconds) of ``target`` and ``retrieval``, where there are such, and of
             ``draft`` for one depth; by ascending tokens.
         """
+        shapes, costs = self._costs(config, temperature)
+        found: dict[str, list[tuple[int, float]]] = {DRAFT: [], "target": [], "retrieval": []}
+        for shape, at in zip(shapes, costs, strict=True):
+            each = {DRAFT: at.draft / len(shape.widths), "target": at.tree, "retrieval": at.retrieval}
+            for name, seconds in each.items():
+                found[name] += [(shape.nodes, seconds)] if seconds < math.inf else []
+        return {name: sorted(points) for name, points in found.items() if points}
+
+    def stage_seconds(self, config: HierarchyConfig, temperature: float) -> StageSeconds:
+        """Of each stage after the whole text, with trees of the settings' own shape."""
+        return self._costs(config, temperature)[1][0]
+
+    def _costs(
+        self, config: HierarchyConfig, temperature: float
+    ) -> tuple[list[DeviceTreeShape], list[StageSeconds]]:
+        """The settings' shapes of trees, and for each the seconds after the whole text."""
         with self._hierarchy.active():
             try:
                 program = self._open(config)
                 program.prepare(ProbsFromLogits.at(temperature))
                 longest, refresh = program.max_seq_len - 1, config.retrieval.refresh
                 first = measure(program, longest, refresh)
-                costs = [first] + [
-                    measure_shape(program, shape, first, refresh) for shape in range(1, len(program.shapes))
-                ]
+                others = range(1, len(program.shapes))
+                costs = [first, *(measure_shape(program, shape, first, refresh) for shape in others)]
             except torch.OutOfMemoryError:
                 self._program = None
                 raise
-        found: dict[str, list[tuple[int, float]]] = {DRAFT: [], "target": [], "retrieval": []}
-        for shape, of in zip(program.shapes, costs, strict=True):
-            at = of.at(len(self._tokens))
-            each = {DRAFT: at.draft / len(shape.widths), "target": at.tree, "retrieval": at.retrieval}
-            for name, seconds in each.items():
-                found[name] += [(shape.nodes, seconds)] if seconds < math.inf else []
-        return {name: sorted(points) for name, points in found.items() if points}
+        return program.shapes, [of.at(len(self._tokens)) for of in costs]
+
+    def probs(
+        self, config: HierarchyConfig, position: int, new: int, temperature: float
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Distributions of level 1 and of the target, fp32 ``[T, V]`` each, along the text itself.
+
+        Args:
+            config: of three levels.
+            position: how many tokens of the text come first.
+            new: how many that follow are given to both levels, pass by pass.
+        """
+        to_probs = ProbsFromLogits.at(temperature)
+        with self._hierarchy.active():
+            program = self._open(config)
+            with self._restoring(program, position, new):
+                program.update_chunk_means()
+                program.rewind([self._tokens[:position]])
+                at, end = position, position + new
+                while at < end:
+                    stop = min(at + program.max_draft_tokens + 1, end)
+                    chain = self._tokens[at - 1 : stop - 1]
+                    forced_tokens.offer(program, self._tokens[:at], chain[1:])
+                    retrieval = forced_tokens.retrieval_logits(program, chain, LEVEL_1_STEP)
+                    target = forced_tokens.target_logits(program, chain)
+                    yield to_probs(retrieval, list), to_probs(target, list)
+                    forced_tokens.commit(program, stop - at)
+                    at = stop
 
     def _alone_ms(self, position: int) -> float | None:
         """Milliseconds per token of the target alone; None on a GPU, which no other program shares."""

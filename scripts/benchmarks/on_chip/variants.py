@@ -50,8 +50,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
         mine = [s for s in samples if tuple(s[name] for name in names) == cell]
         texts = dict.fromkeys(s["text"] for s in mine)
         times = [[(usual[_place(s)], s["ms_per_token"]) for s in mine if s["text"] == text] for text in texts]
-        without = [_speed(times[:left] + times[left + 1 :]) for left in range(len(times))]
-        error = (len(times) - 1) / len(times) ** 0.5 * statistics.pstdev(without) if len(times) > 1 else None
+        error = _error(times) if len(times) > 1 else None
         found.append(
             {
                 "part": part, "machine": header["hardware"], "model": header["settings"]["model"],
@@ -65,6 +64,12 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
             }
         )  # fmt: skip
     return found
+
+
+def _error(times: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """The standard error of :func:`_speed` over texts, from the speeds without each of them."""
+    without = [_speed([*times[:left], *times[left + 1 :]]) for left in range(len(times))]
+    return (len(times) - 1) ** 0.5 * statistics.pstdev(without)
 
 
 def _speed(times: Sequence[Sequence[tuple[float, float]]]) -> float:

@@ -121,6 +121,13 @@ GPU = (
         tiny=f"{_TINY_GRID} --tune-seconds 0 --pairs 1",
     ),
     _bench(
+        "budgets",
+        f"budgets --shapes 7b 8b --contexts 16384 32768 65536 122880 --chunks 8 32 --texts {TEXTS}",
+        15,
+        timed=True,
+        tiny=f"{_TINY_GRID} --budgets 384 512 --chunks 8",
+    ),
+    _bench(
         "variants-8b",
         'variants --shapes 8b --temperatures 0.6 1 --variants tree=chain:4 "tree=static:2;0.1;0.0.1;0.0.0.0;'
         '0.0.0.0.0;0.0.1.0;0.1.0;0.1.0.0;1.0;1.0.0;1.0.0.0" '
@@ -209,6 +216,7 @@ GPU = (
 """Measured on one GPU, or side by side on several; those on all cards last."""
 
 CPU = (
+    _bench("budgets-cpu", f"budgets --shapes pair --chunks 8 16 --texts {TEXTS}", 15, timed=True, tiny=None),
     _bench("cpu-prefill", "cpu_prefill --contexts 1024 4096 --rounds 4 --threads 1", 5, tiny=None),
     _bench("cpu", "cpu", 25, tiny=None),
     _bench("verification", "verification --tokens 40 --prompts 4 --context 1536", 20, tiny=None),
