@@ -144,7 +144,7 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         ),
         "budget": (
             int,
-            "tokens in the retrieval cache; by default 1536, on a GPU 1024 to 8192 by the prompt's length",
+            "tokens in the retrieval cache; by default 1024 to 32,768 by the prompt's length and the model",
         ),
         "chunk": (
             int,

@@ -4,8 +4,9 @@ Figures: the ablations and context lengths of ``docs/results/on_chip_h200.json``
 more tokens costs little more, and chunk means are read anew in every round.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
@@ -14,12 +15,14 @@ from triforce_tree.models.experts.modules import expert_modules
 from triforce_tree.models.few_row import why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.host.low_bits import has_int8_kernel
-from triforce_tree.models.model_copy import listed_layers
+from triforce_tree.models.model_copy import listed_layers, weight_bytes
 from triforce_tree.planning.batch_size import bytes_beside_models
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, MIB, Sizes
 from triforce_tree.planning.pass_time import pass_tokens
 from triforce_tree.planning.profiles import Entry, Profile
+from triforce_tree.planning.retrieval_size import Read, retrieval_size
+from triforce_tree.trees.device_shapes import tree_shapes
 from triforce_tree.trees.shapes import Shape, grown_alone, other_shapes
 
 # (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps:
@@ -58,17 +61,19 @@ def device_defaults(
     group: int,
     trees: bool,
     batch: int = 1,
+    read: Callable[[], Read] | None = None,
 ) -> HierarchyConfig:
     """``config`` with a device's own values for options that were left at their defaults.
 
     Args:
         given: names of options that stay as they are, even at their defaults.
         gpu: whether the target is on one; a CPU's defaults are those of ``HierarchyConfig``, but for
-            ``other_trees`` and ``retrieval_weight_bits``.
+            ``other_trees``, ``retrieval_weight_bits``, and ``budget`` and ``chunk`` where ``read`` is given.
         prompt: tokens of the longest prompt.
         group: query heads of the target for each KV head.
         trees: whether a draft model grows trees of any shape.
         batch: sequences.
+        read: bytes that passes read, for a CPU's budget and chunk.
     """
     options, defaults = config.as_options(), HierarchyConfig().as_options()
     free = {name for name in options if name not in given and options[name] == defaults[name]}
@@ -86,6 +91,8 @@ def device_defaults(
         if free >= _RETRIEVAL_NAMES:
             _, budget, chunk = retrieval_step(prompt, group)
             chosen |= {"budget": budget, "chunk": chunk}
+    elif read is not None and free >= _RETRIEVAL_NAMES:
+        chosen |= retrieval_size(read(), prompt, config.gamma)
     chosen = {name: value for name, value in chosen.items() if name in free}
     made = HierarchyConfig.from_options(**{**options, **chosen})
     if gpu and trees and "tail_tree" in free and not config.offloads:
@@ -93,6 +100,15 @@ def device_defaults(
         tokens = pass_tokens(with_tail, 3)
         return with_tail if tokens <= _TAIL_TOKENS and tokens * batch <= MOST_ROWS else made
     return made
+
+
+def bytes_read(target: HFModel, draft: HFModel | None, config: HierarchyConfig, batch: int = 1) -> Read:
+    """What passes of these models read for a sequence, on a CPU."""
+    weights = weight_bytes(target.model) / batch
+    few = config.retrieval_weight_bits == 8 or gains_from_few_bits(target)
+    slot = sum(shape.elements for shape in target.kv_shapes if shape.window is None) * target.dtype.itemsize
+    drafted = weight_bytes(draft.model) / batch if draft is not None else 0.0
+    return Read(weights, weights / 4 if few else weights, slot, tree_shapes(config)[0].depth * drafted)
 
 
 def retrieval_step(prompt: int, group: int) -> tuple[int, int, int]:
@@ -136,7 +152,8 @@ def chosen_settings(
     """
     trees = draft is not None and target.states is None
     gpu, group = target.device.type == "cuda", target.heads.group
-    config = device_defaults(config, given, gpu, prompt, group, trees, batch)
+    read = partial(bytes_read, target, draft, config, batch)
+    config = device_defaults(config, given, gpu, prompt, group, trees, batch, read)
     entry = profile.nearest(prompt, temperature) if profile is not None else None
     if entry is None:
         return config, None

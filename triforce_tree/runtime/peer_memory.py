@@ -96,7 +96,8 @@ def map_memory(processes: Any, ranks: range, device: torch.device) -> PeerMemory
     if ranks[0] // local != ranks[-1] // local:
         return None
     cards = [number % local for number in ranks if number % local != device.index]
-    able = all(torch.cuda.can_device_access_peer(device, card) for card in cards)
+    seen = torch.cuda.device_count()
+    able = all(card < seen and torch.cuda.can_device_access_peer(device, card) for card in cards)
     if not _all(able, processes, device):
         return None
     group: Any = dist.group.WORLD if processes is None else processes

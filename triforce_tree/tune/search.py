@@ -68,7 +68,7 @@ GRID = (
     Coordinate("lookup", (4, 8, 15, 31), levels=(2, 3)),
     Coordinate("retrieval_weight_bits", (16, 8, 4), ordered=False),
     Coordinate("gamma", (4, 6, 8, 12, 16, 24)),
-    Coordinate("budget", (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)),
+    Coordinate("budget", (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16_384, 32_768)),
     # Selection of chunks in every pass of level 1, in every other, ...; with 0 once for each pass of level 2.
     Coordinate("refresh", (1, 2, 4, 0)),
     Coordinate("chunk", (8, 16, 32)),

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.eval import overlap
 from triforce_tree.eval.results import Record, Records, repeated_share
 from triforce_tree.models.few_row import why_not_replaceable
-from triforce_tree.planning.device_defaults import device_defaults, gains_from_few_bits
+from triforce_tree.planning.device_defaults import bytes_read, device_defaults, gains_from_few_bits
 from triforce_tree.planning.profiles import Entry
 from triforce_tree.trees.shapes import with_chain
 from triforce_tree.tune.fitted import MOST_DEPTH, RANKS, fitted_trees
@@ -86,7 +87,8 @@ class Tuner:
             # As they were given, without what the hierarchy makes of them.
             others = own.other_trees if own.other_trees or "other_trees" in fixed else None
             own = replace(own, tree=with_chain(own.tree, 0), other_trees=others)
-        config = device_defaults(own, fixed, gpu, context, hierarchy.target.heads.group, draft)
+        read = partial(bytes_read, hierarchy.target, hierarchy.draft, own)
+        config = device_defaults(own, fixed, gpu, context, hierarchy.target.heads.group, draft, read=read)
         if config.retrieval_weight_bits == "auto":
             # The fastest that is measured, from those that "auto" takes where memory is to spare.
             fixed -= {"retrieval_weight_bits"}

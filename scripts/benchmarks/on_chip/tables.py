@@ -17,7 +17,7 @@ from scripts.benchmarks.common.markdown import (
 from scripts.benchmarks.common.results import PLAIN
 
 FILE, PREFILL_FILE = "on_chip_h200.json", "prefill_h200.json"
-VARIANTS_FILE = "variants_h200.json"
+VARIANTS_FILE = "variants_{machine}.json"
 HEADLINES = ("7b", "8b", "batch")
 # Speed-ups that TriForce (arXiv 2404.11912) reports for Llama-2-7B on an A100, by batch,
 # context and temperature.
@@ -212,16 +212,19 @@ def _variants(content: Record) -> list[Record]:
     return sorted(content["rows"], key=lambda row: (row["part"], row["temperature"]))
 
 
-_variants_caption = partial(
-    origin, file=VARIANTS_FILE, measured=lambda part: f"{part['settings']['new_tokens']} new tokens a run"
-)
+def _variants_table(machine: str, words: str) -> Table:
+    file = VARIANTS_FILE.format(machine=machine)
+    caption = partial(
+        origin, file=file, measured=lambda part: f"{part['settings']['new_tokens']} new tokens a run"
+    )
+    return Table(
+        file, listing(VARIANTS, _variants, caption, left=4), f"python -m scripts.benchmarks variants {words}"
+    )
+
 
 TABLES = {
-    "variants": Table(
-        VARIANTS_FILE,
-        listing(VARIANTS, _variants, _variants_caption, left=4),
-        "python -m scripts.benchmarks variants --shapes 8b",
-    ),
+    "variants": _variants_table("h200", "--shapes 8b"),
+    "variants_cpu": _variants_table("cpu", "--shapes pair --contexts 65536"),
     "prefill": Table(
         PREFILL_FILE,
         listing(PREFILL, caption=_prefill_caption),

@@ -216,6 +216,14 @@ GPU = (
 """Measured on one GPU, or side by side on several; those on all cards last."""
 
 CPU = (
+    _bench(
+        "variants-cpu",
+        'variants --shapes pair --contexts 65536 --temperatures 0 0.8 --variants "budget=1536 chunk=8" '
+        f"--texts {TEXTS}",
+        12,
+        timed=True,
+        tiny=None,
+    ),
     _bench("budgets-cpu", f"budgets --shapes pair --chunks 8 16 --texts {TEXTS}", 15, timed=True, tiny=None),
     _bench("cpu-prefill", "cpu_prefill --contexts 1024 4096 --rounds 4 --threads 1", 5, tiny=None),
     _bench("cpu", "cpu", 25, tiny=None),

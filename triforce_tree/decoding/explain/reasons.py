@@ -46,6 +46,8 @@ def reasons(
         elif name in ("budget", "chunk") and device == "GPU":
             least, *_ = retrieval_step(prompt_tokens, target.heads.group)
             why = f"default on a GPU for prompts of {least:,} tokens and more (docs/defaults.md)"
+        elif name in ("budget", "chunk"):
+            why = f"expected to be the fastest on a CPU for prompts of {prompt_tokens:,} tokens"
         else:
             why = f"default on a {device}"
         found[name] = why
