@@ -10,7 +10,7 @@ from program_cases import GREEDY, draft_of, model, program_of
 
 from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.choice.stage_costs import measure
-from triforce_tree.runtime.host_pages import commit
+from triforce_tree.runtime.devices import commit
 
 BYTES = 64 << 20
 

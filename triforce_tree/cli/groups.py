@@ -148,7 +148,7 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         ),
         "chunk": (
             int,
-            "tokens of a retrieved chunk; by default 8, on a GPU to 32 by the prompt's length",
+            "tokens of a retrieved chunk; by default 8 to 32 by the prompt's length and the model",
         ),
         "recent": (int, "newest tokens that the retrieval cache always holds"),
         "refresh": (

@@ -24,8 +24,8 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.view import ChunkedView
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
+from triforce_tree.runtime.devices import commit
 from triforce_tree.runtime.features import Features
-from triforce_tree.runtime.host_pages import commit
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import PassLimits
 

@@ -72,6 +72,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
                 "part": part, "machine": header["hardware"], "model": header["settings"]["model"],
                 **dict(zip(_CELL, cell, strict=True)),
                 "default": mine[0]["default"],
+                "text": mine[0]["text"] if len(mine) == 1 else f"{len(mine)} texts",
                 "texts": len(mine),
                 "overlap": round(statistics.fmean(s["overlap"] for s in mine), 4),
                 "overlaps": {s["text"]: round(s["overlap"], 4) for s in mine},

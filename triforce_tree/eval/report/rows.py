@@ -20,7 +20,7 @@ Content = Mapping[str, Any]
 _NAMED = (
     "of", "what", "part", "model", "model_type", "class", "feature_set", "shape", "path", "kind", "text",
     "workload", "case", "method", "way", "policy", "operator", "kernel", "cell", "layout", "link", "level",
-    "turn", "on",
+    "turn", "on", "variant",
 )  # fmt: skip
 _PLACE = (
     *_NAMED, "machine", "device", "arch", "cards", "gpus", "clients", "prompt", "where", "batch", "context",
