@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding import forced_tokens
+from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.engine import Engine
 from triforce_tree.kernels.step.accept import accept_drawn
 from triforce_tree.kernels.step.draws import NoiseDraws
@@ -28,7 +29,7 @@ _LEAST_REACHED = 16.0
 class LevelProbs:
     """Distributions of the next token, fp32 ``[T, V]`` each, at T positions of a text, and its ``tokens``.
 
-    ``draft`` is None where the drafter is deterministic.
+    ``draft`` is None where the drafter is deterministic, or left out.
     """
 
     draft: Tensor | None
@@ -61,16 +62,31 @@ def teacher_forced(
     at = prompt_tokens
     with engine.with_options(levels=3).program([text[:at]], len(text) - at, to_probs, temperature) as program:
         program.prefill([text[:at]], progress)
-        while at < len(text):
-            stop = min(at + program.max_draft_tokens + 1, len(text))
-            chain = text[at - 1 : stop - 1]
-            forced_tokens.offer(program, text[:at], chain[1:])
-            draft = forced_tokens.draft_probs(program, len(chain), generator)
-            retrieval = to_probs(forced_tokens.retrieval_logits(program, chain, LEVEL_1_STEP), list)
-            target = to_probs(forced_tokens.target_logits(program, chain), list)
-            yield LevelProbs(draft, retrieval, target, text[at:stop])
-            forced_tokens.commit(program, stop - at)
-            at = stop
+        yield from forced_passes(program, text, at, to_probs, generator)
+
+
+def forced_passes(
+    program: DecodingProgram,
+    text: Sequence[int],
+    at: int,
+    to_probs: ProbsFromLogits,
+    generator: torch.Generator | None = None,
+) -> Iterator[LevelProbs]:
+    """The same in a program of three levels that holds the first ``at`` tokens of the text.
+
+    Args:
+        generator: of the drafter's draws; None leaves the drafter out.
+    """
+    while at < len(text):
+        stop = min(at + program.max_draft_tokens + 1, len(text))
+        chain = list(text[at - 1 : stop - 1])
+        forced_tokens.offer(program, text[:at], chain[1:])
+        draft = None if generator is None else forced_tokens.draft_probs(program, len(chain), generator)
+        retrieval = to_probs(forced_tokens.retrieval_logits(program, chain, LEVEL_1_STEP), list)
+        target = to_probs(forced_tokens.target_logits(program, chain), list)
+        yield LevelProbs(draft, retrieval, target, list(text[at:stop]))
+        forced_tokens.commit(program, stop - at)
+        at = stop
 
 
 def overlap(p: Tensor, q: Tensor) -> float:

@@ -10,17 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.stage_costs import measure, measure_shape
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.eval.overlap import LEVEL_1_STEP
+from triforce_tree.eval.overlap import LevelProbs, forced_passes
 from triforce_tree.kv.prefill import chunk_tokens, prefill
 from triforce_tree.kv.store import KVStore
 from triforce_tree.runtime.executor import free_memory
@@ -145,30 +143,21 @@ class Meter:
 
     def probs(
         self, config: HierarchyConfig, position: int, new: int, temperature: float
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Distributions of level 1 and of the target, fp32 ``[T, V]`` each, along the text itself.
+    ) -> Iterator[LevelProbs]:
+        """Distributions of level 1 and of the target along the text itself, without the drafter's.
 
         Args:
             config: of three levels.
             position: how many tokens of the text come first.
             new: how many that follow are given to both levels, pass by pass.
         """
-        to_probs = ProbsFromLogits.at(temperature)
         with self._hierarchy.active():
             program = self._open(config)
             with self._restoring(program, position, new):
                 program.update_chunk_means()
                 program.rewind([self._tokens[:position]])
-                at, end = position, position + new
-                while at < end:
-                    stop = min(at + program.max_draft_tokens + 1, end)
-                    chain = self._tokens[at - 1 : stop - 1]
-                    forced_tokens.offer(program, self._tokens[:at], chain[1:])
-                    retrieval = forced_tokens.retrieval_logits(program, chain, LEVEL_1_STEP)
-                    target = forced_tokens.target_logits(program, chain)
-                    yield to_probs(retrieval, list), to_probs(target, list)
-                    forced_tokens.commit(program, stop - at)
-                    at = stop
+                text = self._tokens[: position + new]
+                yield from forced_passes(program, text, position, ProbsFromLogits.at(temperature))
 
     def _alone_ms(self, position: int) -> float | None:
         """Milliseconds per token of the target alone; None on a GPU, which no other program shares."""

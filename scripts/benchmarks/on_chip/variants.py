@@ -9,30 +9,17 @@ the default settings do. The same command goes on with the next text.
 import argparse
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from scripts.benchmarks.common.results import Record
-from scripts.benchmarks.texts.command import (
-    PAIR,
-    SHAPES,
-    device_for_shapes,
-    files_by_shape,
-    found_texts,
-    grid_parser,
-    option,
-    print_rows,
-)
+from scripts.benchmarks.common.results import Record, ResultsFile
+from scripts.benchmarks.texts.command import PAIR, SHAPES, grid_parser, measure_by_text, option
 from scripts.benchmarks.texts.grid import TimeLimit
 from triforce_tree import Engine
 from triforce_tree.eval.results import Records
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts.registry import prompts
-from triforce_tree.runtime.executor import free_memory
 from triforce_tree.tune.meters import Meter
 from triforce_tree.tune.plan import Plan
 from triforce_tree.tune.tuner import Tuner
 
-FILE = "variants_{machine}.json"
 DEFAULT = "defaults"
 _PLACES = 2
 
@@ -83,8 +70,8 @@ def _place(sample: Record) -> tuple[object, ...]:
 
 
 def measured(
-    engine: Engine, tokens: Sequence[int], args: argparse.Namespace, known: Record, limit: TimeLimit
-) -> list[Record]:
+    engine: Engine, tokens: Sequence[int], args: argparse.Namespace, limit: TimeLimit
+) -> Iterator[Record]:
     """Generations of all variants after positions near the end of one text."""
     context = len(tokens)
     plan = Plan((context,), tuple(args.temperatures), args.new_tokens, places=_PLACES)
@@ -93,22 +80,19 @@ def measured(
         text: space.start.changed(dict(option(word) for word in text.split())) for text in args.variants
     }
     meter = Meter(engine.hierarchy, tokens, args.new_tokens, space.extent())
-    found = []
     try:
         for (name, config), temperature in itertools.product(configs.items(), args.temperatures):
             seeds = range(args.seed, args.seed + (args.seeds if temperature else 1))
             for position, seed in itertools.product(plan.starts(context), seeds):
                 run = meter.run(config, position, temperature, args.new_tokens, seed)
                 passes = run.levels[-1].forwards
-                sample = {
-                    **known, "temperature": temperature, "variant": name, "position": position, "seed": seed,
+                limit.say(f"T={temperature:g}, {run.ms_per_token:.2f} ms: {name}")
+                yield {
+                    "temperature": temperature, "variant": name, "position": position, "seed": seed,
                     "ms_per_token": run.ms_per_token, "tokens_per_pass": len(run.tokens) / max(1, passes),
                 }  # fmt: skip
-                limit.say(f"T={temperature:g}, {run.ms_per_token:.2f} ms: {name}")
-                found.append(sample)
     finally:
         meter.close()
-    return found
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -117,34 +101,13 @@ def main(words: Sequence[str] | None = None) -> int:
         "--variants", nargs="+", required=True, metavar="SETTINGS", help='each "NAME=VALUE NAME=VALUE ..."'
     )
     args = made.parse_args(words)
-    device = device_for_shapes(made, args)
-    limit = TimeLimit(args.seconds)
-    texts, sources, missing = found_texts(made, args, one_a_kind=False)
+
+    def compared(
+        engine: Engine, tokens: list[int], key: Record, file: ResultsFile, limit: TimeLimit
+    ) -> list[Record]:
+        # A text is measured as a whole, or not at all.
+        return list(measured(engine, tokens, args, limit))
+
+    cells = [{"context": context} for context in args.contexts]
     more = {"variants": args.variants, "new_tokens": args.new_tokens, "seeds": args.seeds}
-    for grid, file in files_by_shape(args, "variants", device, sources, rows, **more):
-        for text in missing:
-            file.note(text)
-        engine = grid.engine(device, args.seed)
-        complete = True
-        try:
-            for source, context in itertools.product(sources, args.contexts):
-                known = {"text": source.name, "kind": source.kind, "context": context}
-                if file.find(**known) is not None:
-                    continue
-                if not (complete := not limit.reached()):
-                    break
-                try:
-                    [tokens] = prompts(source, token_ids(engine.tokenizer, texts.read(source)), context)
-                except ValueError as error:
-                    file.note(str(error))
-                    continue
-                limit.say(f"{source.name}, {context:,} tokens")
-                for sample in measured(engine, tokens, args, known, limit):
-                    file.add(sample)
-        finally:
-            engine.close()
-            free_memory()
-        print_rows(file, limit, complete)
-        if not complete:
-            return 3
-    return 0
+    return measure_by_text(made, args, "variants", rows, cells, compared, one_a_kind=False, **more)

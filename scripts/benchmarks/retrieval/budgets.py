@@ -20,29 +20,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.common.results import Record
-from scripts.benchmarks.texts.command import (
-    PAIR,
-    SHAPES,
-    device_for_shapes,
-    files_by_shape,
-    found_texts,
-    grid_parser,
-    print_rows,
-)
+from scripts.benchmarks.common.results import Record, ResultsFile
+from scripts.benchmarks.texts.command import PAIR, SHAPES, grid_parser, measure_by_text
 from scripts.benchmarks.texts.grid import TimeLimit
 from triforce_tree import Engine
 from triforce_tree.decoding.choice.estimates import tokens_of
 from triforce_tree.decoding.choice.passes import PassKind, StageSeconds
+from triforce_tree.eval.overlap import LevelProbs
 from triforce_tree.eval.results import Records
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts.registry import prompts
-from triforce_tree.runtime.executor import free_memory
 from triforce_tree.tune.meters import Meter
 from triforce_tree.tune.plan import Plan
 from triforce_tree.tune.tuner import Tuner
 
-FILE = "budgets_{machine}.json"
 _CELL = ("context", "temperature", "budget", "chunk")
 
 
@@ -83,11 +72,11 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
     return found
 
 
-def _shares(own: Tensor, target: Tensor, temperature: float) -> Tensor:
+def _shares(step: LevelProbs, temperature: float) -> Tensor:
     """The probability of acceptance at each position."""
     if temperature == 0:
-        return (own.argmax(-1) == target.argmax(-1)).float()
-    return torch.minimum(own, target).sum(-1)
+        return (step.retrieval.argmax(-1) == step.target.argmax(-1)).float()
+    return torch.minimum(step.retrieval, step.target).sum(-1)
 
 
 def measured(
@@ -95,7 +84,6 @@ def measured(
     tokens: Sequence[int],
     context: int,
     args: argparse.Namespace,
-    known: Record,
     before: Sequence[Record],
 ) -> list[Record]:
     """Overlaps of all budgets and chunks after one text, and stage times that no text ``before`` has."""
@@ -116,10 +104,10 @@ def measured(
             seconds = next(alike, None) or vars(meter.stage_seconds(config, 0.0))
             for temperature in args.temperatures:
                 steps = meter.probs(config, context, args.new_tokens, temperature)
-                overlap = float(torch.cat([_shares(*both, temperature) for both in steps]).mean())
+                overlap = float(torch.cat([_shares(step, temperature) for step in steps]).mean())
                 found.append(
                     {
-                        **known, "temperature": temperature, "budget": budget, "chunk": chunk,
+                        "temperature": temperature, "budget": budget, "chunk": chunk,
                         "default": (budget, chunk) == usual, "gamma": config.gamma, "overlap": overlap,
                         "seconds": seconds,
                     }
@@ -136,34 +124,14 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--chunks", type=int, nargs="+", default=[8, 16, 32], help="to compare")
     add("--gathered", type=float, default=3.0, help="tokens that a round adds to the chain")
     args = made.parse_args(words)
-    device = device_for_shapes(made, args)
-    limit = TimeLimit(args.seconds)
-    texts, sources, missing = found_texts(made, args, one_a_kind=True)
-    complete = True
-    for grid, file in files_by_shape(args, "budgets", device, sources, rows, gathered=args.gathered):
-        for text in missing:
-            file.note(text)
-        engine = grid.engine(device, args.seed)
-        try:
-            for source, context in itertools.product(sources, args.contexts):
-                known = {"text": source.name, "kind": source.kind, "context": context}
-                if file.find(**known) is not None:
-                    continue
-                if not (complete := not limit.reached()):
-                    break
-                try:
-                    ids = token_ids(engine.tokenizer, texts.read(source))
-                    [tokens] = prompts(source, ids, context + args.new_tokens)
-                except ValueError as error:
-                    file.note(str(error))
-                    continue
-                limit.say(f"{source.name}, {context:,} tokens")
-                for sample in measured(engine, tokens, context, args, known, file.samples):
-                    file.add(sample)
-        finally:
-            engine.close()
-            free_memory()
-        print_rows(file, limit, complete)
-        if not complete:
-            return 3
-    return 0
+
+    def sized(
+        engine: Engine, tokens: list[int], key: Record, file: ResultsFile, limit: TimeLimit
+    ) -> list[Record]:
+        return measured(engine, tokens, key["context"], args, file.samples)
+
+    cells = [{"context": context} for context in args.contexts]
+    return measure_by_text(
+        made, args, "budgets", rows, cells, sized, one_a_kind=True, further=args.new_tokens,
+        gathered=args.gathered,
+    )  # fmt: skip

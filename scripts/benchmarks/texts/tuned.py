@@ -14,22 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scripts.benchmarks.common.results import Record, ResultsFile
-from scripts.benchmarks.texts.command import (
-    PAIR,
-    SHAPES,
-    device_for_shapes,
-    files_by_shape,
-    found_texts,
-    grid_parser,
-    print_rows,
-)
+from scripts.benchmarks.texts.command import PAIR, SHAPES, grid_parser, measure_by_text
 from scripts.benchmarks.texts.grid import TimeLimit
 from scripts.benchmarks.texts.rows import OF_MEDIAN
 from triforce_tree import Engine
 from triforce_tree.eval.results import Records, repeated_share
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts.registry import Texts, TextSource, prompts
-from triforce_tree.runtime.executor import free_memory
 from triforce_tree.tune.meters import Meter, Sample
 from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.search import Options
@@ -142,50 +131,16 @@ def main(words: Sequence[str] | None = None) -> int:
     made.add_argument("--tune-seconds", type=float, default=240.0, help="of the search in each cell")
     made.set_defaults(pairs=_PAIRS)
     args = made.parse_args(words)
-    device = device_for_shapes(made, args)
     if args.pairs < 1:
         made.error(f"--pairs {args.pairs}: at least 1 is needed to compare settings")
-    limit = TimeLimit(args.seconds)
-    texts, sources, missing = found_texts(made, args, one_a_kind=True)
-    search = Search(args.tune_seconds, args.new_tokens, args.pairs, args.seed, limit)
+
+    def searched(
+        engine: Engine, tokens: list[int], key: Record, file: ResultsFile, limit: TimeLimit
+    ) -> list[Record]:
+        search = Search(args.tune_seconds, args.new_tokens, args.pairs, args.seed, limit)
+        return [search.measured(engine, tokens, key["temperature"])]
+
+    places = itertools.product(args.contexts, args.temperatures)
+    cells = [{"context": context, "temperature": temperature} for context, temperature in places]
     more = {"tune_seconds": args.tune_seconds, "new_tokens": args.new_tokens, "pairs": args.pairs}
-    for grid, file in files_by_shape(args, "tuned", device, sources, rows, **more):
-        for text in missing:
-            file.note(text)
-        engine = grid.engine(device, args.seed)
-        try:
-            cells = itertools.product(sources, args.contexts, args.temperatures)
-            complete = all(_cell(engine, file, texts, search, *cell) for cell in cells)
-        finally:
-            engine.close()
-            free_memory()
-        print_rows(file, limit, complete)
-        if not complete:
-            return 3
-    return 0
-
-
-def _cell(
-    engine: Engine,
-    file: ResultsFile,
-    texts: Texts,
-    search: Search,
-    source: TextSource,
-    context: int,
-    temperature: float,
-) -> bool:
-    """Measure a cell unless it is measured; False where the time is up."""
-    key = {"text": source.name, "kind": source.kind, "context": context, "temperature": temperature}
-    if file.find(**key) is not None:
-        return True
-    if search.limit.reached():
-        return False
-    try:
-        [tokens] = prompts(source, token_ids(engine.tokenizer, texts.read(source)), context)
-    except ValueError as error:
-        search.limit.say(str(error))
-        file.note(str(error))
-        return True
-    search.limit.say(f"{source.name}, {context:,} tokens, T={temperature:g}")
-    file.add(key | search.measured(engine, tokens, temperature))
-    return True
+    return measure_by_text(made, args, "tuned", rows, cells, searched, one_a_kind=True, **more)

@@ -20,11 +20,11 @@ def all_reduce(x: Tensor, size: int = 0) -> Tensor:
 
     It is opaque to torch.compile, and capturable in a CUDA graph.
     """
-    own, group = x.clone(memory_format=torch.contiguous_format), tensor_group(size)
-    if group is not None and (peers := group.peers) is not None and peers.takes(own):
-        traffic.add("all_reduce", own)
-        return sum_with_peers(own, peers.memories, peers.calls, peers.rank)
-    return all_reduce_tensor(own, group)
+    group = tensor_group(size)
+    if group is not None and (peers := group.peers) is not None and peers.takes(x):
+        traffic.add("all_reduce", x)
+        return sum_with_peers(x.contiguous(), peers.memories, peers.calls, peers.rank)
+    return all_reduce_tensor(x.clone(memory_format=torch.contiguous_format), group)
 
 
 @all_reduce.register_fake
