@@ -192,6 +192,49 @@ def test_stop_strings_end_each_leaf_by_itself() -> None:
     assert tree.text(leaves[0]).endswith(stop)
 
 
+@pytest.mark.parametrize("options", [GREEDY, {"temperature": 1.3, "top_k": 20, "seed": 5}])
+def test_forwards_may_be_queued_before_their_tokens_are_known(options: dict[str, Any]) -> None:
+    """As on a GPU: the same texts, some of which end while the forward after their last token is queued."""
+    found, logprobs, free, queued = [], [], [], []
+    for queues in (False, True):
+        tree, leaves = grown(engine())
+        tree._rows.queues = queues
+        next_logits = tree._rows.next_logits
+        tree._rows.next_logits = lambda *args, inner=next_logits: (queued.append(1), inner(*args))[1]
+        leaves += tree.fork(tree.root, 3)[::-1]
+        usual = tree.generate(tree.fork(tree.root, 1), max_new_tokens=12, **options)[0].tokens
+        branches = tree.generate(leaves, max_new_tokens=24, eos_token_id=[usual[3], usual[9]], **options)
+        assert len({len(branch.tokens) for branch in branches if branch.finish_reason == "eos"}) > 1
+        found.append([branch.tokens for branch in branches])
+        logprobs.append(torch.tensor([value for branch in branches for value in branch.logprobs]))
+        # What follows goes on from rows of such forwards too.
+        below = [tree.fork(leaf, 1)[0] for leaf in leaves]
+        found[-1] += [branch.tokens for branch in tree.generate(below, max_new_tokens=5, **options)]
+        free.append(tree._rows.pool.free_pages)
+        assert bool(queued) == queues
+    assert found[0] == found[1]
+    torch.testing.assert_close(logprobs[0], logprobs[1], atol=2e-5, rtol=0)
+    assert free[0] == free[1]
+
+
+def test_nan_leaves_a_tree_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another forward is queued already."""
+    made = engine()
+    tree = made.tree(PROMPT)
+    tree._rows.queues = True
+    nodes = tree.fork(tree.root, 2)
+    tree.generate(nodes, max_new_tokens=3, **GREEDY)
+    forward = tree._rows._forward
+    monkeypatch.setattr(tree._rows, "_forward", lambda *args: forward(*args) * torch.nan)
+    texts = [node.text_tokens for node in nodes]
+    with pytest.raises(ValueError, match="NaN logits"):
+        tree.generate(nodes, max_new_tokens=6, **GREEDY)
+    assert [node.text_tokens for node in nodes] == texts
+    monkeypatch.setattr(tree._rows, "_forward", forward)
+    for text, branch in zip(texts, tree.generate(nodes, max_new_tokens=6, **GREEDY), strict=True):
+        assert branch.tokens == greedy(made.hierarchy.target.model, text, 6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma2"])
 def test_on_a_gpu(family: str) -> None:

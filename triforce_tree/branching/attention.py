@@ -15,6 +15,7 @@ from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.nodes import NodePlan
 from triforce_tree.kernels.attention.plan import Heads, plan_trees
 from triforce_tree.kernels.cpu.fp32.library import library
+from triforce_tree.runtime.devices import pinned
 
 MOST_READ = 100_000
 """Positions that all queries of a forward see together, up to which each reads its path for itself on a CPU:
@@ -135,11 +136,12 @@ class PathSlots:
         if self._window is None:
             self._table = torch.from_numpy(table)
         else:
-            self._table.copy_(torch.from_numpy(table))
+            self._table.copy_(pinned(torch.from_numpy(table), self._table.device), non_blocking=True)
         lengths = torch.zeros(queries, dtype=torch.int32)
         lengths[: len(paths)] = torch.tensor([len(slots) for slots in paths])
+        lengths = pinned(lengths, self._table.device)
         for plan in self._plans.values():
-            plan.lengths.copy_(lengths)
+            plan.lengths.copy_(lengths, non_blocking=True)
 
     def _seen(self, position: int) -> int:
         """How many positions a query at this one sees."""

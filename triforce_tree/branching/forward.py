@@ -15,6 +15,7 @@ from triforce_tree.branching.pool import KVPool
 from triforce_tree.models.attention import AttentionParams, KVShape
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, step_model
+from triforce_tree.runtime.devices import pinned
 from triforce_tree.runtime.executor import Step, executor
 
 MOST_QUERIES = 256
@@ -81,25 +82,32 @@ class _Buffers:
         # the trial runs of a capture write to slot 0, which nobody reads.
         self._run = executor([Step(self._forward, model.capturable and not sizes.tail)], device)
 
-    def __call__(self, layout: Layout) -> Tensor:
-        """Logits ``[T, V]`` of the layout's queries, until the next forward."""
-        tokens: list[int] = []
+    def __call__(self, layout: Layout, tokens: Tensor | None = None) -> Tensor:
+        """Logits ``[T, V]`` of the layout's queries, until the next forward.
+
+        Args:
+            tokens: int64 ``[T]`` on the device, of the queries; by default those that the nodes have.
+        """
+        ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         for node, start, count in layout.feeds:
             stop = start + count
-            tokens += node.tokens[start:stop]
+            ids += node.tokens[start:stop] if tokens is None else [0] * count
             positions += range(node.start + start, node.start + stop)
             fresh = max(start, node.stored)
             slots += [row % self._pool.page for row in range(start, min(fresh, stop))]
             slots += node.slots(fresh, stop, self._pool.page).tolist()
         self._ids.zero_()
-        self._ids[:, : len(tokens)] = torch.tensor([tokens, positions, slots])
+        given = pinned(torch.tensor([ids, positions, slots]), self._ids.device)
+        self._ids[:, : len(ids)].copy_(given, non_blocking=True)
+        if tokens is not None:
+            self._ids[0, : len(ids)] = tokens
         self._attention.set(layout)
         for window in self._windows.values():
             window.set(layout)
         self._run()
-        return self.logits[0, : len(tokens)]
+        return self.logits[0, : len(ids)]
 
     def prepare(self, layout: Layout) -> None:
         """Plan a forward that may come next, while the last one runs, if its rows have pages already."""
@@ -163,11 +171,24 @@ class TreeForward:
         self._pool: KVPool | None = None
         self._buffers: dict[Sizes, _Buffers] = {}
 
-    def __call__(self, pool: KVPool, feeds: Sequence[Feed], ahead: Ahead | None = None) -> Tensor:
+    def __call__(
+        self,
+        pool: KVPool,
+        feeds: Sequence[Feed],
+        ahead: Ahead | None = None,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
         """Logits ``[T, V]`` of all tokens of the feeds, in the feeds' order.
 
         Rows that are not stored yet are stored in the nodes' pages, which must be there. The logits hold
-        until the next call. ``ahead``: of a series of forwards of one token a node, on a GPU.
+        until the next call.
+
+        Args:
+            pool: keys and values.
+            feeds: what is fed.
+            ahead: of a series of forwards of one token a node, on a GPU.
+            tokens: int64 ``[T]`` on the device, which the nodes do not have yet. The caller gives them to the
+                nodes, and says that their rows are stored. By default the nodes' own.
         """
         layout = arranged(feeds) if ahead is None else ahead.layout(feeds)
         on_gpu = pool.store.device.type == "cuda"
@@ -179,14 +200,27 @@ class TreeForward:
                 self._buffers.clear()
             make = partial(_Buffers, self.model, pool, self._target.kv_shapes)
             self._buffers[sizes] = make(sizes)
-        logits = self._buffers[sizes](layout)
-        for node, start, count in layout.feeds:
-            node.stored = max(node.stored, start + count)
+        order = _order(layout.feeds, feeds)
+        if tokens is not None and order is not None:
+            tokens = tokens[_index(order, tokens.device)]
+        logits = self._buffers[sizes](layout, tokens)
+        if tokens is None:
+            for node, start, count in layout.feeds:
+                node.stored = max(node.stored, start + count)
+        if order is not None:
+            logits = logits[_index(np.argsort(order), logits.device)]
         if ahead is not None and on_gpu:
             ahead.prepare(feeds, self._buffers[sizes])
-        order = {feed.node: number for number, feed in enumerate(layout.feeds)}
-        if [order[feed.node] for feed in feeds] == list(range(len(feeds))):
-            return logits
-        ends = np.cumsum([feed.size for feed in layout.feeds])
-        rows = [range(ends[order[f.node]] - f.size, ends[order[f.node]]) for f in feeds]
-        return logits[[row for own in rows for row in own]]
+        return logits
+
+
+def _order(arranged: Sequence[Feed], feeds: Sequence[Feed]) -> np.ndarray | None:
+    """For each query of the arranged feeds its number in the given ones; None where they are in one order."""
+    begins = np.cumsum([0, *(feed.size for feed in feeds)])
+    begin = {feed.node: begins[number] for number, feed in enumerate(feeds)}
+    order = np.concatenate([begin[feed.node] + np.arange(feed.size) for feed in arranged])
+    return None if (order[1:] > order[:-1]).all() else order
+
+
+def _index(numbers: np.ndarray, device: torch.device) -> Tensor:
+    return pinned(torch.from_numpy(numbers), device).to(device, non_blocking=True)

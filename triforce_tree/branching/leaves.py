@@ -1,6 +1,7 @@
 """Leaves of a tree that are generated together, one token each in a forward."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +13,7 @@ from triforce_tree.branching.node import Node
 from triforce_tree.branching.options import Draws, drawn
 from triforce_tree.branching.rows import TreeRows, needs_before
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
-from triforce_tree.verify.sampling import ProbsFromLogits
+from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
 
 @dataclass(eq=False)
@@ -43,6 +44,11 @@ class Leaf:
         """Rows of the node when it has its most tokens, of which the last has none yet."""
         return len(self.node.tokens) + self.ending.max_new_tokens - 1
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a forward after its next token, whatever it is, may be needed and can be computed now."""
+        return self.to_probs.context_free and len(self.new) + 1 < self.ending.max_new_tokens
+
     def add(self, token: int, logprob: float) -> None:
         """Append a token."""
         self.node.append([token], [logprob])
@@ -64,37 +70,79 @@ def decode(rows: TreeRows, leaves: Sequence[Leaf]) -> None:
     most = {leaf.node: leaf.most_rows for leaf in leaves}
     rows.pool.check(rows.missing_pages({**needs, **tips, **most}))
     rows.fill(needs)
-    ahead = Ahead()
-    while going := [leaf for leaf in leaves if leaf.reason is None]:
-        for numbers, logits in rows.last_logits([leaf.node.tip for leaf in going], ahead):
-            _choose([going[number] for number in numbers], logits.float())
+    ahead, going = Ahead(), list(leaves)
+    # Logits after the last tokens of all leaves that go on, where they were computed already.
+    known: Tensor | None = None
+    while going:
+        parts: Iterable[tuple[Sequence[int], Tensor]] = (
+            rows.last_logits([leaf.node.tip for leaf in going], ahead)
+            if known is None
+            else [(range(len(going)), known)]
+        )
+        known = None
+        for numbers, logits in parts:
+            part = [going[number] for number in numbers]
+            chosen = _Chosen(part, logits.float())
+            if len(part) == len(going) and rows.queues and all(leaf.may_go_on for leaf in part):
+                # The device goes on while the host waits for its tokens, and looks whether texts end.
+                known = rows.next_logits([leaf.node for leaf in part], chosen.tokens, ahead)
+            chosen.append()
+            if known is not None:
+                rows.add_stored([leaf.node for leaf in part])
+        kept = [number for number, leaf in enumerate(going) if leaf.reason is None]
+        if known is not None and len(kept) < len(going):
+            known = known[kept]
+        going = [going[number] for number in kept]
 
 
-def _choose(leaves: Sequence[Leaf], logits: Tensor) -> None:
-    """Append one token to each leaf, by logits fp32 ``[N, V]``."""
-    draws = [leaf.draws for leaf in leaves if leaf.draws is not None]
-    tokens = drawn(_scores(leaves, logits), draws or None)
-    logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-    # One transfer: fp64 holds token ids exactly.
-    both = torch.stack([tokens.double(), logprobs.double()]).tolist()
-    for leaf, token, logprob in zip(leaves, *both, strict=True):
-        leaf.add(int(token), logprob)
+class _Chosen:
+    """One token for each of some leaves, on its way from the device to the host.
+
+    Args:
+        leaves: of one call.
+        logits: theirs, fp32 ``[N, V]``.
+
+    Attributes:
+        tokens: int64 ``[N]``, on the device.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], logits: Tensor) -> None:
+        self._leaves = leaves
+        draws = [leaf.draws for leaf in leaves if leaf.draws is not None]
+        self.tokens = drawn(_scores(leaves, logits), draws or None)
+        logprobs = logits.gather(1, self.tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        # One transfer: fp64 holds token ids exactly.
+        both = torch.stack([self.tokens.double(), logprobs.double()])
+        self._on_host = both.to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if both.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def append(self) -> None:
+        """Append the tokens to the leaves; waits for them.
+
+        Raises:
+            ValueError: NaN logits.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens, logprobs = self._on_host.tolist()
+        if any(map(math.isnan, logprobs)):
+            raise ValueError(NAN_LOGITS)
+        for leaf, token, logprob in zip(self._leaves, tokens, logprobs, strict=True):
+            leaf.add(int(token), logprob)
 
 
 def _scores(leaves: Sequence[Leaf], logits: Tensor) -> Tensor:
-    """Processed logits, each leaf's by its own processors."""
-    first = leaves[0].to_probs
-    if first.context_free and all(leaf.to_probs is first for leaf in leaves):
-        return first.scores(logits, list)
-    scores = torch.empty_like(logits)
-    alike: dict[int, list[int]] = {}
-    for number, leaf in enumerate(leaves):
-        if leaf.to_probs.context_free:
-            alike.setdefault(id(leaf.to_probs), []).append(number)
-        else:
-            # One by one: their texts differ in length, and so may what a processor makes of the same text.
-            own = torch.tensor(leaf.tokens, device=logits.device)
-            scores[number] = leaf.to_probs.scores(logits[number : number + 1], partial(list, [own]))[0]
-    for numbers in alike.values():
-        scores[numbers] = leaves[numbers[0]].to_probs.scores(logits[numbers], list)
-    return scores
+    """Processed logits of leaves, fp32 ``[N, V]``."""
+    if all(leaf.to_probs.context_free for leaf in leaves):
+        # The leaves of a call have the same options, of which only processors that read a text depend on its
+        # length.
+        return leaves[0].to_probs.context_free_scores(logits)
+    rows = []
+    for leaf, row in zip(leaves, logits, strict=True):
+        # One by one: their texts differ in length, and so may what a processor makes of the same text.
+        own = torch.tensor(leaf.tokens, device=logits.device)
+        rows.append(leaf.to_probs.scores(row[None], partial(list, [own])))
+    return torch.cat(rows)

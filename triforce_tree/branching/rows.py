@@ -23,10 +23,15 @@ class TreeRows:
         target: whose keys and values they are.
         pool: pages for them.
         chunk: tokens of a forward of a long run of one node's tokens.
+
+    Attributes:
+        queues: whether :meth:`next_logits` returns before the device has computed anything.
     """
 
     def __init__(self, target: HFModel, pool: KVPool, chunk: int) -> None:
         self._target, self.pool, self._chunk = target, pool, chunk
+        # A CPU computes at once, so a forward for a text that ends there would be time lost.
+        self.queues = target.device.type == "cuda"
         self._forward = TreeForward(target)
 
     def missing_pages(self, needs: Mapping[Node, int]) -> int:
@@ -96,6 +101,25 @@ class TreeRows:
             place = {node: number for number, node in enumerate(part)}
             numbers = [number for number, tip in enumerate(tips) if tip in place]
             yield numbers, logits[[place[tips[number]] for number in numbers]]
+
+    def next_logits(self, nodes: Sequence[Node], tokens: Tensor, ahead: Ahead) -> Tensor:
+        """Logits ``[N, V]`` after one more token of each node, all of whose own rows are stored.
+
+        The nodes do not have these tokens yet: they may be unknown to the host. Their rows are stored, which
+        :meth:`add_stored` says once the nodes have them.
+
+        Args:
+            nodes: at most ``MOST_QUERIES``, each once.
+            tokens: int64 ``[N]`` on the device.
+            ahead: as of :meth:`last_logits`.
+        """
+        self.reserve({node: len(node.tokens) + 1 for node in nodes})
+        return self._forward(self.pool, [Feed(node, len(node.tokens), 1) for node in nodes], ahead, tokens)
+
+    def add_stored(self, nodes: Sequence[Node]) -> None:
+        """Count the rows of :meth:`next_logits`, after whose tokens were appended to the nodes."""
+        for node in nodes:
+            node.stored = len(node.tokens)
 
     def join(self, node: Node) -> None:
         """Make the only child of a node a part of it; its rows are copied behind the node's own.

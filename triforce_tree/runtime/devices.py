@@ -44,6 +44,11 @@ def device_of(name: str | torch.device | None = None) -> torch.device:
     return device
 
 
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` of host memory where a copy to ``device`` begins without waiting for the device's work."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def _why_no_cuda() -> str | None:
     """The reason why CUDA cannot be used, with a remedy; None if it can."""
     built = torch.version.cuda or torch.version.hip

@@ -99,7 +99,7 @@ class ProbsFromLogits:
         if torch.isnan(scores).any():
             raise ValueError(NAN_LOGITS)
         if not self._bound:
-            return self._free(None, scores) if self._free else scores  # type: ignore[arg-type]
+            return self.context_free_scores(scores)
         rows = []
         padding = torch.tensor(self._padding, dtype=torch.int64, device=scores.device)
         sequences = paths()
@@ -123,6 +123,11 @@ class ProbsFromLogits:
                 known[below] = None if forbidden else row
             rows.append(row)
         return torch.cat(rows)
+
+    def context_free_scores(self, logits: Tensor) -> Tensor:
+        """:meth:`scores` where ``context_free``, for fp32 logits, without a look at NaN: nothing waits for
+        the device."""
+        return self._free(None, logits) if self._free else logits  # type: ignore[arg-type]
 
     def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
         """Probabilities, fp32 ``[N, V]``."""

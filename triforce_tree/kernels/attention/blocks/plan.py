@@ -22,6 +22,7 @@ from torch import Tensor
 from triforce_tree.kernels.attention.configs import EDGE, KernelConfig
 from triforce_tree.kernels.attention.nodes import Segment
 from triforce_tree.kernels.attention.plan import Heads, config_for, slices_for
+from triforce_tree.runtime.devices import pinned
 
 # A query takes 16 bits of an entry, which is signed.
 _MOST_QUERIES = 2**15 - 1
@@ -137,10 +138,10 @@ class BlockPlan:
         known, self._ahead = self._ahead, None
         if known is None or known.segments != segments or known.pages != [*map(tuple, pages)]:
             known = self._planned(segments, pages)
-        self._device.copy_(known.head)
+        self._device.copy_(known.head, non_blocking=True)
         for buffer, own in zip(self.schedule[4:], (known.whole, known.gathered), strict=True):
             if len(own):
-                buffer[: len(own)] = own
+                buffer[: len(own)].copy_(own, non_blocking=True)
 
     def prepare(self, segments: Sequence[Segment], pages: Sequence[Sequence[int]]) -> None:
         """Plan the forward that probably follows; the arguments of :meth:`set`, which takes it if it does."""
@@ -168,7 +169,8 @@ class BlockPlan:
         columns[3] = _before(lists.tiles.sum(0), self.blocks)
         for part, own in zip(self._parts, (shares, begins, columns, bounds), strict=True):
             head[part] = own.reshape(-1)
-        buffers = map(torch.from_numpy, (head, lists.whole, lists.gathered))
+        parts = (head, lists.whole, lists.gathered)
+        buffers = (pinned(torch.from_numpy(part), self._device.device) for part in parts)
         return _Planned(list(segments), [*map(tuple, pages)], *buffers)
 
     def _divided(self, tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
