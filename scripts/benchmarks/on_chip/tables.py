@@ -208,23 +208,28 @@ def _beside_defaults(row: Record) -> str:
     return "1" if row["variant"] == "defaults" else f"**{row['speed']:.2f}** ± {row['error']:.2f}"
 
 
-def _variants(content: Record) -> list[Record]:
-    return sorted(content["rows"], key=lambda row: (row["part"], row["temperature"]))
+def _variants(content: Record, setting: str) -> list[Record]:
+    rows = [row for row in content["rows"] if setting in row["part"].split("-")]
+    return sorted(rows, key=lambda row: (row["part"], row["temperature"]))
 
 
-def _variants_table(machine: str, words: str) -> Table:
+def _variants_table(machine: str, setting: str, words: str) -> Table:
+    """Of the parts that vary this setting, by a command with these arguments."""
     file = VARIANTS_FILE.format(machine=machine)
     caption = partial(
         origin, file=file, measured=lambda part: f"{part['settings']['new_tokens']} new tokens a run"
     )
     return Table(
-        file, listing(VARIANTS, _variants, caption, left=4), f"python -m scripts.benchmarks variants {words}"
+        file,
+        listing(VARIANTS, partial(_variants, setting=setting), caption, left=4),
+        f"python -m scripts.benchmarks variants {words}",
     )
 
 
 TABLES = {
-    "variants": _variants_table("h200", "--shapes 8b"),
-    "variants_cpu": _variants_table("cpu", "--shapes pair --contexts 65536"),
+    "variants": _variants_table("h200", "tree", "--shapes 8b --variants tree=..."),
+    "variants_budget": _variants_table("h200", "budget", "--shapes 7b 8b --variants budget=..."),
+    "variants_cpu": _variants_table("cpu", "budget", "--shapes pair --contexts 65536 --variants budget=..."),
     "prefill": Table(
         PREFILL_FILE,
         listing(PREFILL, caption=_prefill_caption),

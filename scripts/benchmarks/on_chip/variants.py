@@ -22,6 +22,7 @@ from triforce_tree.tune.tuner import Tuner
 
 DEFAULT = "defaults"
 _PLACES = 2
+_CONTEXT = 122_880
 
 
 def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
@@ -36,7 +37,10 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
     for cell in dict.fromkeys(tuple(s[name] for name in names) for s in samples):
         mine = [s for s in samples if tuple(s[name] for name in names) == cell]
         texts = dict.fromkeys(s["text"] for s in mine)
-        times = [[(usual[_place(s)], s["ms_per_token"]) for s in mine if s["text"] == text] for text in texts]
+        of_texts = {
+            text: [(usual[_place(s)], s["ms_per_token"]) for s in mine if s["text"] == text] for text in texts
+        }
+        times = list(of_texts.values())
         error = _error(times) if len(times) > 1 else None
         found.append(
             {
@@ -48,6 +52,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
                 "tokens_per_pass": round(statistics.fmean(s["tokens_per_pass"] for s in mine), 2),
                 "speed": round(_speed(times), 4),
                 "error": None if error is None else round(error, 4),
+                "speeds": {text: round(_speed([own]), 4) for text, own in of_texts.items()},
             }
         )  # fmt: skip
     return found
@@ -96,7 +101,7 @@ def measured(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    made = grid_parser("variants", __doc__, (122_880,), SHAPES, [PAIR])
+    made = grid_parser("variants", __doc__, (_CONTEXT,), SHAPES, [PAIR])
     made.add_argument(
         "--variants", nargs="+", required=True, metavar="SETTINGS", help='each "NAME=VALUE NAME=VALUE ..."'
     )
@@ -109,5 +114,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return list(measured(engine, tokens, args, limit))
 
     cells = [{"context": context} for context in args.contexts]
+    # Other settings, or lengths, are parts of their own.
+    changed = sorted({option(word)[0] for text in args.variants for word in text.split()})
+    label = "-".join([*changed, *(str(context) for context in args.contexts if context != _CONTEXT)])
     more = {"variants": args.variants, "new_tokens": args.new_tokens, "seeds": args.seeds}
-    return measure_by_text(made, args, "variants", rows, cells, compared, one_a_kind=False, **more)
+    return measure_by_text(
+        made, args, "variants", rows, cells, compared, one_a_kind=False, label=label, **more
+    )

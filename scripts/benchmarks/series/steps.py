@@ -137,6 +137,14 @@ GPU = (
         tiny=f"{_TINY_GRID} --variants tree=chain:3",
     ),
     _bench(
+        "variants-budget",
+        "variants --shapes 7b 8b --temperatures 0.6 1 --variants budget=4096 budget=8192 budget=16384 "
+        f"--texts {TEXTS}",
+        16,
+        timed=True,
+        tiny=f"{_TINY_GRID} --variants budget=384",
+    ),
+    _bench(
         "real-model",
         f"real_model --draft {OUT}/smollm2/draft --contexts 7168 --seeds 1 --texts {TEXTS}",
         8,

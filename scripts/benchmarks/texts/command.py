@@ -86,6 +86,7 @@ def files_by_shape(
     device: torch.device,
     sources: Sequence[TextSource],
     make_rows: Rows,
+    label: str = "",
     **more: Any,
 ) -> Iterator[tuple[Grid, ResultsFile]]:
     """For each of the command line's shapes its grid, and the part of the results file that it goes to.
@@ -93,6 +94,7 @@ def files_by_shape(
     What is measured with other options than the defaults is a part of its own.
 
     Args:
+        label: of the parts, beside their shape and options.
         more: what else must agree for measurements to be put together.
     """
     file_name = f"{name}_{machine_of(device)}.json"
@@ -105,6 +107,7 @@ def files_by_shape(
         plan = {"shape": shape, "model": model, "options": grid.options, "vocabulary": entries, **more}
         settings = settings_of(plan, args.seed, device.type == "cpu")
         named = [shape, *(f"{name}-{value}" for name, value in sorted(grid.options.items()))]
+        named += [label] if label else []
         part = re.sub(r"[^\w.-]+", "_", "-".join(named))
         yield grid, ResultsFile(path, part, settings, make_rows, None if args.tiny else RESULTS / file_name)
 
