@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triforce_tree.kernels.launching import launched_early, wait_for_previous
 from triforce_tree.kernels.step.kv_slots import check_ring
 
 # Elements of a tile: 64 to a thread of four warps.
@@ -65,7 +66,9 @@ def _append_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     RING: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // heads, pair % heads
     token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -244,6 +247,7 @@ def append_kv(
         *_strides(k_cache), *_strides(v_cache), *_strides(k), *_strides(v), *scale_strides,
         heads, size, count, ring,
         DIM=dim, VALUE_DIM=value_dim, BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_V=block_v, RING=ring > 0,
+        **launched_early(k.device),
     )  # fmt: skip
 
 

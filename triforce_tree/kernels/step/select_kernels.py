@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triforce_tree.kernels.launching import warps
+from triforce_tree.kernels.launching import launched_early, wait_for_previous, warps
 from triforce_tree.kernels.step.select import VARIANCE_WEIGHT
 
 # Chunks per program of the first launch.
@@ -48,7 +48,9 @@ def _score_kernel(
     Q_DIM: tl.constexpr,  # D
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     block, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     sequence, head = pair // heads, pair % heads
     limit = tl.minimum(tl.load(limit_ptr + sequence), chunks)
@@ -91,34 +93,56 @@ def _number(key):
 
 
 @triton.jit
-def _keys(score_ptr, lse_ptr, row, start, limit, chunks, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Scores of chunks ``start ... start + BLOCK - 1`` as ordered integers; chunk 0 above all."""
+def _keys(
+    score_ptr,
+    lse,
+    row,
+    start,
+    limit,
+    chunks,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Scores of chunks ``start ... start + BLOCK - 1`` as ordered integers; chunk 0 above all.
+
+    Args:
+        lse: fp32 ``[BLOCK_GROUP]``, log-sum-exp of each query head of the group.
+    """
     chunk = start + tl.arange(0, BLOCK)
     real = chunk < limit
-    best_score = tl.load(score_ptr + row * chunks + chunk, mask=real, other=0.0)
     if GROUP > 1:
-        best_score -= tl.load(lse_ptr + row)
-        for member in range(1, GROUP):
-            score = tl.load(score_ptr + (row + member) * chunks + chunk, mask=real, other=0.0)
-            best_score = tl.maximum(best_score, score - tl.load(lse_ptr + row + member))
+        # All query heads at once: one after the other, each would wait for its loads.
+        member = tl.arange(0, BLOCK_GROUP)[:, None]
+        there = (member < GROUP) & real[None, :]
+        scores = tl.load(
+            score_ptr + (row + member) * chunks + chunk[None, :], mask=there, other=float("-inf")
+        )
+        best_score = tl.max(tl.where(there, scores - lse[:, None], float("-inf")), 0)
+    else:
+        best_score = tl.load(score_ptr + row * chunks + chunk, mask=real, other=0.0)
     key = tl.where(real, _ordered(best_score), _LOWEST)
     return tl.where(chunk == 0, _HIGHEST, key)
 
 
 @triton.jit
-def _total(lse_ptr, top_ptr, mass_ptr, row, used, blocks, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _total(
+    top_ptr, mass_ptr, row, used, blocks, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
     """Log-sum-exp over the candidates for each query head of a group, from the partial ones of blocks."""
-    for member in range(GROUP):
-        best, total = float("-inf"), 0.0
-        for start in range(0, used, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            top = tl.load(top_ptr + (row + member) * blocks + at, mask=at < used, other=float("-inf"))
-            mass = tl.load(mass_ptr + (row + member) * blocks + at, mask=at < used, other=0.0)
-            new = tl.maximum(best, tl.max(top, 0))
-            floor = tl.where(new == float("-inf"), 0.0, new)
-            total = total * tl.exp(best - floor) + tl.sum(mass * tl.exp(top - floor), 0)
-            best = new
-        tl.store(lse_ptr + row + member, best + tl.log(total))
+    member = tl.arange(0, BLOCK_GROUP)[:, None]
+    best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_GROUP], tl.float32)
+    for start in range(0, used, BLOCK):
+        at = start + tl.arange(0, BLOCK)[None, :]
+        there = (member < GROUP) & (at < used)
+        top = tl.load(top_ptr + (row + member) * blocks + at, mask=there, other=float("-inf"))
+        mass = tl.load(mass_ptr + (row + member) * blocks + at, mask=there, other=0.0)
+        new = tl.maximum(best, tl.max(top, 1))
+        floor = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp(best - floor) + tl.sum(mass * tl.exp(top - floor[:, None]), 1)
+        best = new
+    return best + tl.log(total)
 
 
 @triton.jit
@@ -137,7 +161,6 @@ def _choose_kernel(
     key_ptr,  # int32 [B, H, C]: keys, where registers do not hold all
     top_ptr,  # fp32 [B, H_q, blocks]
     mass_ptr,
-    lse_ptr,  # fp32 [B, H_q], written here
     limit_ptr,  # int64 [B]
     table_b,
     table_h,
@@ -151,21 +174,24 @@ def _choose_kernel(
     BLOCK: tl.constexpr,
     PART: tl.constexpr,  # chunks per program of the first launch
     BLOCK_PARTS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // heads, pair % heads
     row = pair * GROUP
     limit = tl.minimum(tl.load(limit_ptr + sequence), chunks).to(tl.int32)
+    lse = tl.zeros([BLOCK_GROUP], tl.float32)
     if GROUP > 1:
-        _total(lse_ptr, top_ptr, mass_ptr, row, tl.cdiv(limit, PART), blocks, GROUP, BLOCK_PARTS)
-        tl.debug_barrier()
-    keys = _keys(score_ptr, lse_ptr, row, 0, limit, chunks, GROUP, BLOCK)
+        lse = _total(top_ptr, mass_ptr, row, tl.cdiv(limit, PART), blocks, GROUP, BLOCK_GROUP, BLOCK_PARTS)
+    keys = _keys(score_ptr, lse, row, 0, limit, chunks, GROUP, BLOCK_GROUP, BLOCK)
     low, high = _extremes(keys, limit, 0, BLOCK)
     stored_keys = key_ptr + pair * chunks + tl.arange(0, BLOCK)
     if not HELD:
         tl.store(stored_keys, keys)
         for start in range(BLOCK, limit, BLOCK):
-            keys = _keys(score_ptr, lse_ptr, row, start, limit, chunks, GROUP, BLOCK)
+            keys = _keys(score_ptr, lse, row, start, limit, chunks, GROUP, BLOCK_GROUP, BLOCK)
             tl.store(stored_keys + start, keys, mask=start + tl.arange(0, BLOCK) < chunks)
             lower, higher = _extremes(keys, limit, start, BLOCK)
             low, high = tl.minimum(low, lower), tl.maximum(high, higher)
@@ -230,22 +256,22 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     scores = torch.empty(batch, q_heads, chunks, dtype=torch.float32, device=q.device)
     tops = torch.empty(batch, q_heads, blocks, dtype=torch.float32, device=q.device)
     masses = torch.empty_like(tops)
-    lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
     group, block_d = q_heads // heads, triton.next_power_of_2(dim)
     # A block's means are in registers.
     options = warps(max(4, _BLOCK * block_d // 4096))
     _score_kernel[(blocks, batch * heads)](
         scores, tops, masses, q, means, limit, q.stride(0), q.stride(1), *means.stride()[:3],
         heads, chunks, blocks, scale, VARIANCE_WEIGHT,
-        GROUP=group, DIM=dim, Q_DIM=q.shape[2], BLOCK_D=block_d, BLOCK=_BLOCK, **options,
+        GROUP=group, DIM=dim, Q_DIM=q.shape[2], BLOCK_D=block_d, BLOCK=_BLOCK,
+        **launched_early(q.device), **options,
     )  # fmt: skip
     held = chunks <= _HELD
     block = triton.next_power_of_2(chunks) if held else _HELD // 2
     keys = limit if held else torch.empty(batch, heads, chunks, dtype=torch.int32, device=q.device)
     options = warps(max(4, min(16, block // 512)))
     _choose_kernel[(batch * heads,)](
-        table, scores, keys, tops, masses, lse, limit, *table.stride(), heads, chunks, blocks, slots,
+        table, scores, keys, tops, masses, limit, *table.stride(), heads, chunks, blocks, slots,
         GROUP=group, HELD=held, BLOCK=block,
         PART=_BLOCK, BLOCK_PARTS=min(256, triton.next_power_of_2(blocks)),
-        **options,
+        BLOCK_GROUP=triton.next_power_of_2(group), **launched_early(q.device), **options,
     )  # fmt: skip
