@@ -50,6 +50,7 @@ class TreeAttentionView:
 
     capturable: bool | Cuts = True
     recurrent = None
+    _page = 0  # of what most layers attend to
 
     def __init__(
         self,
@@ -95,7 +96,9 @@ class TreeAttentionView:
         """The plan of layers with such heads, over ``self.lengths`` and ``self.mask``."""
         batch, device, dtype = self.store.batch, self.store.device, self.store.dtype
         masks = [mask] * batch
-        plan = plan_trees(heads, masks, [0] * batch, device=device, dtype=dtype, kv_dtype=kv_dtype)
+        plan = plan_trees(
+            heads, masks, [0] * batch, device=device, dtype=dtype, kv_dtype=kv_dtype, page=self._page
+        )
         return replace(plan, lengths=self.lengths, mask=self.mask)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
@@ -123,11 +126,7 @@ class TreeAttentionView:
         self._plans = [replace(plan, lengths=lengths) for plan in self._plans]
 
     def move(self, index: Tensor) -> None:
-        """Move new token ``index[b, i]`` to the i-th new slot; -1 moves nothing.
-
-        Args:
-            index: int64 ``[B, R]``.
-        """
+        """Move new token ``index[b, i]``, int64 ``[B, R]``, to the i-th new slot; -1 moves nothing."""
         self.store.move(index, self.at)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
@@ -244,9 +243,9 @@ class PagedRetrievalView(TreeAttentionView):
         max_growth: int,
         depths: Sequence[int] | None = None,
     ) -> None:
+        self.config, self._page = config, config.chunk
         super().__init__(store, queries, depths=depths)
         chunk, device = config.chunk, store.device
-        self.config = config
         self.slots = (config.budget - config.recent) // chunk
         self._policy = BoundPolicy(config)
         self.capturable = self._policy.capturable

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from triforce_tree.kernels.device import Device
 
+# Pages of at least so many slots hold tiles of every width in the table that was measured with them.
+_WHOLE_PAGE = 64
 EDGE = 32
 """KV positions of a masked (edge) tile: one 32-bit half of a mask word per query."""
 
@@ -73,6 +75,9 @@ _PREFERRED_WIDTHS = {
         (64, KernelConfig(64, 64, 4, 2, 2)),
     ],
 }
+# The same for pages of fewer slots than such a tile has: tiles are gathered, or are pages of 32 themselves.
+_PREFERRED_GATHERED = {128: [(16, KernelConfig(16, 64, 4, 3, 3))]}
+_PREFERRED_PAGES_OF_32 = {128: [(16, KernelConfig(16, 64, 4, 3, 3)), (64, KernelConfig(64, 32, 4, 3, 2))]}
 _MOST_IN_REGISTERS = 64 * 256
 _FP32 = KernelConfig(16, EDGE, 8, 2, 1, tma=False)
 # Without a pipeline, whose buffers do not fit beside operands in fp64.
@@ -111,7 +116,13 @@ def value_columns(value_dim: int, element_bytes: int) -> int:
 
 
 def choose(
-    query_rows: int, head_dim: int, element_bytes: int, device: Device, value_dim: int = 0, kv_bytes: int = 0
+    query_rows: int,
+    head_dim: int,
+    element_bytes: int,
+    device: Device,
+    value_dim: int = 0,
+    kv_bytes: int = 0,
+    page: int = 0,
 ) -> KernelConfig:
     """The configuration for ``query_rows`` packed query rows per KV head.
 
@@ -124,6 +135,7 @@ def choose(
         kv_bytes: 1 where keys and values are int8, for which the tables are not measured; else 0.
         device: its shared memory limits the tile.
         value_dim: of a value where it differs from ``head_dim``, else 0.
+        page: KV slots of a page; 0 for keys and values without pages.
 
     Raises:
         ValueError: ``head_dim`` or ``value_dim`` is too large, or no tile fits the device.
@@ -137,6 +149,9 @@ def choose(
         )
     padded = min(MOST_VALUES, _padded(widest))
     table = _PREFERRED_WIDTHS.get((head_dim, value_dim), _PREFERRED[padded])
+    if 0 < page < _WHOLE_PAGE and head_dim == value_dim:
+        bulk = device.tma and page == EDGE
+        table = [*(_PREFERRED_PAGES_OF_32 if bulk else _PREFERRED_GATHERED).get(padded, ()), *table]
     if element_bytes == 4:
         table = [(query_rows, _FP32 if padded <= _MOST_FP32 else _FP32_WIDE)]
     if not device.shared_products:

@@ -148,6 +148,7 @@ def plan_trees(
     config: KernelConfig | None = None,
     slices: int | None = None,
     kv_dtype: torch.dtype | None = None,
+    page: int = 0,
 ) -> Plan:
     """Plan a batch of token trees, each after a prefix of its own.
 
@@ -161,9 +162,10 @@ def plan_trees(
         config: tile shapes; from the table when None.
         slices: equal parts that "flatten" divides the list into; one per program of the device when None.
         kv_dtype: of keys and values where it is not ``dtype``: int8.
+        page: KV slots of a page, for which the tiles are chosen; 0 for none.
     """
     counts = [m.shape[0] for m in masks]
-    config = config or config_for(max(counts) * heads.group, heads, dtype, device, kv_dtype)
+    config = config or config_for(max(counts) * heads.group, heads, dtype, device, kv_dtype, page)
     tails = [m.shape[1] for m in masks]
     total, words = sum(counts), max(1, -(-max(tails) // 64))
     packed = [pack_mask(m, words).to(device) for m in masks]
@@ -327,13 +329,14 @@ def config_for(
     dtype: torch.dtype,
     device: torch.device | str,
     kv_dtype: torch.dtype | None = None,
+    page: int = 0,
 ) -> KernelConfig:
     """The configuration from the table; on the CPU, where plans hold one too, heads may exceed its limit."""
     dim, value_dim = heads.dim, heads.value_dim
     if torch.device(device).type == "cpu":
         dim, value_dim = min(dim, MOST_VALUES), min(value_dim, MOST_VALUES)
     kv_bytes = 1 if kv_dtype == torch.int8 else 0
-    return choose(query_rows, dim, dtype.itemsize, describe(device), value_dim, kv_bytes)
+    return choose(query_rows, dim, dtype.itemsize, describe(device), value_dim, kv_bytes, page)
 
 
 def slices_for(query_rows: int, device: torch.device | str, config: KernelConfig) -> int:
