@@ -43,6 +43,7 @@ BITS = (16, 8, 4)
 LINEARS = (
     *((outs, 4096) for outs in (768, 2048, 4096, 8192, 12_288, 22_016, 28_672)), (768, 768), (4096, 768),
 )  # fmt: skip
+_PAGES = {"chunks": 8, "chunks of 32": 32, "pages": 128}  # slots of a page
 VOCABULARIES = (4096, 32_000, 128_256)
 
 
@@ -91,7 +92,7 @@ def _attention(device: Device) -> Iterator[Variant]:
             tiles.setdefault(tile, queries)
         # fp16 and GQA in fp32 differ from bf16 and MHA by no more than types and one division.
         few = dtype == FP16 or (dtype == FP32 and group > 1)
-        kinds = ("dense",) if few else ("dense", "chunks", "pages", "window", "batch")
+        kinds = ("dense",) if few else ("dense", *_PAGES, "window", "batch")
         for queries, kind in product(tiles.values(), kinds):
             name = f"{kind}, {NAMES[dtype]}, {_label(dim, value_dim)}, {queries} x {group} rows"
             yield Variant(name, partial(_attend, kind, dtype, heads, queries))
@@ -106,11 +107,13 @@ def _attend(kind: str, dtype: torch.dtype, heads: Heads, queries: int, int8: boo
     batch = 2 if kind == "batch" else 1
     mask = torch.ones(queries, queries, dtype=torch.bool)
     stored = torch.int8 if int8 else dtype
-    plan = plan_trees(heads, [mask] * batch, [512] * batch, device="cpu", dtype=dtype, kv_dtype=stored)
+    page = _PAGES.get(kind, 0)
+    plan = plan_trees(
+        heads, [mask] * batch, [512] * batch, device="cpu", dtype=dtype, kv_dtype=stored, page=page
+    )
     if kind == "nodes":
         plan = plan_nodes(heads, [(0, 64, 0, queries), (64, 64, 0, 1)], queries, device="cpu", split="node")
     q = torch.zeros(plan.queries, heads.query, heads.dim, dtype=dtype)
-    page = {"chunks": 8, "pages": 128}.get(kind, 0)
     slots = (8, 2, page) if page else (batch, 2, 1024)
     k, v = (torch.zeros(*slots, dim, dtype=stored) for dim in (heads.dim, heads.value_dim))
     scales = (torch.zeros(*slots, 1), torch.zeros(*slots, 1)) if int8 else None

@@ -79,6 +79,12 @@ def test_pages(layout, config):
     assert run_case(Case(Heads(4, 2, 64), ((150, 9),), HALF, layout, config=config), DEVICE) <= ERROR_LIMIT
 
 
+@pytest.mark.parametrize("page, heads", [(8, Heads(2, 2, 128)), (32, Heads(8, 2, 128))], ids=str)
+def test_tiles_for_small_pages(page, heads):
+    config = choose(9 * heads.group, heads.dim, 2, KNOWN["sm_90"], page=page)
+    assert run_case(Case(heads, ((150, 9),), HALF, ("view", page), config=config), DEVICE) <= ERROR_LIMIT
+
+
 @pytest.mark.parametrize("how", [{"window": 40}, {"window": 3}, {"softcap": 5.0}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("layout", ["heads", 16], ids=str)
 def test_variants(how, layout):
@@ -320,6 +326,8 @@ def test_table_of_configs():
     assert choose(4096, 64, 2, hopper) == choose(129, 64, 2, hopper)
     assert choose(1, 512, 2, hopper).block_m == 16
     assert choose(4096, 512, 2, hopper).block_m == 32
+    assert [choose(16, 128, 2, hopper, page=page).block_n for page in (8, 32, 64)] == [64, 64, 128]
+    assert [choose(64, 128, 2, hopper, page=page).block_n for page in (8, 32, 64)] == [64, 32, 64]
     with pytest.raises(ValueError, match="keys of 520 and values of 520 elements exceed 576 and 512"):
         choose(16, 520, 2, hopper)
     with pytest.raises(ValueError, match="keys of 64 and values of 576 elements exceed"):
