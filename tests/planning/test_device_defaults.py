@@ -53,7 +53,7 @@ def test_a_gpu_has_its_own() -> None:
     names = ("gamma", "tree", "budget", "chunk", "runner_ups", "recent", "retrieval_weight_bits")
     assert [found[name] for name in names] == [20, "best-first:4,4,4,3", 8192, 32, None, 256, "auto"]
     grouped = options(group=4)
-    assert (grouped["gamma"], grouped["runner_ups"], grouped["budget"]) == (15, False, 16_384)
+    assert (grouped["gamma"], grouped["runner_ups"], grouped["budget"]) == (15, False, 8192)
     assert grouped["other_trees"][0] != found["other_trees"][0], "many rows cost more there"
     assert options(trees=False)["tree"] == HierarchyConfig().tree, "a drafter has its own trees"
 
