@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as hf
 
+from triforce_tree.verify.top_p import in_less_time
+
 # Processors whose result does not depend on the preceding tokens: one call serves all nodes of a tree.
 _CONTEXT_FREE = tuple(
     getattr(hf, name)
@@ -53,7 +55,7 @@ class ProbsFromLogits:
         greedy: bool = False,
         padding: Sequence[int] = (),
     ) -> None:
-        processors = processors or LogitsProcessorList()
+        processors = LogitsProcessorList(map(in_less_time, processors or ()))
         self.greedy = greedy
         self._padding = list(padding)
         self._free = LogitsProcessorList(p for p in processors if isinstance(p, _CONTEXT_FREE))

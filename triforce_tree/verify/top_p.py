@@ -1,0 +1,52 @@
+"""Top-p sampling on a CPU without sorting the vocabulary.
+
+transformers' processor sorts each row of logits. For 16 rows of 49,152 entries that takes 50 ms on two cores,
+more than a forward of a small model; the largest 512 alone take a tenth of it.
+"""
+
+from torch import Tensor
+from transformers import LogitsProcessor, TopPLogitsWarper
+
+# Entries of a row that are sorted. Rows whose nucleus is larger are sorted as a whole.
+_SORTED = 512
+# Where probabilities before a token sum to p within this, transformers' own order of sums decides.
+_ROUNDING = 1e-5
+
+
+class PartlySortedTopP(TopPLogitsWarper):
+    """transformers' ``TopPLogitsWarper`` with its results, in less time on a CPU.
+
+    A token stays if those that are more probable sum to less than p (Holtzman et al., arXiv 1904.09751). Rows
+    in which this depends on rounding, or on which of equal logits comes first, go to the original.
+
+    Args:
+        original: whose settings these are.
+    """
+
+    def __init__(self, original: TopPLogitsWarper) -> None:
+        vars(self).update(vars(original))
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
+        """Scores fp32 ``[N, V]`` with ``filter_value`` for the tokens outside of the nucleus."""
+        if scores.device.type != "cpu" or scores.shape[-1] <= 2 * _SORTED:
+            return self._sorted(input_ids, scores)
+        probs = scores.softmax(-1)
+        largest = probs.topk(_SORTED).values
+        above = largest.double().cumsum(-1) - largest
+        kept = (above < self.top_p).sum(-1, keepdim=True).clamp_min(self.min_tokens_to_keep)
+        least, following = (largest.gather(1, (kept - back).clamp_max(_SORTED - 1)) for back in (1, 0))
+        close = (above - self.top_p).abs().amin(-1, keepdim=True) < _ROUNDING
+        unsure = ((kept >= _SORTED) | (least == following) | close)[:, 0]
+        processed = scores.masked_fill(probs < least, self.filter_value)
+        if unsure.any():
+            processed[unsure] = self._sorted(input_ids, scores[unsure])
+        return processed
+
+    def _sorted(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
+        processed: Tensor = super().__call__(input_ids, scores)
+        return processed
+
+
+def in_less_time(processor: LogitsProcessor) -> LogitsProcessor:
+    """The processor, or one with the same results that takes less time."""
+    return PartlySortedTopP(processor) if type(processor) is TopPLogitsWarper else processor
