@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from triforce_tree.kernels.device import Device
 
-# Pages of at least so many slots hold tiles of every width in the table that was measured with them.
+# Pages of so many slots and more have the tiles of keys and values without pages.
 _WHOLE_PAGE = 64
 EDGE = 32
 """KV positions of a masked (edge) tile: one 32-bit half of a mask word per query."""
