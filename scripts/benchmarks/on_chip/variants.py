@@ -31,7 +31,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
     ``speed``: all time with the defaults over all time with the variant, from the same places; ``error``: its
     standard error over texts (jackknife). Means of single ratios would favour what varies more.
     """
-    names = ("context", "temperature", "variant")
+    names, varied = ("context", "temperature", "variant"), _varied(header["settings"]["variants"])
     usual = {_place(s): s["ms_per_token"] for s in samples if s["variant"] == DEFAULT}
     found = []
     for cell in dict.fromkeys(tuple(s[name] for name in names) for s in samples):
@@ -45,7 +45,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
         found.append(
             {
                 "part": part, "machine": header["hardware"], "model": header["settings"]["model"],
-                **dict(zip(names, cell, strict=True)),
+                "varied": varied, **dict(zip(names, cell, strict=True)),
                 "texts": len(texts), "runs": len(mine),
                 "median_ms_per_token": round(statistics.median(s["ms_per_token"] for s in mine), 4),
                 "mean_ms_per_token": round(statistics.fmean(s["ms_per_token"] for s in mine), 4),
@@ -56,6 +56,11 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
             }
         )  # fmt: skip
     return found
+
+
+def _varied(variants: Sequence[str]) -> str:
+    """The names of the settings that differ from the defaults in some variant."""
+    return " ".join(sorted({option(word)[0] for text in variants for word in text.split()}))
 
 
 def _error(times: Sequence[Sequence[tuple[float, float]]]) -> float:
@@ -115,8 +120,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     cells = [{"context": context} for context in args.contexts]
     # Other settings, or lengths, are parts of their own.
-    changed = sorted({option(word)[0] for text in args.variants for word in text.split()})
-    label = "-".join([*changed, *(str(context) for context in args.contexts if context != _CONTEXT)])
+    others = [str(context) for context in args.contexts if context != _CONTEXT]
+    label = "-".join([*_varied(args.variants).split(), *others])
     more = {"variants": args.variants, "new_tokens": args.new_tokens, "seeds": args.seeds}
     return measure_by_text(
         made, args, "variants", rows, cells, compared, one_a_kind=False, label=label, **more

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-HEADER: dict[str, Any] = {"hardware": "a machine", "settings": {"model": "a model", "gathered": 3.0}}
+HEADER: dict[str, Any] = {
+    "hardware": "a machine", "settings": {"model": "a model", "gathered": 3.0, "variants": ["tree=chain:3"]},
+}  # fmt: skip
 GRID = ["--tiny", "--shapes", "pair", "--contexts", "1024", "--kinds", "python-topics", "--new-tokens", "8"]
 
 

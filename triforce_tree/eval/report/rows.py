@@ -24,10 +24,10 @@ _NAMED = (
 )  # fmt: skip
 _PLACE = (
     *_NAMED, "machine", "device", "arch", "cards", "gpus", "clients", "prompt", "where", "batch", "context",
-    "original", "new_tokens", "scale", "temperature", "setting", "settings", "dtype", "kernels", "vocabulary",
-    "levels", "level_1", "tree", "runner_ups", "rounds", "chunk", "budget", "own_query", "threads", "spread",
-    "hq", "hkv", "l", "t", "heads", "layer", "bits", "rows", "ins", "outs", "nodes", "draws", "drawn",
-    "retrieval_weight_bits", "share", "pieces",
+    "original", "new_tokens", "scale", "temperature", "setting", "settings", "varied", "dtype", "kernels",
+    "vocabulary", "levels", "level_1", "tree", "runner_ups", "rounds", "chunk", "budget", "own_query",
+    "threads", "spread", "hq", "hkv", "l", "t", "heads", "layer", "bits", "rows", "ins", "outs", "nodes",
+    "draws", "drawn", "retrieval_weight_bits", "share", "pieces",
 )  # fmt: skip
 # Fields that say what a record is about only beside another: elsewhere they are counts or figures.
 _BESIDE = {"rounds": "level", "share": "pieces"}
