@@ -137,7 +137,7 @@ class PathSlots:
             self._table = torch.from_numpy(table)
         else:
             self._table.copy_(pinned(torch.from_numpy(table), self._table.device), non_blocking=True)
-        lengths = torch.zeros(queries, dtype=torch.int32)
+        lengths = torch.zeros(queries, dtype=torch.int32, device="cpu")
         lengths[: len(paths)] = torch.tensor([len(slots) for slots in paths])
         lengths = pinned(lengths, self._table.device)
         for plan in self._plans.values():

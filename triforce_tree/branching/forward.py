@@ -15,7 +15,7 @@ from triforce_tree.branching.pool import KVPool
 from triforce_tree.models.attention import AttentionParams, KVShape
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, step_model
-from triforce_tree.runtime.devices import pinned
+from triforce_tree.runtime.devices import pinned, sent
 from triforce_tree.runtime.executor import Step, executor
 
 MOST_QUERIES = 256
@@ -99,7 +99,7 @@ class _Buffers:
             slots += [row % self._pool.page for row in range(start, min(fresh, stop))]
             slots += node.slots(fresh, stop, self._pool.page).tolist()
         self._ids.zero_()
-        given = pinned(torch.tensor([ids, positions, slots]), self._ids.device)
+        given = pinned(torch.tensor([ids, positions, slots], device="cpu"), self._ids.device)
         self._ids[:, : len(ids)].copy_(given, non_blocking=True)
         if tokens is not None:
             self._ids[0, : len(ids)] = tokens
@@ -202,13 +202,13 @@ class TreeForward:
             self._buffers[sizes] = make(sizes)
         order = _order(layout.feeds, feeds)
         if tokens is not None and order is not None:
-            tokens = tokens[_index(order, tokens.device)]
+            tokens = tokens[sent(torch.from_numpy(order), tokens.device)]
         logits = self._buffers[sizes](layout, tokens)
         if tokens is None:
             for node, start, count in layout.feeds:
                 node.stored = max(node.stored, start + count)
         if order is not None:
-            logits = logits[_index(np.argsort(order), logits.device)]
+            logits = logits[sent(torch.from_numpy(np.argsort(order)), logits.device)]
         if ahead is not None and on_gpu:
             ahead.prepare(feeds, self._buffers[sizes])
         return logits
@@ -220,7 +220,3 @@ def _order(arranged: Sequence[Feed], feeds: Sequence[Feed]) -> np.ndarray | None
     begin = {feed.node: begins[number] for number, feed in enumerate(feeds)}
     order = np.concatenate([begin[feed.node] + np.arange(feed.size) for feed in arranged])
     return None if (order[1:] > order[:-1]).all() else order
-
-
-def _index(numbers: np.ndarray, device: torch.device) -> Tensor:
-    return pinned(torch.from_numpy(numbers), device).to(device, non_blocking=True)

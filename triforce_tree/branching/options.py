@@ -18,7 +18,7 @@ from triforce_tree.generation.options import SEVERAL, ending_of
 from triforce_tree.generation.request import Job, Request
 from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.devices import pinned
+from triforce_tree.runtime.devices import sent
 from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
 
 if TYPE_CHECKING:
@@ -189,6 +189,6 @@ def drawn(scores: Tensor, draws: Sequence[Draws] | None) -> Tensor:
         return scores.argmax(-1)
     # The inverse of the cumulated probabilities, summed in fp64: a token of probability 0 is never drawn.
     cumulated = scores.softmax(-1).double().cumsum(-1)
-    given = torch.tensor([[own.next()] for own in draws], dtype=torch.float64)
-    numbers = pinned(given, scores.device).to(scores.device, non_blocking=True)
+    given = torch.tensor([[own.next()] for own in draws], dtype=torch.float64, device="cpu")
+    numbers = sent(given, scores.device)
     return torch.searchsorted(cumulated, numbers * cumulated[:, -1:], right=True)[:, 0]

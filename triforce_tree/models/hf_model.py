@@ -38,7 +38,7 @@ from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
 from triforce_tree.models.recurrent.running import running
 from triforce_tree.models.supported import UnsupportedModelError, max_positions, refuse_unsupported
 from triforce_tree.models.tensor_parallel import agreed_logits
-from triforce_tree.runtime.devices import plain_torch_modes
+from triforce_tree.runtime.devices import plain_torch_modes, sent
 from triforce_tree.runtime.locks import held
 
 ATTENTION = "triforce_tree"
@@ -269,9 +269,8 @@ class HFModel:
         Raises:
             RuntimeError: a layer bypassed our attention function, so the cache lacks its keys and values.
         """
-        # From pinned memory the copy does not wait for the chunk before.
-        on_host = torch.tensor([tokens], device="cpu", pin_memory=self.device.type == "cuda")
-        ids = on_host.to(self.device, non_blocking=True)
+        # The copy does not wait for the chunk before.
+        ids = sent(torch.tensor([tokens], device="cpu"), self.device)
         positions = cache.positions(len(tokens)).to(self.device)[None]
         with self.attending(cache) as called, running(cache.recurrent):
             out = self.running(

@@ -49,6 +49,11 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` of host memory on ``device``, by a copy that does not wait for the device's work."""
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
 def _why_no_cuda() -> str | None:
     """The reason why CUDA cannot be used, with a remedy; None if it can."""
     built = torch.version.cuda or torch.version.hip

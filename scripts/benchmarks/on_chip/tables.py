@@ -209,7 +209,7 @@ def _beside_defaults(row: Record) -> str:
 
 
 def _variants(content: Record, setting: str) -> list[Record]:
-    rows = [row for row in content["rows"] if setting in row["part"].split("-")]
+    rows = [row for row in content["rows"] if setting in row["varied"].split()]
     return sorted(rows, key=lambda row: (row["part"], row["temperature"]))
 
 

@@ -77,7 +77,7 @@ _PREFERRED_WIDTHS = {
 }
 # The same for pages of fewer slots than such a tile has: tiles are gathered, or are pages of 32 themselves.
 _PREFERRED_GATHERED = {128: [(16, KernelConfig(16, 64, 4, 3, 3))]}
-_PREFERRED_PAGES_OF_32 = {128: [(16, KernelConfig(16, 64, 4, 3, 3)), (64, KernelConfig(64, 32, 4, 3, 2))]}
+_PREFERRED_PAGES_OF_32 = {128: [*_PREFERRED_GATHERED[128], (64, KernelConfig(64, 32, 4, 3, 2))]}
 _MOST_IN_REGISTERS = 64 * 256
 _FP32 = KernelConfig(16, EDGE, 8, 2, 1, tma=False)
 # Without a pipeline, whose buffers do not fit beside operands in fp64.
