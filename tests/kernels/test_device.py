@@ -223,3 +223,20 @@ def test_smaller_linear_tiles_are_finite() -> None:
     assert seen[-1] == LinearConfig(32, 32, 4, 4, 1)
     # Counters are sized for tiles of at least as many columns.
     assert all(cut.block_n >= linear_configs.LEAST_BLOCK for cut in seen)
+
+
+@pytest.mark.parametrize("arch", sorted(KNOWN))
+@pytest.mark.parametrize("outs", [256, 2048, 4096, 6144, 22016, 128256])
+@pytest.mark.parametrize("ins", [576, 4096, 11008])
+def test_exact_linears_have_one_order_of_sums(arch: str, outs: int, ins: int) -> None:
+    device, most = KNOWN[arch], linear_configs.MOST_PLAIN_ROWS
+    chosen = [linear_configs.choose_exact(rows, outs, ins, device) for rows in (1, 16, 17, 33, most)]
+    assert len({config.splits for config, _ in chosen}) == 1
+    for rows, (config, block_m) in zip((1, 16, 17, 33, most), chosen, strict=True):
+        assert rows <= block_m
+        assert config.splits == 1 or linear_configs.SPLIT_WORDS % config.width == 0
+        # One kind of instruction: wgmma has at least 64 outputs.
+        assert not device.shared_products or config.block_n >= 64
+    if arch == "sm_90":
+        plain = linear_configs.choose(16, 1, outs, ins, device)
+        assert chosen[0] == (plain, 16) or outs <= 2048

@@ -13,6 +13,9 @@ MOST_PLAIN_ROWS = 64
 MOST_FUSED = 3
 """Most weights of one launch."""
 
+SPLIT_WORDS = 128
+"""Programs that share the columns of a tile divide them at multiples of so many 16-bit words, or of a step."""
+
 LEAST_BLOCK = 32
 """Fewest output columns of a tile; callers size the counters by it."""
 
@@ -110,6 +113,9 @@ _FEW_INS_TABLE = ((1024, 64, 256, 4, 3, 1, 1), (_ANY_OUTS, 64, 128, 4, 5, 0, 1))
 _MOST_SPLITS = 8
 # Where all operands are in registers, sums and unpacked codes of larger tiles spill with 4 warps.
 _MOST_UNPACKED = 64 * 128 * 2
+_WGMMA_OUTS = 64
+# Major compute capabilities whose products are of tensor memory.
+_TENSOR_MEMORY = (10, 11)
 # Shared memory of a multiprocessor where the table was measured.
 _MEASURED_PER_SM = 233_472
 
@@ -139,9 +145,33 @@ def choose(bits: int, rows: int, outs: int, ins: int, device: Device) -> LinearC
         )
     if device.shared_bytes_per_sm < _MEASURED_PER_SM:
         resident = min(resident, device.resident(shared_bytes(config, bits, block_m, device)))
-    tiles, steps = -(-outs // config.block_n), -(-ins * bits // (16 * config.width))
+    tiles, units = -(-outs // config.block_n), -(-ins * bits // (16 * max(config.width, SPLIT_WORDS)))
     splits = 1 if few_ins else max(1, min(_MOST_SPLITS, device.processors * resident // tiles))
-    return replace(config, splits=min(splits, steps))
+    return replace(config, splits=min(splits, units))
+
+
+def choose_exact(rows: int, outs: int, ins: int, device: Device) -> tuple[LinearConfig, int]:
+    """The configuration for 16-bit weights and the rows of its tile, with one order of sums for all ``rows``.
+
+    An output is summed over its columns in order, within bounds that only the splits decide; these are for one
+    row. Tiles of other sizes then have the same bits, where they are multiplied by the same instruction in
+    steps of 16 columns: mma.sync, or wgmma, which tiles of 64 outputs and more take. Where that is not known
+    (tcgen05, AMD's cards, the interpreter), all rows have one tile.
+
+    Raises:
+        ValueError: more than ``MOST_PLAIN_ROWS`` rows, or no tile fits the device.
+    """
+    if rows > MOST_PLAIN_ROWS:
+        raise ValueError(f"{rows} rows, and tiles pinned for {MOST_PLAIN_ROWS}; split the rows")
+    if not device.ptx or device.capability[0] in _TENSOR_MEMORY:
+        return choose(16, MOST_PLAIN_ROWS, outs, ins, device), MOST_PLAIN_ROWS
+    config, one_row = choose(16, rows, outs, ins, device), choose(16, 1, outs, ins, device)
+    if device.shared_products and one_row.block_n < _WGMMA_OUTS:
+        more = one_row.splits * (_WGMMA_OUTS // one_row.block_n)
+        one_row = replace(one_row, splits=min(more, _MOST_SPLITS, -(-ins // SPLIT_WORDS)))
+        config = replace(config, block_n=max(config.block_n, _WGMMA_OUTS))
+    width = min(config.width, SPLIT_WORDS) if one_row.splits > 1 else config.width
+    return replace(config, splits=one_row.splits, width=width), row_block(rows)
 
 
 def smaller(config: LinearConfig) -> LinearConfig | None:

@@ -13,7 +13,10 @@ Up to three weights that multiply the same x share one launch: their tiles are n
 import triton
 import triton.language as tl
 
+from triforce_tree.kernels.linear.configs import SPLIT_WORDS
 from triforce_tree.kernels.linear.unpack import four_planes, two_planes
+
+_SPLIT_WORDS = tl.constexpr(SPLIT_WORDS)
 
 
 @triton.jit
@@ -124,8 +127,11 @@ def linear_kernel(
             if bias_ptr is not None:
                 bias_ptr = bias_ptr_2
     steps = tl.cdiv(words, WIDTH)
-    begin = split * steps // splits
-    end = (split + 1) * steps // splits
+    # The bounds are the same for every WIDTH up to SPLIT_WORDS.
+    EACH: tl.constexpr = 1 if WIDTH >= _SPLIT_WORDS else _SPLIT_WORDS // WIDTH
+    units = tl.cdiv(steps, EACH)
+    begin = split * units // splits * EACH
+    end = tl.minimum((split + 1) * units // splits * EACH, steps)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     in_outs = n < outs

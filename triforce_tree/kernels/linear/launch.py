@@ -14,14 +14,18 @@ from triforce_tree.kernels.fitting import fitted, within
 from triforce_tree.kernels.linear.configs import (
     LEAST_BLOCK,
     MOST_FUSED,
-    MOST_PLAIN_ROWS,
     LinearConfig,
     choose,
+    choose_exact,
     row_block,
     smaller,
 )
 from triforce_tree.kernels.linear.kernel import linear_kernel
 from triforce_tree.kernels.operators import fake, numbers, operator
+
+
+# In the place of a configuration's numbers.
+_EXACT = [0]
 
 
 def counters_for(outs: int, device: torch.device | str | None = None) -> Tensor:
@@ -42,9 +46,9 @@ def linear(
 
 
 def pinned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> Tensor:
-    """:func:`linear` with one choice of tiles and split sizes for any number of rows up to
-    ``MOST_PLAIN_ROWS``, so that a row's bits do not depend on it."""
-    return _linear(x, weight, None, bias, counters, 16, [MOST_PLAIN_ROWS])
+    """:func:`linear` with one order of sums for any number of rows up to ``MOST_PLAIN_ROWS``, so that a row's
+    bits do not depend on it; see ``configs.choose_exact``."""
+    return _linear(x, weight, None, bias, counters, 16, _EXACT)
 
 
 def low_bit_linear(
@@ -145,15 +149,13 @@ def _launch(
     flat = x.reshape(-1, ins)
     rows = flat.shape[0]
     device = describe(x.device)
-    # One number: the rows that tiles are chosen for, and have, so that the products are the same.
-    chosen_for = config[0] if len(config) == 1 else rows
-    if rows > chosen_for:
-        raise ValueError(f"{rows} rows, and tiles pinned for {chosen_for}; split the rows")
-    pinned = len(config) <= 1
-    cfg = choose(bits, chosen_for, sum(outs), ins, device) if pinned else LinearConfig(*cast(Any, config))
+    block_m = row_block(rows)
+    if list(config) == _EXACT:
+        cfg, block_m = choose_exact(rows, sum(outs), ins, device)
+    else:
+        cfg = LinearConfig(*cast(Any, config)) if config else choose(bits, rows, sum(outs), ins, device)
     for each in zip(words, scales, counters, strict=True):
         _check(flat, *each, bits)
-    block_m = row_block(chosen_for)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     out = torch.empty(rows, sum(outs), dtype=x.dtype, device=x.device)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triforce_tree.kernels.launching import launched_early, wait_for_previous, warps
 from triforce_tree.kernels.norm.reference import MOST_COLUMNS
 
 
@@ -24,10 +25,13 @@ def row_rms_norm_kernel(
     ROWS: tl.constexpr,
     LATE: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
+    wait_for_previous(PDL)
+    weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32) + shift
     x = tl.load(x_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
@@ -35,7 +39,6 @@ def row_rms_norm_kernel(
         tl.store(total_ptr + row * columns + column, total, mask=inside)
         x = total.to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 1) / columns + eps)[:, None]
-    weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32) + shift
     if not LATE:
         normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * columns + column, (normed * weight).to(out_ptr.dtype.element_ty), mask=inside)
@@ -82,6 +85,6 @@ def _launch(
         row_rms_norm_kernel[(triton.cdiv(rows, each),)](
             out, total, x, x if residual is None else residual, weight, eps, shift, columns, rows,
             BLOCK=block, ROWS=each, LATE=late, ADD=residual is not None,
-            num_warps=min(16, max(1, each * block // 512)),
+            **launched_early(x.device), **warps(min(16, max(1, each * block // 512))),
         )  # fmt: skip
     return total, out
