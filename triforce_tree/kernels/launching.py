@@ -11,7 +11,7 @@ from triton import knobs
 from triforce_tree.kernels.device import describe
 
 
-def warps(count: int, **options: bool) -> dict[str, int]:
+def warps(count: int, **options: int) -> dict[str, int]:
     """The launch option for so many warps, and others; none in Triton's interpreter, which has no warps."""
     return {} if knobs.runtime.interpret else {"num_warps": count, **options}
 
@@ -28,6 +28,7 @@ def launched_early(device: torch.device) -> dict[str, Any]:
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     """Wait until the kernel before has ended, and let the next one be launched."""
+    # In this order: the next kernel may then rely on all writes of kernels before this one.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from triforce_tree.kernels.attention.schedule import cut_evenly, slice_of, spans
+from triforce_tree.kernels.launching import wait_for_previous
 
 
 @triton.jit(do_not_specialize=["max_query_rows", "segments", "slices"])
@@ -69,9 +70,7 @@ def combine_kernel(
         to_part = slice_of(kv_head * tiles + tiles - 1, each, spare)
         from_part = tl.where(groups > 1, kv_head * cuts, from_part)
         to_part = tl.where(groups > 1, kv_head * cuts + cuts - 1, to_part)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
 
     best = tl.full([], float("-inf"), REAL)
     weight = tl.full([], 0.0, REAL)

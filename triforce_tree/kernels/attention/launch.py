@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.attention.combine import combine_kernel
@@ -20,6 +19,7 @@ from triforce_tree.kernels.attention.plan import NODE, FirstVisible, Plan
 from triforce_tree.kernels.attention.tree_attention import tree_attention_kernel
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
+from triforce_tree.kernels.launching import launched_early, warps
 from triforce_tree.kernels.operators import fake, numbers, operator
 
 
@@ -145,17 +145,14 @@ def _run(
     parts, block_v = key_parts(dim, value_dim, q.itemsize), value_columns(value_dim, q.itemsize)
     value_parts = -(-value_dim // block_v)
     device = describe(q.device)
-    interpreted = knobs.runtime.interpret
-    launch_pdl = {"launch_pdl": True} if device.dependent_launch else {}
+    early = launched_early(q.device)
     out = torch.empty(queries, q_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(queries, q_heads, dtype=torch.float32, device=q.device)
 
     def attend(cfg: KernelConfig) -> KernelConfig:
         views = row_views(k, v, page, cfg.block_n, q.itemsize) if cfg.tma and device.tma else None
         blocks = -(-max_queries * group // cfg.block_m)
-        options = {"num_warps": cfg.warps, **launch_pdl}
-        if cfg.max_registers:
-            options["maxnreg"] = cfg.max_registers
+        limits = {"maxnreg": cfg.max_registers} if cfg.max_registers else {}
         made = tree_attention_kernel[(slices * blocks, value_parts)](
             q, k, v, k_scale, v_scale,
             *(views.tensors if views else (k, None, v)),
@@ -177,8 +174,8 @@ def _run(
             WINDOW=first is not None, SOFTCAP=softcap > 0, NODE=node,
             # Triton 3.6 cannot make operands of fp64 products from int8.
             EXACT=exact, NARROW=exact and (not device.fp64_products or k_scale is not None),
-            STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align, PDL=device.dependent_launch,
-            **({} if interpreted else options),
+            STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align,
+            **early, **warps(cfg.warps, **limits),
         )  # fmt: skip
         within(made, device)
         return cfg
@@ -188,7 +185,7 @@ def _run(
     pieces = 2 + slices // max(1, min(slices, count * kv_heads))
     columns = max(16, triton.next_power_of_2(value_dim))
     chunk = min(64, 16_384 // columns, max(4, triton.next_power_of_2(pieces)))
-    options = {"num_warps": max(1, chunk * columns // (1024 if exact else 2048)), **launch_pdl}
+    options = warps(max(1, chunk * columns // (1024 if exact else 2048)))
     combine_kernel[(queries, q_heads)](
         out, lse, partial_out, partial_lse, bounds, lengths, segments, low, high,
         owner_start, owners, sinks, max_queries * group, count, slices,
@@ -196,8 +193,7 @@ def _run(
         CHUNK=chunk,
         BLOCK_N=cfg.block_n, EDGE=EDGE, ALIGN=cfg.align, WINDOW=low is not None,
         CUT=count == 1 and not node, SINKS=sinks is not None,
-        EXACT=exact, PDL=device.dependent_launch,
-        **({} if interpreted else options),
+        EXACT=exact, **early, **options,
     )  # fmt: skip
     return out, lse
 

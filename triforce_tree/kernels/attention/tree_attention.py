@@ -27,6 +27,7 @@ from triforce_tree.kernels.attention.tiles import (
     slot_scales,
     softcapped,
 )
+from triforce_tree.kernels.launching import wait_for_previous
 
 # Integers that vary from plan to plan must not make variants of the kernel.
 _UNSPECIALIZED = [
@@ -109,8 +110,7 @@ def tree_attention_kernel(
         # before the wait is safe, because a prefetch does not read.
         prefetch(lengths_ptr)
         prefetch(segments_ptr + 2 * segments)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
 
     # This program's slice [at, stop) of the flattened list, and the segment it begins in.
     if SINGLE:

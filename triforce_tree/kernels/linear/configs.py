@@ -14,7 +14,8 @@ MOST_FUSED = 3
 """Most weights of one launch."""
 
 SPLIT_WORDS = 128
-"""Programs that share the columns of a tile divide them at multiples of so many 16-bit words, or of a step."""
+"""Programs that share the columns of a tile divide them at multiples of so many 16-bit words, or of a
+step."""
 
 LEAST_BLOCK = 32
 """Fewest output columns of a tile; callers size the counters by it."""
@@ -153,10 +154,10 @@ def choose(bits: int, rows: int, outs: int, ins: int, device: Device) -> LinearC
 def choose_exact(rows: int, outs: int, ins: int, device: Device) -> tuple[LinearConfig, int]:
     """The configuration for 16-bit weights and the rows of its tile, with one order of sums for all ``rows``.
 
-    An output is summed over its columns in order, within bounds that only the splits decide; these are for one
-    row. Tiles of other sizes then have the same bits, where they are multiplied by the same instruction in
-    steps of 16 columns: mma.sync, or wgmma, which tiles of 64 outputs and more take. Where that is not known
-    (tcgen05, AMD's cards, the interpreter), all rows have one tile.
+    An output is summed over its columns in order, within bounds that only the splits decide; these are for
+    one row. Tiles of other sizes then have the same bits, where they are multiplied by the same instruction
+    in steps of 16 columns: mma.sync, or wgmma, which tiles of 64 outputs and more take. Where that is not
+    known (tcgen05, AMD's cards, the interpreter), all rows have one tile.
 
     Raises:
         ValueError: more than ``MOST_PLAIN_ROWS`` rows, or no tile fits the device.

@@ -13,6 +13,7 @@ Up to three weights that multiply the same x share one launch: their tiles are n
 import triton
 import triton.language as tl
 
+from triforce_tree.kernels.launching import wait_for_previous
 from triforce_tree.kernels.linear.configs import SPLIT_WORDS
 from triforce_tree.kernels.linear.unpack import four_planes, two_planes
 
@@ -141,13 +142,11 @@ def linear_kernel(
     if BITS == 4:
         # Loaded one step ahead, or each step would wait for its scales.
         next_scales = tl.load(scales_ptr + begin // PARTS * outs + n, mask=in_outs, other=0)
-    if PDL:
+    if PDL:  # noqa: SIM102  a condition on a device value cannot be joined to one of the compiler
         # Weights do not depend on the previous kernel: their first tiles are prefetched while it ends.
         if prefetch > 0:
             _prefetch_rows(w_ptr, n, outs, stride_w, begin * WIDTH, prefetch, words)
-        # In this order: the next kernel may then rely on all writes of kernels before this one.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # Scales are applied in the loop even where that could be done at the end: where products on unpacked

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.device import Device, describe
 from triforce_tree.kernels.fitting import fitted, within
+from triforce_tree.kernels.launching import launched_early, warps
 from triforce_tree.kernels.linear.configs import (
     LEAST_BLOCK,
     MOST_FUSED,
@@ -22,7 +23,6 @@ from triforce_tree.kernels.linear.configs import (
 )
 from triforce_tree.kernels.linear.kernel import linear_kernel
 from triforce_tree.kernels.operators import fake, numbers, operator
-
 
 # In the place of a configuration's numbers.
 _EXACT = [0]
@@ -161,7 +161,7 @@ def _launch(
     out = torch.empty(rows, sum(outs), dtype=x.dtype, device=x.device)
     viewable = device.tma and all(_has_view(t) for t in (flat, *words))
     aligned = all(w.data_ptr() % 16 == 0 for w in words) and words[0].stride(0) % 8 == 0
-    interpreted = knobs.runtime.interpret
+    early = launched_early(x.device)
 
     def multiply(cfg: LinearConfig) -> None:
         tma = cfg.tma and viewable
@@ -183,9 +183,6 @@ def _launch(
         ]
         # Unused arguments repeat the last weight; no program reaches their tiles.
         sets += sets[-1:] * (MOST_FUSED - len(sets))
-        options: dict[str, Any] = {"num_warps": cfg.warps}
-        if device.dependent_launch:
-            options["launch_pdl"] = True
         made = linear_kernel[(sum(tiles) * cfg.splits,)](
             out,
             flat, _view(flat, block_m, cfg.width) if tma else flat,
@@ -195,8 +192,7 @@ def _launch(
             cfg.splits, cfg.prefetch * cfg.width if aligned and device.bulk_prefetch else 0,
             BITS=bits, BLOCK_M=block_m, BLOCK_N=cfg.block_n, WIDTH=cfg.width, SPLIT=cfg.splits > 1,
             STAGES=cfg.stages, TMA=tma, FUSED=len(words) > 1, ASM=_unpacking(device),
-            PDL=device.dependent_launch,
-            **({} if interpreted else options),
+            **early, **warps(cfg.warps),
         )  # fmt: skip
         within(made, device)
 

@@ -17,6 +17,7 @@ from triforce_tree.kernels.attention.tiles import (
     prefetch,
     softcapped,
 )
+from triforce_tree.kernels.launching import wait_for_previous
 
 # Integers that vary from plan to plan must not make variants of the kernels.
 _UNSPECIALIZED = ["rows", "blocks", "slices", "view_rows_per_head", "view_columns_per_head"]
@@ -81,8 +82,7 @@ def block_attention_kernel(
         # Prefetching before the wait is safe, because a prefetch does not read.
         prefetch(shares_ptr + part)
         prefetch(begins_ptr + part)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     at = tl.load(shares_ptr + part)
     stop = tl.load(shares_ptr + part + 1)
     block = tl.load(begins_ptr + part)
@@ -249,9 +249,7 @@ def block_combine_kernel(
     # Bounds were written before the attention kernel started.
     part = tl.load(bounds_ptr + 2 * unit)
     last = tl.load(bounds_ptr + 2 * unit + 1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
 
     best = tl.full([ROWS], float("-inf"), REAL)
     weight = tl.zeros([ROWS], REAL)

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 
 from triforce_tree.kernels.attention.blocks.kernel import block_attention_kernel, block_combine_kernel
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
@@ -19,6 +18,7 @@ from triforce_tree.kernels.attention.configs import KernelConfig, key_parts, val
 from triforce_tree.kernels.attention.launch import row_views
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
+from triforce_tree.kernels.launching import launched_early, warps
 from triforce_tree.kernels.operators import fake, numbers, operator
 
 # From this many rows of all heads on there are programs enough for several rows each.
@@ -103,14 +103,12 @@ def _run(
     parts, block_v = key_parts(dim, value_dim, q.itemsize), value_columns(value_dim, q.itemsize)
     value_parts = -(-value_dim // block_v)
     device = describe(q.device)
-    interpreted = knobs.runtime.interpret
-    launch_pdl = {"launch_pdl": True} if device.dependent_launch else {}
+    early = launched_early(q.device)
     out = torch.empty(queries, q_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(queries, q_heads, dtype=torch.float32, device=q.device)
 
     def attend(cfg: KernelConfig) -> None:
         views = row_views(k, v, page, cfg.block_n, q.itemsize) if cfg.tma and device.tma else None
-        options = {"num_warps": cfg.warps, **launch_pdl}
         made = block_attention_kernel[(slices, value_parts)](
             q, k, v, *(views.tensors if views else (k, None, v)),
             partial_out, partial_lse, shares, begins, columns, whole, gathered,
@@ -122,8 +120,7 @@ def _run(
             BLOCK_D=parts[0], BLOCK_REST=parts[1], BLOCK_V=block_v, VALUE_PARTS=value_parts,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, PAGE=page, TMA=views is not None,
             SOFTCAP=softcap > 0, EXACT=exact, STAGES=cfg.stages, GATHER_STAGES=cfg.edge_stages,
-            PDL=device.dependent_launch,
-            **({} if interpreted else options),
+            **early, **warps(cfg.warps),
         )  # fmt: skip
         within(made, device)
 
@@ -135,12 +132,11 @@ def _run(
     pieces = triton.next_power_of_2(2 + slices // max(1, min(slices, blocks * kv_heads)))
     width = max(16, triton.next_power_of_2(value_dim))
     chunk = max(1, min(64, 16_384 // width, pieces) // rows)
-    options = {"num_warps": max(1, rows * chunk * width // (1024 if exact else 2048)), **launch_pdl}
+    options = warps(max(1, rows * chunk * width // (1024 if exact else 2048)))
     block_combine_kernel[(-(-queries * group // rows), kv_heads)](
         out, lse, partial_out, partial_lse, bounds, sinks, queries * group,
         GROUP=group, KV_HEADS=kv_heads, DIM=value_dim, BLOCK_D=width, BLOCK_M=cfg.block_m,
-        ROWS=rows, CHUNK=chunk, SINKS=sinks is not None, EXACT=exact, PDL=device.dependent_launch,
-        **({} if interpreted else options),
+        ROWS=rows, CHUNK=chunk, SINKS=sinks is not None, EXACT=exact, **early, **options,
     )  # fmt: skip
     return out, lse
 

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from triforce_tree.kernels.attention.exact.positions import chunk_of, first_seen, near_start
 from triforce_tree.kernels.attention.tiles import LOG2E
+from triforce_tree.kernels.launching import wait_for_previous
 
 
 @triton.jit(do_not_specialize=["pieces", "window"])
@@ -29,9 +30,7 @@ def exact_combine_kernel(
     query, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BLOCK_D)
     inside = columns < DIM
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = query.to(tl.int64) * HEADS + head
     position = tl.load(positions_ptr + query)
     end = near_start(position)

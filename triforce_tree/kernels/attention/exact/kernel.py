@@ -20,6 +20,7 @@ from triforce_tree.kernels.attention.tiles import (
     kv_offsets,
     softcapped,
 )
+from triforce_tree.kernels.launching import wait_for_previous
 
 _UNSPECIALIZED = [
     "tokens", "planned", "words", "blocks", "pieces", "near_programs", "units", "window",
@@ -229,9 +230,7 @@ def exact_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     program = tl.program_id(0)
     if program < near_programs:
         _near(

@@ -5,12 +5,10 @@ valid.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 
 from triforce_tree.kernels.attention.configs import KernelConfig, choose, smaller
 from triforce_tree.kernels.attention.exact.combine import exact_combine_kernel
@@ -20,6 +18,7 @@ from triforce_tree.kernels.attention.exact.request import ExactAttention, Near
 from triforce_tree.kernels.attention.launch import row_views
 from triforce_tree.kernels.device import Device, describe
 from triforce_tree.kernels.fitting import fitted, within
+from triforce_tree.kernels.launching import launched_early, warps
 
 _ROWS = 64
 """Query rows that the tiles are chosen for, whatever their number."""
@@ -78,8 +77,8 @@ def attention(request: ExactAttention) -> Tensor:
     if table is not None and table.ndim == 2:
         table = table[:, None].expand(-1, kv_heads, -1)
     pieces = chunks_of(slots) + 1
-    device, interpreted = describe(q.device), knobs.runtime.interpret
-    launch_pdl = {"launch_pdl": True} if device.dependent_launch else {}
+    device = describe(q.device)
+    early = launched_early(q.device)
     partial_out = torch.empty(queries * q_heads * pieces, value_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(queries * q_heads * pieces, dtype=torch.float32, device=q.device)
     out = torch.empty(queries, q_heads, value_dim, dtype=q.dtype, device=q.device)
@@ -93,7 +92,6 @@ def attention(request: ExactAttention) -> Tensor:
         tma = views is not None and views.k_rest is None
         blocks = -(-tokens * group // cfg.block_m)
         units = batch * kv_heads * blocks
-        options: dict[str, Any] = {"num_warps": cfg.warps, **launch_pdl}
         made = exact_kernel[(queries * kv_heads + units * (pieces - 1),)](
             q, k, v, *((views.k, views.v) if views is not None and tma else (k, v)),
             partial_out, partial_lse, found.positions, found.slots,
@@ -106,17 +104,15 @@ def attention(request: ExactAttention) -> Tensor:
             BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_V=value_block,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_G=max(16, triton.next_power_of_2(group)),
             PAGE=page, TMA=tma, WINDOW=windowed, CHUNKED=request.chunked, SOFTCAP=request.softcap > 0,
-            STAGES=cfg.stages, PDL=device.dependent_launch,
-            **({} if interpreted else options),
+            STAGES=cfg.stages, **early, **warps(cfg.warps),
         )  # fmt: skip
         within(made, device)
 
     fitted(configuration(dim, value_dim, q.itemsize, device), smaller, attend)
-    options = {"num_warps": max(1, _TOGETHER * value_block // 1024), **launch_pdl}
+    options = warps(max(1, _TOGETHER * value_block // 1024))
     exact_combine_kernel[(queries, q_heads)](
         out, partial_out, partial_lse, found.positions, request.sinks, pieces, request.window,
         HEADS=q_heads, DIM=value_dim, BLOCK_D=value_block, TOGETHER=_TOGETHER, WINDOW=windowed,
-        CHUNKED=request.chunked, SINKS=request.sinks is not None, PDL=device.dependent_launch,
-        **({} if interpreted else options),
+        CHUNKED=request.chunked, SINKS=request.sinks is not None, **early, **options,
     )  # fmt: skip
     return out
