@@ -165,9 +165,10 @@ def request_note(prefills: Record, rows: Sequence[Record]) -> str:
     origins = {r["origin"][0] for r in rows}
     others = ", ".join(f"`docs/results/{name}`" for name in sorted(origins))
     return (
-        f"Sums of seconds for the prompt, {_ANSWER} times the milliseconds above ({others}), and what else "
-        f"requests to Llama-2-7B took until their first token, a next answer's own prompt included "
-        f"(`docs/results/{requests.FILE}`). "
+        f"First answer: seconds for the prompt, {_ANSWER} times the milliseconds above ({others}), and what "
+        "else a request took until its first token. Next answer: the same without the prompt, but for the "
+        "question. What else and the question were timed on Llama-2-7B alone "
+        f"(`docs/results/{requests.FILE}`), and are added for other models as well. "
         f"{file_note(on_chip.PREFILL_FILE, {'': prefills})}"
     )
 

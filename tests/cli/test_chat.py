@@ -197,13 +197,14 @@ def test_at_a_terminal_a_wrong_line_does_not_end_the_conversation(
     (tmp_path / "file").touch()
     code, out, err = ask(
         pair.target,
-        f"/save {tmp_path}/s\n/x\nIt binds\n/save {tmp_path}/file/s\nAnd\n/quit\n",
+        f"/save {tmp_path}/s\n/x\n/help\nIt binds\n/save {tmp_path}/file/s\nAnd\n/quit\n",
         stdin=Terminal,
     )
     assert code == 0
     assert len(last_object(out)["turns"]) == 2
     said = " ".join(err.split())
-    for message in ("the session has no tokens yet", "/x is no command", "Not a directory"):
+    unsaved = f"cannot save in '{tmp_path}/file/s' (Not a directory); give another folder"
+    for message in ("the session has no tokens yet", "/x is no command", unsaved, "commands: /quit, /reset"):
         assert message in said
 
 

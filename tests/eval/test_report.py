@@ -48,11 +48,31 @@ def public(path: Path | None = None, factor: float = 1.0, **about: Any) -> Recor
 
 def test_tables_hold_medians_means_and_what_is_the_same() -> None:
     timed, answered = tables(public())
-    assert timed.rows[0] == ("triforce-3-level", "3 x 399", "0", "3.00", "3.00x", "target 0.50", "25 %")
+    assert timed.rows[0] == ("triforce-3-level", "3 x 399", "0", "3.00", "", "3.00x", "target 0.50", "25 %")
     assert timed.rows[2][0] == "streaming-llm (lossy)"
-    assert timed.rows[2][4] == ""  # no baseline was measured at this length
+    assert timed.rows[2][4:6] == ("", "")  # no baseline was measured at this length
     assert answered.rows == [("2 x 300", "0", "0.75", "0.25", "1 of 2")]
     assert "| triforce-3-level | 3 x 399 |" in timed.markdown()
+
+
+def test_methods_stand_beside_plain_decoding_of_the_same_length_and_temperature() -> None:
+    records = Records(None, {"benchmark": "narrativeqa", "new_tokens": 100})
+    undrafted = speed("triforce-2-level", 0.8) | {"acceptance": {}}
+    plain = speed("triforce-autoregressive", 0.6) | {"acceptance": {}}
+    for record in (
+        speed("triforce-3-level", 0.2),
+        undrafted,
+        plain,
+        speed("triforce-3-level", 0.2, length=800),
+    ):
+        records.add(record)
+    [timed] = tables(records)
+    assert [(row[0], *row[4:7]) for row in timed.rows] == [
+        ("triforce-3-level", "3.00x", "", "target 0.50"),
+        ("triforce-2-level", "0.75x", "", "all passes were plain"),
+        ("triforce-autoregressive", "1.00x", "", ""),
+        ("triforce-3-level", "", "", "target 0.50"),
+    ]
 
 
 def test_needles_and_tasks_have_a_column_a_length() -> None:
@@ -121,6 +141,7 @@ def test_a_run_leaves_a_table_and_a_plot_beside_its_results(tmp_path: Path) -> N
     assert [path.name for path in written] == ["run.md", "run.png"][: 1 + plots.available()]
     text = written[0].read_text("utf-8")
     assert "| triforce-3-level | 3 x 399 | 0 | 3.00 |" in text
+    assert "to plain: to this engine without drafts" in text
     assert "seed 3" in text
     assert write.write_beside(tmp_path / "none.jsonl", Records(None, {})) == []
     again = Records(tmp_path / "run.jsonl", records.settings)

@@ -16,7 +16,7 @@ from triforce_tree.eval.text import read_text
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.sessions.session import Session
 
-COMMANDS = "/quit, /reset, /save FOLDER"
+COMMANDS = "/quit, /reset, /save FOLDER, /help"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,9 +42,10 @@ def run(args: argparse.Namespace) -> int:
         try:
             if name == "/reset":
                 chat.reset()
+            elif name == "/help":
+                screen().print(f"a line is a question; commands: {COMMANDS}")
             elif name == "/save" and rest.strip():
-                chat.session.save(Path(rest.strip()))
-                screen().print(f"saved in {rest.strip()}")
+                _save(chat.session, rest.strip())
             elif name.startswith("/"):
                 raise ValueError(f"{name} is no command; there are {COMMANDS}")
             else:
@@ -105,6 +106,16 @@ class Chat:
                 **more,
             )
             return out, interrupt.requested
+
+
+def _save(session: Session, folder: str) -> None:
+    try:
+        session.save(Path(folder))
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise ValueError(f"cannot save in {folder!r} ({error.strerror}); give another folder") from error
+    screen().print(f"saved in {folder}")
 
 
 def _has_template(engine: Engine) -> bool:

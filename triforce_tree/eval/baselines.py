@@ -167,17 +167,19 @@ def streaming_llm(engine: Engine, job: Job) -> Sample:
     return Sample(prefill, seconds, len(tokens), tokens)
 
 
+PLAIN_METHOD = "triforce-autoregressive"
 METHODS: dict[str, Method] = {
     "triforce-3-level": ours(3),
     "triforce-2-level": ours(2),
     "triforce-no-draft": _generate(without_draft),
-    "triforce-autoregressive": ours(1),
+    PLAIN_METHOD: ours(1),
     "streaming-llm": streaming_llm,
     "transformers-static": transformers_generate(cache_implementation="static"),
     "transformers-dynamic": transformers_generate(),
     "transformers-assistant": transformers_generate(assisted=True),
     "transformers-prompt-lookup": transformers_generate(prompt_lookup_num_tokens=10),
 }
+DRAFTING = frozenset({"triforce-3-level", "triforce-2-level"})
 # Whose text is not the target's; and what is measured only where it is named.
 LOSSY = frozenset({"streaming-llm"})
 BY_NAME_ALONE = LOSSY | {"triforce-no-draft"}

@@ -43,6 +43,9 @@ def run(args: argparse.Namespace) -> int:
         ms = 1e3 * record["decode_seconds"] / record["timed_tokens"]
         what = f"{record['method']} T={record['temperature']:g}: {ms:.1f} ms a token"
         progress.update(task, advance=1, description=what)
+        if not progress.console.is_terminal:
+            # No bar is shown there before the end.
+            progress.console.print(what)
 
     with Interrupt() as interrupt, progress:
         timing = speed.Timing(methods, args.temperatures, args.new_tokens)
