@@ -64,7 +64,7 @@ BENCHMARKS = {
     ),
     "saved_sessions": Benchmark(
         "benchmarks.requests.saved",
-        "saving and loading a session beside writing and reading as many bytes: docs/sessions.md",
+        "saving and loading a session beside writing and reading the same bytes: docs/sessions.md",
         "saved_sessions.json",
     ),
     "any_text": Benchmark(

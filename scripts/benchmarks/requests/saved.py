@@ -1,4 +1,4 @@
-"""Saving and loading a session beside writing and reading as many bytes: docs/results/saved_sessions.json.
+"""Saving and loading a session beside writing and reading the same bytes: docs/results/saved_sessions.json.
 
     python -m scripts.benchmarks saved_sessions --folder /path/on/the/disk
 
@@ -78,7 +78,7 @@ def measure(session: Session, folder: Path, runs: int) -> tuple[int, dict[str, l
     """Bytes, and seconds of each way in turns."""
     own, raw, engine = folder / "session", folder / "raw", session.engine
     session.save(own)
-    # The same bytes: disks write zeros, or a block that they have already, in less time.
+    # The same bytes, as a disk may take less time for zeros.
     contents = [path.read_bytes() for path in own.iterdir()]
     sizes = [len(content) for content in contents]
     raw.mkdir()
