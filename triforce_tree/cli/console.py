@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -61,6 +69,13 @@ def bar(unit: str) -> Progress:
         TimeRemainingColumn(),
         console=screen(),
     )
+
+
+def step(progress: Progress, task: TaskID, what: str) -> None:
+    """One unit of a bar is done; without a terminal, where no bar is shown before the end, a line says so."""
+    progress.update(task, advance=1, description=what)
+    if not progress.console.is_terminal:
+        progress.console.print(what)
 
 
 class Interrupt(StoppingCriteria):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, grid, listing, noted
+from triforce_tree.eval.baselines import PLAIN_METHOD
 
 SPEED, PAIR, PREFILL = "cpu_16k.json", "pair.json", "cpu_prefill.json"
 FILE, XEON = "host_attention_h200.json", "host_attention_xeon.json"
@@ -12,7 +13,6 @@ COMMAND = "python -m scripts.benchmarks host_attention"
 _OLD = "on AVX2"
 # Bytes a second of PCIe 4 with 16 lanes, as docs/host_attention.md takes it for its projections.
 _PCIE_4_GBPS = 25.0
-_PLAIN = "triforce-autoregressive"
 _BY_TEMPERATURE: Columns = {
     "ms/token, T={t:g}": "?{ms_per_token:.1f}", "to transformers": "?{speedup_vs_best_baseline:.2f}x",
     "to our plain decoding": "?{gain:.2f}x", "repeated 8-grams": "?{repeated_8grams:pct}",
@@ -43,7 +43,7 @@ ACCEPTANCE: Columns = {
 def speed(content: Record) -> str:
     """A line a method, four columns a temperature."""
     rows = content["rows"]
-    plain = {r["temperature"]: r["ms_per_token"] for r in rows if r["method"] == _PLAIN}
+    plain = {r["temperature"]: r["ms_per_token"] for r in rows if r["method"] == PLAIN_METHOD}
     for r in rows:
         if r["temperature"] in plain:
             r["gain"] = plain[r["temperature"]] / r["ms_per_token"]

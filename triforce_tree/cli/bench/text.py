@@ -4,7 +4,7 @@ import argparse
 
 from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of, series_of
-from triforce_tree.cli.console import Interrupt, bar, json_line
+from triforce_tree.cli.console import Interrupt, bar, json_line, step
 from triforce_tree.eval import speed, text
 from triforce_tree.eval.baselines import usable_methods
 from triforce_tree.eval.results import Record, header
@@ -41,11 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     def done(record: Record) -> None:
         ms = 1e3 * record["decode_seconds"] / record["timed_tokens"]
-        what = f"{record['method']} T={record['temperature']:g}: {ms:.1f} ms a token"
-        progress.update(task, advance=1, description=what)
-        if not progress.console.is_terminal:
-            # No bar is shown there before the end.
-            progress.console.print(what)
+        step(progress, task, f"{record['method']} T={record['temperature']:g}: {ms:.1f} ms a token")
 
     with Interrupt() as interrupt, progress:
         timing = speed.Timing(methods, args.temperatures, args.new_tokens)

@@ -113,7 +113,7 @@ def _speed(records: Records) -> Table:
     columns = (
         "method", "prompts", "T", "ms/token", "to plain", "to transformers", "acceptance", "repeated 8-grams"
     )  # fmt: skip
-    return Table("decode time, medians over prompts", columns, rows, _SPEED_NOTE if rows else "")
+    return Table("decode time, medians over prompts", columns, rows, _SPEED_NOTE)
 
 
 def _ratio(value: float | None) -> str:

@@ -1,7 +1,7 @@
 """A copy of a model on a GPU such that a row's bits do not depend on the rows beside it.
 
-Linear layers, the head too, go through our kernel with one choice of tiles for every number of rows, and
-norms through one that gives each row to one program. Elementwise operations do not depend on the shape;
+Linear layers, the head too, go through our kernel with one order of sums for every number of rows, and norms
+through one that gives each row to one program. Elementwise operations do not depend on the shape;
 compiled layers round between them as uncompiled ones do (``fused_linears.fused_exactly``).
 """
 
@@ -24,7 +24,7 @@ _TRIED_ROWS = 3
 
 
 class ExactLinear(FewRowLinear):
-    """An ``nn.Linear`` of bf16 or fp16 on a GPU; as many rows as there are, in parts with the same tiles."""
+    """An ``nn.Linear`` of bf16 or fp16 on a GPU, for any number of rows: in parts, with one order of sums."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from triforce_tree.cli.bench.running import finish, series_of
-from triforce_tree.cli.console import Interrupt, bar, json_line
+from triforce_tree.cli.console import Interrupt, bar, json_line, step
 from triforce_tree.eval.results import Record, Records, Series, header
 
 
@@ -30,7 +30,7 @@ def follow(
     with Interrupt() as interrupt, progress:
 
         def done(record: Record) -> None:
-            progress.update(task, advance=1, description=said(record))
+            step(progress, task, said(record))
 
         measure(series_of(args, records, interrupt, done))
     code = finish(args, records, interrupt.requested)
