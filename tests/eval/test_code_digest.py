@@ -40,20 +40,21 @@ def test_an_area_is_all_that_its_modules_import(
         path.write_text(text)
     monkeypatch.setattr(digests, "ROOT", tmp_path)
     monkeypatch.setattr(digests, "AREAS", {
-        "it": ("first.py", "*one.py", "!alone.py"), "none": ("lost/*.py",)
+        "it": ("first.py", "*one.py", "!alone.py"), "some": ("first.py", "!deep/*.py"), "none": ("lost/*.py",)
     })  # fmt: skip
 
-    def digest_now() -> str:
+    def digest_now(area: str = "it") -> str:
         for known in (digests.digest, digests._imports, digests._file_digest):
             known.cache_clear()
-        found: str = digests.digest("it")
+        found: str = digests.digest(area)
         return found
 
-    before = digest_now()
+    before, some = digest_now(), digest_now("some")
     (tmp_path / "triforce_tree/alone.py").write_text("x = 2\n")
     assert digest_now() == before
     (tmp_path / "triforce_tree/deep/third.py").write_text("x = 2\n")
     assert digest_now() != before
+    assert digest_now("some") == some
     with pytest.raises(ValueError, match=r"area 'none': no file matches 'lost/\*\.py'; mend AREAS"):
         digests.digest("none")
 

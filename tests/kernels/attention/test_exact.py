@@ -117,8 +117,8 @@ def test_in_c(dtype: torch.dtype, features: str) -> None:
 @pytest.mark.parametrize("features", FEATURES)
 def test_in_triton(features: str) -> None:
     """Across the first two chunks, with more and fewer chunks in the cache than in the tree's."""
-    request = replace(case([130, 313], 12, (16, 16), torch.float16, 520), **FEATURES[features])
-    check(triton, request, [0, 11, 23], 330)
+    request = replace(case([125, 650], 12, (16, 16), torch.float16, 1040), **FEATURES[features])
+    check(triton, request, [0, 11, 23], 670)
 
 
 def test_near_positions_in_triton() -> None:
@@ -135,7 +135,7 @@ def test_chunks_of_three_sizes() -> None:
     starts = [0]
     while starts[-1] < 40_000:
         at = starts[-1]
-        starts.append(at + (256 if at < 4096 else 512 if at < 16384 else 1024))
+        starts.append(at + (512 if at < 4096 else 1024 if at < 16384 else 4096))
     for chunk, start in enumerate(starts):
         assert launch.chunks_of(start) == chunk
         assert launch.chunks_of(start + 1) == chunk + 1

@@ -21,23 +21,32 @@ _C_FILES = ("kernels/cpu/**/*.c", "kernels/cpu/**/*.h")
 _KERNELS = ("kernels/**/*.py",)
 # Kernels that attend over trees of texts alone.
 _BRANCHING = ("kernels/attention/blocks/*.py",)
+# Attention of ``exact=True`` alone.
+_EXACT = ("kernels/attention/exact/*.py",)
 
 
 def _without(patterns: tuple[str, ...]) -> list[str]:
     return [f"!{pattern}" for pattern in patterns]
 
 
-# Area -> patterns of the files in the package that it begins with, and after "!" of those that it does not.
+# Area -> patterns of the files in the package that it begins with, and after "!" of those that are left out.
 AREAS: dict[str, tuple[str, ...]] = {
     "attention": ("kernels/attention/launch.py",),
     "linear": ("kernels/linear/launch.py",),
     "cpu attention": ("kernels/cpu/cpu_attention.py", *_C_FILES),
     "kernels": _KERNELS,
     # All that decodes, in a model of any shape.
-    "engine": ("decoding/loop.py", "loading/inflate.py", *_KERNELS, *_C_FILES, *_without(_BRANCHING)),
+    "engine": (
+        "decoding/loop.py",
+        "loading/inflate.py",
+        *_KERNELS,
+        *_C_FILES,
+        *_without(_BRANCHING + _EXACT),
+    ),
+    "exact": _EXACT,
     "blocks": _BRANCHING,
     "branching": ("branching/tree.py", *_BRANCHING),
-    "api": ("engine.py", *_KERNELS, *_C_FILES),
+    "api": ("engine.py", *_KERNELS, *_C_FILES, *_without(_EXACT)),
     # What reads texts and the embedded pair, where other code than the package's computes.
     "texts": ("eval/texts/registry.py", "eval/text.py", "loading/checkpoints.py"),
     "heads": ("drafters/heads/eagle.py", "drafters/heads/medusa.py"),
@@ -54,14 +63,14 @@ def digest(area: str) -> str:
     """
     if area not in AREAS:
         raise ValueError(f"area {area!r} is unknown; use one of {', '.join(AREAS)}, or add it to AREAS")
-    begin: set[Path] = set()
+    begin, without = set[Path](), set[Path]()
     for pattern in AREAS[area]:
         if not (matching := set((ROOT / PACKAGE).glob(pattern.removeprefix("!")))):
             raise ValueError(
                 f"area {area!r}: no file matches {pattern!r}; mend AREAS in {Path(__file__).name}"
             )
-        begin = begin - matching if pattern.startswith("!") else begin | matching
-    parts = sorted(_file_digest(path) for path in _reached(begin))
+        (without if pattern.startswith("!") else begin).update(matching)
+    parts = sorted(_file_digest(path) for path in _reached(begin, without))
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
@@ -97,12 +106,12 @@ def mark(runs: Mapping[str, Mapping[str, Any]]) -> str:
     return f" ({'; '.join(said)})" if said else ""
 
 
-def _reached(begin: set[Path]) -> set[Path]:
-    """The files, and all of the package that they import."""
+def _reached(begin: set[Path], without: set[Path]) -> set[Path]:
+    """The files, and all of the package that they import, but those ``without``."""
     found: set[Path] = set()
     waiting = list(begin)
     while waiting:
-        if (path := waiting.pop()) not in found:
+        if (path := waiting.pop()) not in found | without:
             found.add(path)
             waiting += _imports(path)
     return found

@@ -26,7 +26,7 @@ def exact_combine_kernel(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the partial results of a query head: its chunks in their order, then its near positions."""
+    """Merge the partial results of a query head: its chunks in their order, then its near tiles."""
     query, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BLOCK_D)
     inside = columns < DIM
@@ -56,17 +56,19 @@ def exact_combine_kernel(
         acc = acc * rescale + tl.sum(outs * part_weight[:, None], 0)
         weight = weight * rescale + tl.sum(part_weight, 0)
         best = top
-    piece = row * pieces + pieces - 1
-    lse = tl.load(partial_lse_ptr + piece)
+    piece = row * pieces + pieces - 2
+    lse, last_lse = tl.load(partial_lse_ptr + piece), tl.load(partial_lse_ptr + piece + 1)
     near = tl.load(partial_out_ptr + piece * DIM + columns, mask=inside, other=0.0)
-    top = tl.maximum(best, lse)
+    last = tl.load(partial_out_ptr + piece * DIM + DIM + columns, mask=inside, other=0.0)
+    top = tl.maximum(tl.maximum(best, lse), last_lse)
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
     # Unused nodes of a tree may see nothing, and -inf - -inf is NaN.
     floor = tl.where(top == float("-inf"), 0.0, top)
-    acc = acc * tl.exp2(best - floor) + near * tl.exp2(lse - floor)
-    weight = weight * tl.exp2(best - floor) + tl.exp2(lse - floor)
+    rescale, near_weight, last_weight = tl.exp2(best - floor), tl.exp2(lse - floor), tl.exp2(last_lse - floor)
+    acc = acc * rescale + near * near_weight + last * last_weight
+    weight = weight * rescale + near_weight + last_weight
     if SINKS:
         weight += tl.exp2(sink - floor)
     weight = tl.where(weight == 0.0, 1.0, weight)

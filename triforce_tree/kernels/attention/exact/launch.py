@@ -1,4 +1,4 @@
-"""Exact attention on a GPU: the slots of near positions once a forward, then two kernels a layer.
+"""Exact attention on a GPU: the slots of near positions once a forward, then three kernels a layer.
 
 Nothing here waits for the device, and lengths and masks are read from device buffers: a captured graph stays
 valid.
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.configs import KernelConfig, choose, smaller
 from triforce_tree.kernels.attention.exact.combine import exact_combine_kernel
-from triforce_tree.kernels.attention.exact.kernel import exact_kernel
+from triforce_tree.kernels.attention.exact.far_kernel import exact_far_kernel
+from triforce_tree.kernels.attention.exact.near_kernel import exact_near_kernel
 from triforce_tree.kernels.attention.exact.positions import NEAR, TILE, near_slots_kernel
 from triforce_tree.kernels.attention.exact.request import ExactAttention, Near
 from triforce_tree.kernels.attention.launch import row_views
@@ -23,6 +24,8 @@ from triforce_tree.kernels.launching import launched_early, warps
 _ROWS = 64
 """Query rows that the tiles are chosen for, whatever their number."""
 _MOST_DIM = 512
+# Of a thread, for five programs on a multiprocessor of tiles of so many columns; wider ones would spill.
+_NEAR_REGISTERS, _NEAR_COLUMNS = 96, 128
 # Partial results that the merge loads at a time.
 _TOGETHER = 16
 
@@ -30,7 +33,7 @@ _TOGETHER = 16
 def chunks_of(positions: int) -> int:
     """Chunks of so many positions; see ``positions.chunk_start``."""
     first, second, third = min(positions, 4096), min(positions, 16384) - 4096, positions - 16384
-    return -(-first // 256) + max(0, -(-second // 512)) + max(0, -(-third // 1024))
+    return -(-first // 512) + max(0, -(-second // 1024)) + max(0, -(-third // 4096))
 
 
 def near(lengths: Tensor, mask: Tensor, tokens: int) -> Near:
@@ -76,7 +79,7 @@ def attention(request: ExactAttention) -> Tensor:
     slots = k.shape[2] if table is None else table.shape[-1] * page
     if table is not None and table.ndim == 2:
         table = table[:, None].expand(-1, kv_heads, -1)
-    pieces = chunks_of(slots) + 1
+    pieces = chunks_of(slots) + 2
     device = describe(q.device)
     early = launched_early(q.device)
     partial_out = torch.empty(queries * q_heads * pieces, value_dim, dtype=torch.float32, device=q.device)
@@ -84,6 +87,7 @@ def attention(request: ExactAttention) -> Tensor:
     out = torch.empty(queries, q_heads, value_dim, dtype=q.dtype, device=q.device)
     windowed = request.window > 0
     value_block = max(16, triton.next_power_of_2(value_dim))
+    strides = (*k.stride()[:3], *v.stride()[:3], *((0, 0) if table is None else table.stride()[:2]))
 
     def attend(cfg: KernelConfig) -> None:
         views = None
@@ -92,23 +96,33 @@ def attention(request: ExactAttention) -> Tensor:
         tma = views is not None and views.k_rest is None
         blocks = -(-tokens * group // cfg.block_m)
         units = batch * kv_heads * blocks
-        made = exact_kernel[(queries * kv_heads + units * (pieces - 1),)](
+        made = exact_far_kernel[(units * (pieces - 2),)](
             q, k, v, *((views.k, views.v) if views is not None and tma else (k, v)),
-            partial_out, partial_lse, found.positions, found.slots,
-            request.lengths if table is None else table,
-            request.scale, request.softcap,
-            *k.stride()[:3], *v.stride()[:3], *((0, 0) if table is None else table.stride()[:2]),
-            *(views.steps if views is not None else (0, 0, 0)),
-            tokens, blocks, pieces, queries * kv_heads, units, request.window,
+            partial_out, partial_lse, found.positions, request.lengths if table is None else table,
+            request.scale, request.softcap, *strides, *(views.steps if views is not None else (0, 0, 0)),
+            tokens, blocks, pieces, units, request.window,
             GROUP=group, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
             BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_V=value_block,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_G=max(16, triton.next_power_of_2(group)),
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,
             PAGE=page, TMA=tma, WINDOW=windowed, CHUNKED=request.chunked, SOFTCAP=request.softcap > 0,
             STAGES=cfg.stages, **early, **warps(cfg.warps),
         )  # fmt: skip
         within(made, device)
 
-    fitted(configuration(dim, value_dim, q.itemsize, device), smaller, attend)
+    config = configuration(dim, value_dim, q.itemsize, device)
+    fitted(config, smaller, attend)
+    group_block = max(16, triton.next_power_of_2(group))
+    limit = {"maxnreg": _NEAR_REGISTERS} if device.ptx and value_block <= _NEAR_COLUMNS else {}
+    blocks = -(-tokens * group // group_block)
+    exact_near_kernel[((queries + batch * blocks) * kv_heads,)](
+        q, k, v, partial_out, partial_lse, found.positions, found.slots, request.lengths,
+        request.lengths if table is None else table, request.scale, request.softcap, *strides,
+        tokens, pieces, queries * kv_heads, blocks, request.window,
+        GROUP=group, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_V=value_block, BLOCK_N=config.block_n,
+        BLOCK_G=group_block, PAGE=page, WINDOW=windowed, CHUNKED=request.chunked,
+        SOFTCAP=request.softcap > 0, **early, **warps(4, **limit),
+    )  # fmt: skip
     options = warps(max(1, _TOGETHER * value_block // 1024))
     exact_combine_kernel[(queries, q_heads)](
         out, partial_out, partial_lse, found.positions, request.sinks, pieces, request.window,

@@ -1,4 +1,4 @@
-"""Near and far positions of queries, and the chunks of far ones, on the device; see ``kernel``."""
+"""Near and far positions of queries, and the chunks of far ones, on the device; see ``far_kernel``."""
 
 import triton
 import triton.language as tl
@@ -6,11 +6,12 @@ import triton.language as tl
 DEPTH = tl.constexpr(64)
 TILE = tl.constexpr(64)
 NEAR = tl.constexpr(128)  # DEPTH + TILE positions at most
-# Chunks of 256 positions up to the first bound, of 512 up to the second, then of 1024: a short text is
+# Chunks of 512 positions up to the first bound, of 1,024 up to the second, then of 4,096: a short text is
 # divided among many programs, and a long one has few partial results.
 _FIRST, _SECOND = tl.constexpr(4096), tl.constexpr(16384)
-_BEFORE_SECOND = tl.constexpr(16)
-_BEFORE_THIRD = tl.constexpr(40)
+_SHORT, _MIDDLE, _LONG = tl.constexpr(512), tl.constexpr(1024), tl.constexpr(4096)
+_BEFORE_SECOND = tl.constexpr(8)
+_BEFORE_THIRD = tl.constexpr(20)
 
 
 @triton.jit
@@ -20,19 +21,25 @@ def near_start(position):
 
 
 @triton.jit
+def shared_start(length):
+    """The first position of the last whole tile of committed ones, the first near one of most queries."""
+    return length // TILE * TILE - TILE
+
+
+@triton.jit
 def chunk_start(chunk):
     """The first position of a chunk."""
-    second = _FIRST + (chunk - _BEFORE_SECOND) * 512
-    third = _SECOND + (chunk - _BEFORE_THIRD) * 1024
-    return tl.where(chunk < _BEFORE_SECOND, chunk * 256, tl.where(chunk < _BEFORE_THIRD, second, third))
+    second = _FIRST + (chunk - _BEFORE_SECOND) * _MIDDLE
+    third = _SECOND + (chunk - _BEFORE_THIRD) * _LONG
+    return tl.where(chunk < _BEFORE_SECOND, chunk * _SHORT, tl.where(chunk < _BEFORE_THIRD, second, third))
 
 
 @triton.jit
 def chunk_of(position):
     """The chunk of a position."""
-    second = _BEFORE_SECOND + (position - _FIRST) // 512
-    third = _BEFORE_THIRD + (position - _SECOND) // 1024
-    return tl.where(position < _FIRST, position // 256, tl.where(position < _SECOND, second, third))
+    second = _BEFORE_SECOND + (position - _FIRST) // _MIDDLE
+    third = _BEFORE_THIRD + (position - _SECOND) // _LONG
+    return tl.where(position < _FIRST, position // _SHORT, tl.where(position < _SECOND, second, third))
 
 
 @triton.jit
