@@ -155,7 +155,7 @@ BAD = {
     "long questions": (["bench", "ruler", "--lengths", "200", "9999999"], "4096 positions; shorten"),
     "huge tree": (["generate", "PROMPT", "--tree", "chain:100000"], "at most 1024 proposed tokens"),
     "huge gamma": (["generate", "PROMPT", "--gamma", "1000000000"], "at most 1024"),
-    "rows as text": (["bench", "text", "--file", "some.jsonl"], "--dataset some.jsonl"),
+    "rows as text": (["bench", "text", "--file", "ROWS"], "rows.jsonl: its suffix is that of a data set"),
     "no such kind": (["bench", "text", "--text", "novels"], "text 'novels' is unknown; use a kind"),
     "texts without a name": (["bench", "text", "--texts", "some.xz"], "give --text NAME as well"),
     "copies of one length": (["check", "--text", "copied"], "use --text python-topics here"),
@@ -198,10 +198,12 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_ends_with_one_line_and_code_2(
-    capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, case: str
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, tmp_path: Path, case: str
 ) -> None:
     argv, needed = BAD[case]
-    argv = [{"PROMPT": prompt, "TARGET": pair.target}.get(word, word) for word in argv]
+    (rows := tmp_path / "rows.jsonl").touch()
+    named = {"PROMPT": prompt, "TARGET": pair.target, "ROWS": str(rows)}
+    argv = [named.get(word, word) for word in argv]
     given = argv[1:] if argv else []
     more = [] if not argv or "--target" in given else pair.options[:4]
     code, out, err = run(capsys, *argv, *more)

@@ -78,6 +78,11 @@ def step(progress: Progress, task: TaskID, what: str) -> None:
         progress.console.print(what)
 
 
+def earlier_step(progress: Progress, task: TaskID) -> None:
+    """One unit was done by an earlier run: the bar begins behind it, and it has no part in the speed."""
+    progress.reset(task, completed=int(progress.tasks[task].completed) + 1)
+
+
 class Interrupt(StoppingCriteria):
     """Ctrl-C: the first press ends the generation after the current pass, a second one at once.
 

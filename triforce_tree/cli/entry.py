@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.words = words
     if nowhere:
         return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
+    if (missing := _missing(args)) is not None:
+        return _failed(f"{missing}: No such file or directory", 2)
     try:
         return _run(args)
     except KeyboardInterrupt:
@@ -41,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         return _failed(_message(error), 2)
+
+
+def _missing(args: argparse.Namespace) -> str | None:
+    """A file to read that there is not: said before libraries are imported, which takes seconds."""
+    given = (getattr(args, name, None) for name in ("prompt", "file", "messages"))
+    return next((path for path in given if path not in (None, "-") and not os.path.exists(path)), None)
 
 
 def _open_closed_streams() -> None:

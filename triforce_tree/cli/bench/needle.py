@@ -11,6 +11,11 @@ from triforce_tree.eval import needle
 from triforce_tree.eval.results import Record, check_picture, header
 
 
+def _said(record: Record) -> str:
+    how = "found" if record["found"] else "not found"
+    return f"{record['through']}, {record['length']:,} tokens, depth {record['depth']:g}: {how}"
+
+
 def run(args: argparse.Namespace) -> int:
     if args.plot:
         check_picture("--plot", args.plot)
@@ -37,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             progress.update(task, description=f"{key['through']}, {tokens:,} tokens")
             return lambda count: interrupt.check()
 
-        series = series_of(args, records, interrupt, lambda record: progress.advance(task))
+        series = series_of(args, records, interrupt, (progress, task), _said)
         needle.measure(
             engine, haystack, args.lengths, args.depths, args.trials, series, args.through, reading
         )

@@ -9,7 +9,7 @@ import torch
 from triforce_tree.api import load
 from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of, series_of
-from triforce_tree.cli.console import Interrupt, bar, json_line, step
+from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.cli.groups import ENGINE_OPTIONS, MEMORY_OPTIONS
 from triforce_tree.engine import Engine
 from triforce_tree.eval.paper import plan, published, tables
@@ -83,11 +83,7 @@ def run(args: argparse.Namespace) -> int:
             timed, compared, list(islice(texts, _DOCUMENTS)), sizes, "budget" in args.given, args.seed,
             lambda: not interrupt.requested,
         )  # fmt: skip
-
-        def done(record: Record) -> None:
-            step(progress, task, _described(record))
-
-        series_of(args, records, interrupt, done).fill(keys, cells.measure)
+        series_of(args, records, interrupt, (progress, task), _described).fill(keys, cells.measure)
     code = finish(args, records, interrupt.requested)
     if args.json:
         rows = [

@@ -49,14 +49,12 @@ def run(args: argparse.Namespace) -> int:
     progress = bar("generations")
     asking = progress.add_task("measuring", total=total)
 
-    def done(record: Record) -> None:
+    def said(record: Record) -> str:
         how = record["method"] if "method" in record else f"answers by {record['through']}"
-        progress.update(
-            asking, advance=1, description=f"{how}, {record['length']:,} tokens, T={record['temperature']:g}"
-        )
+        return f"{how}, {record['length']:,} tokens, T={record['temperature']:g}"
 
     with Interrupt() as interrupt, progress:
-        series = series_of(args, records, interrupt, done)
+        series = series_of(args, records, interrupt, (progress, asking), said)
         timing = speed.Timing(methods, args.temperatures, args.new_tokens)
         for length, cut in prompts.items():
             if "speed" in args.parts:

@@ -48,11 +48,16 @@ def run(args: argparse.Namespace) -> int:
                 lambda count: interrupt.check(),
             )
 
-        series_of(args, records, interrupt, lambda record: progress.advance(asking)).fill(keys, answer)
+        series_of(args, records, interrupt, (progress, asking), _said).fill(keys, answer)
     code = finish(args, records, interrupt.requested)
     if args.json:
         json_line({**header(args.seed), "interrupted": interrupt.requested, "scores": _scores(args, records)})
     return code
+
+
+def _said(record: Record) -> str:
+    place = f"{record['through']}, {record['task']}, {record['length']:,} tokens"
+    return f"{place}: score {record['score']:g}"
 
 
 def _mean(records: Records, by: str, task: str, length: int) -> float | None:

@@ -3,7 +3,9 @@
 import argparse
 from collections.abc import Callable, Sequence
 
-from triforce_tree.cli.console import Interrupt, plain_table, screen
+from rich.progress import Progress, TaskID
+
+from triforce_tree.cli.console import Interrupt, earlier_step, plain_table, screen, step
 from triforce_tree.eval.report import write
 from triforce_tree.eval.report.code_digest import digest
 from triforce_tree.eval.report.tables import Table, tables
@@ -22,9 +24,26 @@ def records_of(args: argparse.Namespace, settings: Record) -> Records:
 
 
 def series_of(
-    args: argparse.Namespace, records: Records, interrupt: Interrupt, done: Callable[[Record], None]
+    args: argparse.Namespace,
+    records: Records,
+    interrupt: Interrupt,
+    bar: tuple[Progress, TaskID],
+    said: Callable[[Record], str],
 ) -> Series:
-    """The measurements of this run, until Ctrl-C."""
+    """The measurements of this run, until Ctrl-C.
+
+    Args:
+        bar: the task whose units the measurements are.
+        said: a few words about one.
+    """
+    kept = {id(record) for record in records.all}
+
+    def done(record: Record) -> None:
+        if id(record) in kept:
+            earlier_step(*bar)
+        else:
+            step(*bar, said(record))
+
     return Series(records, args.seed, interrupt, lambda: not interrupt.requested, done)
 
 

@@ -4,7 +4,7 @@ import argparse
 
 from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of, series_of
-from triforce_tree.cli.console import Interrupt, bar, json_line, step
+from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.eval import speed, text
 from triforce_tree.eval.baselines import usable_methods
 from triforce_tree.eval.results import Record, header
@@ -39,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
     progress = bar("generations")
     task = progress.add_task("measuring", total=len(prompts) * len(args.temperatures) * len(methods))
 
-    def done(record: Record) -> None:
+    def said(record: Record) -> str:
         ms = 1e3 * record["decode_seconds"] / record["timed_tokens"]
-        step(progress, task, f"{record['method']} T={record['temperature']:g}: {ms:.1f} ms a token")
+        return f"{record['method']} T={record['temperature']:g}: {ms:.1f} ms a token"
 
     with Interrupt() as interrupt, progress:
         timing = speed.Timing(methods, args.temperatures, args.new_tokens)
-        speed.measure(engine, prompts, timing, series_of(args, records, interrupt, done))
+        speed.measure(engine, prompts, timing, series_of(args, records, interrupt, (progress, task), said))
     code = finish(args, records, interrupt.requested)
     if args.json:
         rows = speed.rows(records, args.context, args.new_tokens)

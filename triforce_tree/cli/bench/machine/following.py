@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from triforce_tree.cli.bench.running import finish, series_of
-from triforce_tree.cli.console import Interrupt, bar, json_line, step
+from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.eval.results import Record, Records, Series, header
 
 
@@ -28,11 +28,7 @@ def follow(
     progress = bar("measurements")
     task = progress.add_task("measuring", total=total)
     with Interrupt() as interrupt, progress:
-
-        def done(record: Record) -> None:
-            step(progress, task, said(record))
-
-        measure(series_of(args, records, interrupt, done))
+        measure(series_of(args, records, interrupt, (progress, task), said))
     code = finish(args, records, interrupt.requested)
     if args.json:
         json_line({**header(args.seed), "interrupted": interrupt.requested, "rows": rows(records)})
