@@ -200,12 +200,10 @@ BAD = {
 def test_bad_input_ends_with_one_line_and_code_2(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str, tmp_path: Path, case: str
 ) -> None:
-    argv, needed = BAD[case]
     (rows := tmp_path / "rows.jsonl").touch()
     named = {"PROMPT": prompt, "TARGET": pair.target, "ROWS": str(rows)}
-    argv = [named.get(word, word) for word in argv]
-    given = argv[1:] if argv else []
-    more = [] if not argv or "--target" in given else pair.options[:4]
+    argv, needed = [named.get(word, word) for word in BAD[case][0]], BAD[case][1]
+    more = [] if not argv or "--target" in argv else pair.options[:4]
     code, out, err = run(capsys, *argv, *more)
     assert code == 2
     assert out == ""
