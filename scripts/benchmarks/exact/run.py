@@ -25,14 +25,12 @@ from scripts.benchmarks.common.results import Record, header, open_records, writ
 from scripts.benchmarks.exact.tables import rows_of
 from scripts.benchmarks.texts.grid import TimeLimit
 from triforce_tree import Engine, load
-from triforce_tree.eval.report.code_digest import digests
+from triforce_tree.eval.report.code_digest import digest
 from triforce_tree.eval.results import Records, hardware
 from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime.executor import free_memory
 
-# Of the code that is measured.
-AREAS = ("api", "exact")
 # Prompts that are decoded one by one; the first one also captures graphs, and is not timed.
 _SINGLE = 4
 # Prompts whose ties of the largest logits are counted.
@@ -152,7 +150,7 @@ def main(words: Sequence[str] | None = None) -> int:
         results_folder(args.out, args.tiny) / f"bit_exact_{machine_of(torch.device(args.device))}.json"
     )
     settings = {name: getattr(args, name) for name in ("dtype", "prompt", "new", "tokens", "batch", "seed")}
-    settings |= {"code": digests(AREAS), "machine": hardware()}
+    settings |= {"code": digest("api"), "machine": hardware()}
     records = open_records(path.with_suffix(".jsonl"), settings)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     complete = True
@@ -166,7 +164,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 def done(task: Any = task) -> None:
                     progress.advance(task)
                     rows = rows_of(records.all)
-                    write(path, header(args.seed, *AREAS) | {"settings": settings, "rows": rows})
+                    write(path, header(args.seed, "api") | {"settings": settings, "rows": rows})
 
                 complete = comparison.measure(mode, done) and complete
     rows = rows_of(records.all)

@@ -21,7 +21,7 @@ _C_FILES = ("kernels/cpu/**/*.c", "kernels/cpu/**/*.h")
 _KERNELS = ("kernels/**/*.py",)
 # Kernels that attend over trees of texts alone.
 _BRANCHING = ("kernels/attention/blocks/*.py",)
-# Attention of ``exact=True`` alone.
+# Attention of ``exact=True`` alone, which "api" has.
 _EXACT = ("kernels/attention/exact/*.py",)
 
 
@@ -43,10 +43,9 @@ AREAS: dict[str, tuple[str, ...]] = {
         *_C_FILES,
         *_without(_BRANCHING + _EXACT),
     ),
-    "exact": _EXACT,
     "blocks": _BRANCHING,
     "branching": ("branching/tree.py", *_BRANCHING),
-    "api": ("engine.py", *_KERNELS, *_C_FILES, *_without(_EXACT)),
+    "api": ("engine.py", *_KERNELS, *_C_FILES),
     # What reads texts and the embedded pair, where other code than the package's computes.
     "texts": ("eval/texts/registry.py", "eval/text.py", "loading/checkpoints.py"),
     "heads": ("drafters/heads/eagle.py", "drafters/heads/medusa.py"),
