@@ -11,7 +11,13 @@ from triton_ops import DEVICE
 
 from triforce_tree.kernels.device import KNOWN
 from triforce_tree.kernels.linear import reference
-from triforce_tree.kernels.linear.configs import LinearConfig, choose, row_block
+from triforce_tree.kernels.linear.configs import (
+    LinearConfig,
+    OneRowConfig,
+    choose,
+    choose_one_row,
+    row_block,
+)
 
 # The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -67,6 +73,42 @@ def test_results(kernels, bits, rows, outs, ins, config):
         made = kernels.low_bit_linear(x, words, scales, bias, bits, counters, config)
     assert within_error_limit(made, x, weight, bias)
     assert not counters.any()
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("ins", [2048, 2100], ids=["even", "uneven"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_one_row(kernels, ins, biased):
+    """Alone and as three layers in one launch, where the last program of each has fewer rows."""
+    x, weight, bias = problem(1, 12, ins)
+    bias = bias if biased else None
+    # Rows of a wider matrix, as slices of a joined weight.
+    weight = torch.cat([weight, weight], 1)[:, :ins]
+    counters = kernels.counters_for(12, DEVICE)
+    assert choose_one_row(12, ins, KNOWN["sm_90"]) is not None
+    config = OneRowConfig(4, 256, 4, 3)
+    assert within_error_limit(multiplied(x, [weight], [bias], config), x, weight, bias)
+    parts = [weight[:3], weight[3:10], weight[10:]]
+    own = [None] * 3 if bias is None else [bias[:3], bias[3:10], bias[10:]]
+    made = multiplied(x, parts, own, config)
+    assert within_error_limit(made, x, weight, bias)
+    assert torch.equal(made, multiplied(x, [weight], [bias], config))
+    single = kernels.linear(x.view(1, 1, ins), weight, bias, counters)
+    assert single.shape == (1, 1, 12)
+    assert within_error_limit(single.view(1, 12), x, weight, bias)
+
+
+def multiplied(x, weights, biases, config):
+    from triforce_tree.kernels.linear.one_row import multiply_row
+
+    return multiply_row(x[0], weights, biases, config)[None]
+
+
+def test_layers_that_multiply_one_row_without_tensor_cores():
+    assert choose_one_row(4096, 4096, KNOWN["sm_90"]) is not None
+    assert choose_one_row(4096, 14336, KNOWN["sm_89"]) is not None
+    assert choose_one_row(576, 576, KNOWN["sm_90"]) is None, "few inputs"
+    assert choose_one_row(4096, 4096, KNOWN["gfx942"]) is None, "not measured on AMD's cards"
 
 
 def test_leading_dimensions_strides_and_no_bias(kernels):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
+from triforce_tree.kernels.probs.softmax import softmax_rows
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -87,7 +88,7 @@ class DeviceProbs:
 
     def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
         """Probabilities, fp32 ``[B, T, V]``."""
-        return self.scores(logits, paths).softmax(-1)
+        return softmax_rows(self.scores(logits, paths))
 
 
 def _hashable(value: object) -> Hashable:

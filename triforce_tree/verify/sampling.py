@@ -10,10 +10,17 @@ from enum import IntEnum
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation import logits_process as hf
 
-from triforce_tree.verify.top_p import in_less_time
+from triforce_tree.verify.top_k import SlicedTopK
+from triforce_tree.verify.top_p import PartlySortedTopP
 
 # Processors whose result does not depend on the preceding tokens: one call serves all nodes of a tree.
 _CONTEXT_FREE = tuple(
@@ -55,7 +62,7 @@ class ProbsFromLogits:
         greedy: bool = False,
         padding: Sequence[int] = (),
     ) -> None:
-        processors = LogitsProcessorList(map(in_less_time, processors or ()))
+        processors = LogitsProcessorList(map(_in_less_time, processors or ()))
         self.greedy = greedy
         self._padding = list(padding)
         self._free = LogitsProcessorList(p for p in processors if isinstance(p, _CONTEXT_FREE))
@@ -134,6 +141,13 @@ class ProbsFromLogits:
     def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
         """Probabilities, fp32 ``[N, V]``."""
         return self.scores(logits, paths).softmax(-1)
+
+
+def _in_less_time(processor: LogitsProcessor) -> LogitsProcessor:
+    """The processor, or one with the same results that takes less time."""
+    if type(processor) is TopPLogitsWarper:
+        return PartlySortedTopP(processor)
+    return SlicedTopK(processor) if type(processor) is TopKLogitsWarper else processor
 
 
 class Stream(IntEnum):

@@ -5,7 +5,7 @@ more than a forward of a small model; the largest 512 alone take a tenth of it.
 """
 
 from torch import Tensor
-from transformers import LogitsProcessor, TopPLogitsWarper
+from transformers import TopPLogitsWarper
 
 # Entries of a row that are sorted. Rows whose nucleus is larger are sorted as a whole.
 _SORTED = 512
@@ -45,8 +45,3 @@ class PartlySortedTopP(TopPLogitsWarper):
     def _sorted(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
         processed: Tensor = super().__call__(input_ids, scores)
         return processed
-
-
-def in_less_time(processor: LogitsProcessor) -> LogitsProcessor:
-    """The processor, or one with the same results that takes less time."""
-    return PartlySortedTopP(processor) if type(processor) is TopPLogitsWarper else processor

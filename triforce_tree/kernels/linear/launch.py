@@ -18,10 +18,12 @@ from triforce_tree.kernels.linear.configs import (
     LinearConfig,
     choose,
     choose_exact,
+    choose_one_row,
     row_block,
     smaller,
 )
 from triforce_tree.kernels.linear.kernel import linear_kernel
+from triforce_tree.kernels.linear.one_row import multiply_row
 from triforce_tree.kernels.operators import fake, numbers, operator
 
 # In the place of a configuration's numbers.
@@ -149,15 +151,19 @@ def _launch(
     flat = x.reshape(-1, ins)
     rows = flat.shape[0]
     device = describe(x.device)
-    block_m = row_block(rows)
     if list(config) == _EXACT:
         cfg, block_m = choose_exact(rows, sum(outs), ins, device)
     else:
+        block_m = row_block(rows)
         cfg = LinearConfig(*cast(Any, config)) if config else choose(bits, rows, sum(outs), ins, device)
     for each in zip(words, scales, counters, strict=True):
         _check(flat, *each, bits)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
+    if rows == 1 and bits == 16 and not config:
+        one_row = choose_one_row(sum(outs), ins, device)
+        if one_row is not None:
+            return multiply_row(flat[0], words, biases, one_row).view(*x.shape[:-1], sum(outs))
     out = torch.empty(rows, sum(outs), dtype=x.dtype, device=x.device)
     viewable = device.tma and all(_has_view(t) for t in (flat, *words))
     aligned = all(w.data_ptr() % 16 == 0 for w in words) and words[0].stride(0) % 8 == 0

@@ -313,6 +313,12 @@ def traverse_tree(
     vocab = p.shape[2]
     tokens, parents, q_rows, uniforms = (dense(x) for x in (tokens, parents, q_rows, uniforms))
     p, q, exponential = (dense(x) for x in (p, q, exponential))
+    if nodes == 1:
+        # A draw alone, over whose vocabulary torch's reduction spreads the device; here one program walks it.
+        best = (p[:, 0].nan_to_num(0.0) / exponential).argmax(-1)
+        path = tokens.new_full((batch, depth + 1), -1)
+        path[:, 0] = 0
+        return path, torch.ones_like(best), best
     outcome = torch.empty(batch, nodes, dtype=torch.int64, device=p.device)
     scratch = torch.empty(2, batch, nodes, dtype=torch.int32, device=p.device)
     block_n, block_v = triton.next_power_of_2(nodes), min(_BLOCK_V, triton.next_power_of_2(vocab))

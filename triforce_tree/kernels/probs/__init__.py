@@ -1,0 +1,1 @@
+"""Kernels that turn logits into probabilities."""

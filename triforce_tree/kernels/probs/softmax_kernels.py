@@ -1,0 +1,82 @@
+"""Triton kernels of ``softmax``: many programs share a row of a long vocabulary, in two launches.
+
+Torch gives each row to one block of threads, which for a single row of 128,256 entries leaves all but one
+multiprocessor idle.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triforce_tree.kernels.launching import dense, warps
+
+# Longest rows that torch's softmax takes; longer ones have about so many slices.
+_WHOLE, _SLICES = 16384, 32
+_MOST_BLOCK = 8192
+# Below all scores; -inf would make NaN of slices without any.
+_FLOOR = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def slice_sums_kernel(
+    top_ptr,  # fp32 [R, S], largest score of a slice
+    mass_ptr,  # fp32 [R, S], sum of exp(score - largest)
+    scores_ptr,  # fp32 [R, V]
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(scores_ptr + row * vocab + at, mask=at < vocab, other=float("-inf"))
+    top = tl.maximum(tl.max(score, 0), _FLOOR)
+    out = row * tl.num_programs(1) + part
+    tl.store(top_ptr + out, top)
+    tl.store(mass_ptr + out, tl.sum(tl.exp(score - top), 0))
+
+
+@triton.jit
+def slice_probs_kernel(
+    probs_ptr,  # fp32 [R, V]
+    scores_ptr,  # fp32 [R, V]
+    top_ptr,  # fp32 [R, S]
+    mass_ptr,  # fp32 [R, S]
+    vocab,
+    BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slices, each = tl.num_programs(1), tl.arange(0, BLOCK_S)
+    top = tl.load(top_ptr + row * slices + each, mask=each < slices, other=_FLOOR)
+    mass = tl.load(mass_ptr + row * slices + each, mask=each < slices, other=0.0)
+    most = tl.max(top, 0)
+    share = 1.0 / tl.sum(mass * tl.exp(top - most), 0)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(scores_ptr + row * vocab + at, mask=at < vocab, other=0.0)
+    tl.store(probs_ptr + row * vocab + at, tl.exp(score - most) * share, mask=at < vocab)
+
+
+def softmax_rows(scores: Tensor) -> Tensor:
+    """See ``softmax.softmax_rows``.
+
+    Raises:
+        ValueError: scores are not fp32.
+    """
+    if scores.dtype != torch.float32:
+        raise ValueError(f"scores are {scores.dtype}; the kernel takes float32")
+    vocab = scores.shape[-1]
+    if vocab <= _WHOLE or not scores.numel():
+        return scores.softmax(-1)
+    flat = dense(scores).reshape(-1, vocab)
+    rows, probs = flat.shape[0], torch.empty_like(flat)
+    # By the vocabulary alone: a row's sums have one order whatever is computed beside it.
+    block = min(_MOST_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _SLICES)))
+    slices = triton.cdiv(vocab, block)
+    tops = torch.empty(rows, slices, dtype=torch.float32, device=scores.device)
+    masses = torch.empty_like(tops)
+    options = warps(max(1, block // 512))
+    slice_sums_kernel[(rows, slices)](tops, masses, flat, vocab, BLOCK=block, **options)
+    slice_probs_kernel[(rows, slices)](
+        probs, flat, tops, masses, vocab, BLOCK=block, BLOCK_S=triton.next_power_of_2(slices), **options
+    )
+    return probs.view_as(scores)
