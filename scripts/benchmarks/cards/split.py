@@ -35,7 +35,7 @@ from scripts.benchmarks.common.command import (
     results_folder,
 )
 from scripts.benchmarks.common.long_texts import LongTexts
-from scripts.benchmarks.common.results import Record, header, rows_at, write
+from scripts.benchmarks.common.results import Record, header, on_this, rows_at, write
 from scripts.benchmarks.common.rope import TRAINED, factor_for, use_yarn
 from triforce_tree import load
 from triforce_tree.decoding.program import DecodingProgram
@@ -230,7 +230,7 @@ def main(words: Sequence[str]) -> int:
                 free_memory()
                 if distributed.is_first_rank():
                     print(json.dumps(row), flush=True)
-                    write(path, header(args.seed, "engine") | {"options": options, "rows": rows})
+                    write(path, header(args.seed, on_this("engine")) | {"options": options, "rows": rows})
             del target, draft
             free_memory()
     distributed.leave()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from triforce_tree.eval import results
 from triforce_tree.eval.report.code_digest import ROOT, digest, digests
 from triforce_tree.loading.llama_shapes import Shape
@@ -28,6 +30,8 @@ STREAMED, ATTENDED = "streamed autoregressive", "autoregressive with attention o
 METHODS = (PLAIN, STATIC, STREAMED, ATTENDED)
 # The embedded pair's. Results that name no vocabulary were measured with it, in models of any shape.
 PAIR_VOCABULARY = 4096
+# Settings that parts with a cache in host memory have.
+_OFFLOADED = {"resident", "gpu_memory", "offload"}
 # What a row is about; the key of a measurement holds the rest as well.
 CELL = ("batch", "context", "new_tokens", "temperature", "setting")
 _KEYS = ("method", "prompt", "start", "sources", "exact")
@@ -38,6 +42,11 @@ def header(seed: int, area: str, *more: str) -> Record:
     """Command, commit ("+": changed since), date, hardware, versions, seed, digests of the measured code."""
     command = shlex.join(["python", *sys.orig_argv[1:]])
     return results.header(seed) | {"command": command, "code": digests((area, *more))}
+
+
+def on_this(area: str) -> str:
+    """An area's name on this machine: "engine" and "api" are other code on a CPU."""
+    return area if torch.cuda.is_available() else f"{area} on a CPU"
 
 
 def write(path: Path, content: Record) -> None:
@@ -104,7 +113,7 @@ class ResultsFile:
         self.all = content_at(source)
         kept = path.with_name(f"{path.stem}.{part}.jsonl")
         self._records = open_records(kept, settings)
-        header_now = header(settings["seed"], "engine")
+        header_now = header(settings["seed"], _area_of(settings))
         known = self.all["parts"].get(part, {}) if self.samples else {}
         self.mine: Record = {"notes": [], **known, **header_now, "settings": self._records.settings}
 
@@ -145,8 +154,14 @@ class ResultsFile:
 
 def settings_of(plan: Record, seed: int, tiny: bool) -> Record:
     """What must agree for measurements to be put together: a part's plan, the engine, the machine."""
-    dtype = "float32" if tiny else "bfloat16"
-    return {**plan, "seed": seed, "engine": digest("engine")[:12], "gpu": results.hardware(), "dtype": dtype}
+    engine, dtype = digest(_area_of(plan))[:12], "float32" if tiny else "bfloat16"
+    return {**plan, "seed": seed, "engine": engine, "gpu": results.hardware(), "dtype": dtype}
+
+
+def _area_of(plan: Record) -> str:
+    """The code that a part measures."""
+    given = plan.keys() | plan.get("options", {}).keys()
+    return "engine, offloaded" if given & _OFFLOADED else on_this("engine")
 
 
 def inflated_vocabulary(shape: str) -> int:

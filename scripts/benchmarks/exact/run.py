@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 
 from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, machine_of, parser, results_folder
-from scripts.benchmarks.common.results import Record, header, open_records, write
+from scripts.benchmarks.common.results import Record, header, on_this, open_records, write
 from scripts.benchmarks.exact.tables import rows_of
 from scripts.benchmarks.texts.grid import TimeLimit
 from triforce_tree import Engine, load
@@ -164,7 +164,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 def done(task: Any = task) -> None:
                     progress.advance(task)
                     rows = rows_of(records.all)
-                    write(path, header(args.seed, "api") | {"settings": settings, "rows": rows})
+                    write(path, header(args.seed, on_this("api")) | {"settings": settings, "rows": rows})
 
                 complete = comparison.measure(mode, done) and complete
     rows = rows_of(records.all)

@@ -208,7 +208,8 @@ def main(words: Sequence[str] | None = None) -> int:
         made.error(str(error))
     engine = triforce_tree.load(device="cpu", dtype=torch.float32, profile=False)
     content = {
-        **header(args.seed, "api"), "context": args.context, "positions": args.positions, "missing": missing,
+        **header(args.seed, "api on a CPU"),
+        "context": args.context, "positions": args.positions, "missing": missing,
         "options": {k: str(v) for k, v in engine.hierarchy.config.as_options().items()}, "accepted": [],
     }  # fmt: skip
     for source in sources:

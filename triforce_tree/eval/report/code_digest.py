@@ -23,29 +23,36 @@ _KERNELS = ("kernels/**/*.py",)
 _BRANCHING = ("kernels/attention/blocks/*.py",)
 # Attention of ``exact=True`` alone, which "api" has.
 _EXACT = ("kernels/attention/exact/*.py",)
+# What runs on a CPU alone, but for attention to what is offloaded; what is for offloading alone; and what
+# runs on a GPU alone: Triton's kernels, and choices of their tiles.
+_CPU = ("kernels/cpu/**/*.py", *_C_FILES, "models/host/*.py")
+_OFFLOAD = ("kv/offload/**/*.py",)
+_TILES = ("kernels/linear/*.py", "kernels/attention/configs.py", "kernels/attention/tiles.py")
+_TRITON = "import triton"
 
 
-def _without(patterns: tuple[str, ...]) -> list[str]:
+def _without(*patterns: str) -> list[str]:
     return [f"!{pattern}" for pattern in patterns]
 
 
-# Area -> patterns of the files in the package that it begins with, and after "!" of those that are left out.
+# All that decodes, in a model of any shape, on any device.
+_ENGINE = ("decoding/loop.py", "loading/inflate.py", *_KERNELS, *_C_FILES, *_without(*_BRANCHING, *_EXACT))
+_API = ("engine.py", *_KERNELS, *_C_FILES)
+# Area -> patterns of the files in the package that it begins with, and after "!" of those that are left out;
+# "!import triton": those that import it.
 AREAS: dict[str, tuple[str, ...]] = {
     "attention": ("kernels/attention/launch.py",),
     "linear": ("kernels/linear/launch.py",),
     "cpu attention": ("kernels/cpu/cpu_attention.py", *_C_FILES),
     "kernels": _KERNELS,
-    # All that decodes, in a model of any shape.
-    "engine": (
-        "decoding/loop.py",
-        "loading/inflate.py",
-        *_KERNELS,
-        *_C_FILES,
-        *_without(_BRANCHING + _EXACT),
-    ),
+    # With the cache on a GPU, on a CPU, and in host memory.
+    "engine": (*_ENGINE, *_without(*_CPU, *_OFFLOAD)),
+    "engine on a CPU": (*_ENGINE, *_without(_TRITON, *_TILES, *_OFFLOAD)),
+    "engine, offloaded": _ENGINE,
     "blocks": _BRANCHING,
     "branching": ("branching/tree.py", *_BRANCHING),
-    "api": ("engine.py", *_KERNELS, *_C_FILES),
+    "api": _API,
+    "api on a CPU": (*_API, *_without(_TRITON, *_TILES)),
     # What reads texts and the embedded pair, where other code than the package's computes.
     "texts": ("eval/texts/registry.py", "eval/text.py", "loading/checkpoints.py"),
     "heads": ("drafters/heads/eagle.py", "drafters/heads/medusa.py"),
@@ -64,13 +71,19 @@ def digest(area: str) -> str:
         raise ValueError(f"area {area!r} is unknown; use one of {', '.join(AREAS)}, or add it to AREAS")
     begin, without = set[Path](), set[Path]()
     for pattern in AREAS[area]:
-        if not (matching := set((ROOT / PACKAGE).glob(pattern.removeprefix("!")))):
+        if not (matching := _matching(pattern.removeprefix("!"))):
             raise ValueError(
                 f"area {area!r}: no file matches {pattern!r}; mend AREAS in {Path(__file__).name}"
             )
         (without if pattern.startswith("!") else begin).update(matching)
     parts = sorted(_file_digest(path) for path in _reached(begin, without))
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+
+def _matching(pattern: str) -> set[Path]:
+    if pattern == _TRITON:
+        return {path for path in (ROOT / PACKAGE).glob("**/*.py") if b"import triton\n" in path.read_bytes()}
+    return set((ROOT / PACKAGE).glob(pattern))
 
 
 def digests(areas: Iterable[str]) -> dict[str, str]:

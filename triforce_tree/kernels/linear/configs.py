@@ -123,8 +123,9 @@ _TABLE: dict[int, dict[int, tuple[tuple[int, int, int, int, int, int, int], ...]
 _FEW_INS = 1024
 _FEW_INS_TABLE = ((1024, 64, 256, 4, 3, 1, 1), (_ANY_OUTS, 64, 128, 4, 5, 0, 1))
 _MOST_SPLITS = 8
-# Fewest inputs of layers that multiply one row without tensor cores.
-_LEAST_ROW = 2048
+# Fewest inputs of layers that multiply one row without tensor cores, most of those in wide steps, and most
+# outputs of smaller programs.
+_LEAST_ROW, _MOST_WIDE, _FEW_OUTS = 2048, 8192, 5120
 # Where all operands are in registers, sums and unpacked codes of larger tiles spill with 4 warps.
 _MOST_UNPACKED = 64 * 128 * 2
 _WGMMA_OUTS = 64
@@ -165,13 +166,16 @@ def choose(bits: int, rows: int, outs: int, ins: int, device: Device) -> LinearC
 
 
 def choose_one_row(outs: int, ins: int, device: Device) -> OneRowConfig | None:
-    """The configuration for one row and a 16-bit weight ``[outs, ins]``; None where :func:`choose` is faster.
+    """The configuration for one row and a 16-bit weight ``[outs, ins]``; None where few inputs, or a card on
+    which this was not measured, leave the row to :func:`choose`.
 
     Measured on an H200 with the layers of a 7B and an 8B.
     """
     if not device.ptx or ins < _LEAST_ROW:
         return None
-    return OneRowConfig(4, 1024, 4, 4)
+    if ins > _MOST_WIDE:
+        return OneRowConfig(8, 256, 2, 5)
+    return OneRowConfig(4, 512, 2, 6) if outs <= _FEW_OUTS else OneRowConfig(4, 1024, 4, 4)
 
 
 def choose_exact(rows: int, outs: int, ins: int, device: Device) -> tuple[LinearConfig, int]:
