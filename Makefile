@@ -1,4 +1,4 @@
-# make demo | test | test-real | lint | wheel-check | clean
+# make demo | test | test-all | test-real | lint | wheel-check | clean
 #
 #   PYTHON=python3.12      the interpreter that .venv is made with
 #   PYTEST_ARGS='-k tree'  what to hand to pytest; by default, to run on all cores
@@ -15,13 +15,18 @@ REAL := .venv-real
 # Many processes import torch and transformers: what one has compiled of them, the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-real lint wheel-check clean
+.PHONY: demo test test-all test-real lint wheel-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.user
 	@$(VENV)/bin/triforce-tree demo
 
+# A sample that takes a third of the time: no slow tests, three parameter sets of each other one.
 test: $(VENV)/.dev
+	$(PY) -m pytest --sample $(PYTEST_ARGS)
+
+# All tests: before a release, and after a change that many parameter sets depend on.
+test-all: $(VENV)/.dev
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 # A real model, and quantisation libraries, in an environment of their own.

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # slower than one where something else keeps a core busy.
 THREADS = 1
 ROOT = Path(__file__).parents[1]
+SAMPLED = 3
+"""Parameter sets of one test that are run with ``--sample``."""
 
 # Helper modules whose assertions report values, as those of the tests do.
 for _name in ("api_cases", "program_cases"):
@@ -47,7 +49,19 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample",
+        action="store_true",
+        help=f"leave out slow tests, and all but {SAMPLED} parameter sets of each test",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--sample"):
+        kept = sampled(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     # Files with slow tests come first, then those with many: one that begins last keeps one worker alone.
     slow = {item.path for item in items if "slow" in item.keywords}
     counts = Counter(item.path for item in items)
@@ -62,6 +76,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # The test file and the number of modules at the time of the last freeze.
 _frozen: tuple[Path | None, int] = (None, 0)
+
+
+def sampled(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Those that are not slow; of each test the first parameter set, the last, and some between them."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if "slow" not in item.keywords:
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    steps = SAMPLED - 1
+    return {
+        found[number * (len(found) - 1) // steps] for found in by_test.values() for number in range(SAMPLED)
+    }
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,6 +16,7 @@ def test_help_names_every_method() -> None:
     assert tuple(baselines.METHODS) == bench_arguments.METHODS
 
 
+@pytest.mark.slow
 def test_bench_text_continues_an_interrupted_run(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
 ) -> None:
@@ -137,6 +138,7 @@ def questions(tmp_path: Path) -> str:
     return str(path.parent)
 
 
+@pytest.mark.slow
 def test_public_data_continues_is_reported_and_measured_again(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path, questions: str
 ) -> None:

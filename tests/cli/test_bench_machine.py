@@ -10,6 +10,7 @@ from tiny_pair import TinyPair
 SMALL = ["--budget", "64", "--recent", "32", "--chunk", "8", "--window", "64"]
 
 
+@pytest.mark.slow
 def test_batches(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "batch.jsonl"
     words = ["bench", "batch", *pair.options, *SMALL, "--batches", "1", "2", "--context", "90"]
@@ -91,6 +92,7 @@ def test_kernels_are_measured_reported_and_measured_again(
     assert "is not measured on cpu; known: triforce, plain torch" in err
 
 
+@pytest.mark.slow
 def test_workloads(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "workloads.jsonl"
     words = [

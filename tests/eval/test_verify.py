@@ -135,6 +135,7 @@ def test_a_file_of_several_rows_is_measured_again(
     assert (out / "rope_cpu.json").is_file()
 
 
+@pytest.mark.slow
 def test_what_cannot_run_here_is_said_in_one_sentence(
     capfd: pytest.CaptureFixture[str],
     script: Callable[[str], Any],

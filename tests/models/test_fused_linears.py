@@ -88,6 +88,7 @@ def test_linears_of_one_input_are_fused(bits: int, bias: bool) -> None:
     assert not any(counters.any() for name, counters in layer.named_buffers() if "counters" in name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("through_kernels")
 def test_fusion_under_the_default_compiler() -> None:
     layer, x = Layer(8), torch.randn(2, 3, 136, dtype=torch.float16)

@@ -125,6 +125,7 @@ class TestTwoRanks:
         assert "this rank is broken" in ranks[1].err
         assert not list(tmp_path.iterdir())
 
+    @pytest.mark.slow
     def test_torchrun_prints_the_text_once(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         pair = tiny_pair.make(tmp_path)
         prompt = tmp_path / "prompt.txt"

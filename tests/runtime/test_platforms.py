@@ -56,6 +56,7 @@ sys.exit(main(["generate", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow
 def test_the_cpu_engine_needs_no_posix(
     pair: TinyPair, prompt: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

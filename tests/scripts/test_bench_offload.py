@@ -21,6 +21,7 @@ def table(script: Any, name: str, content: dict[str, Any]) -> str:
     return str(script("benchmarks.offload.tables").TABLES[f"offload_{name}"].make(content))
 
 
+@pytest.mark.slow
 def test_parts_are_measured_once_and_fill_the_tables(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +49,7 @@ def test_parts_are_measured_once_and_fill_the_tables(
     assert {table.make(empty) for table in tables.TABLES.values() if table.file == tables.FILE} == {None}
 
 
+@pytest.mark.slow
 def test_streamed_weights_are_counted_on_the_bus(script: Any, tmp_path: Path) -> None:
     words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--part", "13b"]
     script("benchmarks.offload.run").main(words)
@@ -61,6 +63,7 @@ def test_streamed_weights_are_counted_on_the_bus(script: Any, tmp_path: Path) ->
     assert "| weights on the host | 0.1 |" in table(script, "memory", result)
 
 
+@pytest.mark.slow
 def test_attention_on_the_cpu_stands_beside_both_baselines(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

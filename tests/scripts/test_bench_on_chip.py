@@ -130,6 +130,7 @@ def test_parts_list_each_measurement_once(script: Any) -> None:
     }
 
 
+@pytest.mark.slow
 def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
     """Cold and second turn, ours beside plain decoding with the same greedy text."""
     words = ["--tiny", "--shapes", "llama-2-7b", "--runs", "1", "--text", "python-topics"]
@@ -190,6 +191,7 @@ def test_clients_that_join_are_measured(script: Any, tmp_path: Path) -> None:
         assert 0 < row["decode_seconds"] < row["seconds"]
 
 
+@pytest.mark.slow
 def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both layouts answer alike; the one that stores documents once computes and takes less."""
     monkeypatch.setattr(choice, "LEAST_SPARED", 1)

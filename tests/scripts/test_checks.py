@@ -25,6 +25,7 @@ def test_a_report_ends_with_a_line_of_json(script: Any, capsys: pytest.CaptureFi
     assert last["failed"][0]["error"] == "2 is not 3"
 
 
+@pytest.mark.slow
 def test_streamed_weights_give_the_bits_of_the_whole_model(script: Any) -> None:
     checks = script("checks.check_offload").Checks(torch.device("cpu"), torch.float32, True, 0)
     checks.streamed_weights()

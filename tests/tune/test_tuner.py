@@ -20,6 +20,7 @@ from triforce_tree.tune.plan import Watch
 from triforce_tree.tune.tuner import Tuner
 
 
+@pytest.mark.slow
 def test_entries_hold_what_was_measured(engine: Engine, ids: list[int], tmp_path: Path) -> None:
     records = Records(tmp_path / "m.jsonl", {})
     tuner = Tuner(engine, ids, plan(places=1), records)

@@ -204,6 +204,7 @@ LAW = Case(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_shape_may_depend_on_what_earlier_passes_rejected() -> None:
     """Whichever tokens were proposed, accepted and rejected before: later draws are fresh."""
 

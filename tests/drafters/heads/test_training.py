@@ -22,6 +22,7 @@ def target() -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_a_short_training_saves_heads_and_figures(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -152,6 +152,7 @@ def test_what_rows_share_is_counted_once(fed: list[int]) -> None:
     assert sum(fed) < 1500 + 8 * 2 * CHUNK
 
 
+@pytest.mark.slow
 def test_prompts_that_do_not_fit_wait() -> None:
     """Two documents of their own at a time; a short prompt with many new tokens needs room as well."""
     prompts = [[*prompt_of(1200)[n * 13 :], n] for n in range(5)] + [prompt_of(20)[::-1]]

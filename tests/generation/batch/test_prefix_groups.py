@@ -115,6 +115,7 @@ def test_draws_do_not_depend_on_the_order_of_rows() -> None:
     assert together == alone
 
 
+@pytest.mark.slow
 def test_level_1_retrieves_as_over_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts would not show it: level 2 verifies them."""
 

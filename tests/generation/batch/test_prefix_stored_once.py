@@ -90,6 +90,7 @@ def test_texts_are_those_of_each_alone(kind: str, rows: int) -> None:
     assert store_of(engine) is store
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("kind", ["three levels", "with variances", "8 bits"])
 def test_level_1_retrieves_as_over_copies(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

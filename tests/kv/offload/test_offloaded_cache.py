@@ -143,6 +143,7 @@ def test_a_resident_last_layer_needs_no_memory_for_prefill(
     assert (used or ["device"]) == [where]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levels", [1, 3])
 def test_rewinding_is_as_good_as_a_new_prefill(levels: int):
     program = program_of(levels, 2, max_seq_len=300)
@@ -170,6 +171,7 @@ def test_plain_sampling_draws_what_the_cache_on_the_device_draws():
     assert decoded(program_of(1, 2), PROMPTS[:2], NEW[:2], SAMPLED, seed=5)[0] == expected
 
 
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_targets_distribution():
     prompt, batch, to_probs = PROMPTS[0], 10, SAMPLED
     draws, prompts = 50 * batch, [prompt] * batch

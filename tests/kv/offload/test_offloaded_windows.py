@@ -61,6 +61,7 @@ def test_logits_are_those_of_a_cache_on_the_device(family: str) -> None:
     assert torch.equal(offloaded, logits_of(SPLITS["mixed"], family=family)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levels", [1, 3])
 def test_rewinding(levels: int) -> None:
     program = program_of(levels, 2, "gemma3", max_seq_len=250)

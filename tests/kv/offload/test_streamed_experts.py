@@ -256,6 +256,7 @@ def test_a_captured_forward_copies_what_each_replay_is_routed_to() -> None:
                 torch.testing.assert_close(out, logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_of_layers_that_stay_are_copied_once() -> None:
     model = streamed(linears=False)
     weights, own = model.streamed, expert_bytes(model)

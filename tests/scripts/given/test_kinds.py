@@ -67,6 +67,7 @@ def test_the_target_writes_behind_prompts(script: Any, tmp_path: Path) -> None:
     assert (rows[:, :-1] > 0).all()
 
 
+@pytest.mark.slow
 def test_a_further_distilled_draft_is_better_on_what_it_was_trained_on(script: Any, tmp_path: Path) -> None:
     ids = load_tokenizer(PAIR / "target")(
         "It was a truth, or so we were told, and no one asked. " * 80
