@@ -197,15 +197,18 @@ def test_at_a_terminal_a_wrong_line_does_not_end_the_conversation(
     (tmp_path / "file").touch()
     code, out, err = ask(
         pair.target,
-        f"/save {tmp_path}/s\n/x\n/help\nIt binds\n/save {tmp_path}/file/s\nAnd\n/quit\n",
+        f"/save {tmp_path}/s\n/x\n/help\nIt binds\n/save {tmp_path}/file/s\n/save {tmp_path}\nAnd\n/quit\n",
         stdin=Terminal,
     )
     assert code == 0
     assert len(last_object(out)["turns"]) == 2
     said = " ".join(err.split())
     unsaved = f"cannot save in '{tmp_path}/file/s' (Not a directory); give another folder"
-    for message in ("the session has no tokens yet", "/x is no command", unsaved, "commands: /quit, /reset"):
+    others = f"'{tmp_path}' holds files of something else; give a new or an empty folder"
+    empty = "the session has no tokens yet"
+    for message in (empty, "/x is no command", unsaved, others, "commands: /quit, /reset"):
         assert message in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_without_a_terminal_a_wrong_line_loses_nothing(ask: Any, pair: TinyPair, tmp_path: Path) -> None:
