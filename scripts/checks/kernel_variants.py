@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scripts.checks.blocks import variants as query_blocks
 from scripts.checks.exact import variants as exact
+from scripts.checks.linears import variants as linears
 from scripts.checks.prefill import variants as prefill
 from triforce_tree.kernels.attention import launch, merge
 from triforce_tree.kernels.attention.configs import choose as choose_attention
@@ -22,10 +23,8 @@ from triforce_tree.kernels.device import Device
 from triforce_tree.kernels.exchange import chunks_kernels as exchange_kernels
 from triforce_tree.kernels.exchange import experts_kernels
 from triforce_tree.kernels.linear import experts_launch
-from triforce_tree.kernels.linear import launch as linear
 from triforce_tree.kernels.linear import reference as linear_reference
-from triforce_tree.kernels.linear.configs import choose as choose_linear
-from triforce_tree.kernels.linear.configs import row_block
+from triforce_tree.kernels.probs import softmax_kernels
 from triforce_tree.kernels.recurrent import recurrence_kernels
 from triforce_tree.kernels.step import accept_kernels as accept
 from triforce_tree.kernels.step import grow_kernels as grow
@@ -40,9 +39,6 @@ HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 WIDTHS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128), (96, 64))
 QUERIES = (1, 16, 32, 64, 128)
 BITS = (16, 8, 4)
-LINEARS = (
-    *((outs, 4096) for outs in (768, 2048, 4096, 8192, 12_288, 22_016, 28_672)), (768, 768), (4096, 768),
-)  # fmt: skip
 _PAGES = {"chunks": 8, "chunks of 32": 32, "pages": 128}  # slots of a page
 VOCABULARIES = (4096, 32_000, 128_256)
 
@@ -57,8 +53,8 @@ class Variant(NamedTuple):
 def variants(device: Device) -> Iterator[Variant]:
     """All variants for a GPU, whose tiles decide which row counts differ."""
     yield from _attention(device)
-    yield from _linears(device)
-    for always in (_exact, _int8, _merges, _kv_slots, _retrieval, _acceptance, _growth, _exchange):
+    yield from (Variant(*each) for each in linears.launches(device))
+    for always in (_exact, _int8, _merges, _kv_slots, _retrieval, _acceptance, _growth, _softmax, _exchange):
         yield from always()
     for always in (_experts, _states):
         yield from always()
@@ -71,8 +67,7 @@ def digest(device: Device) -> str:
     found: list[object] = [variant.name for variant in variants(device)]
     for (dim, value_dim), queries, size in product(WIDTHS, QUERIES, (2, 4)):
         found += [choose_attention(queries * group, dim, size, device, value_dim) for group in (1, 4)]
-    for bits, count, (out, ins) in product(BITS, (1, 32, 64, 128), LINEARS):
-        found.append(choose_linear(bits, count, out, ins, device))
+    found += linears.choices(device)
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
@@ -153,41 +148,6 @@ def _int8() -> Iterator[Variant]:
         yield Variant(f"means, {name}", mean)
 
 
-def _linears(device: Device) -> Iterator[Variant]:
-    for bits in BITS:
-        for count in (1, 32, 64, 128):
-            kernels = {}
-            for out, ins in LINEARS:
-                config = choose_linear(bits, count, out, ins, device)
-                # The number of splits is no constant of the kernel, but whether there are any is.
-                key = config.block_n, config.width, config.warps, config.stages, config.tma, config.splits > 1
-                kernels.setdefault(key, (out, ins))
-            for out, ins in kernels.values():
-                name = f"{bits} bits, {row_block(count)} rows, {out} x {ins}"
-                yield Variant(name, partial(_multiply, bits, count, out, ins))
-        for kind in ("fp16", "bias", "fused", "unaligned"):
-            name = f"{bits} bits, 16 rows, 4096 x 4096, {kind}"
-            yield Variant(name, partial(_multiply, bits, 1, 4096, 4096, kind))
-
-
-def _multiply(bits: int, count: int, out: int, ins: int, kind: str = "") -> None:
-    dtype = FP16 if kind == "fp16" else BF16
-    x = torch.zeros(count, ins, dtype=dtype)
-    bias = torch.zeros(out, dtype=dtype) if kind == "bias" else None
-    blocks = 0 if bits == 16 else linear_reference.blocks_of(ins, bits)
-    width = 128 * blocks or ins
-    stored = width + (4 if kind == "unaligned" else 0)
-    words = torch.zeros(out, stored, dtype=dtype if bits == 16 else torch.int16)[:, :width]
-    scales = {16: None, 8: torch.zeros(out), 4: torch.zeros(blocks, out, 4, dtype=BF16)}[bits]
-    counters = linear.counters_for(out)
-    if kind == "fused":
-        linear.linears(x, [words] * 3, [] if scales is None else [scales] * 3, [], [counters] * 3, bits)
-    elif scales is None:
-        linear.linear(x, words, bias, counters)
-    else:
-        linear.low_bit_linear(x, words, scales, bias, bits, counters)
-
-
 def _merges() -> Iterator[Variant]:
     for dtype, dim in product((BF16, FP32), (64, 256, 512)):
         parts = torch.zeros(3, 1, 2, 256, dim, dtype=dtype), torch.zeros(3, 1, 2, 256)
@@ -261,6 +221,12 @@ def _expand(vocabulary: int, draws: int, greedy: bool) -> None:
     logits, probs = torch.zeros(1, 4, vocabulary, dtype=BF16), torch.zeros(1, 4, vocabulary)
     noise = None if greedy else probs.clone()
     grow.expand_nodes(logits, None if greedy else torch.ones(()), noise, probs, draws)
+
+
+def _softmax() -> Iterator[Variant]:
+    for vocabulary in (32_000, 128_256):
+        scores = torch.zeros(2, vocabulary)
+        yield Variant(f"softmax of {vocabulary} entries", partial(softmax_kernels.softmax_rows, scores))
 
 
 def _place(frontier: int, draws: int, fixed: bool) -> None:

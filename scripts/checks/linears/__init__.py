@@ -1,0 +1,1 @@
+"""The kernels of linear layers, compiled for GPUs that are not at hand."""
