@@ -157,7 +157,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _refused(why: str) -> int:
-    print(why, file=sys.stderr)
+    # As `triforce-tree bench verify` says what it refuses itself.
+    print(f"triforce-tree: {why}", file=sys.stderr)
     return 2
 
 
