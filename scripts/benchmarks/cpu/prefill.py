@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from scripts.benchmarks.common.command import parser
-from scripts.benchmarks.common.results import RESULTS, Record, header, on_this, write
+from scripts.benchmarks.common.results import RESULTS, Record, header, write
 from scripts.benchmarks.cpu.tables import PREFILL
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
@@ -102,4 +102,4 @@ def main(words: Sequence[str] | None = None) -> None:
         for context in args.contexts:
             rows.append({"dtype": dtype, **measure(target, context, args.rounds)})
             print(json.dumps(rows[-1]), flush=True)
-    write(out, {**header(args.seed, on_this("engine")), "threads": args.threads, "rows": rows})
+    write(out, {**header(args.seed, "engine on a CPU"), "threads": args.threads, "rows": rows})

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 import triforce_tree
 from scripts.benchmarks.common.command import parser
-from scripts.benchmarks.common.results import RESULTS, header, on_this, write
+from scripts.benchmarks.common.results import RESULTS, header, write
 from scripts.benchmarks.cpu.tables import SPEED
 from triforce_tree.eval import results, speed, text
 from triforce_tree.eval.baselines import METHODS
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
         timing = speed.Timing(list(METHODS), args.temperatures, args.new_tokens)
         speed.measure(engine, prompts, timing, results.Series(records, args.seed, done=done))
     result = {
-        **header(args.seed, on_this("api")),
+        **header(args.seed, "api on a CPU"),
         "prompts": len(prompts),
         "options": {k: str(v) for k, v in engine.hierarchy.config.as_options().items()},
         "rows": speed.rows(records, args.context, args.new_tokens),

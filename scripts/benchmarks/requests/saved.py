@@ -122,10 +122,8 @@ def main(words: Sequence[str]) -> int:
             "ratio": own / other, "all_seconds": {way: seconds[way] for way in (ours, raw)},
         })  # fmt: skip
         print(rows[-1], flush=True)
-    write(
-        out / SAVED,
-        header(args.seed, on_this("engine")) | {"tokens": tokens, "runs": args.runs, "rows": rows},
-    )
+    head = header(args.seed, on_this("engine"))
+    write(out / SAVED, head | {"tokens": tokens, "runs": args.runs, "rows": rows})
     return 0
 
 
