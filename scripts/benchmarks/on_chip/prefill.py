@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from scripts.benchmarks.common.command import TINY_SHAPES, device_of, parser, results_folder
-from scripts.benchmarks.common.results import Record, header, on_this, write
+from scripts.benchmarks.common.results import Record, header, write
 from scripts.benchmarks.on_chip.prefill_paths import PATHS, attention_alone, usable, way
 from scripts.benchmarks.on_chip.tables import PREFILL_FILE
 from triforce_tree.config import HierarchyConfig
@@ -171,7 +171,7 @@ def main(words: Sequence[str]) -> int:
     dtype = torch.float32 if args.tiny else torch.bfloat16
     torch.manual_seed(args.seed)
     peak = 0.0 if args.tiny else measure_ceilings().matmul_rate / 1e12
-    head = header(args.seed, on_this("engine")) | {"matmul_tflops": peak}
+    head = header(args.seed, "prefill") | {"matmul_tflops": peak}
     path, paths = results_folder(args.out, args.tiny) / PREFILL_FILE, usable(args.paths)
     rows, attention = [], []
     for shape in args.shapes:

@@ -49,6 +49,12 @@ AREAS: dict[str, tuple[str, ...]] = {
     "engine": (*_ENGINE, *_without(*_CPU, *_OFFLOAD)),
     "engine on a CPU": (*_ENGINE, *_without(_TRITON, *_TILES, *_OFFLOAD)),
     "engine, offloaded": _ENGINE,
+    # Chunks of a prompt on a GPU: linears of many rows are torch's.
+    "prefill": (
+        *("models/prefill/*.py", "kv/prefill.py", "kernels/norm/*.py", "kernels/pointwise/*.py"),
+        *("kernels/attention/prefill.py", "kernels/attention/merge.py"),
+        *_without(*_CPU, "kernels/linear/*.py", "models/exact/*.py", "models/experts/*.py"),
+    ),
     "blocks": _BRANCHING,
     "branching": ("branching/tree.py", *_BRANCHING),
     "api": _API,
