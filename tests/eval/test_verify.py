@@ -148,7 +148,9 @@ def test_what_cannot_run_here_is_said_in_one_sentence(
     def refused(path: Path) -> str:
         assert remeasure.main([str(path), "--out", str(tmp_path)]) == 2
         [line] = capfd.readouterr().err.splitlines()
-        return str(line)
+        command, _, why = str(line).partition(": ")
+        assert command == "triforce-tree"
+        return why
 
     said = refused(RESULTS / "prefill_h200.json")
     assert said.startswith("the command of prefill_h200.json was measured on a GPU, and there is none here; ")
@@ -157,7 +159,7 @@ def test_what_cannot_run_here_is_said_in_one_sentence(
     # The command line says the same.
     code, out, err = run(capfd, "bench", "verify", str(tiles))
     assert (code, out) == (2, "")
-    assert err.startswith("tiles_h200.json is of no script of this checkout")
+    assert err.startswith("triforce-tree: tiles_h200.json is of no script of this checkout")
     row = {"text": "austen", "ms_per_token": 1.0}
     command = "python -m scripts.benchmarks trees --texts gone.json.xz"
     path = _written(tmp_path / "trees.json", row, command=command, hardware="a CPU")
