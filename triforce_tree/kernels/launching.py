@@ -19,7 +19,8 @@ def warps(count: int, **options: int) -> dict[str, int]:
 def launched_early(device: torch.device) -> dict[str, Any]:
     """Arguments of a kernel that may be launched while the one before it runs: programmatic dependent launch.
 
-    The kernel calls :func:`wait_for_previous` with its argument ``PDL`` before its first load.
+    The kernel calls :func:`wait_for_previous` with its argument ``PDL`` before its first load of what kernels
+    before it may have written.
     """
     early = describe(device).dependent_launch
     return {"PDL": early, **({"launch_pdl": True} if early and not knobs.runtime.interpret else {})}

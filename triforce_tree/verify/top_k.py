@@ -1,6 +1,6 @@
 """Top-k sampling that searches long rows of logits in slices.
 
-On a GPU a search of one row for its k-th largest entry uses few multiprocessors, one of 32 slices many.
+On a GPU torch searches a single row with few multiprocessors, and its slices with as many as there are.
 """
 
 from torch import Tensor

@@ -166,10 +166,10 @@ def choose(bits: int, rows: int, outs: int, ins: int, device: Device) -> LinearC
 
 
 def choose_one_row(outs: int, ins: int, device: Device) -> OneRowConfig | None:
-    """The configuration for one row and a 16-bit weight ``[outs, ins]``; None where few inputs, or a card on
-    which this was not measured, leave the row to :func:`choose`.
+    """The configuration for one row and a 16-bit weight ``[outs, ins]``; None with few inputs, and on AMD's
+    cards: the row is left to :func:`choose`.
 
-    Measured on an H200 with the layers of a 7B and an 8B.
+    Measured on an H200 with the layers of a 7B and an 8B; other NVIDIA cards take the same.
     """
     if not device.ptx or ins < _LEAST_ROW:
         return None

@@ -2,8 +2,8 @@
 
 A program multiplies a few rows of the weight by all of x: nothing is split, merged or counted, and programs
 are so small that their number need not divide into waves. The first tile of the weight is loaded before the
-wait for the previous kernel, on which it does not depend. Up to three weights of the same x share one launch,
-as in ``kernel``.
+wait for the previous kernel, which does not write it: weights that are streamed come by copies, for which the
+stream waits before. Up to three weights of the same x share one launch, as in ``kernel``.
 """
 
 from collections.abc import Sequence

@@ -314,7 +314,7 @@ def traverse_tree(
     tokens, parents, q_rows, uniforms = (dense(x) for x in (tokens, parents, q_rows, uniforms))
     p, q, exponential = (dense(x) for x in (p, q, exponential))
     if nodes == 1:
-        # A draw alone, over whose vocabulary torch's reduction spreads the device; here one program walks it.
+        # A draw alone: torch's argmax divides the vocabulary among many programs, the kernel below has one.
         best = (p[:, 0].nan_to_num(0.0) / exponential).argmax(-1)
         path = tokens.new_full((batch, depth + 1), -1)
         path[:, 0] = 0
