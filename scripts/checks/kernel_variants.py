@@ -38,7 +38,6 @@ HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 # Of keys and values: multi-head latent attention (DeepSeek-V3; MiniCPM3) has two.
 WIDTHS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128), (96, 64))
 QUERIES = (1, 16, 32, 64, 128)
-BITS = (16, 8, 4)
 _PAGES = {"chunks": 8, "chunks of 32": 32, "pages": 128}  # slots of a page
 VOCABULARIES = (4096, 32_000, 128_256)
 
@@ -265,7 +264,7 @@ def _fetch(heads: Heads, chunk: int, resident: bool) -> None:
 
 def _experts() -> Iterator[Variant]:
     """Linear layers of routed experts, and the copies of those that are in host memory."""
-    for bits, tokens, (out, ins) in product(BITS, (1, 16, 64), ((1536, 2048), (2880, 2880))):
+    for bits, tokens, (out, ins) in product(linears.BITS, (1, 16, 64), ((1536, 2048), (2880, 2880))):
         for kind in ("", *(("fp16", "bias") if tokens == 1 else ())):
             name = f"experts, {bits} bits, {tokens} tokens, {out} x {ins}{kind and ', ' + kind}"
             yield Variant(name, partial(_route, bits, tokens, out, ins, kind))

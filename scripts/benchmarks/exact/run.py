@@ -150,7 +150,8 @@ def main(words: Sequence[str] | None = None) -> int:
         results_folder(args.out, args.tiny) / f"bit_exact_{machine_of(torch.device(args.device))}.json"
     )
     settings = {name: getattr(args, name) for name in ("dtype", "prompt", "new", "tokens", "batch", "seed")}
-    settings |= {"code": digest("api"), "machine": hardware()}
+    area = on_this("api")
+    settings |= {"code": digest(area), "machine": hardware()}
     records = open_records(path.with_suffix(".jsonl"), settings)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     complete = True
@@ -164,7 +165,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 def done(task: Any = task) -> None:
                     progress.advance(task)
                     rows = rows_of(records.all)
-                    write(path, header(args.seed, on_this("api")) | {"settings": settings, "rows": rows})
+                    write(path, header(args.seed, area) | {"settings": settings, "rows": rows})
 
                 complete = comparison.measure(mode, done) and complete
     rows = rows_of(records.all)

@@ -11,7 +11,8 @@ from triforce_tree.kernels.linear import launch as linear
 from triforce_tree.kernels.linear import reference
 from triforce_tree.kernels.linear.configs import choose, choose_one_row, row_block
 
-_BITS, _ROWS = (16, 8, 4), (16, 32, 64, 128)
+BITS = (16, 8, 4)
+_ROWS = (16, 32, 64, 128)
 _SHAPES = (
     *((outs, 4096) for outs in (768, 2048, 4096, 8192, 12_288, 22_016, 28_672)), (768, 768), (4096, 768),
 )  # fmt: skip
@@ -19,7 +20,7 @@ _SHAPES = (
 
 def launches(device: Device) -> Iterator[tuple[str, Callable[[], object]]]:
     """Names and calls; row counts that have equal tiles on the device are compiled once."""
-    for bits in _BITS:
+    for bits in BITS:
         for count in _ROWS:
             kernels = {}
             for out, ins in _SHAPES:
@@ -60,5 +61,5 @@ def _multiply(bits: int, count: int, out: int, ins: int, kind: str = "") -> None
 
 def choices(device: Device) -> list[object]:
     """The configurations that are chosen on a GPU."""
-    found: list[object] = [choose(*each, *shape, device) for *each, shape in product(_BITS, _ROWS, _SHAPES)]
+    found: list[object] = [choose(*each, *shape, device) for *each, shape in product(BITS, _ROWS, _SHAPES)]
     return found + [choose_one_row(*shape, device) for shape in _SHAPES]
