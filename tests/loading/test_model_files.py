@@ -13,8 +13,7 @@ import torch
 from families import prompt_of, tiny
 from huggingface_hub.errors import LocalEntryNotFoundError
 from messages import says
-from model_folders import Change, settings
-from tiny_pair import TinyPair
+from tiny_pair import Change, TinyPair, settings
 from transformers import AutoModelForCausalLM
 
 import triforce_tree

@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import tiny
 from messages import says
-from model_folders import settings
+from tiny_pair import settings
 from transformers import AutoModelForCausalLM
 
 import triforce_tree

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import greedy, perturbed, prompt_of, small, tiny
 from messages import says
-from model_folders import settings
+from tiny_pair import settings
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,

@@ -1,57 +1,17 @@
-"""Sessions: fork, trim, what may be asked, messages, memory in reserve; saved ones."""
+"""Sessions: fork, trim, what may be asked, messages, memory in reserve."""
 
 import argparse
 import inspect
-import json
-import shutil
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from api_cases import characters
-from families import perturbed, prompt_of, tiny
-from program_cases import SMALL
-from recurrent_families import recurrent
-from safetensors.torch import load_file
+from families import prompt_of
+from session_cases import NINE, PROMPT, TEMPLATE, cold, engine, made
 
 import triforce_tree
-from triforce_tree import Engine
-from triforce_tree.kv import store as store_module
-from triforce_tree.sessions import saved
 
-PROMPT = prompt_of(150)
-NINE: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
-TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}. {% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-
-
-@pytest.fixture(autouse=True)
-def _small_rings(monkeypatch: pytest.MonkeyPatch, poisoned_empty: None) -> None:
-    monkeypatch.setattr(store_module, "RING_PAGE", 8)
-    monkeypatch.setattr(saved, "_BLOCK_UNITS", 2)
-
-
-@cache
-def made(family: str, **options: Any) -> Engine:
-    if family == "lfm2":
-        return triforce_tree.load(recurrent(family), profile=False, levels=1, prefill_chunk=16)
-    target = tiny(family)
-    tokenizer = characters()
-    tokenizer.chat_template = TEMPLATE
-    own = {**SMALL, "window": 40, **options}
-    return triforce_tree.load(target, perturbed(target, 0.05), tokenizer=tokenizer, profile=False, **own)
-
-
-def engine(**options: Any) -> Engine:
-    return made("llama-gqa").with_options(**options)
-
-
-def cold(prompt: list[int], family: str = "llama-gqa") -> list[int]:
-    return made(family).with_options(prefix_cache=False).generate(prompt, **NINE).sequences[0].tolist()
+pytestmark = pytest.mark.usefixtures("small_rings")
 
 
 def test_forks_go_on_by_themselves() -> None:
@@ -226,102 +186,6 @@ def test_a_fork_reads_its_own_question_again() -> None:
     for each in (session, other):
         each.generate(begun, **NINE)
         assert [m["role"] for m in each.messages] == ["system", "user", "assistant"]
-
-
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "device": ("llama-gqa", {}),
-    "8 bits": ("llama-gqa", {"kv_bits": 8}),
-    "windows": ("gemma3", {}),
-    "offloaded": ("llama-gqa", {"offload": True}),
-    "offloaded windows": ("gemma3", {"offload": True}),
-    "recurrent": ("lfm2", {}),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
-    family, options = KINDS[kind]
-    own = made(family).with_options(**options)
-    session = own.session(PROMPT, reserve=100)
-    session.generate(**NINE)
-    session.save(tmp_path / "one")
-    tokens = list(session.tokens)
-    expected = session.generate([1, 2], **NINE).sequences[0].tolist()
-    other = made(family).with_options(**options)
-    loaded = other.load_session(tmp_path / "one", reserve=100)
-    assert loaded.tokens == tokens
-    out = loaded.generate([1, 2], **NINE)
-    assert out.reused_tokens == len(tokens) - 1
-    assert loaded.tokens == expected
-    sizes = [path.stat().st_size for path in (tmp_path / "one").glob("layer-*")]
-    assert len(sizes) == sum(shape is not None for shape in own.hierarchy.target.kv_layers)
-
-
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
-def test_from_the_device_to_the_host_and_back(family: str, tmp_path: Path) -> None:
-    session = made(family).with_options().session(PROMPT)
-    session.generate(**NINE)
-    session.save(tmp_path / "device")
-    tokens = list(session.tokens)
-    loaded = made(family).with_options(offload=True).load_session(tmp_path / "device")
-    loaded.save(tmp_path / "host")
-    for path in (tmp_path / "device").glob("layer-*"):
-        for name, part in load_file(path).items():
-            assert torch.equal(part, load_file(tmp_path / "host" / path.name)[name])
-    again = made(family).with_options().load_session(tmp_path / "host")
-    for each in (loaded, again):
-        assert each.generate([8], **NINE).reused_tokens == len(tokens) - 1
-        assert each.tokens == cold([*tokens, 8], family)
-
-
-def test_a_conversation_is_saved(tmp_path: Path) -> None:
-    own = engine()
-    session = own.session([{"role": "user", "content": "Who is it"}])
-    session.generate(**NINE)
-    session.save(tmp_path)
-    loaded = engine().load_session(tmp_path)
-    assert (loaded.messages, loaded.turns) == (session.messages, session.turns)
-    loaded.generate("Why", **NINE)
-    session.generate("Why", **NINE)
-    assert loaded.tokens == session.tokens
-
-
-def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
-    session = engine().session(PROMPT)
-    session.generate(**NINE)
-    (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError, match="file' is a file, and a session is a folder; give another"):
-        session.save(tmp_path / "file")
-    session.save(tmp_path / "s")
-    with torch.no_grad():
-        target = tiny("llama-gqa")
-        target.lm_head.weight.mul_(1.01)
-    changed = triforce_tree.load(target, profile=False, levels=1)
-    cases = {
-        "model='LlamaForCausalLM llama-2x32.* load that model": made("gemma3"),
-        "weights='.* load the weights that it was saved with": changed,
-        "kv_bits=16, this engine has 8; give the engine this kv_bits": engine(kv_bits=8),
-    }
-    for message, other in cases.items():
-        with pytest.raises(ValueError, match=message):
-            other.load_session(tmp_path / "s")
-    file = tmp_path / "s" / "session.json"
-    found = json.loads(file.read_text())
-    file.write_text(json.dumps({**found, "tokenizer": "x"}))
-    with pytest.raises(ValueError, match=r"tokenizer='x', this engine has .* load the tokenizer"):
-        engine().load_session(tmp_path / "s")
-    file.write_text("{")
-    with pytest.raises(ValueError, match=r"session\.json is damaged .* save the session again"):
-        engine().load_session(tmp_path / "s")
-    file.write_text(json.dumps(found))
-    (tmp_path / "s" / "layer-00001.safetensors").write_bytes(b"no")
-    with pytest.raises(ValueError, match=r"layer-00001\.safetensors is damaged"):
-        engine().load_session(tmp_path / "s")
-    shutil.rmtree(tmp_path / "s")
-    with pytest.raises(FileNotFoundError, match=r"holds no session, as session\.json is missing"):
-        engine().load_session(tmp_path / "s")
-    with pytest.raises(ValueError, match="the session has no tokens yet"):
-        engine().session().save(tmp_path)
 
 
 def test_a_conversation_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:

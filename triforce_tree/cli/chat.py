@@ -110,15 +110,10 @@ class Chat:
 
 def _save(session: Session, folder: str) -> None:
     try:
-        # An interrupted save leaves its layers without a session.json.
-        names = [path.name for path in Path(folder).iterdir()] if Path(folder).is_dir() else []
-        if names and "session.json" not in names and not any(n.endswith(".safetensors") for n in names):
-            raise ValueError(f"{folder!r} holds files of something else; give a new or an empty folder")
         session.save(Path(folder))
     except OSError as error:
-        if error.strerror is None:
-            raise
-        raise ValueError(f"cannot save in {folder!r} ({error.strerror}); give another folder") from error
+        why = error.strerror and f"cannot save in {folder!r} ({error.strerror}); give another folder"
+        raise ValueError(why or str(error)) from error
     screen().print(f"saved in {folder}")
 
 

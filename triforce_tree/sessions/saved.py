@@ -12,6 +12,7 @@ device may be loaded into host memory, and the other way round.
 import json
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _FILE, _TOKENS, _STATES = "session.json", "tokens.safetensors", "states.safetensors"
+_LAYER = "layer-{}.safetensors"
 # KV slots of one copy from or to host memory, a multiple of any unit of an offloaded cache.
 _BLOCK_UNITS = 256
 _PARTS = ("k", "v", "k_scale", "v_scale")
@@ -46,6 +48,12 @@ def save(session: "Session", folder: Path) -> None:
         raise ValueError("several processes share the target's keys and values; save sessions of one process")
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{str(folder)!r} is a file, and a session is a folder; give another path")
+    if (
+        folder.exists()
+        and (there := [path.name for path in folder.iterdir()])
+        and not any(map(_is_ours, there))
+    ):
+        raise FileExistsError(f"{str(folder)!r} holds files of something else; give a new or an empty folder")
     with session.program() as (program, _):
         folder.mkdir(parents=True, exist_ok=True)
         # Last written, first removed: a folder with it is complete.
@@ -62,6 +70,11 @@ def save(session: "Session", folder: Path) -> None:
         partial = folder / f"{_FILE}.part"
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, folder / _FILE)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a session's folder has a file of this name; an interrupted save leaves layers alone."""
+    return name in (_FILE, f"{_FILE}.part", _TOKENS, _STATES) or fnmatch(name, _LAYER.format("*"))
 
 
 def _write_layers(program: DecodingProgram, count: int, folder: Path) -> None:
@@ -219,7 +232,7 @@ def _fill_offloaded(cache: OffloadedCache, index: int, count: int, parts: list[T
 
 
 def _layer_file(folder: Path, layer: int) -> Path:
-    return folder / f"layer-{layer:05d}.safetensors"
+    return folder / _LAYER.format(f"{layer:05d}")
 
 
 def _opened(path: Path) -> Any:

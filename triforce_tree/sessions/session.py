@@ -167,7 +167,7 @@ class Session:
 
         Raises:
             ValueError: there are no tokens yet; several processes share the target.
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written, or holds files of something else.
         """
         saved.save(self, Path(folder))
 

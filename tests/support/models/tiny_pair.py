@@ -1,5 +1,7 @@
-"""A tiny random target, a perturbed copy as its draft, and a tokenizer, as ordinary model folders."""
+"""A tiny random target, a perturbed copy as its draft, and a tokenizer, as model folders; changes to them."""
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ VOCABULARY = 384
 SMALL: dict[str, Any] = {
     "budget": 64, "recent": 32, "chunk": 8, "gamma": 4, "tree": "best-first:3,2", "window": 64,
 }  # fmt: skip
+
+Change = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
@@ -70,3 +74,13 @@ def prompt(engine: Engine, length: int) -> list[int]:
     """The first tokens of the text that the tokenizer was trained on."""
     assert engine.tokenizer is not None
     return token_ids(engine.tokenizer, pydoc_text()[:4000])[:length]
+
+
+def settings(**changes: Any) -> Change:
+    """Other values in a folder's config.json."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change

@@ -1,0 +1,134 @@
+"""Saved sessions."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny
+from safetensors.torch import load_file
+from session_cases import NINE, PROMPT, cold, engine, made
+
+import triforce_tree
+from triforce_tree.sessions import saved
+
+pytestmark = pytest.mark.usefixtures("small_rings")
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "device": ("llama-gqa", {}),
+    "8 bits": ("llama-gqa", {"kv_bits": 8}),
+    "windows": ("gemma3", {}),
+    "offloaded": ("llama-gqa", {"offload": True}),
+    "offloaded windows": ("gemma3", {"offload": True}),
+    "recurrent": ("lfm2", {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    family, options = KINDS[kind]
+    own = made(family).with_options(**options)
+    session = own.session(PROMPT, reserve=100)
+    session.generate(**NINE)
+    session.save(tmp_path / "one")
+    tokens = list(session.tokens)
+    expected = session.generate([1, 2], **NINE).sequences[0].tolist()
+    other = made(family).with_options(**options)
+    loaded = other.load_session(tmp_path / "one", reserve=100)
+    assert loaded.tokens == tokens
+    out = loaded.generate([1, 2], **NINE)
+    assert out.reused_tokens == len(tokens) - 1
+    assert loaded.tokens == expected
+    sizes = [path.stat().st_size for path in (tmp_path / "one").glob("layer-*")]
+    assert len(sizes) == sum(shape is not None for shape in own.hierarchy.target.kv_layers)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
+def test_from_the_device_to_the_host_and_back(family: str, tmp_path: Path) -> None:
+    session = made(family).with_options().session(PROMPT)
+    session.generate(**NINE)
+    session.save(tmp_path / "device")
+    tokens = list(session.tokens)
+    loaded = made(family).with_options(offload=True).load_session(tmp_path / "device")
+    loaded.save(tmp_path / "host")
+    for path in (tmp_path / "device").glob("layer-*"):
+        for name, part in load_file(path).items():
+            assert torch.equal(part, load_file(tmp_path / "host" / path.name)[name])
+    again = made(family).with_options().load_session(tmp_path / "host")
+    for each in (loaded, again):
+        assert each.generate([8], **NINE).reused_tokens == len(tokens) - 1
+        assert each.tokens == cold([*tokens, 8], family)
+
+
+def test_a_conversation_is_saved(tmp_path: Path) -> None:
+    own = engine()
+    session = own.session([{"role": "user", "content": "Who is it"}])
+    session.generate(**NINE)
+    session.save(tmp_path)
+    loaded = engine().load_session(tmp_path)
+    assert (loaded.messages, loaded.turns) == (session.messages, session.turns)
+    loaded.generate("Why", **NINE)
+    session.generate("Why", **NINE)
+    assert loaded.tokens == session.tokens
+
+
+def test_an_interrupted_save_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = engine().session(PROMPT)
+    session.generate(**NINE)
+    with monkeypatch.context() as patched:
+        patched.setattr(saved, "save_file", _full_disk)
+        with pytest.raises(OSError, match="No space"):
+            session.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["layer-00000.safetensors"]
+    with pytest.raises(FileNotFoundError, match="holds no session"):
+        engine().load_session(tmp_path)
+    session.save(tmp_path)
+    assert engine().load_session(tmp_path).tokens == session.tokens
+
+
+def _full_disk(parts: dict[str, Any], path: Path) -> None:
+    Path(path).touch()
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    session = engine().session(PROMPT)
+    session.generate(**NINE)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="file' is a file, and a session is a folder; give another"):
+        session.save(tmp_path / "file")
+    with pytest.raises(FileExistsError, match="holds files of something else; give a new or an empty folder"):
+        session.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    session.save(tmp_path / "s")
+    with torch.no_grad():
+        target = tiny("llama-gqa")
+        target.lm_head.weight.mul_(1.01)
+    changed = triforce_tree.load(target, profile=False, levels=1)
+    cases = {
+        "model='LlamaForCausalLM llama-2x32.* load that model": made("gemma3"),
+        "weights='.* load the weights that it was saved with": changed,
+        "kv_bits=16, this engine has 8; give the engine this kv_bits": engine(kv_bits=8),
+    }
+    for message, other in cases.items():
+        with pytest.raises(ValueError, match=message):
+            other.load_session(tmp_path / "s")
+    file = tmp_path / "s" / "session.json"
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps({**found, "tokenizer": "x"}))
+    with pytest.raises(ValueError, match=r"tokenizer='x', this engine has .* load the tokenizer"):
+        engine().load_session(tmp_path / "s")
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"session\.json is damaged .* save the session again"):
+        engine().load_session(tmp_path / "s")
+    file.write_text(json.dumps(found))
+    (tmp_path / "s" / "layer-00001.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"layer-00001\.safetensors is damaged"):
+        engine().load_session(tmp_path / "s")
+    shutil.rmtree(tmp_path / "s")
+    with pytest.raises(FileNotFoundError, match=r"holds no session, as session\.json is missing"):
+        engine().load_session(tmp_path / "s")
+    with pytest.raises(ValueError, match="the session has no tokens yet"):
+        engine().session().save(tmp_path / "s")

@@ -1,0 +1,38 @@
+"""Engines for tests of sessions, and what they generate without one."""
+
+from functools import cache
+from typing import Any
+
+from api_cases import characters
+from families import perturbed, prompt_of, tiny
+from program_cases import SMALL
+from recurrent_families import recurrent
+
+import triforce_tree
+from triforce_tree import Engine
+
+PROMPT = prompt_of(150)
+NINE: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}. {% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@cache
+def made(family: str, **options: Any) -> Engine:
+    if family == "lfm2":
+        return triforce_tree.load(recurrent(family), profile=False, levels=1, prefill_chunk=16)
+    target = tiny(family)
+    tokenizer = characters()
+    tokenizer.chat_template = TEMPLATE
+    own = {**SMALL, "window": 40, **options}
+    return triforce_tree.load(target, perturbed(target, 0.05), tokenizer=tokenizer, profile=False, **own)
+
+
+def engine(**options: Any) -> Engine:
+    return made("llama-gqa").with_options(**options)
+
+
+def cold(prompt: list[int], family: str = "llama-gqa") -> list[int]:
+    return made(family).with_options(prefix_cache=False).generate(prompt, **NINE).sequences[0].tolist()
