@@ -122,7 +122,7 @@ def main(words: Sequence[str]) -> int:
             "ratio": own / other, "all_seconds": {way: seconds[way] for way in (ours, raw)},
         })  # fmt: skip
         print(rows[-1], flush=True)
-    head = header(args.seed, on_this("engine"))
+    head = header(args.seed, on_this("api"))
     write(out / SAVED, head | {"tokens": tokens, "runs": args.runs, "rows": rows})
     return 0
 
