@@ -36,7 +36,7 @@ def test_bench_text_continues_an_interrupted_run(
     code, out, _ = run(capsys, *argv)
     first = last_object(out)
     assert code == 0
-    assert len(first["rows"]) == 14
+    assert len(first["rows"]) == 16
     for row in first["rows"]:
         assert list(row) == [
             "method", "temperature", "context", "new_tokens", "ms_per_token", "speedup_vs_best_baseline",
@@ -45,7 +45,7 @@ def test_bench_text_continues_an_interrupted_run(
     lines = out_file.read_text().splitlines(keepends=True)
     out_file.write_text("".join(lines[:10]) + lines[10][:20])  # killed while it wrote
     code, out, err = run(capsys, *argv)
-    assert len(last_object(out)["rows"]) == 14
+    assert len(last_object(out)["rows"]) == 16
     # What was there counts for the bar, and is neither told again nor part of its speed.
     assert sum(line.endswith("ms a token") for line in err.splitlines()) == len(lines) - 10
     again = out_file.read_text().splitlines(keepends=True)

@@ -76,8 +76,9 @@ class Stamps(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def ours(levels: int) -> Method:
-    return _generate(lambda engine: engine.with_options(levels=levels, prefix_cache=False))
+def ours(**options: object) -> Method:
+    """This engine as it was set up, but for ``options``; prompts are read anew."""
+    return _generate(lambda engine: engine.with_options(prefix_cache=False, **options))
 
 
 def _generate(chosen: Callable[[Engine], Engine]) -> Method:
@@ -169,17 +170,18 @@ def streaming_llm(engine: Engine, job: Job) -> Sample:
 
 PLAIN_METHOD = "triforce-autoregressive"
 METHODS: dict[str, Method] = {
-    "triforce-3-level": ours(3),
-    "triforce-2-level": ours(2),
+    "triforce": ours(),
+    "triforce-3-level": ours(levels=3),
+    "triforce-2-level": ours(levels=2),
     "triforce-no-draft": _generate(without_draft),
-    PLAIN_METHOD: ours(1),
+    PLAIN_METHOD: ours(levels=1),
     "streaming-llm": streaming_llm,
     "transformers-static": transformers_generate(cache_implementation="static"),
     "transformers-dynamic": transformers_generate(),
     "transformers-assistant": transformers_generate(assisted=True),
     "transformers-prompt-lookup": transformers_generate(prompt_lookup_num_tokens=10),
 }
-DRAFTING = frozenset({"triforce-3-level", "triforce-2-level"})
+DRAFTING = frozenset({"triforce", "triforce-3-level", "triforce-2-level"})
 # Whose text is not the target's; and what is measured only where it is named.
 LOSSY = frozenset({"streaming-llm"})
 BY_NAME_ALONE = LOSSY | {"triforce-no-draft"}

@@ -9,6 +9,7 @@ from triforce_tree.cli.parsing import depth, positive, temperature
 
 # The names in eval.baselines.METHODS.
 METHODS = (
+    "triforce",
     "triforce-3-level",
     "triforce-2-level",
     "triforce-no-draft",
