@@ -6,13 +6,12 @@ repeat themselves, which flatters every drafter.
 
 from collections.abc import Sequence
 
-from scripts.benchmarks.common.markdown import OLDER, Columns, Record, Table, file_note, listing
+from scripts.benchmarks.common.markdown import Columns, Record, Table, file_named, file_note, listing
 from scripts.benchmarks.common.results import PAIR_VOCABULARY, RESULTS, content_at
 from scripts.benchmarks.on_chip import tables as on_chip
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.texts.real_model import PAIR_SHAPE
-from triforce_tree.eval.report.code_digest import mark
 
 SPEEDS: Columns = {
     "card": "{card}", "size of model": "{size}", "prompt, tokens": "{context:,}", "texts": "{what}",
@@ -107,7 +106,7 @@ def speed_note(any_text: Record, rows: Sequence[Record]) -> str:
         file, part, header = r["origin"]
         files.setdefault(file, {})[part] = header
         entries[_SIZES[r["model"]]] = header["settings"].get("vocabulary") or PAIR_VOCABULARY
-    named = (f"`docs/results/{file}`{OLDER if mark(headers) else ''}" for file, headers in files.items())
+    named = (file_named(file, headers) for file, headers in files.items())
     sizes = ", ".join(f"{size} {n:,}" for size, n in entries.items())
     return f"Entries of the vocabularies: {sizes}. From {', '.join(named)}.\n"
 

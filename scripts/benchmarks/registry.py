@@ -14,12 +14,14 @@ class Benchmark(NamedTuple):
         about: what it measures.
         writes: name of its file in docs/results; "" where it writes none there.
         to_file: ``--out`` names a file, not a folder.
+        once: what it measures settled a choice of the design, and is not measured again after each change.
     """
 
     module: str
     about: str
     writes: str = ""
     to_file: bool = False
+    once: bool = False
 
     def wrote(self, file: str) -> bool:
         """Whether a results file of this name is one of it."""
@@ -81,16 +83,19 @@ BENCHMARKS = {
         "benchmarks.retrieval.budgets",
         "expected time of a token by budget and chunk of level 1, along given texts: docs/defaults.md",
         "budgets_{machine}.json",
+        once=True,
     ),
     "variants": Benchmark(
         "benchmarks.on_chip.variants",
         "settings side by side on the same texts and seeds: docs/defaults.md",
         "variants_{machine}.json",
+        once=True,
     ),
     "tuned": Benchmark(
         "benchmarks.texts.tuned",
         "default settings beside those that tune finds for the cell: docs/defaults.md",
         "tuned_{machine}.json",
+        once=True,
     ),
     "real_model": Benchmark(
         "benchmarks.texts.real_model",
@@ -102,12 +107,14 @@ BENCHMARKS = {
         "token trees beside chains of equal cost, by kind of text",
         "trees.json",
         to_file=True,
+        once=True,
     ),
     "matched": Benchmark(
         "benchmarks.texts.matched",
         "tokens a pass with matched tokens and without, by kind of text: docs/drafters.md",
         "matched.json",
         to_file=True,
+        once=True,
     ),
     "offload": Benchmark(
         "benchmarks.offload.run",
@@ -118,6 +125,7 @@ BENCHMARKS = {
         "benchmarks.offload.pieces",
         "offloaded passes as CUDA graphs in pieces beside direct calls: docs/offloading.md",
         "pieces_h200.json",
+        once=True,
     ),
     "parallel": Benchmark(
         "benchmarks.offload.parallel",
@@ -133,6 +141,7 @@ BENCHMARKS = {
         "benchmarks.rope.run",
         "the embedded pair at more positions, with YaRN: docs/several_cards.md",
         "rope_{machine}.json",
+        once=True,
     ),
     "tree_attention": Benchmark(
         "benchmarks.attention.run",
@@ -148,6 +157,7 @@ BENCHMARKS = {
         "benchmarks.workloads.read_bytes",
         "KV bytes that attention over them reads, counted by Nsight Compute: docs/branching.md",
         "tree_workload_bytes_{machine}.json",
+        once=True,
     ),
     "exact": Benchmark(
         "benchmarks.exact.run",
@@ -165,6 +175,7 @@ BENCHMARKS = {
         "attention on the CPU, alone and beside the bus",
         "host_attention_{machine}.json",
         to_file=True,
+        once=True,
     ),
     "cpu": Benchmark(
         "benchmarks.cpu.speed",
@@ -183,23 +194,36 @@ BENCHMARKS = {
         "overlap of level 1 with the target by retrieval policy: docs/retrieval.md",
         "retrieval_policies.json",
         to_file=True,
+        once=True,
     ),
     "verification": Benchmark(
         "benchmarks.verification.run",
         "tokens that traversal verification accepts beside node by node: docs/losslessness.md",
         "verification.json",
         to_file=True,
+        once=True,
     ),
     "pair": Benchmark(
         "train_pair.evaluate",
         "what the embedded pair can do: needles, loss, overlaps",
         "pair.json",
         to_file=True,
+        once=True,
     ),
     "kernels_by_arch": Benchmark(
         "checks.kernels_by_arch",
         "compiles every kernel for GPUs not at hand",
         "kernels_by_arch.json",
         to_file=True,
+        once=True,
     ),
 }
+
+
+def is_record(file: str) -> bool:
+    """Whether a results file holds what settled a choice, or what no benchmark measures any more.
+
+    Figures of such a file keep the commit that they were measured at; all others are measured again when the
+    code under them has changed.
+    """
+    return all(known.once for known in BENCHMARKS.values() if known.wrote(file))

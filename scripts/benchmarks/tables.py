@@ -17,6 +17,7 @@ from scripts.benchmarks.exact import tables as exact
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
+from scripts.benchmarks.registry import is_record
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.retrieval import tables as retrieval
 from scripts.benchmarks.rope import tables as rope
@@ -50,8 +51,16 @@ def code_states() -> dict[str, str]:
 
 
 def which_code(content: Record) -> str:
-    """The table of files with older figures; the others hold figures of today's code."""
-    return grid(["file", "older figures in it"], [[f"`{f}`", told] for f, told in code_states().items()], 2)
+    """Files of which some figures are of older code; all others hold figures of today's."""
+    states = code_states()
+    again = [[f"`{file}`", told] for file, told in states.items() if not is_record(file)]
+    once = [[f"`{file}`", told] for file, told in states.items() if is_record(file)]
+    headings = ("to be measured again", "measured once")
+    return "\n".join(
+        grid([heading, "older figures in it"], rows, 2)
+        for heading, rows in zip(headings, (again, once), strict=True)
+        if rows
+    )
 
 
 TABLES = {
@@ -98,7 +107,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 path.write_text(fresh, encoding="utf-8")
             done = "out of date; run python -m scripts.benchmarks tables" if args.check else "written"
             print(f"{path.relative_to(ROOT)}: {done}")
-    # Files whose figures are older than the code under them.
     for name, told in code_states().items():
-        print(f"docs/results/{name}: {told}")
+        if not is_record(name):
+            print(f"docs/results/{name}: {told}")
     return int(args.check and old)

@@ -6,10 +6,12 @@ from string import Formatter
 from typing import Any
 
 from scripts.benchmarks.common.results import PAIR_VOCABULARY
+from scripts.benchmarks.registry import is_record
 from triforce_tree.eval.report.code_digest import mark
 
 Record = dict[str, Any]
-OLDER = " (older code)"
+# Behind the name of a file whose figures are not known to be of today's code.
+_OLDER, _ONCE = " (older code)", " (measured once)"
 # Heading -> "{ms_per_token:.2f}" over a row, or a function of the row. A leading "?" lets a figure be absent.
 Columns = Mapping[str, str | Callable[[Record], str]]
 # The rows that a table shows of a results file's content, and the caption below them.
@@ -108,15 +110,25 @@ def vocabulary_note(settings: Record) -> str:
 
 
 def file_note(file: str, runs: Mapping[str, Record]) -> str:
-    """The end of a caption: the file, and ``OLDER`` where it is not known to be of today's code.
-
-    The commits are in the table ``which_code`` of docs/measurements.md.
+    """The end of a caption: :func:`file_named`.
 
     Args:
         file: in docs/results.
         runs: headers with ``commit`` and ``code``, by the name of the part; "" where there is one run.
     """
-    return f"File: `docs/results/{file}`{OLDER if mark(runs) else ''}.\n"
+    return f"File: {file_named(file, runs)}.\n"
+
+
+def file_named(file: str, runs: Mapping[str, Record]) -> str:
+    """A file's name, and whether some of its figures are of older code, or settled a choice once.
+
+    The commits are in the table ``which_code`` of docs/measurements.md.
+
+    Args:
+        runs: see :func:`file_note`.
+    """
+    older = (_ONCE if is_record(file) else _OLDER) if mark(runs) else ""
+    return f"`docs/results/{file}`{older}"
 
 
 def noted(template: str, file: str) -> Caption:
