@@ -14,7 +14,8 @@ class Benchmark(NamedTuple):
         about: what it measures.
         writes: name of its file in docs/results; "" where it writes none there.
         to_file: ``--out`` names a file, not a folder.
-        once: what it measures settled a choice of the design, and is not measured again after each change.
+        once: what it measures settled a choice or checked something at a time; it is repeated where that is
+            in question, not after each change of the code.
     """
 
     module: str
