@@ -195,3 +195,8 @@ def usable_methods(engine: Engine) -> list[str]:
     """The usual methods, or without a draft model of the target's vocabulary those that need none."""
     assists = engine.hierarchy.draft is not None and engine.hierarchy.tokens is None
     return [n for n in METHODS if n not in BY_NAME_ALONE and (assists or n != "transformers-assistant")]
+
+
+def labelled(method: str) -> str:
+    """A method's name in a table, which says where its text is not the target's."""
+    return f"{method} (lossy)" if method in LOSSY else method

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, grid, listing, noted
-from triforce_tree.eval.baselines import LOSSY, PLAIN_METHOD
+from triforce_tree.eval.baselines import PLAIN_METHOD, labelled
 
 SPEED, PAIR, PREFILL = "cpu_16k.json", "pair.json", "cpu_prefill.json"
 FILE, XEON = "host_attention_h200.json", "host_attention_xeon.json"
@@ -50,10 +50,7 @@ def speed(content: Record) -> str:
     found = {(r["method"], r["temperature"]): r for r in rows}
     columns = [(t, *column) for t in sorted({t for _, t in found}) for column in _BY_TEMPERATURE.items()]
     lines = [
-        [
-            f"{method} (lossy)" if method in LOSSY else method,
-            *(cell(template, found.get((method, t), {})) for t, _, template in columns),
-        ]
+        [labelled(method), *(cell(template, found.get((method, t), {})) for t, _, template in columns)]
         for method in dict.fromkeys(method for method, _ in found)
     ]
     note = noted(_SPEED_NOTE, SPEED)({**content, "first": rows[0]}, rows)

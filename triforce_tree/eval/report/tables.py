@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from triforce_tree.eval.baselines import BASELINES, DRAFTING, LOSSY, PLAIN_METHOD
+from triforce_tree.eval.baselines import BASELINES, DRAFTING, PLAIN_METHOD, labelled
 from triforce_tree.eval.paper import tables as paper
 from triforce_tree.eval.public.answers import ANSWER, OURS, PLAIN
 from triforce_tree.eval.report import machine
@@ -99,7 +99,7 @@ def _speed(records: Records) -> Table:
 
     rows = [
         (
-            row["method"] + (" (lossy)" if row["method"] in LOSSY else ""),
+            labelled(row["method"]),
             f"{row['prompts']} x {row['prompt_tokens']:,}",
             f"{row['temperature']:g}",
             f"{row['ms_per_token']:.2f}",
