@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from kernels_cases import ERROR_LIMIT, Case, build, random_tree, run_case
+from kernels_cases import ERROR_LIMIT, Case, build, enough_seeds, random_tree, run_case
 from torch import Tensor
 
 from scripts.checks.report import Report, in_shards, last_line, need_gpu, parser
@@ -98,7 +98,7 @@ def check(shard: int, shards: int, every: int = 1) -> list[dict]:
     report = Report()
 
     def judge(case: Case, seed: int) -> dict[str, Any]:
-        ratio = run_case(case, "cuda", seed=seed)
+        ratio = run_case(case, "cuda", enough_seeds(case, seed))
         return {"passed": ratio <= ERROR_LIMIT, "error_ratio": round(ratio, 3)}
 
     for index, case in enumerate(cases()):

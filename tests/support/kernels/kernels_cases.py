@@ -6,7 +6,7 @@ independently of ``attention.reference``, so that the reference is tested too.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -69,7 +69,7 @@ class Case:
 class Problem:
     """The tensors of a case; ``kv`` holds for each sequence its contiguous K and V ``[H_kv, S, D]``.
 
-    ``scales``: of keys and values in int8, whose products ``kv`` holds in fp32.
+    ``scales``: of keys and values in int8, whose products ``kv`` holds in fp64: a kernel need not round them.
     """
 
     case: Case
@@ -127,7 +127,7 @@ def build(case: Case, device: str, seed: int = 0) -> Problem:
     scales = None
     if case.int8:
         stored = [[quantized(_uneven(t)) for t in pair] for pair in kv]
-        kv = [tuple(x * scale for x, scale in pair) for pair in stored]
+        kv = [tuple(x.double() * scale for x, scale in pair) for pair in stored]
         order = rng.getstate()
         own = [tuple(scale for _, scale in pair) for pair in stored]
         *scales, _ = _store(case, own, rng, device, (1, 1), torch.float32)
@@ -239,22 +239,22 @@ def exact_attention(problem: Problem, dtype: torch.dtype = torch.float64) -> tup
     return torch.cat(outs), torch.cat(lses)
 
 
-def error_ratio(out: Tensor, lse: Tensor, problem: Problem) -> float:
-    """Largest error of out and of lse over torch's in the same dtype; NaN counts as infinite.
+def errors(out: Tensor, lse: Tensor, problem: Problem) -> Tensor:
+    """Largest errors of out and of lse, ours and torch's in the same dtype: ``[2, 2]``.
 
-    At most ``ERROR_LIMIT`` passes. Torch's error counts as no less than half a unit in the last place of
-    the largest value, because rounding an exact result costs that much.
+    In half units in the last place of the largest value. Torch's count as no less than 1, because rounding
+    an exact result costs that much; NaN counts as infinite.
     """
-    ratio, pairs = (
-        0.0,
-        zip((out, lse), exact_attention(problem), exact_attention(problem, problem.case.dtype), strict=True),
-    )
-    for made, exact, plain in pairs:
-        floor = exact.abs().max().item() * torch.finfo(problem.case.dtype).eps / 2
-        ours, torchs = ((x.double() - exact).abs().max().item() for x in (made, plain))
-        ratio = max(ratio, ours / max(torchs, floor)) if ours == ours else float("inf")
+    exact, plain = exact_attention(problem), exact_attention(problem, problem.case.dtype)
+    found = torch.empty(2, 2, dtype=torch.float64)
+    for at, (mine, true, theirs) in enumerate(zip((out, lse), exact, plain, strict=True)):
+        unit = true.abs().max() * torch.finfo(problem.case.dtype).eps / 2
+        found[at, 0] = (mine.double() - true).abs().max() / unit
+        found[at, 1] = ((theirs.double() - true).abs().max() / unit).clamp_min(1.0)
     # A log-sum-exp is fp32 whatever the dtype, so it has an absolute bound too.
-    return ratio if ours < 2e-3 else float("inf")
+    if not (lse.double() - exact[1]).abs().max() < 2e-3:
+        found[1, 0] = torch.inf
+    return found.nan_to_num(torch.inf, torch.inf)
 
 
 @contextmanager
@@ -273,12 +273,28 @@ def poisoned_memory() -> Iterator[None]:
         yield
 
 
-def run_case(case: Case, device: str, seed: int = 0) -> float:
-    """Build, plan, run and compare; returns the error ratio."""
+def run_case(case: Case, device: str, seeds: Sequence[int] = (0,)) -> float:
+    """The largest error of one problem a seed over torch's; at most ``ERROR_LIMIT`` passes."""
+    ours, torchs = torch.stack([_run(build(case, device, seed)) for seed in seeds]).amax(0).T
+    return (ours / torchs).max().item()
+
+
+def enough_seeds(case: Case, seed: int) -> list[int]:
+    """Seeds for ``run_case``: for fp32 as many as make 160 query rows.
+
+    fp32 has errors like torch's own, so with few rows the ratio of the largest ones is a matter of chance:
+    over 2 in 2.5 % of problems of 5 rows, in 0.005 % of 32 such problems together (Triton's interpreter).
+    """
+    rows = case.heads.query * sum(size for _, size in case.trees)
+    return [seed + 10_000 * at for at in range(-(-160 // rows) if case.dtype == torch.float32 else 1)]
+
+
+def _run(problem: Problem) -> Tensor:
+    """Plan, run and compare: ``errors``."""
     from triforce_tree.kernels.attention.launch import run
     from triforce_tree.kernels.attention.plan import plan_trees
 
-    problem = build(case, device, seed)
+    case, device = problem.case, problem.q.device
     with poisoned_memory():
         plan = plan_trees(
             case.heads,
@@ -302,7 +318,7 @@ def run_case(case: Case, device: str, seed: int = 0) -> float:
             sinks=problem.sinks,
             scales=problem.scales,
         )
-    return error_ratio(out, lse, problem)
+    return errors(out, lse, problem)
 
 
 def random_nodes(
