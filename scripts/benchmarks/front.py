@@ -30,7 +30,10 @@ _SIZES = {
     "llama-2-7b inflated": "Llama-2-7B", "llama-3.1-8b inflated": "Llama-3.1-8B",
     "llama-2-13b inflated": "Llama-2-13B", "embedded pair": "the embedded pair",
     "SmolLM2-135M-Instruct.Q4_1, llama-3.1-8b inflated": "SmolLM2-135M, widened to Llama-3.1-8B",
+    "SmolLM2-135M-Instruct.Q4_1, YaRN to 32,768, llama-3.1-8b inflated":
+        "SmolLM2-135M with YaRN, widened to Llama-3.1-8B",
     "SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M, with a draft",
+    "SmolLM2-135M-Instruct.Q4_1, YaRN to 32,768": "SmolLM2-135M with YaRN, with a draft",
     "SmolLM2-135M-Instruct.Q4_1, no draft": "SmolLM2-135M, without a draft",
 }  # fmt: skip
 # New tokens of a whole request.
