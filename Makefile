@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.user
 	@$(VENV)/bin/triforce-tree demo
 
-# A sample that takes a third of the time: no slow tests, three parameter sets of each other one.
+# A sample that takes a quarter of the time: no slow tests, two parameter sets of each other one.
 test: $(VENV)/.dev
 	$(PY) -m pytest --sample $(PYTEST_ARGS)
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # slower than one where something else keeps a core busy.
 THREADS = 1
 ROOT = Path(__file__).parents[1]
-SAMPLED = 3
-"""Parameter sets of one test that are run with ``--sample``."""
+SAMPLED = 2
+"""Parameter sets of one test that are run with ``--sample``; with three, two cores take over 15 minutes."""
 
 # Helper modules whose assertions report values, as those of the tests do.
 for _name in ("api_cases", "program_cases"):
@@ -79,7 +79,7 @@ _frozen: tuple[Path | None, int] = (None, 0)
 
 
 def sampled(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Those that are not slow; of each test the first parameter set, the last, and some between them."""
+    """Those that are not slow; of each test ``SAMPLED`` parameter sets, the first and the last among them."""
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         if "slow" not in item.keywords:
