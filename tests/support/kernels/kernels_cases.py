@@ -6,7 +6,7 @@ independently of ``attention.reference``, so that the reference is tested too.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -239,22 +239,23 @@ def exact_attention(problem: Problem, dtype: torch.dtype = torch.float64) -> tup
     return torch.cat(outs), torch.cat(lses)
 
 
-def errors(out: Tensor, lse: Tensor, problem: Problem) -> Tensor:
-    """Largest errors of out and of lse, ours and torch's in the same dtype: ``[2, 2]``.
+def error_ratio(results: Iterable[tuple[Problem, Tensor, Tensor]]) -> float:
+    """Largest error of out, or of lse, over torch's in the same dtype, of all problems together.
 
-    In half units in the last place of the largest value. Torch's count as no less than 1, because rounding
-    an exact result costs that much; NaN counts as infinite.
+    At most ``ERROR_LIMIT`` passes; NaN counts as infinite. Errors are in half units in the last place of a
+    problem's largest value. Torch's count as no less than 1: rounding an exact result costs that much.
     """
-    exact, plain = exact_attention(problem), exact_attention(problem, problem.case.dtype)
-    found = torch.empty(2, 2, dtype=torch.float64)
-    for at, (mine, true, theirs) in enumerate(zip((out, lse), exact, plain, strict=True)):
-        unit = true.abs().max() * torch.finfo(problem.case.dtype).eps / 2
-        found[at, 0] = (mine.double() - true).abs().max() / unit
-        found[at, 1] = ((theirs.double() - true).abs().max() / unit).clamp_min(1.0)
-    # A log-sum-exp is fp32 whatever the dtype, so it has an absolute bound too.
-    if not (lse.double() - exact[1]).abs().max() < 2e-3:
-        found[1, 0] = torch.inf
-    return found.nan_to_num(torch.inf, torch.inf)
+    found = []
+    for problem, *made in results:
+        exact, plain = exact_attention(problem), exact_attention(problem, problem.case.dtype)
+        for mine, true, theirs in zip(made, exact, plain, strict=True):
+            unit = true.abs().max() * torch.finfo(problem.case.dtype).eps / 2
+            found += [(x.double() - true).abs().max().item() / unit.item() for x in (mine, theirs)]
+        # A log-sum-exp is fp32 whatever the dtype, so it has an absolute bound too.
+        if not (mine.double() - true).abs().max() < 2e-3:
+            return float("inf")
+    ours, torchs = torch.tensor(found, dtype=torch.float64).view(-1, 2, 2).amax(0).T
+    return (ours / torchs.clamp_min(1.0)).nan_to_num(torch.inf).max().item()
 
 
 @contextmanager
@@ -275,8 +276,8 @@ def poisoned_memory() -> Iterator[None]:
 
 def run_case(case: Case, device: str, seeds: Sequence[int] = (0,)) -> float:
     """The largest error of one problem a seed over torch's; at most ``ERROR_LIMIT`` passes."""
-    ours, torchs = torch.stack([_run(build(case, device, seed)) for seed in seeds]).amax(0).T
-    return (ours / torchs).max().item()
+    problems = (build(case, device, seed) for seed in seeds)
+    return error_ratio((problem, *_run(problem)) for problem in problems)
 
 
 def enough_seeds(case: Case, seed: int) -> list[int]:
@@ -289,8 +290,8 @@ def enough_seeds(case: Case, seed: int) -> list[int]:
     return [seed + 10_000 * at for at in range(-(-160 // rows) if case.dtype == torch.float32 else 1)]
 
 
-def _run(problem: Problem) -> Tensor:
-    """Plan, run and compare: ``errors``."""
+def _run(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Plan and run: out and lse."""
     from triforce_tree.kernels.attention.launch import run
     from triforce_tree.kernels.attention.plan import plan_trees
 
@@ -306,7 +307,7 @@ def _run(problem: Problem) -> Tensor:
             config=case.config,
             kv_dtype=problem.k.dtype,
         )
-        out, lse = run(
+        return run(
             problem.q,
             problem.k,
             problem.v,
@@ -318,7 +319,6 @@ def _run(problem: Problem) -> Tensor:
             sinks=problem.sinks,
             scales=problem.scales,
         )
-    return errors(out, lse, problem)
 
 
 def random_nodes(
