@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import bounds
 import numpy as np
 import pytest
 import quick_interpreter
@@ -109,6 +110,7 @@ def pytest_runtest_call() -> None:
     # Fixtures have imported it, where a test needs it.
     if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
         quick_interpreter.install(interpreter)
+        bounds.install(interpreter)
 
 
 def pytest_sessionfinish() -> None:

@@ -132,7 +132,7 @@ def block_attention_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_V], REAL)
 
         # Entries are read one tile ahead, or every copy would wait for its own.
-        next_entry = tl.load(whole_ptr + first_whole + begin)
+        next_entry = tl.load(whole_ptr + first_whole + tl.minimum(begin, whole))
         for tile in tl.range(begin, tl.minimum(end, whole), num_stages=STAGES):
             entry = next_entry
             next_entry = tl.load(whole_ptr + first_whole + tile + 1)
