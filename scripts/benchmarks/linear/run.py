@@ -29,6 +29,7 @@ from scripts.benchmarks.linear.tables import EARLY
 from scripts.checks.report import Report, in_shards, last_line, need_gpu
 from triforce_tree.eval.attention.problems import measure_ceilings
 from triforce_tree.eval.attention.timing import time_calls
+from triforce_tree.eval.results import check_writable
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear.configs import LinearConfig, choose
 
@@ -157,6 +158,7 @@ def main(words: Sequence[str] | None = None) -> int:
             [{"check": n, "passed": not e, "error": e} for n, e in problems.gate(args.shard, args.workers)]
         )
         return 0
+    check_writable(args.out)
     report = Report()
     in_shards(report, ["scripts.benchmarks", "linear", "--workers", str(args.workers)], args.workers)
     ceilings = measure_ceilings()
