@@ -19,7 +19,7 @@ PACKAGE = "triforce_tree"
 # operators load at their first call on a GPU.
 _C_FILES = ("kernels/cpu/**/*.c", "kernels/cpu/**/*.h")
 _KERNELS = ("kernels/**/*.py",)
-# Kernels that attend over trees of texts alone.
+# Kernels that attend over trees of texts alone, which "branching" has.
 _BRANCHING = ("kernels/attention/blocks/*.py",)
 # Attention of ``exact=True`` alone, which "api" has.
 _EXACT = ("kernels/attention/exact/*.py",)
@@ -57,7 +57,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "blocks": _BRANCHING,
     "branching": ("branching/tree.py", *_BRANCHING),
-    "api": _API,
+    "api": (*_API, *_without(*_BRANCHING)),
     "api on a CPU": (*_API, *_without(_TRITON, *_TILES)),
     # What reads texts and the embedded pair, where other code than the package's computes.
     "texts": ("eval/texts/registry.py", "eval/text.py", "loading/checkpoints.py"),
