@@ -24,14 +24,20 @@ class _Memory:
 
     def check(self, pointers: Any, mask: Any, access: str) -> None:
         """Raise IndexError where an element that is not masked lies outside, whole or in part."""
-        kept = np.broadcast_to(mask.data, pointers.data.shape)
-        places = pointers.data[kept].astype(np.uint64)
+        places = pointers.data
+        if not mask.data.all():
+            places = places[np.broadcast_to(mask.data, places.shape)]
         if not places.size:
             return
         size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+        # Mostly all elements are in one tensor.
+        ends = np.array([places.min(), places.max()], dtype=np.uint64)
+        at = np.searchsorted(self._starts, ends, "right")
+        if at[0] == at[1] > 0 and ends[1] + size <= self._stops[at[0] - 1]:
+            return
+        places = places.astype(np.uint64)
         at = np.searchsorted(self._starts, places, "right")
-        stops = np.concatenate([np.zeros(1, np.uint64), self._stops])[at]
-        outside = places + size > stops
+        outside = places + size > np.concatenate([np.zeros(1, np.uint64), self._stops])[at]
         if outside.any():
             far = np.abs(self._starts[:, None].astype(np.int64) - places[outside].astype(np.int64)).min()
             raise IndexError(
