@@ -72,16 +72,17 @@ def install(interpreter: ModuleType) -> None:
 
     executor._init_args_hst, executor.checks_bounds = with_bounds, True
     builder: Any = interpreter.InterpreterBuilder
-    for name, place in (("masked_load", 1), ("masked_store", 2), ("atomic_rmw", 3)):
-        setattr(builder, f"create_{name}", _checked(getattr(builder, f"create_{name}"), memory, place, name))
+    # Where a method's arguments have pointers and mask.
+    for name, pointers, mask in (("masked_load", 0, 1), ("masked_store", 0, 2), ("atomic_rmw", 1, 3)):
+        method = getattr(builder, f"create_{name}")
+        setattr(builder, f"create_{name}", _checked(method, memory, pointers, mask, name))
 
 
-def _checked(method: Callable[..., Any], memory: _Memory, place: int, access: str) -> Callable[..., Any]:
-    """The method of a builder with a check before; its mask is argument ``place``."""
-    first = 1 if place == 3 else 0
-
+def _checked(
+    method: Callable[..., Any], memory: _Memory, pointers: int, mask: int, access: str
+) -> Callable[..., Any]:
     def checked(self: Any, *args: Any, **how: Any) -> Any:
-        memory.check(args[first], args[place], access)
+        memory.check(args[pointers], args[mask], access)
         return method(self, *args, **how)
 
     return checked
