@@ -174,10 +174,10 @@ def faults(kernels: list[Row]) -> Iterator[str]:
     """What is wrong in a summary, a line each."""
     for kind in kernels:
         name = f"{kind['arch']}, {kind['kernel']}"
-        known = NOT_COMPILED.get(kind["kernel"], set()) if kind["arch"].startswith("gfx") else set()
-        yield from (
-            f"{name}, {variant}: {kind['failed'][variant]}" for variant in sorted({*kind["failed"]} - known)
-        )
+        known = NOT_COMPILED.get(kind["kernel"], ()) if kind["arch"].startswith("gfx") else ()
+        for variant, error in kind["failed"].items():
+            if variant not in known:
+                yield f"{name}, {variant}: {error}"
         if kind["shared_bytes"] > kind["limit_bytes"]:
             sizes = f"{kind['shared_bytes']:,} bytes of shared memory of {kind['limit_bytes']:,}"
             yield f"{name}, the largest: {sizes}"
