@@ -34,25 +34,41 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-_workspaces: dict[torch.device, torch.cuda.CUDAGraph] = {}
+# By device: the graph whose pool holds the workspace, and the last one that was captured in it.
+_workspaces: dict[torch.device, list[torch.cuda.CUDAGraph]] = {}
 
 
 def _hold_workspace(device: torch.device, stream: torch.cuda.Stream) -> None:
     """Place the workspace of cuBLAS for ``stream`` in memory that nothing else can be given.
 
     A captured product writes into the workspace of its capture. torch.compile with CUDA graphs frees all
-    workspaces: afterwards the memory would be other tensors', or not mapped at all when a graph is replayed.
-    In the pool of a graph that is kept it stays mapped, and only captures in this pool can get it.
+    workspaces; from torch 2.12 on, each graph that is destroyed frees those of the stream it was captured on
+    (https://github.com/pytorch/pytorch/issues/193402). Afterwards the memory would be other tensors', or not
+    mapped at all when a graph is replayed. In the pool of a graph that is kept it stays mapped, and only
+    captures in this pool can get it. Until the capture that follows has ended no graph may be destroyed.
     """
     operand = torch.zeros(16, 16, device=device)
     # A handle cannot be made in a capture.
     torch.mm(operand, operand)
-    kept = _workspaces.get(device)
+    held = _workspaces.setdefault(device, [])
+    del held[1:]
     graph = torch.cuda.CUDAGraph()
-    pool = None if kept is None else kept.pool()
+    pool = held[0].pool() if held else None
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         torch.mm(operand, operand)
-    _workspaces.setdefault(device, graph)
+    held.append(graph)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Inside, the garbage collector destroys no graph, and frees no memory of the device."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Cuts:
@@ -146,19 +162,22 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
             return
+        self._graph = torch.cuda.CUDAGraph()
+        with _without_collections(), torch.no_grad():
+            self._capture(self._graph, device, pool)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
         side = _side_stream(device)
         _hold_workspace(device, side)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                run()
+                self._run()
         torch.cuda.current_stream(device).wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
         # thread_local: with several GPUs NCCL's watchdog queries events from its own thread, which would
         # invalidate a capture in the global mode.
-        capture = torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode="thread_local")
-        with torch.no_grad(), capture:
-            run()
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            self._run()
 
     def __call__(self) -> None:
         if self._graph is None:
@@ -204,15 +223,13 @@ class CapturedInPieces:
         # A pool of its own: one whose graphs were all dropped cannot be captured into again.
         recording = _Recording(torch.cuda.graph_pool_handle())
         side.wait_stream(current)
-        # Freeing memory of the device would invalidate a capture.
-        collects = gc.isenabled()
-        gc.disable()
         try:
-            with torch.no_grad(), torch.cuda.stream(side), self._cuts.recorded(recording):
+            with (
+                _without_collections(), torch.no_grad(), torch.cuda.stream(side),
+                self._cuts.recorded(recording),
+            ):  # fmt: skip
                 recording.run(self._run)
         finally:
-            if collects:
-                gc.enable()
             # Also after an error: what is freed there may still be read on the side stream.
             current.wait_stream(side)
         return recording.parts
