@@ -74,5 +74,14 @@ def test_captions_say_what_has_changed(digests: Any) -> None:
     assert digests.state({"gone": "x"}) == "code under it has changed since"
 
 
+def test_figures_hold_over_a_change_that_is_known_to_leave_them(
+    digests: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = digests.digest("linear")
+    monkeypatch.setattr(digests, "SAME_FIGURES", {"before": now, "long before": "before"})
+    assert digests.state({"linear": "before"}) is None
+    assert digests.state({"linear": "long before"}) == "code under it has changed since"
+
+
 def test_every_area_that_is_measured_exists(digests: Any) -> None:
     assert set(digests.digests(digests.AREAS)) == set(digests.AREAS)
