@@ -63,7 +63,13 @@ def test_graphs_outlive_those_of_the_same_stream() -> None:
 @pytest.mark.gpu
 def test_the_garbage_collector_waits_for_the_end_of_a_capture() -> None:
     collecting: list[bool] = []
-    executor([Step(lambda: collecting.append(gc.isenabled()))], torch.device("cuda"))
+    out = torch.zeros(1, device="cuda")
+
+    def step() -> None:
+        collecting.append(gc.isenabled())
+        out.add_(1)
+
+    executor([Step(step)], torch.device("cuda"))
     assert collecting
     assert not any(collecting)
     assert gc.isenabled()
