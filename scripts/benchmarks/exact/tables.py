@@ -14,7 +14,8 @@ COLUMNS: Columns = {
 }  # fmt: skip
 _NOTE = (
     "{hardware}, bf16, torch {versions[torch]}; differences from plain decoding of the same mode; ties of "
-    "the two largest logits; times of single prompts, medians, where no other program used the GPU. "
+    "the two largest logits; times of single prompts and their ratios, each a median, where no other program "
+    "used the GPU. "
 )
 
 
@@ -52,19 +53,21 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
         if counted:
             tokens = sum(len(r["tokens"]) for r in counted)
             row["ties"] = f"{sum(r['ties'] for r in counted)} of {tokens:,} tokens"
-        ms_exact, ms = _median_ms(own), _median_ms(inexact)
-        if ms_exact is not None and ms is not None:
-            row |= {"ms_exact": ms_exact, "ms": ms, "ratio": ms_exact / ms}
+        times = _times(own, inexact)
+        if times:
+            median = [statistics.median(column) for column in zip(*times, strict=True)]
+            row |= {"ms_exact": median[0], "ms": median[1], "ratio": median[2]}
         # Plain decoding is what others are compared with: it has times alone.
         if levels > 1 or "ratio" in row:
             rows.append(row)
     return rows
 
 
-def _median_ms(records: Sequence[Record]) -> float | None:
-    """Of prompts that were decoded alone, without the first one."""
-    timed = [r["ms"] for r in records if "ms" in r and r["prompt"] > 0]
-    return statistics.median(timed) if timed else None
+def _times(exact: Sequence[Record], inexact: Sequence[Record]) -> list[tuple[float, float, float]]:
+    """Milliseconds a token of prompts that were decoded alone, and their ratio, without the first prompt."""
+    others = {r["prompt"]: r["ms"] for r in inexact if "ms" in r and r["prompt"] > 0}
+    both = [(r["ms"], others[r["prompt"]]) for r in exact if "ms" in r and r["prompt"] in others]
+    return [(ms_exact, ms, ms_exact / ms) for ms_exact, ms in both]
 
 
 TABLES = {"bit_exact": Table(FILE, listing(COLUMNS, caption=noted(_NOTE, FILE), left=2), COMMAND)}
