@@ -10,7 +10,7 @@ import matplotlib
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import Record, rows_of
-from scripts.benchmarks.on_chip.tables import FILE, HEADLINES, STAGES, setting
+from scripts.benchmarks.on_chip.tables import ABLATIONS_FILE, FILE, HEADLINES, STAGES, setting
 from scripts.benchmarks.texts import tables as texts
 
 matplotlib.use("Agg")
@@ -101,7 +101,7 @@ PLOTS: dict[str, tuple[str, Callable[[Record], list[Record]], tuple[float, float
         FILE, lambda c: sorted(rows_of(c, "lengths"), key=lambda r: r["context"]), (7, 4, 0), lengths
     ),
     "on_chip_levels": (FILE, lambda c: rows_of(c, *HEADLINES), (9, 2, 0.5), levels),
-    "on_chip_ablations": (FILE, lambda c: rows_of(c, "ablations-7b"), (6, 1.5, 0.28), ablations),
+    "ablations_h200": (ABLATIONS_FILE, lambda c: c["rows"], (6, 1.5, 0.28), ablations),
     "tree_attention_h200": (attention.FILE, lambda c: c["rows"], (11, 4.5, 0), tree_attention),
     **texts.PLOTS, **cards.PLOTS,
 }  # fmt: skip

@@ -45,6 +45,12 @@ BENCHMARKS = {
         "decoding on one GPU, 122,880 tokens: docs/measurements.md",
         "on_chip_h200.json",
     ),
+    "ablations": Benchmark(
+        "benchmarks.on_chip.ablations",
+        "the same with one setting at a time changed, which defaults were chosen by",
+        "ablations_h200.json",
+        once=True,
+    ),
     "prefill": Benchmark(
         "benchmarks.on_chip.prefill",
         "prompts of up to 122,880 tokens on one GPU: docs/prefill.md",

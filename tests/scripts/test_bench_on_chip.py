@@ -103,18 +103,19 @@ def test_texts_are_read_as_rings(script: Any) -> None:
 
 
 def test_every_ablation_is_a_setting_of_the_engine(script: Any) -> None:
-    command = script("benchmarks.on_chip.run")
-    for change in command.ABLATIONS:
-        config = HierarchyConfig.from_options(**(command.DEFAULTS | change))
+    ablations, on_chip = (script(f"benchmarks.on_chip.{name}").PARTS for name in ("ablations", "run"))
+    plan = ablations["7b"]
+    for change in plan.changes:
+        config = HierarchyConfig.from_options(**(plan.options | change))
         shape = device_tree_shape(parse_shape(config.tree))
         assert shape.widths, change
-    for plan in command.PARTS.values():
+    for plan in (*ablations.values(), *on_chip.values()):
         assert plan.tiny().shape not in ("llama-2-7b", "llama-3.1-8b")
 
 
 def test_parts_list_each_measurement_once(script: Any) -> None:
-    parts = script("benchmarks.on_chip.run").PARTS
-    for name, plan in parts.items():
+    parts, ablations = (script(f"benchmarks.on_chip.{name}").PARTS for name in ("run", "ablations"))
+    for name, plan in (*parts.items(), *ablations.items()):
         keys = [key for step in plan.steps() for key in step.keys]
         assert len({json.dumps(key) for key in keys}) == len(keys), name
     first = [key for step in parts["7b"].steps() for key in step.keys if key["prompt"] == "prompt 1"]
@@ -125,7 +126,7 @@ def test_parts_list_each_measurement_once(script: Any) -> None:
         for key in step.keys:
             assert key["start"] == key["context"] <= step.context
             assert key["setting"].get("budget", 8192) <= key["context"] / 4
-    assert {key["start"] for step in parts["ablations-7b"].steps() for key in step.keys} == {
+    assert {key["start"] for step in ablations["7b"].steps() for key in step.keys} == {
         122_880 - 2048 * i for i in range(4)
     }
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -30,17 +30,6 @@ DEFAULTS: Record = {
     "levels": 3, "gamma": 20, "tree": "best-first:10,9,7,5", "budget": 8192, "chunk": 32, "recent": 256,
     "refresh": 1, "runner_ups": False, "retrieval_weight_bits": 8, "rounds": None,
 }  # fmt: skip
-_TREES = ("best-first:4,4,4,3", "best-first:8,6,4", "sequoia:16x4", "chain:4", "chain:6")
-_CHANGES: dict[str, tuple[Any, ...]] = {
-    "rounds": (2, 3, 4, 5, 6, 8), "refresh": (0, 2), "gamma": (8, 12, 16, 28), "tree": _TREES,
-    "retrieval_weight_bits": (16, 4), "budget": (1024, 2048, 4096), "chunk": (8, 16, 64),
-    "runner_ups": (True,), "levels": (2,),
-}  # fmt: skip
-ABLATIONS: tuple[Record, ...] = (
-    {}, *({name: value} for name, values in _CHANGES.items() for value in values)
-)  # fmt: skip
-# Tokens between the places of one text that ablations decode from.
-_APART = 2048
 
 
 def headline(plan: "OnChip") -> Iterator[Step]:
@@ -50,15 +39,6 @@ def headline(plan: "OnChip") -> Iterator[Step]:
             yield plan.step(number, batch, context, {})
         if plan.static_tokens:
             yield plan.step(0, batch, context, {}, {"method": STATIC, "new_tokens": plan.static_tokens})
-
-
-def ablations(plan: "OnChip") -> Iterator[Step]:
-    """One setting after the other, from several places of the same text."""
-    [(batch, context)] = plan.cells
-    starts = [context - min(_APART, context // 16) * i for i in range(plan.prompts)]
-    keys = [{"start": start, "temperature": plan.temperatures[0]} for start in starts]
-    for change in plan.ablations:
-        yield plan.step(0, batch, context, change, *keys)
 
 
 def lengths(plan: "OnChip") -> Iterator[Step]:
@@ -81,37 +61,36 @@ class OnChip(Plan):
 
     Attributes:
         kind: lists the steps.
-        ablations: changes of the options, one at a time.
         outputs: lengths at which the time of one long decoding is read off.
         static_tokens: of transformers' static cache; 0 leaves it out.
     """
 
     options: Record = field(default_factory=lambda: dict(DEFAULTS))
     kind: Callable[["OnChip"], Iterator[Step]] = headline
-    ablations: tuple[Record, ...] = ()
     outputs: tuple[int, ...] = ()
     static_tokens: int = 0
 
     def steps(self) -> Iterable[Step]:
         return self.kind(self)
 
-    def tiny(self, **more: Any) -> "OnChip":
-        """Of the ablations the first of each setting that fits short prompts."""
+    def beside_plain(self, key: Record) -> bool:
+        """Whether plain decoding is measured beside this."""
+        return True
+
+    def tiny(self, **more: Any) -> Self:
         smaller = tuple((min(batch, 3), max(384, context // 256)) for batch, context in self.cells)
-        first = {next(iter(change), ""): change for change in reversed(self.ablations)}
-        first.pop("budget", None)
         return super().tiny(
             cells=tuple(dict.fromkeys(smaller))[-2:],
             new_tokens=24 if self.outputs else 12,
             temperatures=self.temperatures[:2],
             prompts=2 if self.prompts > 3 else 1,
-            ablations=tuple(reversed(first.values())),
             outputs=(12, 24) if self.outputs else (),
             static_tokens=min(4, self.static_tokens),
+            **more,
         )
 
 
-_LONG = ((1, 122_880),)
+LONG = ((1, 122_880),)
 _LENGTHS = tuple((1, n) for n in (4096, 8192, 16_384, 32_768, 65_536, 122_880))
 # Four query heads of the 8B share a KV head, so 16 nodes fill one tile of 64.
 _8B = DEFAULTS | {"gamma": 15, "tree": "best-first:4,4,4,3"}
@@ -119,21 +98,17 @@ _8B = DEFAULTS | {"gamma": 15, "tree": "best-first:4,4,4,3"}
 _BATCH = DEFAULTS | {"gamma": 15, "tree": "chain:4", "budget": 2048, "refresh": 0}
 _TWO = (0.0, 0.6)
 PARTS = {
-    "7b": OnChip(LLAMA_2_7B, _LONG, static_tokens=64),
-    "8b": OnChip(LLAMA_3_1_8B, _LONG, static_tokens=16, options=_8B),
+    "7b": OnChip(LLAMA_2_7B, LONG, static_tokens=64),
+    "8b": OnChip(LLAMA_3_1_8B, LONG, static_tokens=16, options=_8B),
     # Keys and values in 8 bits, of which transformers has no static cache.
-    "8b-kv8": OnChip(LLAMA_3_1_8B, _LONG, options=_8B | {"kv_bits": 8}),
+    "8b-kv8": OnChip(LLAMA_3_1_8B, LONG, options=_8B | {"kv_bits": 8}),
     "batch": OnChip(
         LLAMA_2_7B, ((6, 19_456), (2, 57_344), (10, 12_288)), temperatures=_TWO, prompts=2,
         plain_tokens=32, options=_BATCH,
     ),
-    "ablations-7b": OnChip(
-        LLAMA_2_7B, _LONG, kind=ablations, ablations=ABLATIONS, temperatures=(0.0,), prompts=4,
-        plain_tokens=32,
-    ),
     "lengths": OnChip(LLAMA_2_7B, _LENGTHS, kind=lengths, temperatures=_TWO, prompts=2, plain_tokens=16),
     "outputs": OnChip(
-        LLAMA_2_7B, _LONG, temperatures=_TWO, prompts=3, new_tokens=2048, outputs=(256, 512, 1024, 2048)
+        LLAMA_2_7B, LONG, temperatures=_TWO, prompts=3, new_tokens=2048, outputs=(256, 512, 1024, 2048)
     ),
 }  # fmt: skip
 
@@ -168,7 +143,7 @@ class OnChipSession(Session):
             self._static(key, prompts, sources)
             return
         run = self.ours(key, prompts, sources)
-        if plan.kind is not ablations or not key["setting"]:
+        if plan.beside_plain(key):
             compared = plan.kind is headline and not plan.outputs and key["temperature"] == 0
             self.plain(key, prompts, run.texts if compared else None)
 

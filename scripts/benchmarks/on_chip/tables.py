@@ -17,7 +17,7 @@ from scripts.benchmarks.common.markdown import (
 from scripts.benchmarks.common.results import PLAIN
 
 FILE, PREFILL_FILE = "on_chip_h200.json", "prefill_h200.json"
-VARIANTS_FILE = "variants_{machine}.json"
+ABLATIONS_FILE, VARIANTS_FILE = "ablations_h200.json", "variants_{machine}.json"
 HEADLINES = ("7b", "8b", "batch")
 # Speed-ups that TriForce (arXiv 2404.11912) reports for Llama-2-7B on an A100, by batch,
 # context and temperature.
@@ -169,7 +169,9 @@ _origin = partial(origin, file=FILE, measured=_bandwidth, note="Not measured in"
 
 def _ablations_note(content: Record, rows: Sequence[Record]) -> str:
     options = content["parts"][rows[0]["part"]]["settings"]["options"].items()
-    return f"Default: {', '.join(f'{k}={v}' for k, v in options if v is not None)}. " + _origin(content, rows)
+    default = ", ".join(f"{k}={v}" for k, v in options if v is not None)
+    told = origin(content, rows, file=ABLATIONS_FILE, measured=_bandwidth)
+    return f"Default: {default}. {told}"
 
 
 def texts(content: Record) -> str | None:
@@ -185,7 +187,6 @@ _MAKERS = {
     "costs": ("7b", listing(COSTS, _costs)),
     "lengths": ("lengths", listing(LENGTHS, _rows("lengths", order=("context", "temperature")), _origin)),
     "outputs": ("outputs", listing(OUTPUTS, _rows("outputs", order=("temperature", "new_tokens")), _origin)),
-    "ablations_7b": ("ablations-7b", listing(ABLATIONS, _rows("ablations-7b"), _ablations_note)),
     "texts": ("7b", texts),
 }
 COMMAND = "python -m scripts.benchmarks on_chip --part"
@@ -227,6 +228,11 @@ def _variants_table(machine: str, setting: str, words: str) -> Table:
 
 
 TABLES = {
+    "ablations": Table(
+        ABLATIONS_FILE,
+        listing(ABLATIONS, _rows("7b"), _ablations_note),
+        "python -m scripts.benchmarks ablations --part 7b",
+    ),
     "variants": _variants_table("h200", "tree", "--shapes 8b --variants tree=..."),
     "variants_budget": _variants_table("h200", "budget", "--shapes 7b 8b --variants budget=..."),
     "variants_cpu": _variants_table("cpu", "budget", "--shapes pair --contexts 65536 --variants budget=..."),

@@ -163,7 +163,7 @@ GPU = (
     _bench("on-chip-lengths", "on_chip --part lengths", 5, tiny="--part lengths"),
     _bench("on-chip-8b-kv8", "on_chip --part 8b-kv8", 6, tiny="--part 8b-kv8"),
     _bench("on-chip-outputs", "on_chip --part outputs", 4, tiny="--part outputs"),
-    _bench("on-chip-ablations", "on_chip --part ablations-7b", 15, tiny="--part ablations-7b"),
+    _bench("ablations", "ablations --part 7b", 15, tiny="--part 7b"),
     _bench("offload-7b", "offload --part 7b", 9, alone=True, tiny="--part 7b"),
     _bench("offload-8b", "offload --part 8b", 6, alone=True, tiny="--part 8b"),
     _bench("offload-8b-512k", "offload --part 8b-512k", 9, alone=True, tiny="--part 8b-512k"),
