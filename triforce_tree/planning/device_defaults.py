@@ -1,7 +1,7 @@
 """Defaults by device and context: the settings that were fastest in measurements of models of real size.
 
-Figures: the ablations and context lengths of ``docs/results/on_chip_h200.json``. On a GPU a pass over a few
-more tokens costs little more, and chunk means are read anew in every round.
+Figures: ``docs/results/ablations_h200.json``, and the context lengths of ``docs/results/on_chip_h200.json``.
+On a GPU a pass over a few more tokens costs little more, and chunk means are read anew in every round.
 
 On a CPU budget and chunk are those with the least expected time of a token. A larger budget makes level 1
 slower, and the target accept more of what it proposes. What the target refuses was measured along texts at

@@ -11,7 +11,7 @@ from triforce_tree.eval.results import Record
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "results"
 _ON_CHIP, _OFFLOAD, _TWO = "on_chip_h200.json", "offload_h200.json", "offload_parallel_h200.json"
-_POLICIES = "retrieval_policies.json"
+_ABLATIONS, _POLICIES = "ablations_h200.json", "retrieval_policies.json"
 _PAIR = {"model": "embedded pair", "context": 8192, "text": "prose", "budget": 1024}
 
 
@@ -40,8 +40,7 @@ def _entries() -> dict[tuple[str, str, str], _Where]:
         row = {"part": "7b", "temperature": t}
         made["table-2", f"TriForce, T={t:g}", "speed-up"] = _Where(_ON_CHIP, row)
         made["table-2", f"TriForce, T={t:g}", "acceptance"] = _Where(_ON_CHIP, row, target)
-    two_levels = {"part": "ablations-7b", "setting": {"levels": 2}}
-    made["table-2", "Naive Policy, T=0", "speed-up"] = _Where(_ON_CHIP, two_levels)
+    made["table-2", "Naive Policy, T=0", "speed-up"] = _Where(_ABLATIONS, {"setting": {"levels": 2}})
     made["table-5", "TriForce", "speed-up"] = _Where(_ON_CHIP, {"part": "7b", "temperature": 0.0})
     for name, where in {
         "Llama2-7B-128K, 2x RTX 4090": (_TWO, {"part": "7b on 2", "temperature": 0.6}),
@@ -68,13 +67,14 @@ def _entries() -> dict[tuple[str, str, str], _Where]:
         row = {"part": "lengths", "context": context, "temperature": 0.0}
         shown = "the whole context (122K)" if part == 1 else f"1/{part} of the context"
         made["figure-5", shown, "TriForce"] = _Where(_ON_CHIP, row)
-    best = {"part": "ablations-7b", "setting": {"budget": 4096}}
-    made["figure-6", "(a) budget 4K, the best", "speed-up"] = _Where(_ON_CHIP, best)
-    made["figure-6", "(a) budget 4K, the best", "acceptance"] = _Where(_ON_CHIP, best, target)
-    for chunk in (8, 16):
-        row = {"part": "ablations-7b", "setting": {"chunk": chunk}}
-        made["figure-6", f"(b) chunk of {chunk}", "speed-up"] = _Where(_ON_CHIP, row)
-        made["figure-6", f"(b) chunk of {chunk}", "acceptance"] = _Where(_ON_CHIP, row, target)
+    for shown, setting in (
+        ("(a) budget 4K, the best", {"budget": 4096}),
+        ("(b) chunk of 8", {"chunk": 8}),
+        ("(b) chunk of 16", {"chunk": 16}),
+    ):
+        row = {"setting": setting}
+        made["figure-6", shown, "speed-up"] = _Where(_ABLATIONS, row)
+        made["figure-6", shown, "acceptance"] = _Where(_ABLATIONS, row, target)
     for column, policy in (
         ("Top-K (Ref.)", "Top-K of all keys, own query"), ("StreamingLLM", "StreamingLLM"), ("H2O", "H2O"),
         ("Retrieval", "TriForce: mean keys, one build"),
