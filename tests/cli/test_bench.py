@@ -56,6 +56,7 @@ def test_bench_text_continues_an_interrupted_run(
     assert "new_tokens=8, now it is 9" in err
 
 
+@pytest.mark.slow
 def test_bench_paper(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:
     """A table that compares policies and one that is timed; a second run measures only what it adds."""
     out_file = tmp_path / "paper.jsonl"

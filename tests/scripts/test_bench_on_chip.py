@@ -173,6 +173,7 @@ def test_saved_sessions_are_measured_beside_their_bytes(script: Any, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == [tables.SAVED]
 
 
+@pytest.mark.slow
 def test_clients_that_join_are_measured(script: Any, tmp_path: Path) -> None:
     """Both layouts answer alike; the one that stores the document once holds fewer tokens."""
     words = ["--tiny", "--context", "1040", "--clients", "3", "--new", "6", "--runs", "1", "--levels", "1"]

@@ -234,7 +234,10 @@ def test_groups_on_the_cpu(sinks: bool, compiled: bool, monkeypatch: pytest.Monk
 @triton_ops.runs_kernels
 @pytest.mark.parametrize(
     ("heads", "queries", "dtype", "names"),
-    [("GQA", 4, torch.float32, tuple(GROUPS)), ("MQA", 23, torch.float16, ("nested", "apart"))],
+    [
+        ("GQA", 4, torch.float32, tuple(GROUPS)),
+        pytest.param("MQA", 23, torch.float16, ("nested", "apart"), marks=pytest.mark.slow),
+    ],
 )
 def test_groups_by_the_kernel(heads: str, queries: int, dtype: torch.dtype, names: tuple[str, ...]) -> None:
     """One launch over all prefixes and sequences, by one plan in buffers that stay where they are.

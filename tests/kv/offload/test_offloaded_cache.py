@@ -279,6 +279,7 @@ def test_progress_of_prefill_counts_every_token_once():
     assert min(reported) > 0
 
 
+@pytest.mark.slow
 def test_hundreds_of_passes_take_no_more_memory():
     program = program_of(1, max_seq_len=600)
     assert program.offloaded is not None
