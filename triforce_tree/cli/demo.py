@@ -176,14 +176,14 @@ def _continued(engine: Engine, pair: SideBySide, prompt: list[int], new_tokens: 
 
 
 def _show_tree(engine: Engine, trees: Sequence[Sequence[Node]]) -> None:
-    """The tree that shows most: whose accepted path is long, and leaves the drafter's first choices."""
+    """The tree that shows most: with a long accepted path that leaves first choices, then with most nodes."""
     if not trees:
         return
     assert engine.tokenizer is not None
 
-    def shown(tree: Sequence[Node]) -> int:
+    def shown(tree: Sequence[Node]) -> tuple[int, int]:
         accepted = [node for node in tree if node.accepted and node.parent >= 0]
-        return len(accepted) + 2 * sum(node.rank > 0 for node in accepted)
+        return len(accepted) + 2 * sum(node.rank > 0 for node in accepted), len(tree)
 
     tree = max(trees, key=shown)
     words = [str(engine.tokenizer.decode([node.token])) for node in tree]
