@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,25 @@ def test_parts_list_each_measurement_once(script: Any) -> None:
     assert {key["start"] for step in ablations["7b"].steps() for key in step.keys} == {
         122_880 - 2048 * i for i in range(4)
     }
+
+
+def test_plain_decoding_follows_greedy_headlines_alone(script: Any) -> None:
+    """Beside single settings it decodes a few tokens of its own, and beside the defaults only."""
+    on_chip, ablations = (script(f"benchmarks.on_chip.{name}") for name in ("run", "ablations"))
+
+    def plain_beside(plan: Any) -> list[tuple[Any, Any]]:
+        session, made = object.__new__(on_chip.OnChipSession), []
+        session.plan = plan
+        session.ours = lambda key, *_: SimpleNamespace(texts=["ours"])
+        session.plain = lambda key, _, texts: made.append((key["setting"], texts))
+        for step in list(plan.steps())[:2]:
+            for key in step.keys[:2]:
+                if key["method"] == "triforce":
+                    session._cell(key, [], [])
+        return made
+
+    assert plain_beside(on_chip.PARTS["7b"]) == [({}, ["ours"]), ({}, None)] * 2
+    assert plain_beside(ablations.PARTS["7b"]) == [({}, None)] * 2
 
 
 @pytest.mark.slow

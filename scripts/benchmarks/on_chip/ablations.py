@@ -5,9 +5,9 @@
 What ``on_chip`` measures, greedy, from several places of one text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from scripts.benchmarks.common.results import Record
 from scripts.benchmarks.common.session import Step, measure_parts, parts_parser
@@ -27,6 +27,15 @@ CHANGES: tuple[Record, ...] = (
 _APART = 2048
 
 
+def one_at_a_time(plan: "Ablations") -> Iterator[Step]:
+    """One change after the other, from several places of the same text."""
+    [(batch, context)] = plan.cells
+    starts = [context - min(_APART, context // 16) * i for i in range(plan.prompts)]
+    keys = [{"start": start, "temperature": plan.temperatures[0]} for start in starts]
+    for change in plan.changes:
+        yield plan.step(0, batch, context, change, *keys)
+
+
 @dataclass(frozen=True)
 class Ablations(OnChip):
     """Settings of one part.
@@ -35,20 +44,14 @@ class Ablations(OnChip):
         changes: of the options, one measured after the other.
     """
 
+    kind: Callable[[Any], Iterator[Step]] = one_at_a_time
     changes: tuple[Record, ...] = CHANGES
-
-    def steps(self) -> Iterator[Step]:
-        [(batch, context)] = self.cells
-        starts = [context - min(_APART, context // 16) * i for i in range(self.prompts)]
-        keys = [{"start": start, "temperature": self.temperatures[0]} for start in starts]
-        for change in self.changes:
-            yield self.step(0, batch, context, change, *keys)
 
     def beside_plain(self, key: Record) -> bool:
         """Beside the defaults alone: the other settings do not change plain decoding."""
         return not key["setting"]
 
-    def tiny(self, **more: Any) -> "Ablations":
+    def tiny(self, **more: Any) -> Self:
         """The first change of each option that fits short prompts."""
         first = {next(iter(change), ""): change for change in reversed(self.changes)}
         first.pop("budget", None)
