@@ -60,12 +60,18 @@ def _hold_workspace(device: torch.device, stream: torch.cuda.Stream) -> None:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """Inside, the garbage collector destroys no graph, and frees no memory of the device."""
-    collects = gc.isenabled()
+def _captures(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """The stream of captures, with cuBLAS's workspace held for it; inside, no graph may be destroyed.
+
+    The garbage collector, which could destroy one or free memory of the device, is off from before the
+    workspace is held.
+    """
+    side, collects = _side_stream(device), gc.isenabled()
     gc.disable()
     try:
-        yield
+        _hold_workspace(device, side)
+        with torch.no_grad():
+            yield side
     finally:
         if collects:
             gc.enable()
@@ -163,17 +169,16 @@ class Captured:
         if device.type != "cuda":
             return
         self._graph = torch.cuda.CUDAGraph()
-        with _without_collections(), torch.no_grad():
-            self._capture(self._graph, device, pool)
+        with _captures(device) as side:
+            self._capture(self._graph, side, pool)
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-        side = _side_stream(device)
-        _hold_workspace(device, side)
-        side.wait_stream(torch.cuda.current_stream(device))
+    def _capture(self, graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, pool: Any) -> None:
+        current = torch.cuda.current_stream(side.device)
+        side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
                 self._run()
-        torch.cuda.current_stream(device).wait_stream(side)
+        current.wait_stream(side)
         # thread_local: with several GPUs NCCL's watchdog queries events from its own thread, which would
         # invalidate a capture in the global mode.
         with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
@@ -218,20 +223,17 @@ class CapturedInPieces:
                 part()
 
     def _record(self) -> list[Callable[[], None]]:
-        side, current = _side_stream(self._device), torch.cuda.current_stream(self._device)
-        _hold_workspace(self._device, side)
         # A pool of its own: one whose graphs were all dropped cannot be captured into again.
         recording = _Recording(torch.cuda.graph_pool_handle())
-        side.wait_stream(current)
-        try:
-            with (
-                _without_collections(), torch.no_grad(), torch.cuda.stream(side),
-                self._cuts.recorded(recording),
-            ):  # fmt: skip
-                recording.run(self._run)
-        finally:
-            # Also after an error: what is freed there may still be read on the side stream.
-            current.wait_stream(side)
+        current = torch.cuda.current_stream(self._device)
+        with _captures(self._device) as side:
+            side.wait_stream(current)
+            try:
+                with torch.cuda.stream(side), self._cuts.recorded(recording):
+                    recording.run(self._run)
+            finally:
+                # Also after an error: what is freed there may still be read on the side stream.
+                current.wait_stream(side)
         return recording.parts
 
 
