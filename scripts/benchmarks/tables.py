@@ -94,7 +94,10 @@ def main(words: Sequence[str] | None = None) -> int:
     made.add_argument("--plots", action="store_true", help="draw the plots as well, which needs matplotlib")
     args = made.parse_args(words)
     if args.plots:
-        from scripts.benchmarks import plots
+        try:
+            from scripts.benchmarks import plots
+        except ModuleNotFoundError as error:
+            made.error(f"--plots needs {error.name}: pip install matplotlib")
 
         for path in plots.draw(RESULTS):
             print(f"{path.relative_to(ROOT)}: written")

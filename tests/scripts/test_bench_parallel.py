@@ -54,6 +54,10 @@ def test_two_ranks_and_one_write_into_one_file(script: Any, tmp_path: Path) -> N
     content = json.loads((tmp_path / "sequence_parallel_h200x2.json").read_text())
     rows = {row["way"]: row for row in content["rows"]}
     assert list(rows) == ["by position", "by heads", "one card"]
+    # Each row keeps the command that measured it.
+    started = [content["parts"][row["part"]]["command"].split(" -")[:2] for row in rows.values()]
+    assert [words[0] for words in started] == ["torchrun", "torchrun", "python"]
+    assert started[0][1] == "-nproc-per-node 2"
     names = {"draft", "retrieval_refresh", "retrieval", "target", "plain"}
     assert all(row["ms"].keys() == names and min(row["ms"].values()) > 0 for row in rows.values())
     # Scratch slots are on both ranks, the others on one.

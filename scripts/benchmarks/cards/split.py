@@ -7,11 +7,12 @@
 
 Models are the embedded pair in real shapes. For stages KV slots hold random numbers, and nothing is
 prefilled: they take the same time whatever the numbers are. Rows of other cards, shapes and contexts in the
-file are kept. A row's collectives are those of one pass of plain decoding and of level 2 (calls, and bytes
-that a rank hands over, without those of the logits), `merge_ms` is the time of the merging ones alone, and
-`ring` that of passing all keys and values on to the next rank, as Ring Attention does. With `--texts` a text
-is prefilled and decoded by default settings with three levels, then plainly; beyond the pair's positions by
-YaRN. Where the cache does not fit on one card, `--texts` keeps a part of it in host memory.
+file are kept, each of a part whose header says what measured it. A row's collectives are those of one pass of
+plain decoding and of level 2 (calls, and bytes that a rank hands over, without those of the logits),
+`merge_ms` is the time of the merging ones alone, and `ring` that of passing all keys and values on to the
+next rank, as Ring Attention does. With `--texts` a text is prefilled and decoded by default settings with
+three levels, then plainly; beyond the pair's positions by YaRN. Where the cache does not fit on one card,
+`--texts` keeps a part of it in host memory.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from scripts.benchmarks.common.command import (
     results_folder,
 )
 from scripts.benchmarks.common.long_texts import LongTexts
-from scripts.benchmarks.common.results import Record, header, on_this, rows_at, write
+from scripts.benchmarks.common.results import Record, content_at, header, on_this, write
 from scripts.benchmarks.common.rope import TRAINED, factor_for, use_yarn
 from triforce_tree import load
 from triforce_tree.decoding.program import DecodingProgram
@@ -203,7 +204,8 @@ def main(words: Sequence[str]) -> int:
     options = TINY_OPTIONS | {"levels": 3} if args.tiny else OPTIONS
     dtype = torch.float32 if args.tiny else torch.bfloat16
     path = results_folder(args.out, args.tiny) / FILE
-    rows: list[Record] = rows_at(path)
+    known = content_at(path)
+    rows, parts, mine = known["rows"], known["parts"], header(args.seed, on_this("engine"))
     for shape in shapes:
         small = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
         for way in (POSITION, HEADS) if cards > 1 else (ONE,):
@@ -217,8 +219,9 @@ def main(words: Sequence[str]) -> int:
                 offloaded = not fitting and texts is not None and cards == 1
                 named = OFFLOADED if offloaded else way
                 row: Record = {"shape": shape, "context": context, "way": named, "cards": cards}
+                part = f"{shape}, {context:,} tokens, {cards} card{'s' * (cards > 1)}"
                 rows = [r for r in rows if any(r[name] != row[name] for name in row)]
-                row["vocabulary"] = target.config.vocab_size
+                row |= {"part": part, "vocabulary": target.config.vocab_size}
                 if fitting:
                     row |= measure((target, draft), context, way, cards, runs, options)
                 elif not offloaded:
@@ -227,10 +230,12 @@ def main(words: Sequence[str]) -> int:
                     parallel, prompts = cards if way == POSITION else 1, texts.prompts(tokenizer, context)
                     row["texts"] = measure_texts((target, draft), context, parallel, prompts, args, offloaded)
                 rows.append(row)
+                parts[part] = mine
                 free_memory()
                 if distributed.is_first_rank():
                     print(json.dumps(row), flush=True)
-                    write(path, header(args.seed, on_this("engine")) | {"options": options, "rows": rows})
+                    used = {name: parts[name] for name in dict.fromkeys(r["part"] for r in rows)}
+                    write(path, {"options": options, "parts": used, "rows": rows})
             del target, draft
             free_memory()
     distributed.leave()

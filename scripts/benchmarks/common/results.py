@@ -17,6 +17,7 @@ import torch
 from triforce_tree.eval import results
 from triforce_tree.eval.report.code_digest import ROOT, digest, digests
 from triforce_tree.loading.llama_shapes import Shape
+from triforce_tree.runtime.distributed import world_size
 
 Record = dict[str, Any]
 # Rows of a part from its name, header and measurements.
@@ -40,8 +41,15 @@ _PLANNED = ("memory_plan", "options")
 
 def header(seed: int, area: str, *more: str) -> Record:
     """Command, commit ("+": changed since), date, hardware, versions, seed, digests of the measured code."""
-    command = shlex.join(["python", *sys.orig_argv[1:]])
-    return results.header(seed) | {"command": command, "code": digests((area, *more))}
+    return results.header(seed) | {"command": _command(), "code": digests((area, *more))}
+
+
+def _command() -> str:
+    """That of this process; of a rank, which torchrun starts with "-u", the one that started all ranks."""
+    words = sys.orig_argv[1:]
+    if (ranks := world_size()) == 1:
+        return shlex.join(["python", *words])
+    return shlex.join(["torchrun", "--nproc-per-node", str(ranks), *words[words[:1] == ["-u"] :]])
 
 
 def on_this(area: str) -> str:

@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from triforce_tree.eval.results import check_writable
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts import packed
 from triforce_tree.eval.texts.registry import SOURCES, MissingTextError, Texts
@@ -27,6 +28,10 @@ def main(words: Sequence[str] | None = None) -> int:
     made.add_argument("--tokens", type=int, default=packed.KEPT_TOKENS, help="most tokens of each text")
     made.add_argument("--all", action="store_true", help="exit code 1 where a text is missing")
     args = made.parse_args(words)
+    try:
+        check_writable(args.out)
+    except OSError as error:
+        made.error(f"--out: {error}")
     tokenizer, here = load_tokenizer(PAIR / "target"), Texts()
     found: dict[str, str] = {}
     missing = 0
