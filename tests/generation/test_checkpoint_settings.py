@@ -38,7 +38,8 @@ SOURCES = pytest.mark.parametrize("source", [from_folder, from_object])
 
 def transformers_own(engine: Engine, **options: Any) -> list[int]:
     target: Any = engine.hierarchy.target.model
-    out = target.generate(torch.tensor([PROMPT]), attention_mask=WHOLE, max_new_tokens=NEW, **options)
+    prompt, mask = (part.to(target.device) for part in (torch.tensor([PROMPT]), WHOLE))
+    out = target.generate(prompt, attention_mask=mask, max_new_tokens=NEW, **options)
     tokens: list[int] = out[0, len(PROMPT) :].tolist()
     return tokens
 
@@ -161,7 +162,7 @@ def test_every_option_that_reads_the_text_is_named_by_its_own_name(
 
 
 def test_the_cost_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = from_folder({"repetition_penalty": 1.1}, tmp_path)
+    engine = from_object({"repetition_penalty": 1.1}, tmp_path)
     with caplog.at_level(logging.WARNING, "triforce_tree"):
         engine.generate(PROMPT, max_new_tokens=3)
         assert not caplog.records, "a single sequence on the CPU costs nothing more"
