@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import bounds
 import numpy as np
 import pytest
 import quick_interpreter
@@ -108,9 +107,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_runtest_call() -> None:
     # Fixtures have imported it, where a test needs it.
-    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
-        quick_interpreter.install(interpreter)
-        bounds.install(interpreter)
+    quick_interpreter.install_if_loaded()
 
 
 def pytest_sessionfinish() -> None:

@@ -1,8 +1,10 @@
 """Triton kernels in tests: on a GPU, else in the interpreter; tests skip where neither is available."""
 
+import importlib
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import quick_interpreter
 import torch
 
 from triforce_tree.kernels import step, suffix
@@ -21,6 +23,10 @@ def require_triton() -> None:
 
     if not torch.cuda.is_available() and not knobs.runtime.interpret:
         pytest.skip("Triton was loaded without TRITON_INTERPRET=1", allow_module_level=True)
+    if knobs.runtime.interpret:
+        # Before the test's own call, which would otherwise be the first to import it.
+        importlib.import_module("triton.runtime.interpreter")
+        quick_interpreter.install_if_loaded()
 
 
 def step_kernels() -> SimpleNamespace:
