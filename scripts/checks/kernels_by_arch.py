@@ -170,6 +170,16 @@ def compile_share(task: tuple[str, int, int, int]) -> list[Row]:
     ]
 
 
+def shares_of(tasks: list[tuple[str, int, int, int]], jobs: int) -> Iterator[list[Row]]:
+    """What ``compile_share`` returns for each task, by so many processes; by this one alone for 1."""
+    if jobs == 1:
+        yield from map(compile_share, tasks)
+        return
+    # Forks of this process would share the state of a compiler that is not made for it.
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap(compile_share, tasks)
+
+
 def faults(kernels: list[Row]) -> Iterator[str]:
     """What is wrong in a summary, a line each."""
     for kind in kernels:
@@ -224,12 +234,9 @@ def main(arguments: list[str] | None = None) -> int:
         for arch, share in product(args.arch, range(shares))
         if done.find(arch=arch, share=share) is None
     ]
-    # Forks of this process would share the state of a compiler that is not made for it.
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        results = pool.imap(compile_share, tasks)
-        shown = track(results, "compiling", len(tasks), console=Console(stderr=True))
-        for task, rows in zip(tasks, shown, strict=True):
-            done.add({"arch": task[0], "share": task[2], "rows": rows})
+    shown = track(shares_of(tasks, args.jobs), "compiling", len(tasks), console=Console(stderr=True))
+    for task, rows in zip(tasks, shown, strict=True):
+        done.add({"arch": task[0], "share": task[2], "rows": rows})
     rows = [row for record in done.all for row in record["rows"]]
     kernels = summary(rows)
     wrong = list(faults(kernels))

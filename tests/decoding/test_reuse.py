@@ -29,6 +29,7 @@ def test_rewinding_gives_the_same_tokens_again(levels: int, to_probs: ProbsFromL
         assert rest == [new[9:] for new in first]
 
 
+@pytest.mark.slow
 def test_a_chain_longer_than_the_recent_window_is_the_same_after_rewinding() -> None:
     """Chunks of the chain itself can be retrieved; what their slots held before must not matter."""
     program = program_of(

@@ -77,6 +77,7 @@ def test_the_command_line_names_every_task() -> None:
     assert arguments.TASKS == ruler.TASKS
 
 
+@pytest.mark.slow
 def test_levels_give_the_same_answers(made: ruler.Ruler, engine: Engine) -> None:
     question = made.question("single", 1200, 0)
     two = engine.with_options(levels=2)

@@ -112,6 +112,7 @@ def test_out_of_memory_before_attention_is_not_a_compilation_failure(
     assert step(TOKENS, TOKENS, Attention()).shape == (1, 3, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("models", "versions"),
     [((tiny, partial(tiny, 64)), 2), ((partial(families.tiny, "llama4"),), 2)],

@@ -131,6 +131,7 @@ def test_greedy_tokens_are_those_of_a_model_on_the_device(levels: int, bits: int
         assert decoder.levels[-1].accepted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gpt-neox", "phi3", "mixtral"])
 def test_families(family: str) -> None:
     new, _ = decoded(program_of(streamed(family), 3, family=family), [PROMPT], [NEW])
