@@ -1,10 +1,10 @@
 """The table and the picture of docs/several_cards.md from docs/results/sequence_parallel_h200x2.json."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from scripts.benchmarks.common.markdown import Caption, Columns, Record, Table, cell, file_note, listing
+from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
 FILE = "sequence_parallel_h200x2.json"
 POSITION, ONE, OFFLOADED = "by position", "one card", "one card, offloaded"
@@ -112,22 +112,10 @@ _TEXTS_NOTE = (
     "Greedy, default settings with three levels, the prompt prefilled; plain decoding in the same cache. "
     "{hardware}, bf16. Speed-up kept: of that on one card. "
 )
-
-
-def _noted(template: str) -> Caption:
-    """A format string over the file and the header of a part, and the file."""
-
-    def caption(content: Record, rows: Sequence[Record]) -> str:
-        parts = {name: content["parts"][name] for name in dict.fromkeys(row["part"] for row in rows)}
-        return cell(template, content | next(iter(parts.values()))) + file_note(FILE, parts)
-
-    return caption
-
-
 TABLES = {
-    "sequence_parallel": Table(FILE, listing(COLUMNS, measured, _noted(_NOTE), left=3), COMMAND),
+    "sequence_parallel": Table(FILE, listing(COLUMNS, measured, noted(_NOTE, FILE), left=3), COMMAND),
     "sequence_parallel_texts": Table(
-        FILE, listing(TEXTS, decoded, _noted(_TEXTS_NOTE), left=3), f"{COMMAND} --texts"
+        FILE, listing(TEXTS, decoded, noted(_TEXTS_NOTE, FILE), left=3), f"{COMMAND} --texts"
     ),
 }
 PLOTS = {"sequence_parallel_projection": (FILE, shortest_and_longest, (6, 3.6, 0), plot_projection)}

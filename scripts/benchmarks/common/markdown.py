@@ -132,8 +132,15 @@ def file_named(file: str, runs: Mapping[str, Record]) -> str:
 
 
 def noted(template: str, file: str) -> Caption:
-    """The caption of a file of one run: a format string over its content, and the file."""
-    return lambda content, rows: cell(template, content) + file_note(file, {"": content})
+    """A format string over the content and the header of the first row's part, where the file has parts, and
+    the file."""
+
+    def caption(content: Record, rows: Sequence[Record]) -> str:
+        parts = content.get("parts")
+        runs = {n: parts[n] for n in dict.fromkeys(row["part"] for row in rows)} if parts else {"": content}
+        return cell(template, content | next(iter(runs.values()))) + file_note(file, runs)
+
+    return caption
 
 
 def origin(
