@@ -4,9 +4,9 @@
     python -m scripts.checks.guides own_model server
 
 A page runs in an empty folder of its own, where ``.venv`` and ``examples`` are those of this clone and
-``path/to/...`` are the embedded pair. Left out: what installs, and code for a GPU where there is none. A
-server that is started without ``path/to`` runs until the page ends. Exit code 1 where anything fails; the
-last line is JSON.
+``path/to/...`` are the embedded pair. Left out: what installs, and code for a GPU where there is none; the
+environment has the extra ``test``, with what the server and its clients need. A server that is started
+without ``path/to`` runs until the page ends. Exit code 1 where anything fails; the last line is JSON.
 """
 
 import re
