@@ -25,7 +25,7 @@ def result() -> dict[str, Any]:
 def test_a_sample_compiles_within_every_limit(tmp_path: Path) -> None:
     """In a process of its own, because this one has loaded Triton to be interpreted."""
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "scripts.checks.kernels_by_arch", "--every", "2000", "--jobs", "1"]
+    command = [sys.executable, "-m", "scripts.checks.kernels_by_arch", "--every", "1400", "--jobs", "1"]
     out = tmp_path / "sample.json"
     made = subprocess.run(
         [*command, "--out", str(out)], cwd=ROOT, env=plain | {"PYTHONPATH": str(ROOT)},
@@ -35,7 +35,7 @@ def test_a_sample_compiles_within_every_limit(tmp_path: Path) -> None:
     kernels = json.loads(out.read_text())["kernels"]
     archs, names = ({kind[key] for kind in kernels} for key in ("arch", "kernel"))
     assert archs <= set(KNOWN)
-    assert min(len(archs), len(names)) >= 3, "which ones depends on the list of variants"
+    assert min(len(archs), len(names)) >= 4, "which ones depends on the list of variants"
     assert not out.with_suffix(".part").exists()
 
 
