@@ -35,7 +35,7 @@ from scripts.benchmarks.common.command import (
     parser,
     results_folder,
 )
-from scripts.benchmarks.common.long_texts import LongTexts
+from scripts.benchmarks.common.long_texts import long_prompts
 from scripts.benchmarks.common.results import Record, content_at, header, on_this, write
 from scripts.benchmarks.common.rope import TRAINED, factor_for, use_yarn
 from triforce_tree import load
@@ -191,15 +191,16 @@ def main(words: Sequence[str]) -> int:
     made.add_argument("--plain-tokens", type=int, default=64, help="with --texts: of plain decoding")
     args = made.parse_args(words)
     device = device_of(made, args.tiny)
-    texts = None
+    contexts, runs = ([1024], 2) if args.tiny else (args.contexts, args.runs)
+    prompts: dict[int, dict[str, list[int]]] = {}
     if args.texts is not None:
+        # Before the stages, which take minutes.
         try:
-            texts = LongTexts(Texts(args.texts or None), args.kinds)
+            prompts = long_prompts(Texts(args.texts or None), args.kinds, contexts)
         except (ValueError, OSError) as error:
             made.error(str(error))
     group = distributed.join(device.type)
     cards, device = (group.size, group.device) if group is not None else (1, device)
-    contexts, runs = ([1024], 2) if args.tiny else (args.contexts, args.runs)
     shapes = ["llama-2-13b"] if args.tiny else args.shapes
     options = TINY_OPTIONS | {"levels": 3} if args.tiny else OPTIONS
     dtype = torch.float32 if args.tiny else torch.bfloat16
@@ -210,13 +211,13 @@ def main(words: Sequence[str]) -> int:
         small = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
         for way in (POSITION, HEADS) if cards > 1 else (ONE,):
             # Both ways share the weights of a model in place, each otherwise.
-            target, draft, tokenizer = inflate_pair(small[0], device, dtype, small[1])
+            target, draft, _ = inflate_pair(small[0], device, dtype, small[1])
             for context in contexts:
                 # Positions do not change the time.
                 for model in (target, draft):
                     model.config.max_position_embeddings = 1 << 21
                 fitting = fits(target, context, cards, way, device)
-                offloaded = not fitting and texts is not None and cards == 1
+                offloaded = not fitting and context in prompts and cards == 1
                 named = OFFLOADED if offloaded else way
                 row: Record = {"shape": shape, "context": context, "way": named, "cards": cards}
                 part = f"{shape}, {context:,} tokens, {cards} card{'s' * (cards > 1)}"
@@ -226,9 +227,11 @@ def main(words: Sequence[str]) -> int:
                     row |= measure((target, draft), context, way, cards, runs, options)
                 elif not offloaded:
                     row["fits"] = False
-                if texts is not None and (fitting or offloaded):
-                    parallel, prompts = cards if way == POSITION else 1, texts.prompts(tokenizer, context)
-                    row["texts"] = measure_texts((target, draft), context, parallel, prompts, args, offloaded)
+                if context in prompts and (fitting or offloaded):
+                    parallel = cards if way == POSITION else 1
+                    row["texts"] = measure_texts(
+                        (target, draft), context, parallel, prompts[context], args, offloaded
+                    )
                 rows.append(row)
                 parts[part] = mine
                 free_memory()

@@ -1,53 +1,50 @@
 """Prompts of any length of real text, longer than any single one."""
 
-from collections.abc import Sequence
-
-from transformers import PreTrainedTokenizerBase
+import functools
+from collections.abc import Iterable, Sequence
 
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.registry import SOURCES, MissingTextError, Texts, TextSource
+from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 
 
-class LongTexts:
-    """Prompts of any length of real text.
+def long_prompts(
+    texts: Texts, names: Sequence[str], lengths: Iterable[int]
+) -> dict[int, dict[str, list[int]]]:
+    """By length and name the beginning of each text, in tokens of the embedded pair.
+
+    Where a text is short, others come before it.
 
     Args:
         texts: what is here.
         names: of texts, or kinds of which the first that is here is taken.
+        lengths: tokens of a prompt.
 
     Raises:
-        ValueError: a name is unknown, or nothing of it is here.
+        ValueError: a name is unknown, nothing of it is here, or all texts have fewer tokens than a prompt.
     """
+    tokenizer = load_tokenizer(PAIR / "target")
+    assert tokenizer is not None, "the embedded pair has a tokenizer"
 
-    def __init__(self, texts: Texts, names: Sequence[str]) -> None:
-        self._texts, self._sources = texts, [texts.first(name) for name in names]
-        self._ids: dict[str, list[int]] = {}
+    @functools.cache
+    def read(source: TextSource) -> list[int]:
+        return token_ids(tokenizer, texts.read(source))
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase, context: int) -> dict[str, list[int]]:
-        """By name the beginning of each text; where it is short, other texts come before it.
-
-        Raises:
-            ValueError: all texts that are here have fewer than ``context`` tokens.
-        """
-        return {source.name: self._prompt(source, tokenizer, context) for source in self._sources}
-
-    def _prompt(self, own: TextSource, tokenizer: PreTrainedTokenizerBase, context: int) -> list[int]:
-        ids = self._read(own, tokenizer)[:context]
+    def prompt(own: TextSource, length: int) -> list[int]:
+        ids = read(own)[:length]
         for other in (s for s in SOURCES if s.copies is None and s.name != own.name):
-            if len(ids) == context:
+            if len(ids) == length:
                 break
             try:
-                ids = [*self._read(other, tokenizer)[: context - len(ids)], *ids]
+                ids = [*read(other)[: length - len(ids)], *ids]
             except MissingTextError:
                 continue
-        if len(ids) < context:
+        if len(ids) < length:
             raise ValueError(
-                f"the texts that are here have {len(ids):,} tokens, and the prompt {context:,}; pack more of "
+                f"the texts that are here have {len(ids):,} tokens, and the prompt {length:,}; pack more of "
                 "them (python -m scripts.benchmarks texts --tokens), or give shorter contexts"
             )
         return ids
 
-    def _read(self, source: TextSource, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        if source.name not in self._ids:
-            self._ids[source.name] = token_ids(tokenizer, self._texts.read(source))
-        return self._ids[source.name]
+    sources = [texts.first(name) for name in names]
+    return {length: {source.name: prompt(source, length) for source in sources} for length in lengths}

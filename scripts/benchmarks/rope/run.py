@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from scripts.benchmarks.cards.decode import decoded
 from scripts.benchmarks.common.command import parser, results_folder
-from scripts.benchmarks.common.long_texts import LongTexts
+from scripts.benchmarks.common.long_texts import long_prompts
 from scripts.benchmarks.common.results import Record, header, on_this, rows_at, write
 from scripts.benchmarks.common.rope import TRAINED, use_yarn
 from scripts.benchmarks.rope.needles import found_share
@@ -99,9 +99,10 @@ def main(words: Sequence[str] | None = None) -> int:
         args.contexts, args.settings, args.new_tokens, args.needles = [256], ["1", "4"], 16, 1
     device = torch.device(args.device) if args.device else device_for(args)
     try:
-        texts = LongTexts(Texts(args.texts), args.kinds)
         for setting in args.settings:
             parsed(setting)
+        lengths = [context + args.new_tokens for context in args.contexts]
+        prompts = long_prompts(Texts(args.texts), args.kinds, lengths)
     except (ValueError, OSError) as error:
         made.error(str(error))
     path = results_folder(args.out, args.tiny) / FILE.format(machine=machine_of(device))
@@ -115,7 +116,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.set:
         about["options"] = options
     for context in args.contexts:
-        for name, ids in texts.prompts(tokenizer, context + args.new_tokens).items():
+        for name, ids in prompts[context + args.new_tokens].items():
             for setting in args.settings:
                 row: Record = {"context": context, "text": name, "setting": setting, **about}
                 if any(all(old.get(key) == row[key] for key in row) for old in rows):
