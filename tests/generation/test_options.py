@@ -54,6 +54,7 @@ def test_stop_strings_cut_at_the_token_that_completes_them(engine: Engine) -> No
     for kwargs in (
         {"stop_strings": [wanted]},
         {"generation_config": GenerationConfig(stop_strings=[wanted])},
+        {"stop_strings": wanted, "generation_config": {"stop_strings": ["never"]}},
     ):
         out = engine.generate(PROMPT, max_new_tokens=40, do_sample=False, **kwargs)
         assert new(out) == cut

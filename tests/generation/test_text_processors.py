@@ -13,6 +13,8 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
 )
 
 import triforce_tree
@@ -41,6 +43,22 @@ class Drift(LogitsProcessor):
         return turned + (2 * input_ids[:, -1:] + input_ids[:, -2:-1]) % 3 * torch.arange(scores.shape[1])
 
 
+class EvenAfterOddAtTemperature(TemperatureLogitsWarper):
+    """A user's own by inheritance: its base alone would not read the text."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return EvenAfterOdd()(input_ids, super().__call__(input_ids, scores))
+
+
+class TopKByLength(TopKLogitsWarper):
+    """A user's own by inheritance: texts of an odd length are drawn without their most probable token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        best = scores.argmax(-1, keepdim=True)
+        odd = scores.scatter(1, best, -torch.inf)
+        return super().__call__(input_ids, odd if input_ids.shape[1] % 2 else scores)
+
+
 def two_of_three(row: int, sent: torch.Tensor) -> list[int]:
     """Allowed tokens depend on the newest one and on the length."""
     return [t for t in range(VOCABULARY) if (t + int(sent[-1]) + len(sent)) % 3]
@@ -52,6 +70,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": list(range(0, VOCABULARY, 2))},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": two_of_three},
     "own": {"logits_processor": LogitsProcessorList([EvenAfterOdd()])},
+    "derived from a temperature": {"logits_processor": LogitsProcessorList([EvenAfterOddAtTemperature(0.7)])},
+    "derived from top-k": {"logits_processor": LogitsProcessorList([TopKByLength(5)])},
     "several": {
         "repetition_penalty": 1.3,
         "no_repeat_ngram_size": 3,

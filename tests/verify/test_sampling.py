@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import (
+    InfNanRemoveLogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
@@ -61,6 +62,14 @@ def test_paths_are_called_only_if_a_processor_needs_them() -> None:
 def test_nan_logits_are_refused_with_a_remedy() -> None:
     with pytest.raises(ValueError, match=r"NaN logits.*float32"):
         ProbsFromLogits()(torch.tensor([[0.0, torch.nan]]), lambda: [[0]])
+
+
+@pytest.mark.parametrize("name", ["none", "repetition penalty"])
+def test_a_processor_that_removes_nan_is_given_it(name: str) -> None:
+    processors = LogitsProcessorList([*PROCESSORS[name], InfNanRemoveLogitsProcessor()])
+    logits = torch.tensor([[0.0, torch.nan, 2.0]])
+    probs = ProbsFromLogits(processors)(logits, lambda: [[1, 2]])
+    torch.testing.assert_close(probs, processors(torch.tensor([[1, 2]]), logits.clone()).softmax(-1))
 
 
 def test_probs_at_a_temperature() -> None:

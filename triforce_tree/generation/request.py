@@ -88,11 +88,10 @@ class Request:
         if not isinstance(inputs if input_ids is None else input_ids, Tensor):
             prompts = Prompts(prompts.ids.to(target.device), prompts.mask.to(target.device))
         criteria = StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria))
+        # Taken out in any case: transformers would ask for a tokenizer of its own.
+        given_strings = own_options.pop("stop_strings", None)
         strings = checked_stop_strings(
-            stop_strings
-            or own_options.pop("stop_strings", None)
-            or own.get("stop_strings")
-            or settings.stop_strings
+            stop_strings or given_strings or own.get("stop_strings") or settings.stop_strings
         )
         if strings:
             if tokenizer is None:

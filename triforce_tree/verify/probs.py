@@ -101,7 +101,8 @@ def _split(to_probs: ProbsFromLogits) -> tuple[float, list[object]]:
     """(leading temperature, the other processors); greedy choices do not depend on a temperature."""
     rest: list[object] = list(to_probs.processors)
     temperature = 1.0
-    if rest and isinstance(rest[0], TemperatureLogitsWarper):
+    # Not of a class derived from it, which may use its temperature otherwise.
+    if rest and type(rest[0]) is TemperatureLogitsWarper:
         temperature = 1.0 if to_probs.greedy else float(rest[0].temperature)
         rest = rest[1:]
     return temperature, rest

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    InfNanRemoveLogitsProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -22,23 +23,28 @@ from transformers.generation import logits_process as hf
 from triforce_tree.verify.top_k import SlicedTopK
 from triforce_tree.verify.top_p import PartlySortedTopP
 
-# Processors whose result does not depend on the preceding tokens: one call serves all nodes of a tree.
-_CONTEXT_FREE = tuple(
-    getattr(hf, name)
-    for name in (
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "LogitNormalization",
-        "SuppressTokensLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-    )
-    if hasattr(hf, name)
-)
+# Processors whose result does not depend on the preceding tokens: one call serves all nodes of a tree. Only
+# these classes themselves: one derived from them may do anything.
+_CONTEXT_FREE = {
+    SlicedTopK,
+    PartlySortedTopP,
+    *(
+        getattr(hf, name)
+        for name in (
+            "TemperatureLogitsWarper",
+            "TopKLogitsWarper",
+            "TopPLogitsWarper",
+            "MinPLogitsWarper",
+            "TypicalLogitsWarper",
+            "EpsilonLogitsWarper",
+            "EtaLogitsWarper",
+            "LogitNormalization",
+            "SuppressTokensLogitsProcessor",
+            "InfNanRemoveLogitsProcessor",
+        )
+        if hasattr(hf, name)
+    ),
+}
 
 NAN_LOGITS = (
     "the model returned NaN logits; its weights or its dtype are at fault: try dtype=torch.float32 or check "
@@ -65,9 +71,10 @@ class ProbsFromLogits:
         processors = LogitsProcessorList(map(_in_less_time, processors or ()))
         self.greedy = greedy
         self._padding = list(padding)
-        self._free = LogitsProcessorList(p for p in processors if isinstance(p, _CONTEXT_FREE))
-        self._bound = [p for p in processors if not isinstance(p, _CONTEXT_FREE)]
+        self._free = LogitsProcessorList(p for p in processors if type(p) in _CONTEXT_FREE)
+        self._bound = [p for p in processors if type(p) not in _CONTEXT_FREE]
         self._ordered = list(processors)
+        self._removes_nan = any(type(p) is InfNanRemoveLogitsProcessor for p in processors)
 
     @classmethod
     def at(cls, temperature: float) -> "ProbsFromLogits":
@@ -102,10 +109,10 @@ class ProbsFromLogits:
                 such a sequence.
 
         Raises:
-            ValueError: logits hold NaN.
+            ValueError: logits hold NaN, and no processor removes it.
         """
         scores = logits.float()
-        if torch.isnan(scores).any():
+        if not self._removes_nan and torch.isnan(scores).any():
             raise ValueError(NAN_LOGITS)
         if not self._bound:
             return self.context_free_scores(scores)
