@@ -14,7 +14,8 @@ from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import assembly
 from triforce_tree.eval import check, goodness_of_fit, own_forward
-from triforce_tree.loading.load_guard import relative_error
+from triforce_tree.loading import rounding
+from triforce_tree.loading.rounding import relative_error
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.verify.noise import Noise
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -51,10 +52,17 @@ def test_a_cache_of_8_bits_is_compared_with_transformers_over_one(engine: Engine
     assert check.greedy(eight, text, 40, 3).passed
 
 
-def test_a_wrong_rotation_is_found_in_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit_16", [None, 1e-6], ids=["a fixed limit", "measured noise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_rotation_is_found_in_the_logits(
+    dtype: torch.dtype, limit_16: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit_16 is not None:
+        # As where rounding changes the choice of experts: no fixed limit would accept the model.
+        monkeypatch.setattr(rounding, "_ROUNDING_16", limit_16)
     monkeypatch.setattr(LengthRope, "of", classmethod(lambda cls, model: None))
     monkeypatch.setattr(assembly, "compare_at_load", lambda target: None)
-    wrong = Engine(tiny("phi3-longrope"), config=HierarchyConfig(prefill_chunk=16))
+    wrong = Engine(tiny("phi3-longrope").to(dtype), config=HierarchyConfig(prefill_chunk=16))
     assert check.forward(wrong, prompt_of(60)).passed
     result = check.forward(wrong, prompt_of(150))
     assert not result.passed

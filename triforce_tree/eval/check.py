@@ -40,16 +40,13 @@ from triforce_tree.eval.ties import (
     scores_after,
 )
 from triforce_tree.kv.cached_tokens import common_prefix
-from triforce_tree.loading.rounding import relative_error
+from triforce_tree.loading.rounding import NOISE, explained_error, noisy_embeddings, relative_error
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 from triforce_tree.verify.verifier import Acceptance
 
 # A correct implementation has a smaller p-value once in ten thousand tests.
 SIGNIFICANCE = 1e-4
 MOST_FAILURES = 3  # greedy decoding is compared no further
-# Relative to the logits' size: rounding in all layers of a model stays below, a wrong forward is far above.
-ROUNDING = {torch.float32: 5e-3, torch.float64: 5e-3}
-ROUNDING_16 = 0.2
 LAST_POSITIONS = 512  # where contexts of the sampling test may end
 
 
@@ -150,8 +147,14 @@ def forward(engine: Engine, prompt: Sequence[int]) -> Forward:
     own = last_position_logits(engine, prompt, positions)
     start = len(prompt) - positions + 1
     ours = chain_logits(engine, prompt[:start], prompt[start:]).float()
-    limit = ROUNDING.get(model.dtype, ROUNDING_16)
-    return Forward(len(prompt), positions, relative_error(ours, own), limit)
+    error = relative_error(ours, own)
+
+    def with_noise() -> Tensor:
+        with noisy_embeddings(model, NOISE):
+            return last_position_logits(engine, prompt, positions)
+
+    limit = explained_error(engine.hierarchy.target, error, own, with_noise)
+    return Forward(len(prompt), positions, error, limit)
 
 
 def greedy(

@@ -25,13 +25,7 @@ from triforce_tree.kv.recurrent_states import RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.loading.layer_slice import LayerSlice
-from triforce_tree.loading.rounding import (
-    MOST_ROUNDING,
-    NOISE,
-    noisy_embeddings,
-    relative_error,
-    rounding_limit,
-)
+from triforce_tree.loading.rounding import NOISE, explained_error, noisy_embeddings, relative_error
 from triforce_tree.models.attention import AttentionParams, scales_queries
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import shallow_copy
@@ -93,7 +87,6 @@ class _Guard:
         self.calls = {index: model.calls[index] for index in self.slice.layers if index in model.calls}
         self.report = GuardReport(self.slice.layers)
         self.random = torch.Generator().manual_seed(0)
-        self.limit = rounding_limit(model)
         self.scores: dict[int, float] = {}
 
     def run(self) -> GuardReport:
@@ -176,11 +169,10 @@ class _Guard:
             return
         error = relative_error(ours, expected)
         self.report.errors[what] = error
-        limit = self.limit
-        if limit < error < MOST_ROUNDING and self.model.dtype.itemsize == 2:
-            # Rounding of one layer's inputs may choose other experts, and change logits far more.
-            rounded = self._reference_logits(ids, chunks, prefix, gap, kv, noise=NOISE)
-            limit = max(limit, relative_error(rounded, expected))
+        limit = explained_error(
+            self.model, error, expected,
+            lambda: self._reference_logits(ids, chunks, prefix, gap, kv, noise=NOISE),
+        )  # fmt: skip
         if not error <= limit:
             cause = likely_cause(self.model.model, [call.module for call in self.calls.values()])
             layers = ", ".join(map(str, self.slice.layers))

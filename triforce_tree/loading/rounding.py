@@ -1,6 +1,6 @@
 """How much rounding may change the logits of a forward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,24 @@ def rounding_limit(model: HFModel) -> float:
     # Layers that quantise their inputs too round far more coarsely than their dtype says.
     plain = quantisation(model.model) is None
     return _ROUNDING.get(model.dtype, _ROUNDING_16) if plain else _ROUNDING_16
+
+
+def explained_error(
+    model: HFModel, error: float, reference: Tensor, with_noise: Callable[[], Tensor]
+) -> float:
+    """The relative error of logits that rounding explains in this model.
+
+    Args:
+        model: whose logits were compared.
+        error: their :func:`relative_error`; below :func:`rounding_limit` nothing else is computed.
+        reference: logits that ours were compared with, ``[T, V]``.
+        with_noise: computes them again inside :func:`noisy_embeddings`, with :data:`NOISE`.
+    """
+    limit = rounding_limit(model)
+    if limit < error < MOST_ROUNDING and model.dtype.itemsize == 2:
+        # Rounding of one layer's inputs may choose other experts, and change logits far more.
+        limit = max(limit, relative_error(with_noise(), reference))
+    return limit
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:
