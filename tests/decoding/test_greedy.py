@@ -79,15 +79,11 @@ def test_an_unrelated_draft(levels: int) -> None:
 @pytest.mark.parametrize("levels", [2, 3])
 @pytest.mark.parametrize("length", [1, 2, 4, 6, 20])
 def test_short_prompts(levels: int, length: int) -> None:
-    """Shorter than what a draft is fed again, or than the retrieval budget: exact, or refused clearly."""
+    """Shorter than what a draft is fed again, or than the retrieval budget."""
     target = model("llama-gqa")
     program = program_of(target, draft_of("llama-gqa"), levels)
-    refusal = ""
-    try:
-        new, _ = decoded(program, [prompt_of(length)], [40])
-    except ValueError as error:
-        refusal = str(error)
-    assert "prompt" in refusal or (not refusal and new == [reference(target, prompt_of(length), 40)]), refusal
+    new, _ = decoded(program, [prompt_of(length)], [40])
+    assert new == [reference(target, prompt_of(length), 40)]
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
