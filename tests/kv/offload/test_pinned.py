@@ -59,6 +59,35 @@ def test_a_control_groups_limit_comes_first(described) -> None:
     assert usable(100 * GIB) == (31 * GIB, "the control group's memory.max")
 
 
+@pytest.mark.parametrize(
+    ("line", "group", "limit", "usage"),
+    [
+        (
+            "0::/system.slice/job_7/step_0", "/sys/fs/cgroup/system.slice/job_7",
+            "memory.max", "memory.current",
+        ),
+        (
+            "4:cpu,memory:/slurm/job_7", "/sys/fs/cgroup/memory/slurm/job_7",
+            "memory.limit_in_bytes", "memory.usage_in_bytes",
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)  # fmt: skip
+def test_the_limit_of_a_group_within_a_group(
+    monkeypatch: pytest.MonkeyPatch, line: str, group: str, limit: str, usage: str
+) -> None:
+    files = {
+        "/proc/self/cgroup": ["2:pids:/elsewhere", line],
+        f"{group}/{limit}": [str(GIB)], f"{group}/{usage}": [str(GIB // 4)],
+    }  # fmt: skip
+    monkeypatch.setattr(pinned, "_lines", lambda path: files.get(path, []))
+    assert pinned.available() == (GIB - GIB // 4, f"the control group's {limit}")
+    assert pinned.total() == GIB
+    # A path that leads out of the group in which a container began.
+    files["/proc/self/cgroup"] = [line.replace(":/", ":/../")]
+    assert pinned.available()[1] == "the system's available memory"
+
+
 def test_the_users_limit_counts_where_so_much_is_available(described) -> None:
     described((64, 60))
     assert usable(50 * GIB) == (50 * GIB, "host_memory")

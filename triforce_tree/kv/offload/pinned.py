@@ -2,7 +2,7 @@
 
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,11 +25,15 @@ SPARE = _GIB
 # Plans leave these bytes or this share of the memory to the system, whichever is more, but at most half of
 # what is available, so that small machines work too.
 _LEFT_BYTES, _LEFT_SHARE = 4 * _GIB, 0.1
-# Memory controllers of control groups, version 2 and 1: folder, limit, usage, file pages among the usage.
+# Memory controllers of control groups, version 2 and 1: name in /proc/self/cgroup, folder of the root, limit,
+# usage, file pages among the usage.
 _CGROUPS = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
+    ("", "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    (
+        "memory", "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
+    ),
+)  # fmt: skip
 
 
 class HostMemoryError(OSError):
@@ -168,20 +172,32 @@ def available() -> tuple[int, str]:
 
 def total() -> int:
     """Bytes of memory of the machine, or of the control group of this process."""
-    limits = [_number(f"{folder}/{limit}") for folder, limit, _, _ in _CGROUPS]
+    limits = [_number(f"{folder}/{limit}") for folder, limit, _, _ in _cgroups()]
     return min([int(psutil.virtual_memory().total), *(size for size in limits if size is not None)])
 
 
 def _cgroup_available() -> list[tuple[int | None, str]]:
-    """Bytes left under the memory limits of control groups, version 2 and 1; file pages can be dropped."""
+    """Bytes left under the memory limits of control groups; file pages can be dropped."""
     left: list[tuple[int | None, str]] = []
-    for folder, limit, usage, inactive in _CGROUPS:
+    for folder, limit, usage, inactive in _cgroups():
         most, used = _number(f"{folder}/{limit}"), _number(f"{folder}/{usage}")
         if most is None or used is None:
             continue
         stat = dict(line.split() for line in _lines(f"{folder}/memory.stat"))
         left.append((most - used + int(stat.get(inactive, 0)), f"the control group's {limit}"))
     return left
+
+
+def _cgroups() -> Iterator[tuple[str, str, str, str]]:
+    """Folders and files of the control groups of this process, from the root on: each may have a limit."""
+    lines = [line.split(":", 2) for line in _lines("/proc/self/cgroup")]
+    own = {controller: path for _, names, path in lines for controller in names.split(",")}
+    for controller, root, limit, usage, inactive in _CGROUPS:
+        parts = own.get(controller, "/").split("/")
+        # In a container the path may be the host's, whose files are not here, or lead out of the root.
+        inside = [] if ".." in parts else [part for part in parts if part]
+        for depth in range(len(inside) + 1):
+            yield "/".join([root, *inside[:depth]]), limit, usage, inactive
 
 
 def _number(path: str) -> int | None:
