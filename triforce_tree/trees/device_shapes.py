@@ -133,7 +133,7 @@ def least_prompt(config: HierarchyConfig, levels: int, offloaded: bool) -> int:
     """Fewest tokens of a prompt for this number of levels."""
     if levels < 3 or not offloaded:
         return 1
-    # Retrieval slots are filled from KV slots that have left the recent window, in multiples of unit_rows.
+    # Retrieval slots are filled from KV slots that have left the recent window, in multiples of unit_slots.
     return config.retrieval.budget + unit_slots(config.retrieval.chunk) + 1
 
 

@@ -92,13 +92,22 @@ def test_a_table_of_an_earlier_release_is_replaced_silently(
     assert not caplog.messages
 
 
+def test_a_table_of_a_later_release_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(text := '{"version": 3, "entries": {"a": {}}}')
+    table = JsonTable(path, 2, 10, "")
+    table.put("b", {"x": 1})
+    assert path.read_text() == text
+    assert "is no table of version 2" in caplog.text
+
+
 @pytest.mark.parametrize(
     "content, needed",
     {
         "no JSON": ("{", "cannot be read"),
         "no UTF-8": (b"\xff\xfe\x00", "cannot be read"),
         "a list": ("[]", "is no table of version 5"),
-        "another version": ('{"version": 99, "entries": {}}', "is no table of version 5"),
+        "no version": ('{"version": "x", "entries": {}}', "is no table of version 5"),
         "deep": ("[" * 900 + "]" * 900, "cannot be read"),
     }.values(),
 )

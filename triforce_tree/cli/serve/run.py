@@ -48,8 +48,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             engine = options.engine_of(args)
         except BaseException as problem:
-            server.should_exit = True
+            # Known before the server ends, as the command then asks for it.
             loaded.set_exception(problem)
+            server.should_exit = True
             return
         loaded.set_result(engine)
         who = "" if key else f", to anyone; --api-key or {KEY} sets a key"

@@ -62,7 +62,7 @@ class JsonTable:
 
     def __init__(self, path: Path | None, version: int, most: int, consequence: str) -> None:
         self.path, self._version, self._most, self._consequence = path, version, most, consequence
-        self._warned = False
+        self._warned = self._newer = False
 
     @staticmethod
     def key(settings: Mapping[str, Any]) -> str:
@@ -81,6 +81,7 @@ class JsonTable:
             self._warn(f"cannot be read ({error})")
             return {}
         version = held.get("version") if isinstance(held, dict) else None
+        self._newer = isinstance(version, int) and version > self._version
         if isinstance(version, int) and version < self._version:
             return {}  # of an earlier release; the next entry replaces it
         if version != self._version:
@@ -90,11 +91,17 @@ class JsonTable:
         return entries if isinstance(entries, dict) else {}
 
     def put(self, key: str, entry: Mapping[str, Any]) -> None:
-        """Add an entry as the newest, or replace it; other processes' entries stay."""
+        """Add an entry as the newest, or replace it.
+
+        Other processes' entries stay, but for those that are written in the same moment; a file of a later
+        release stays as it is.
+        """
         path = self.path
         if path is None:
             return
         entries = self.entries()
+        if self._newer:
+            return
         entries.pop(key, None)
         entries[key] = dict(entry)
         kept = dict(list(entries.items())[-self._most :])

@@ -125,7 +125,7 @@ def _give_up(error: Exception) -> None:
     first = text.splitlines()[0] if text else ""
     _failures.append(f"{type(error).__name__}: {first[:200]}")
     warnings.warn(
-        f"flash-attn 4 cannot be used, so prefill goes on without it: {_failures[0]}",
+        f"flash-attn 4 cannot be used, so prefill goes on without it: {_failures[-1]}",
         RuntimeWarning,
         stacklevel=2,
     )
