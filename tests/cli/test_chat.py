@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import last_object, run
+from safetensors import SafetensorError
 from tiny_pair import TinyPair
 
 import triforce_tree
@@ -219,6 +220,20 @@ def test_without_a_terminal_a_wrong_line_loses_nothing(ask: Any, pair: TinyPair,
     assert "/x is no command" in err
     assert len(last_object(out)["turns"]) == 2
     assert (tmp_path / "s").is_dir()
+
+
+def test_a_full_disk_does_not_end_the_conversation(
+    ask: Any, pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr("triforce_tree.sessions.saved.save_file", full)
+    code, out, err = ask(pair.target, f"It binds\n/save {tmp_path}/s\nAnd\n")
+    assert code == 2
+    assert len(last_object(out)["turns"]) == 2
+    said = " ".join(err.split())
+    assert f"cannot write a session to '{tmp_path}/s' (No space left on device (os error 28)); free" in said
 
 
 BAD_CHATS: dict[str, tuple[list[str], str, str]] = {

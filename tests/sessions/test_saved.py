@@ -1,6 +1,5 @@
 """Saved sessions."""
 
-import errno
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 from session_cases import NINE, PROMPT, cold, engine, made
 
 import triforce_tree
-from triforce_tree.sessions import saved
 
 pytestmark = pytest.mark.usefixtures("small_rings")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,25 +70,6 @@ def test_a_conversation_is_saved(tmp_path: Path) -> None:
     loaded.generate("Why", **NINE)
     session.generate("Why", **NINE)
     assert loaded.tokens == session.tokens
-
-
-def test_an_interrupted_save_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = engine().session(PROMPT)
-    session.generate(**NINE)
-    with monkeypatch.context() as patched:
-        patched.setattr(saved, "save_file", _full_disk)
-        with pytest.raises(OSError, match="No space"):
-            session.save(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["layer-00000.safetensors"]
-    with pytest.raises(FileNotFoundError, match="holds no session"):
-        engine().load_session(tmp_path)
-    session.save(tmp_path)
-    assert engine().load_session(tmp_path).tokens == session.tokens
-
-
-def _full_disk(parts: dict[str, Any], path: Path) -> None:
-    Path(path).touch()
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ device may be loaded into host memory, and the other way round.
 """
 
 import json
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +27,13 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.files.json_files import read_json
 from triforce_tree.runtime.fingerprint import shape_of, tokenizer_digest, weights_digest
 from triforce_tree.runtime.token_ids import id_tensor
+from triforce_tree.sessions.folders import FILE, STATES, TOKENS, check_free, layer_file, replaced
 
 if TYPE_CHECKING:
     from triforce_tree.engine import Engine
     from triforce_tree.sessions.session import Session
 
 FORMAT = 1
-_FILE, _TOKENS, _STATES = "session.json", "tokens.safetensors", "states.safetensors"
-_LAYER = "layer-{}.safetensors"
 # KV slots of one copy from or to host memory, a multiple of any unit of an offloaded cache.
 _BLOCK_UNITS = 256
 _PARTS = ("k", "v", "k_scale", "v_scale")
@@ -46,35 +43,18 @@ def save(session: "Session", folder: Path) -> None:
     """See :meth:`Session.save`."""
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; save sessions of one process")
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{str(folder)!r} is a file, and a session is a folder; give another path")
-    if (
-        folder.exists()
-        and (there := [path.name for path in folder.iterdir()])
-        and not any(map(_is_ours, there))
-    ):
-        raise FileExistsError(f"{str(folder)!r} holds files of something else; give a new or an empty folder")
-    with session.program() as (program, _):
-        folder.mkdir(parents=True, exist_ok=True)
-        # Last written, first removed: a folder with it is complete.
-        (folder / _FILE).unlink(missing_ok=True)
+    check_free(folder)
+    with session.program() as (program, _), replaced(folder) as new:
         cache, count = program.cache, len(session.tokens) - 1
-        _write_layers(program, count, folder)
+        _write_layers(program, count, new)
         if cache.states is not None:
             states = {str(number): state[0].cpu() for number, state in enumerate(cache.states.buffers)}
-            save_file(states, folder / _STATES)
-        save_file({"tokens": id_tensor(session.tokens)}, folder / _TOKENS)
+            save_file(states, new / STATES)
+        save_file({"tokens": id_tensor(session.tokens)}, new / TOKENS)
         kept = {"chunk": cache.cached.chunk, "whole": cache.cached.whole[0], "messages": session.messages}
         told = {"begun": session.begun, "turns": session.turns}
         text = json.dumps({**_identity(session.engine), **kept, **told}, ensure_ascii=False)
-        partial = folder / f"{_FILE}.part"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, folder / _FILE)
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a session's folder has a file of this name; an interrupted save leaves layers alone."""
-    return name in (_FILE, f"{_FILE}.part", _TOKENS, _STATES) or fnmatch(name, _LAYER.format("*"))
+        (new / FILE).write_text(text, encoding="utf-8")
 
 
 def _write_layers(program: DecodingProgram, count: int, folder: Path) -> None:
@@ -87,7 +67,7 @@ def _write_layers(program: DecodingProgram, count: int, folder: Path) -> None:
             parts = _layer(program.cache, layer, count)
             if written is not None:
                 written.result()
-            written = writer.submit(save_file, parts, _layer_file(folder, layer))
+            written = writer.submit(save_file, parts, layer_file(folder, layer))
         if written is not None:
             written.result()
 
@@ -102,14 +82,14 @@ def read(engine: "Engine", folder: Path) -> tuple[list[int], dict[str, Any]]:
     """
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; load sessions in one process")
-    if not (folder / _FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds no session, as {_FILE} is missing; name a saved one")
+    if not (folder / FILE).is_file():
+        raise FileNotFoundError(f"{folder} holds no session, as {FILE} is missing; name a saved one")
     try:
-        found = read_json(folder / _FILE)
+        found = read_json(folder / FILE)
     except ValueError as error:
-        raise _damaged(folder / _FILE, error) from error
+        raise _damaged(folder / FILE, error) from error
     _check(found, _identity(engine), folder)
-    with _opened(folder / _TOKENS) as file:
+    with _opened(folder / TOKENS) as file:
         tokens: list[int] = file.get_tensor("tokens").tolist()
     return tokens, found
 
@@ -121,10 +101,10 @@ def fill(program: DecodingProgram, tokens: list[int], found: dict[str, Any], fol
     cache.forget()
     for layer, shape in enumerate(target.kv_layers):
         if shape is not None:
-            _fill(cache, layer, len(tokens) - 1, _layer_file(folder, layer))
+            _fill(cache, layer, len(tokens) - 1, layer_file(folder, layer))
     if cache.states is not None:
         count = len(cache.states.buffers)
-        with _opened(folder / _STATES) as file:
+        with _opened(folder / STATES) as file:
             cache.states.restore([file.get_tensor(str(number))[None] for number in range(count)])
     if target.length_rope is not None:
         target.length_rope.choose_for_texts([len(tokens)])
@@ -229,10 +209,6 @@ def _fill_offloaded(cache: OffloadedCache, index: int, count: int, parts: list[T
         cache.store_means(index, 0, start, rows)
     for slots, part in zip(cache.window.kv, parts, strict=True):
         slots[index, 0, :, : count - base] = part[:, base:].to(slots.device)
-
-
-def _layer_file(folder: Path, layer: int) -> Path:
-    return folder / _LAYER.format(f"{layer:05d}")
 
 
 def _opened(path: Path) -> Any:

@@ -163,7 +163,9 @@ class Session:
         """Write the session into a folder: tokens, messages, keys and values of each layer.
 
         Keys and values that are not in the buffers any more are computed first. They are copied layer by
-        layer, so that host memory holds two of them at a time.
+        layer, so that host memory holds two of them at a time. A session that the folder holds is replaced
+        when all files of the new one are written, so that the disk holds both for a while; where this fails,
+        the earlier one stays.
 
         Raises:
             ValueError: there are no tokens yet; several processes share the target.
