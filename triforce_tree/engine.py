@@ -279,7 +279,11 @@ class Engine:
         try:
             return continued(slice(0, count), how)
         except OneByOneError:
-            outputs = [continued(slice(n, n + 1), how.alone(n)) for n in range(count)]
+            outputs = []
+            for number in range(count):
+                outputs.append(continued(slice(number, number + 1), how.alone(number)))
+                if joining is not None:
+                    joining.ended(number, outputs[-1])
             return joined(outputs, ids, request.pad_token)
 
     def runner(self, how: RunOptions) -> Callable[..., GenerateOutput]:

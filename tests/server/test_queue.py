@@ -90,6 +90,28 @@ def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
     assert list(scheduler._queue) == [queued[0], *queued[4:]]
 
 
+def test_a_failure_is_not_that_of_texts_which_have_ended(engine: Engine) -> None:
+    """A penalty reads the text, so such sequences are decoded one by one."""
+    settings = {"max_new_tokens": 3, "do_sample": False, "repetition_penalty": 1.1}
+    ended: list[Sequence] = []
+
+    def told(piece: str | None) -> None:
+        pass
+
+    def fails(piece: str | None) -> None:
+        if piece is not None:
+            raise RuntimeError("the third fails")
+
+    sequences = [Sequence([1, 2, 3], settings, (), emit) for emit in (told, told, fails, told)]
+    scheduler = Scheduler(engine, Limits(batch=4), ended.append)
+    scheduler.submit(sequences)
+    until(lambda: len(ended) == 4)
+    scheduler.close()
+    assert [sequence.complete for sequence in sequences] == [True, True, False, False]
+    assert [str(sequence.error) for sequence in sequences] == ["None"] * 2 + ["the third fails"] * 2
+    assert [sequence.result("new_tokens") for sequence in sequences[:2]] == [3, 3]
+
+
 def test_a_queue_holds_those_who_wait_alone(engine: Engine) -> None:
     """Requests whose clients have gone take no room, and are told of their end; none comes after the end."""
     ended: list[Sequence] = []

@@ -102,13 +102,11 @@ class Metrics:
         self._new.inc(new)
         if new and output.decode_seconds is not None:
             self._token.observe(output.decode_seconds / new)
-        if sequence.row == 0:
-            # Statistics are of the whole batch.
-            if output.prefill_seconds is not None:
-                self._prefill.observe(output.prefill_seconds)
-            if output.levels:
-                self._proposed.inc(output.levels[-1].proposed)
-                self._accepted.inc(output.levels[-1].accepted)
+        if output.prefill_seconds is not None:
+            self._prefill.observe(output.prefill_seconds)
+        if output.levels:
+            self._proposed.inc(output.levels[-1].proposed)
+            self._accepted.inc(output.levels[-1].accepted)
 
     def exposed(self) -> bytes:
         """All figures in Prometheus' text format."""

@@ -59,7 +59,7 @@ class Sequence:
             or where it was cancelled before it began, in that of a later :meth:`Scheduler.submit`.
         cancelled: set by anyone, when nobody waits for it any more, or the server ends.
         stream: its text so far; set when decoding begins.
-        output, row: that it is in, once it has ended: its own, or of several that were decoded one by one.
+        output: its own, once it has ended.
         cut: whether it was cancelled before its end.
         error: why it could not be decoded.
     """
@@ -72,7 +72,6 @@ class Sequence:
     cancelled: bool = False
     stream: TextStream | None = None
     output: GenerateOutput | None = None
-    row: int = 0
     cut: bool = False
     error: Exception | None = None
     began: float = field(default_factory=time.monotonic)
@@ -92,9 +91,8 @@ class Sequence:
         self.waited = time.monotonic() - self.began
 
     def result(self, name: str) -> Any:
-        """``finish_reason``, ``new_tokens`` or another value that the output has for each sequence."""
-        value = getattr(self.output, name)
-        return value[self.row] if isinstance(value, list) else value
+        """``finish_reason``, ``new_tokens`` or another value of the output."""
+        return getattr(self.output, name)
 
 
 def _sampling(sequence: Sequence) -> dict[str, Any]:
@@ -305,7 +303,7 @@ class Scheduler:
 
         error: Exception | None = None
         try:
-            output = self.engine.generate(
+            self.engine.generate(
                 [sequence.prompt for sequence in given],
                 streamer=[sequence.stream for sequence in given if sequence.stream is not None],
                 progress=check,
@@ -314,11 +312,6 @@ class Scheduler:
                 joining=batch,
                 **given[0].settings,
             )
-            for row, sequence in enumerate(given):
-                if row in batch.running:
-                    # Decoded one by one.
-                    sequence.row = row
-                    batch.ended(row, output)
         except _NobodyWaitsError:
             pass
         except Exception as problem:  # whatever it is, the server goes on
