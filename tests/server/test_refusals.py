@@ -105,6 +105,19 @@ def test_more_tokens_than_the_context_holds(engine: Engine) -> None:
         assert str(most) in said.replace(",", "")
 
 
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_numbers_are_finite(url: str, name: str) -> None:
+    connection = HTTPConnection(urlparse(url).netloc, timeout=PATIENCE)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    # Python's JSON has Infinity.
+    body = json.dumps({"model": NAME, "prompt": PROMPT, name: float("inf")})
+    connection.request("POST", "/v1/completions", body, headers)
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert f"{name}=inf: Input should be a finite number" in json.loads(answer.read())["error"]["message"]
+    connection.close()
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bodies_are_bounded(url: str, chunked: bool) -> None:
     body = json.dumps({"model": NAME, "prompt": "a" * 2**20}).encode()

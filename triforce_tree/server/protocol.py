@@ -29,7 +29,7 @@ class Sampled(BaseModel):
     ``top_k`` (0: all) and ``repetition_penalty`` are not of OpenAI's API, but of other servers' with it.
     """
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     model: str
     temperature: Annotated[float, Field(ge=0)] | None = 1.0
