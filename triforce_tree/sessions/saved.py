@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.files.json_files import read_json
 from triforce_tree.runtime.fingerprint import shape_of, tokenizer_digest, weights_digest
 from triforce_tree.runtime.token_ids import id_tensor
+from triforce_tree.sessions.checks import check_fields, check_tensors, check_tokens, damaged, kinds_of, opened
 from triforce_tree.sessions.folders import FILE, STATES, TOKENS, check_free, layer_file, replaced
 
 if TYPE_CHECKING:
@@ -87,24 +87,34 @@ def read(engine: "Engine", folder: Path) -> tuple[list[int], dict[str, Any]]:
     try:
         found = read_json(folder / FILE)
     except ValueError as error:
-        raise _damaged(folder / FILE, error) from error
+        raise damaged(folder / FILE, error) from error
     _check(found, _identity(engine), folder)
-    with _opened(folder / TOKENS) as file:
-        tokens: list[int] = file.get_tensor("tokens").tolist()
+    tokens = check_tokens(folder / TOKENS, engine.hierarchy.target.vocab_size)
+    check_fields(folder / FILE, found, len(tokens))
     return tokens, found
 
 
 @torch.no_grad()
 def fill(program: DecodingProgram, tokens: list[int], found: dict[str, Any], folder: Path) -> None:
-    """Write the keys, values and states of a session into a cache made for it."""
+    """Write the keys, values and states of a session into a cache made for it.
+
+    Raises:
+        ValueError: a file is damaged; the cache is then as before.
+        OSError: a file is missing, also then.
+    """
     cache, target = program.cache, program.target
+    layers = [layer for layer, shape in enumerate(target.kv_layers) if shape is not None]
+    for layer in layers:
+        _check_layer(cache, layer, len(tokens) - 1, layer_file(folder, layer))
+    if cache.states is not None:
+        states = {str(n): (state.shape[1:], state.dtype) for n, state in enumerate(cache.states.buffers)}
+        check_tensors(folder / STATES, states)
     cache.forget()
-    for layer, shape in enumerate(target.kv_layers):
-        if shape is not None:
-            _fill(cache, layer, len(tokens) - 1, layer_file(folder, layer))
+    for layer in layers:
+        _fill(cache, layer, len(tokens) - 1, layer_file(folder, layer))
     if cache.states is not None:
         count = len(cache.states.buffers)
-        with _opened(folder / STATES) as file:
+        with opened(folder / STATES) as file:
             cache.states.restore([file.get_tensor(str(number))[None] for number in range(count)])
     if target.length_rope is not None:
         target.length_rope.choose_for_texts([len(tokens)])
@@ -178,9 +188,26 @@ def _offloaded_layer(cache: OffloadedCache, index: int, count: int) -> dict[str,
     return dict(zip(_PARTS, parts, strict=False))
 
 
+def _check_layer(cache: FullCache, layer: int, count: int, path: Path) -> None:
+    """Raise ValueError where a file does not hold a layer of ``count`` tokens as the cache keeps it."""
+    offloaded = cache.offloaded
+    slots: tuple[Tensor, ...]
+    if offloaded is not None and offloaded.host_layers[layer] is not None:
+        slots, least = offloaded.window.kv, count
+    else:
+        store = _store(cache)
+        group = store.groups[store.place(layer)[0]]
+        slots, least = group.parts, min(count, group.shape.window or count)
+    shape, _ = kinds_of(path).get("k", ([], None))
+    # A layer with a window may have been saved from a cache that keeps all of its positions.
+    kept = shape[1] if len(shape) == 3 and least <= shape[1] <= count else count
+    wanted = {name: ((p.shape[2], kept, p.shape[4]), p.dtype) for name, p in zip(_PARTS, slots, strict=False)}
+    check_tensors(path, wanted)
+
+
 def _fill(cache: FullCache, layer: int, count: int, path: Path) -> None:
     """Write one layer of a file into the cache."""
-    with _opened(path) as file:
+    with opened(path) as file:
         parts = [file.get_tensor(name) for name in _PARTS if name in file.keys()]  # noqa: SIM118
     offloaded = cache.offloaded
     if offloaded is not None and (index := offloaded.host_layers[layer]) is not None:
@@ -209,21 +236,3 @@ def _fill_offloaded(cache: OffloadedCache, index: int, count: int, parts: list[T
         cache.store_means(index, 0, start, rows)
     for slots, part in zip(cache.window.kv, parts, strict=True):
         slots[index, 0, :, : count - base] = part[:, base:].to(slots.device)
-
-
-def _opened(path: Path) -> Any:
-    """An open safetensors file.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; save the session again")
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is damaged ({error}); save the session again")

@@ -1,0 +1,157 @@
+"""Saved sessions whose files were changed: each is refused by a ValueError, and nothing is used of them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import prompt_of
+from safetensors.torch import load_file, save_file
+from session_cases import NINE, PROMPT, cold, engine, made
+
+from triforce_tree.sessions import folders
+
+pytestmark = pytest.mark.usefixtures("small_rings")
+REMOVED = object()
+MESSAGES = [{"role": "user", "content": "Who"}]
+# Of a text of 159 tokens.
+FIELDS: list[tuple[str, Any]] = [
+    *((name, REMOVED) for name in ("whole", "chunk", "messages", "begun", "turns")),
+    *(("whole", wrong) for wrong in ("a", -3, 10**9, 1.0, None, True, 1, 159)),
+    *(("chunk", wrong) for wrong in (0, -8, "a", None)),
+    *(("messages", wrong) for wrong in ([1], "a", {}, [{"content": "a"}], [MESSAGES], [*MESSAGES, 1])),
+    *(("begun", wrong) for wrong in ([1], -1, 1, "a")),
+    *(("turns", wrong) for wrong in ([1], [[1]], [[1, 2, 3]], [[1, "a"]], [[1, 1]], [[-1, 0]], "ab", {})),
+]
+Parts = dict[str, torch.Tensor]
+TENSORS: dict[str, Callable[[Parts], Parts]] = {
+    "renamed": lambda parts: {f"{name}s": part for name, part in parts.items()},
+    "one is missing": lambda parts: dict(list(parts.items())[1:]),
+    "one more": lambda parts: {**parts, "more": torch.zeros(1)},
+    "of fewer positions": lambda parts: {name: part[:, :-1].contiguous() for name, part in parts.items()},
+    "of other heads": lambda parts: {name: part[1:].contiguous() for name, part in parts.items()},
+    "of another head": lambda parts: {name: part[..., 1:].contiguous() for name, part in parts.items()},
+    "of other dimensions": lambda parts: {name: part[0] for name, part in parts.items()},
+    "scalars": lambda parts: {name: torch.tensor(0.0) for name in parts},
+    "of another dtype": lambda parts: {name: part.half() for name, part in parts.items()},
+    "of an unknown dtype": lambda parts: {name: part.bool() for name, part in parts.items()},
+}
+TOKENS: dict[str, Callable[[], Parts]] = {
+    "renamed": lambda: {"token": torch.arange(3)},
+    "none": lambda: {"tokens": torch.empty(0, dtype=torch.int64)},
+    "rows": lambda: {"tokens": torch.zeros(2, 3, dtype=torch.int64)},
+    "a scalar": lambda: {"tokens": torch.tensor(3)},
+    "floats": lambda: {"tokens": torch.zeros(159)},
+    "outside the vocabulary": lambda: {"tokens": torch.full((159,), 10**6)},
+    "negative": lambda: {"tokens": torch.full((159,), -1)},
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "8 bits": ("llama-gqa", {"kv_bits": 8}),
+    "windows": ("gemma3", {}),
+    "offloaded": ("llama-gqa", {"offload": True}),
+    "offloaded windows": ("gemma3", {"offload": True}),
+}
+
+
+def saved(tmp_path: Path, family: str = "llama-gqa", **options: Any) -> Path:
+    session = made(family).with_options(**options).session(PROMPT)
+    session.generate(**NINE)
+    session.save(tmp_path / "s")
+    return tmp_path / "s"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("kept"))
+
+
+@pytest.fixture
+def folder(kept: Path, tmp_path: Path) -> Path:
+    """A copy of a good session."""
+    return Path(shutil.copytree(kept, tmp_path / "s"))
+
+
+def change(folder: Path, **fields: Any) -> None:
+    file = folder / folders.FILE
+    found = {**json.loads(file.read_text()), **fields}
+    file.write_text(json.dumps({name: value for name, value in found.items() if value is not REMOVED}))
+
+
+@pytest.mark.parametrize(
+    "name, value", FIELDS, ids=lambda value: "removed" if value is REMOVED else str(value)
+)
+def test_fields(name: str, value: object, folder: Path) -> None:
+    change(folder, **{name: value})
+    with pytest.raises(
+        ValueError, match=rf"session\.json is damaged \(.*{name.rstrip('s')}.*\); save the session again"
+    ):
+        engine().load_session(folder)
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_of_a_layer(case: str, folder: Path) -> None:
+    file = folders.layer_file(folder, 1)
+    save_file(TENSORS[case](load_file(file)), file)
+    with pytest.raises(ValueError, match=r"layer-00001\.safetensors is damaged \(.*; save the session again"):
+        engine().load_session(folder)
+
+
+@pytest.mark.parametrize("case", TOKENS)
+def test_tokens(case: str, folder: Path) -> None:
+    save_file(TOKENS[case](), folder / folders.TOKENS)
+    with pytest.raises(ValueError, match=r"tokens\.safetensors is damaged \(.*; save the session again"):
+        engine().load_session(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["one is missing", "of fewer positions", "of another dtype"])
+def test_tensors_of_other_caches(kind: str, case: str, tmp_path: Path) -> None:
+    family, options = KINDS[kind]
+    own = made(family).with_options(**options)
+    folder = saved(tmp_path, family, **options)
+    for file in folder.glob("layer-*"):
+        parts = load_file(file)
+        save_file(TENSORS[case](parts), file)
+        with pytest.raises(ValueError, match=f"{file.name} is damaged"):
+            own.load_session(folder)
+        save_file(parts, file)
+    assert own.load_session(folder).generate([8], **NINE).reused_tokens == 158
+
+
+@pytest.mark.parametrize("case", ["renamed", "one is missing", "of another head", "of another dtype"])
+def test_states(case: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, "lfm2")
+    file = folder / folders.STATES
+    save_file(TENSORS[case](load_file(file)), file)
+    with pytest.raises(ValueError, match=r"states\.safetensors is damaged"):
+        made("lfm2").with_options().load_session(folder)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"states\.safetensors is missing"):
+        made("lfm2").with_options().load_session(folder)
+
+
+def test_after_a_refused_load_all_goes_on(folder: Path, tmp_path: Path) -> None:
+    """Also in an engine whose buffers held another session: it is not read again."""
+    own = engine()
+    other = own.session(prompt_of(90))
+    other.generate(**NINE)
+    for name, value in (("whole", "a"), ("whole", 10**9), ("turns", [1])):
+        wrong = Path(shutil.copytree(folder, tmp_path / f"{name}{value}"))
+        change(wrong, **{name: value})
+        with pytest.raises(ValueError, match="is damaged"):
+            own.load_session(wrong)
+    file = folders.layer_file(wrong, 1)
+    change(wrong, turns=[])
+    save_file(TENSORS["of fewer positions"](load_file(file)), file)
+    with pytest.raises(ValueError, match="is damaged"):
+        own.load_session(wrong)
+    length = len(other.tokens)
+    assert other.generate([1], **NINE).reused_tokens >= length - 1
+    loaded = own.load_session(folder)
+    tokens = list(loaded.tokens)
+    assert loaded.generate([1, 2], **NINE).reused_tokens == len(tokens) - 1
+    assert loaded.tokens == cold([*tokens, 1, 2])
+    assert own.generate(PROMPT, **NINE).sequences[0].tolist() == cold(PROMPT)
