@@ -72,6 +72,24 @@ def test_a_conversation_is_saved(tmp_path: Path) -> None:
     assert loaded.tokens == session.tokens
 
 
+@pytest.mark.parametrize("family", ["gemma3", "lfm2"])
+def test_nothing_is_continued_from_the_text_before(family: str, tmp_path: Path) -> None:
+    """Rings and states that were copied at the end of its prompt say nothing of the loaded session."""
+    session = made(family).with_options().session(PROMPT)
+    session.generate(**NINE)
+    session.save(tmp_path)
+    own = made(family).with_options()
+    own.session([*reversed(PROMPT[:120])]).generate(**NINE)
+    loaded = own.load_session(tmp_path)
+    loaded.trim(130)
+    out = loaded.generate([3, 4], output_logits=True, **NINE)
+    assert out.reused_tokens == 0
+    asked = [*PROMPT[:130], 3, 4]
+    expected = made(family).with_options(prefix_cache=False).generate(asked, output_logits=True, **NINE)
+    for ours, theirs in zip(out.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
     session = engine().session(PROMPT)
     session.generate(**NINE)

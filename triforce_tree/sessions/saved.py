@@ -110,6 +110,8 @@ def fill(program: DecodingProgram, tokens: list[int], found: dict[str, Any], fol
         states = {str(n): (state.shape[1:], state.dtype) for n, state in enumerate(cache.states.buffers)}
         check_tensors(folder / STATES, states)
     cache.forget()
+    # Copies of rings and states are of the sequence that the cache held.
+    cache.marks.prune(0, 0)
     for layer in layers:
         _fill(cache, layer, len(tokens) - 1, layer_file(folder, layer))
     if cache.states is not None:
