@@ -135,7 +135,8 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
         ),
         "runner_ups": (
             None,
-            "let the target also verify a runner-up to each proposed token; by default on a GPU",
+            "let the target also verify a runner-up to each proposed token; by default on a GPU, with fewer "
+            "than 4 query heads for each KV head",
         ),
         "tail_tree": (
             None,

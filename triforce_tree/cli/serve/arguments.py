@@ -20,11 +20,12 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--api-key", help="that clients have to send; by default $TRIFORCE_TREE_API_KEY, else anyone may ask"
     )
-    parser.add_argument("--max-waiting", type=positive, default=64, help="requests in the queue before 429")
+    parser.add_argument("--max-waiting", type=positive, default=64, help="texts in the queue before 429")
     parser.add_argument("--max-batch", type=positive, default=4, help="sequences decoded together")
     parser.add_argument(
         "--max-batch-tokens", type=positive, default=65_536, metavar="N",
-        help="tokens of all prompts that are decoded together; a longer prompt is decoded alone",
+        help="tokens of all prompts that are decoded together; with a longer one only prompts that share its "
+        "beginning",
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=4096, help="most of one request")
     parser.add_argument("--max-body", default="16MiB", metavar="SIZE", help="most bytes of a request")
