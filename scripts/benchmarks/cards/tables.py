@@ -21,6 +21,7 @@ COLUMNS: Columns = {
 _NOTE = (
     "{hardware} with NVLink, bf16, torch {versions[torch]}, CUDA graphs with the collectives in them. KV "
     "slots hold random numbers; a pass of level 2 has a chain of {options[gamma]} tokens and a tree. "
+    "Collectives of the layers; the logits' all-gather comes on top. "
 )
 # Bytes a second between cards of one machine and of two (NVLink 4, InfiniBand NDR); cards of a machine.
 _LINKS, _MACHINE = (450e9, 50e9), 8

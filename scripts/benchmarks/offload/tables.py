@@ -1,5 +1,6 @@
 """Tables of docs/offloading.md and docs/measurements.md from the results of the offloaded cache."""
 
+import re
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -120,7 +121,17 @@ def _links(part: Record) -> str:
     return f"links alone, all at once: {_rates(part['bus_gbps_by_rank'])} GB/s"
 
 
-_origin = partial(origin, file=FILE, measured=_bus)
+# What a run notes of a limit under which nothing fits; docs/offloading.md says what is needed.
+_REFUSED = re.compile(r"\{'cap_gib': ([\d.]+)\}: a prompt of .* needs at least .*", re.DOTALL)
+
+
+def _origin(content: Record, rows: Sequence[Record]) -> str:
+    def said(note: str) -> str:
+        found = _REFUSED.fullmatch(note)
+        return f"{float(found[1]):g} GiB are not enough (below)" if found else note
+
+    parts = {name: part | {"notes": [*map(said, part["notes"])]} for name, part in content["parts"].items()}
+    return origin(content | {"parts": parts}, rows, FILE, _bus)
 
 
 def _headline(content: Record) -> Columns:

@@ -29,13 +29,14 @@ SHARED_PREFIX: Columns = {
     "**of them**": "**{slots_of_copies:pct}**",
     "tokens prefilled": "{computed:,}", "with copies": "{copied[computed]:,}",
     "prefill, time of copies": "{of_copies[prefill_seconds]:.2f}",
-    "**pass, time of copies**": "**{of_copies[ms_per_step]:.2f}**",
+    # Passes may be of different kinds in the two, so that tokens are compared.
+    "**token, time of copies**": lambda row: f"**{1 / row['of_copies']['tokens_per_second']:.2f}**",
     "same tokens": "{same_tokens:,} of {all_tokens:,}",
 }  # fmt: skip
 _SHARED_NOTE = (
     "{shape}, {hardware}, {threads} threads, torch {versions[torch]}; {questions} questions at a time, "
     "greedy, {new_tokens} new tokens each, text {text}; medians of {runs} ratios to a run with copies, "
-    "by seconds of {seconds_of}. "
+    "prefill by seconds of {seconds_of}, a token by elapsed time. "
 )
 JOINING: Columns = {
     "document, tokens": "{context:,}", "levels": "{levels}", "together": "{together}",
@@ -44,7 +45,9 @@ JOINING: Columns = {
     "**all answers, time of copies**": "**{of_copies[seconds]:.2f}**",
     "same tokens": "{same_tokens:,} of {all_tokens:,}",
 }  # fmt: skip
-_CLIENTS_NOTE = _SHARED_NOTE.replace("{questions} questions at a time", "{clients} clients")
+_CLIENTS_NOTE = _SHARED_NOTE.replace("{questions} questions at a time", "{clients} clients").replace(
+    "prefill by seconds of {seconds_of}, a token by elapsed time", "by seconds of {seconds_of}"
+)
 
 
 def _beside_copies(content: Record, counts: Iterable[str]) -> list[Record]:

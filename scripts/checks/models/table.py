@@ -77,7 +77,8 @@ def summary(content: Record, paths: list[str]) -> str:
     outcomes = sorted({outcome for _, outcome in counts})
     lines = [[path, *(str(counts[path, outcome]) for outcome in outcomes)] for path in paths]
     classes = len({row["class"] for row in content["rows"]})
-    return f"{classes} classes.\n\n" + grid(["path", *outcomes], lines)
+    sets = len({(row["class"], row["feature_set"]) for row in content["rows"]})
+    return f"{classes} classes in {sets} configurations.\n\n" + grid(["path", *outcomes], lines)
 
 
 def short(row: Record) -> str:
