@@ -1,6 +1,7 @@
 """Sessions: fork, trim, what may be asked, messages, memory in reserve."""
 
 import argparse
+import copy
 import inspect
 from typing import Any
 
@@ -145,6 +146,14 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "messages after text": ([1, 2], [{"role": "user", "content": "a"}], "this session continues a text"),
     "ids after messages": ([{"role": "user", "content": "a"}], [1, 2], "this session is a conversation"),
     "nothing": (None, None, "there is nothing to continue"),
+    **{
+        f"an assistant's message with {content!r}": (
+            None,
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}],
+            "the last message is the assistant's, and has no text",
+        )
+        for content in (None, [], [{"type": "text"}])
+    },
     "no UTF-8": ("a", "b\udcff", r"the text holds '\\udcff' at character 1, .* no UTF-8"),
     "no UTF-8 in messages": (None, [{"role": "user", "content": "\udcff"}], "at character 0, .* no UTF-8"),
 }
@@ -166,6 +175,41 @@ def test_a_refused_call_leaves_the_session_as_it_was() -> None:
     assert session.tokens == before
     session.generate([2], **NINE)
     assert session.tokens == cold([*before, 2])
+
+
+def test_a_question_that_was_changed_is_read_again() -> None:
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "Who is it"}]
+    session, other = engine().session(), engine().session()
+    session.prompt(asked)
+    asked[0]["content"] = "Why not"
+    asked.append({"role": "user", "content": "And when"})
+    session.generate(asked, **NINE)
+    other.generate(asked, **NINE)
+    assert (session.messages, session.tokens) == (other.messages, other.tokens)
+    text, ids = engine().session(PROMPT), [1, 2]
+    text.prompt(ids)
+    ids.append(3)
+    text.generate(ids, **NINE)
+    assert text.tokens == cold([*PROMPT, 1, 2, 3])
+
+
+def test_a_question_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where :meth:`Session.prompt` has read an equal one."""
+    for question in ("Who is it", [{"role": "user", "content": "Who is it"}]):
+        session = engine().session([{"role": "system", "content": "Be brief"}])
+        session.prompt(question)
+        with monkeypatch.context() as patched:
+            patched.setattr(session, "_asked", None)
+            session.generate(copy.deepcopy(question), **NINE)
+
+
+def test_a_conversation_without_messages_has_nothing_to_continue() -> None:
+    session = engine().session()
+    session.generate([{"role": "user", "content": "a"}], **NINE)
+    session.trim(2)
+    assert session.messages == []
+    with pytest.raises(ValueError, match="there is nothing to continue"):
+        session.generate(**NINE)
 
 
 def test_refused_messages_do_not_begin_a_conversation() -> None:

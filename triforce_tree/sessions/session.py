@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 RESERVE = 4096
 """Tokens after the first prompt that a session takes memory for at once."""
 
+_NOTHING = "there is nothing to continue; give the session a document or a question"
+
 
 class Session:
     """One sequence that is continued again and again.
@@ -61,7 +63,8 @@ class Session:
             raise ValueError(f"reserve={reserve} must be at least 0")
         self._engine, self._reserve, self._capacity = engine, reserve, 0
         self.turns: list[tuple[int, int]] = []
-        self._coming: tuple[Inputs | None, list[Message] | None, list[int]] | None = None
+        # A copy of the last prompt's question, and what it was read as.
+        self._coming: tuple[Any, list[Message] | None, list[int]] | None = None
         self._texts = TokenizedTexts(engine.tokenizer) if engine.tokenizer is not None else None
         self.tokens: list[int] = []
         self.messages: list[Message] | None = None
@@ -93,7 +96,7 @@ class Session:
                 f"num_return_sequences={count}, but a session goes on with one text; leave it out, or use "
                 "engine.tree"
             )
-        if self._coming is None or self._coming[0] is not question:
+        if self._coming is None or not _equal(self._coming[0], question):
             self.prompt(question)
         assert self._coming is not None
         _, messages, prompt = self._coming
@@ -102,8 +105,6 @@ class Session:
         out = self._continuing(len(prompt)).generate(np.array(prompt, dtype=np.int64), **kwargs)
         self.tokens = out.sequences[0].tolist()
         if messages is not None:
-            if out.text is None:
-                raise ValueError("a conversation needs a tokenizer: load(..., tokenizer=...)")
             answer: Any = str(out.text)
             if messages[-1]["role"] == "assistant":
                 answer = _continued(messages.pop()["content"], answer)
@@ -118,7 +119,7 @@ class Session:
             ValueError: as :meth:`generate`.
         """
         messages, ids = self._asked(question)
-        self._coming = (question, messages, ids)
+        self._coming = (_comparable(question), messages, ids)
         return ids
 
     def prefill(self, progress: Progress | None = None) -> int:
@@ -235,7 +236,7 @@ class Session:
                 )
             prompt = [*self.tokens, *(self._ids(question) if question is not None else [])]
             if not prompt:
-                raise ValueError("there is nothing to continue; give the session a document or a question")
+                raise ValueError(_NOTHING)
             return None, prompt
         new: list[Message] = []
         if chats is not None:
@@ -245,8 +246,11 @@ class Session:
         elif question is not None:
             raise ValueError("this session is a conversation; give text, or messages")
         messages = [*before, *new]
+        if not messages:
+            raise ValueError(_NOTHING)
         if self._texts is None:
             raise ValueError("messages need a tokenizer: load(..., tokenizer=...)")
+        _check_continued(messages[-1])
         return messages, chat_ids(self._texts, messages)
 
     def _ids(self, given: Inputs) -> list[int]:
@@ -268,6 +272,30 @@ class Session:
         if len(chats) > 1:
             raise ValueError(f"a session is one conversation, not {len(chats)}; open one for each")
         return list(chats[0])
+
+
+def _comparable(question: Inputs | None) -> Any:
+    """What a later question is compared with; for token ids, which are read again, something unlike any."""
+    if question is None or isinstance(question, str):
+        return question
+    return object() if chats_of(question) is None else copy.deepcopy(question)
+
+
+def _equal(earlier: Any, question: Inputs | None) -> bool:
+    """Whether a question is the one that ``earlier`` is a copy of."""
+    return type(earlier) is type(question) and bool(earlier == question)
+
+
+def _check_continued(message: Message) -> None:
+    """Raise ValueError where the last message is the assistant's and has no text to go on with."""
+    content = message.get("content")
+    # The model goes on with the last part of several.
+    text = content[-1].get("text") if content and not isinstance(content, str) else content
+    if message["role"] == "assistant" and not isinstance(text, str):
+        raise ValueError(
+            "the last message is the assistant's, and has no text that the model could continue; give it "
+            "content, or leave it out"
+        )
 
 
 def _continued(content: Any, text: str) -> Any:
