@@ -3,15 +3,19 @@
 import io
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import last_object, run
 from safetensors import SafetensorError
 from tiny_pair import TinyPair
 
 import triforce_tree
+from triforce_tree.cli import chat
+from triforce_tree.sessions.session import Session
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
@@ -234,6 +238,80 @@ def test_a_full_disk_does_not_end_the_conversation(
     assert len(last_object(out)["turns"]) == 2
     said = " ".join(err.split())
     assert f"cannot write a session to '{tmp_path}/s' (No space left on device (os error 28)); free" in said
+
+
+def _out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+
+def _no_host_memory() -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+
+@pytest.mark.parametrize(
+    "fail, expected, said",
+    [
+        (lambda: signal.raise_signal(signal.SIGINT), 130, "interrupted; the conversation goes on"),
+        (_out_of_memory, 1, "out of memory (CUDA out of memory. Tried to allocate 2 GiB); the conversation"),
+        (_no_host_memory, 1, "out of memory (DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=["Ctrl-C", "device memory", "host memory"],
+)
+def test_a_question_that_ends_while_it_is_read(
+    ask: Any, pair: TinyPair, monkeypatch: pytest.MonkeyPatch, fail: Any, expected: int, said: str
+) -> None:
+    """It is as if it had not been asked."""
+    bars: list[chat.PrefillBar] = []
+
+    class Failing(chat.PrefillBar):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            bars.append(self)
+
+        def __call__(self, tokens: int) -> None:
+            if len(bars) == 2:
+                fail()
+            super().__call__(tokens)
+
+    whole = last_object(ask(pair.target, "It binds\nAnd then\n")[1])
+    monkeypatch.setattr(chat, "PrefillBar", Failing)
+    code, out, err = ask(pair.target, "It binds\nWhy\nAnd then\n")
+    assert code == expected
+    assert " ".join(err.split()).count(said) == 1
+    made = last_object(out)
+    assert [turn["question"] for turn in made["turns"]] == ["It binds", "And then"]
+    assert [turn["text"] for turn in made["turns"]] == [turn["text"] for turn in whole["turns"]]
+    assert made["tokens"] == whole["tokens"]
+
+
+def test_other_errors_end_the_chat(ask: Any, pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Session, "generate", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        ask(pair.target, "It binds\n")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_at_the_prompt_ends_the_chat_with_its_turns(ask: Any, pair: TinyPair, terminal: bool) -> None:
+    class Interrupted(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+        def readline(self, size: int | None = -1, /) -> str:
+            return super().readline(-1) or self._press()
+
+        def __next__(self) -> str:
+            return self.readline()
+
+        def _press(self) -> str:
+            raise KeyboardInterrupt
+
+    code, out, err = ask(pair.target, "It binds\n", stdin=Interrupted)
+    assert code == 130
+    assert [turn["question"] for turn in last_object(out)["turns"]] == ["It binds"]
+    assert err.splitlines()[-1].endswith("interrupted")
 
 
 BAD_CHATS: dict[str, tuple[list[str], str, str]] = {

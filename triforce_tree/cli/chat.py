@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import StoppingCriteriaList
 
 from triforce_tree.cli import options
@@ -33,35 +34,21 @@ def run(args: argparse.Namespace) -> int:
     if args.load is not None:
         chat.session = engine.load_session(args.load)
         screen().print(f"{len(chat.session.tokens):,} tokens read from {args.load}")
-    turns: list[dict[str, Any]] = []
-    failed = False
-    for line in _lines():
-        name, _, rest = line.partition(" ")
-        if name == "/quit":
-            break
-        try:
-            if name == "/reset":
-                chat.reset()
-            elif name == "/help":
-                screen().print(f"a line is a question; commands: {COMMANDS}")
-            elif name == "/save" and rest.strip():
-                _save(chat.session, rest.strip())
-            elif name.startswith("/"):
-                raise ValueError(f"{name} is no command; there are {COMMANDS}")
-            else:
-                # A seed of its own for each answer, the same in every run.
-                out, interrupted = chat.ask(line, seed=seed + len(turns), **more)
-                turns.append(_turn(line, out, interrupted))
-                screen().print(_summary(out))
-        except BrokenPipeError:
-            raise
-        except (ValueError, OSError) as error:
-            # The conversation goes on; without a terminal the exit code tells.
-            failed |= not sys.stdin.isatty()
-            screen().print(str(error))
+    talk = _Talk(chat, seed, more)
+    code = 0
+    try:
+        for line in _lines():
+            if line.partition(" ")[0] == "/quit":
+                break
+            # The conversation goes on; without a terminal the exit code tells of the first failure.
+            failure = talk.answer(line)
+            code = code or (0 if sys.stdin.isatty() else failure)
+    except KeyboardInterrupt:
+        screen().print("interrupted")
+        code = 130
     if args.json:
-        json_line({"seed": seed, "turns": turns, "tokens": len(chat.session.tokens)})
-    return 2 if failed else 0
+        json_line({"seed": seed, "turns": talk.turns, "tokens": len(chat.session.tokens)})
+    return code
 
 
 class Chat:
@@ -106,6 +93,61 @@ class Chat:
                 **more,
             )
             return out, interrupt.requested
+
+
+class _Talk:
+    """What the lines of a chat say, one after the other.
+
+    Args:
+        chat: whose questions these are.
+        seed: of the first answer.
+        more: of :meth:`Chat.ask`.
+
+    Attributes:
+        turns: the answers so far.
+    """
+
+    def __init__(self, chat: Chat, seed: int, more: dict[str, Any]) -> None:
+        self._chat, self._seed, self._more = chat, seed, more
+        self.turns: list[dict[str, Any]] = []
+
+    def answer(self, line: str) -> int:
+        """Do what a line says, or say in one sentence why not; returns 0, or the exit code of the failure."""
+        try:
+            self._do(line)
+            return 0
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError) as error:
+            screen().print(str(error))
+            return 2
+        except KeyboardInterrupt:
+            screen().print("interrupted; the conversation goes on")
+            return 130
+        except (RuntimeError, MemoryError) as error:
+            # The CPU's allocator has no error of its own.
+            short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+            if not short:
+                raise
+            why = " ".join(str(error).split()) or type(error).__name__
+            screen().print(f"out of memory ({why}); the conversation is as it was before this line")
+            return 1
+
+    def _do(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name == "/reset":
+            self._chat.reset()
+        elif name == "/help":
+            screen().print(f"a line is a question; commands: {COMMANDS}")
+        elif name == "/save" and rest.strip():
+            _save(self._chat.session, rest.strip())
+        elif name.startswith("/"):
+            raise ValueError(f"{name} is no command; there are {COMMANDS}")
+        else:
+            # A seed of its own for each answer, the same in every run.
+            out, interrupted = self._chat.ask(line, seed=self._seed + len(self.turns), **self._more)
+            self.turns.append(_turn(line, out, interrupted))
+            screen().print(_summary(out))
 
 
 def _save(session: Session, folder: str) -> None:
