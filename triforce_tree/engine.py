@@ -279,11 +279,7 @@ class Engine:
         try:
             return continued(slice(0, count), how)
         except OneByOneError:
-            outputs = []
-            for number in range(count):
-                outputs.append(continued(slice(number, number + 1), how.alone(number)))
-                if joining is not None:
-                    joining.ended(number, outputs[-1])
+            outputs = [how.ended(n, continued(slice(n, n + 1), how.alone(n))) for n in range(count)]
             return joined(outputs, ids, request.pad_token)
 
     def runner(self, how: RunOptions) -> Callable[..., GenerateOutput]:

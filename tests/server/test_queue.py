@@ -112,6 +112,21 @@ def test_a_failure_is_not_that_of_texts_which_have_ended(engine: Engine) -> None
     assert [sequence.result("new_tokens") for sequence in sequences[:2]] == [3, 3]
 
 
+def test_sequences_one_by_one_have_outputs_of_their_own(engine: Engine) -> None:
+    settings = {"max_new_tokens": 3, "do_sample": False, "repetition_penalty": 1.1}
+    ended: list[Sequence] = []
+    sequences = [Sequence([1, 2, n], settings, (), lambda piece: None) for n in (3, 4)]
+    scheduler = Scheduler(engine, Limits(batch=2), ended.append)
+    scheduler.submit(sequences)
+    until(lambda: len(ended) == 2)
+    scheduler.close()
+    for sequence in sequences:
+        alone = engine.generate(sequence.prompt, **settings)
+        assert sequence.output is not None
+        assert sequence.output.sequences.equal(alone.sequences)
+        assert (sequence.result("new_tokens"), sequence.result("reused_tokens")) == (3, 0)
+
+
 def test_a_queue_holds_those_who_wait_alone(engine: Engine) -> None:
     """Requests whose clients have gone take no room, and are told of their end; none comes after the end."""
     ended: list[Sequence] = []

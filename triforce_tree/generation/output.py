@@ -1,5 +1,6 @@
 """The output of a generation: transformers' own, with statistics."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -129,8 +130,8 @@ def appended(ids: Tensor, new: Sequence[Sequence[int]], padding: int) -> torch.L
 
 
 def joined(outputs: Sequence[GenerateOutput], ids: Tensor, padding: int) -> GenerateOutput:
-    """One output for the sequences of ids ``[B, W]``, which were decoded one by one."""
-    last = outputs[-1]
+    """One output for the sequences of ids ``[B, W]``, which were decoded one by one; theirs stay."""
+    last = copy.copy(outputs[-1])
     new = [o.sequences[0, o.sequences.shape[1] - cast(int, o.new_tokens) :].tolist() for o in outputs]
     last.sequences = appended(ids, new, padding)
     last.prefill_seconds = sum(o.prefill_seconds or 0.0 for o in outputs)

@@ -56,7 +56,7 @@ class Joining(Protocol):
         """The next prompt, which ``fits``, or None; asked between passes where a row is free."""
 
     def ended(self, number: int, output: Any) -> None:
-        """A sequence has ended, in whatever way it was decoded; ``output`` is a ``GenerateOutput`` of it alone.
+        """A sequence has ended, decoded with others or not; ``output`` is a ``GenerateOutput`` of it alone.
 
         Of one that was decoded with others ``levels`` have the target alone, ``prefill_seconds`` are of all
         prompts that joined with it, ``decode_seconds`` of the passes from its first to its last one.

@@ -45,6 +45,12 @@ class RunOptions:
         seeds = self.seeds and self.seeds[number : number + 1]
         return replace(self, streamers=own, seed=seed, seeds=seeds, joining=None)
 
+    def ended(self, number: int, output: GenerateOutput) -> GenerateOutput:
+        """The output of a sequence that was decoded ``alone``, after ``joining`` has been told of it."""
+        if self.joining is not None:
+            self.joining.ended(number, output)
+        return output
+
     def prefixes(
         self, hierarchy: Hierarchy, prompts: Sequence[Sequence[int]], new_tokens: int, reuse: Reuse
     ) -> Prefixes:
