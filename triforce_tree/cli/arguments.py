@@ -115,7 +115,7 @@ def _chat(subparsers: Any) -> None:
         "triforce_tree.cli.chat",
         "Ask questions about a text, one a line, by the tokenizer's chat template if it has one; answers go "
         "to stdout, and only new tokens are prefilled. /reset forgets all but the text, /save FOLDER writes "
-        "the conversation with its keys and values, /quit ends.",
+        "the conversation with its keys and values, /help names all of these, /quit ends.",
     )
     parser.add_argument("--file", help="the text; without it the conversation begins with the first line")
     parser.add_argument("--load", metavar="FOLDER", help="go on with a conversation that /save wrote")

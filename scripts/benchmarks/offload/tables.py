@@ -13,15 +13,13 @@ from scripts.benchmarks.common.markdown import (
     file_note,
     grid,
     listing,
-    noted,
     origin,
     rows_of,
-    vocabulary_note,
 )
 from scripts.benchmarks.texts.tables import ANY_TEXT
 from scripts.benchmarks.texts.tables import COMMAND as ANY_TEXT_COMMAND
 
-FILE, PARALLEL, TUNED = "offload_h200.json", "offload_parallel_h200.json", "tune_h200.json"
+FILE, PARALLEL = "offload_h200.json", "offload_parallel_h200.json"
 PIECES = "pieces_h200.json"
 _STREAMED = ("7b", "8b", "8b-512k", "13b", "resident", "caps")
 _HEADLINES = (*_STREAMED, "host-attention", "host-attention-8b")
@@ -78,12 +76,6 @@ PARALLEL_SPEED: Columns = {
     "alone": lambda row: _rates(row["bus_gbps_by_rank"]), "**speed-up**": "?**{speedup:.1f}x**",
     "tokens a pass": "{tokens_per_pass:.1f}", "repeated 8-grams": "{repeated_8grams:pct}",
     "greedy tokens compared": "?{exact[compared]}", "differences": "?{exact[partings]}",
-}  # fmt: skip
-_OPTIONS = ("levels", "gamma", "tree", "budget", "chunk", "refresh", "runner_ups", "retrieval_weight_bits")
-TUNING: Columns = {
-    "prompt": "{context:,}", "T": "{temperature:g}", "alone, ms/token": "{plain_ms_per_token:.2f}",
-    "tuned": "{ms_per_token:.2f}", "speed-up": "{speedup:.2f}x", "repeated 8-grams": "{repeated_8grams:pct}",
-    "settings": lambda row: " ".join(f"{k}={row['options'][k]}" for k in _OPTIONS if k in row["options"]),
 }  # fmt: skip
 
 
@@ -210,22 +202,9 @@ COMMAND = "python -m scripts.benchmarks offload --part"
 PARALLEL_COMMAND = "torchrun --nproc-per-node 2 -m scripts.benchmarks parallel"
 _parallel = listing(PARALLEL_SPEED, caption=partial(origin, file=PARALLEL, measured=_links))
 _pieces = listing(IN_PIECES, _pieces_rows, partial(origin, file=PIECES, measured=_bus))
-_TUNED_NOTE = "{target}. {hardware}, torch {versions[torch]}, commit {commit}, {date}. "
-
-
-def _tuned_caption(content: Record, rows: Sequence[Record]) -> str:
-    """Names the vocabulary of an inflated target where the file does."""
-    note = _TUNED_NOTE
-    if "vocabulary" in content:
-        note = note.replace("{target}.", f"{{target}}, {vocabulary_note(content)}.")
-    return noted(note, TUNED)(content, rows)
-
-
-_tuned = listing(TUNING, lambda content: content["entries"], _tuned_caption)
 TABLES = {
     **{f"offload_{name}": Table(FILE, make, f"{COMMAND} {part}") for name, (part, make) in _OFFLOAD.items()},
     "offload_prefill": Table(ANY_TEXT, listing(PREFILL, _prefill_rows, _prefill_note), ANY_TEXT_COMMAND),
     "offload_pieces": Table(PIECES, _pieces, "python -m scripts.benchmarks pieces"),
     "parallel_speed": Table(PARALLEL, _parallel, PARALLEL_COMMAND),
-    "tuned": Table(TUNED, _tuned, "triforce-tree tune --json"),
 }

@@ -68,13 +68,23 @@ AREAS: dict[str, tuple[str, ...]] = {
 SAME_FIGURES = {
     # Graphs are captured without garbage collections, and keep their workspace, which is held inside the same
     # guard. What is captured is the same, and so is what a CPU does.
-    "da25c24c7f387d26": "80f9744e678c3b44",  # engine
-    "3f7df63985e43176": "410f34942582a9b1",  # engine on a CPU
-    "fe1a5c167ae611c2": "bb4990c99809e60d",  # engine, offloaded
-    "94f85e569b648fde": "bb4990c99809e60d",
-    "f7ff237beca81192": "9439eabe5f37070e",  # api
-    "7fd516392ee735d4": "9439eabe5f37070e",
-    "db356c494d318ee8": "9a45ff3eb0d141aa",  # api on a CPU
+    # After that changed what no measurement runs: logits processors of derived classes, NaN that is removed,
+    # limits of nested control groups, tables of later releases, a comparison at load that exceeds its limit,
+    # texts of a server that are decoded one by one, a warning; and saved sessions, which were measured again.
+    "da25c24c7f387d26": "34828ff687a616cb",  # engine
+    "80f9744e678c3b44": "34828ff687a616cb",
+    "3f7df63985e43176": "a473127b468eddaf",  # engine on a CPU
+    "410f34942582a9b1": "a473127b468eddaf",
+    "fe1a5c167ae611c2": "2064b999e9e32e62",  # engine, offloaded
+    "94f85e569b648fde": "2064b999e9e32e62",
+    "bb4990c99809e60d": "2064b999e9e32e62",
+    "6b9dcd2d5163c05f": "a8c998ef100a86c8",  # prefill
+    "602e4dd2ad000dd9": "e5d06b66a86c1fea",  # branching
+    "f7ff237beca81192": "7088033e540b313b",  # api
+    "7fd516392ee735d4": "7088033e540b313b",
+    "9439eabe5f37070e": "7088033e540b313b",
+    "db356c494d318ee8": "f64bbeba6e8c5e62",  # api on a CPU
+    "9a45ff3eb0d141aa": "f64bbeba6e8c5e62",
 }
 _C_COMMENT = re.compile(rb"/\*.*?\*/|//[^\n]*", re.DOTALL)
 
