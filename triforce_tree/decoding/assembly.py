@@ -4,7 +4,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -108,9 +108,15 @@ class Hierarchy:
         other.level_one = LevelOneCopy(self.target)
         return other
 
-    def generation(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def generation(self) -> Iterator[None]:
         """Inside, this thread alone generates with these models (``locks.generation``)."""
-        return generation(self.target.model, self.draft.model if self.draft is not None else None)
+        with generation(self.target.model, self.draft.model if self.draft is not None else None):
+            try:
+                yield
+            finally:
+                if self._program is not None:
+                    self._program[1].cache.end()
 
     @contextmanager
     def active(self) -> Iterator[None]:

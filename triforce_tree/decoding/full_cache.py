@@ -179,6 +179,21 @@ class FullCache:
             features: where hidden states are kept for the drafter, if it reads any: those of new tokens.
             row: of the only prompt, where the other sequences go on (in a cache on the device).
         """
+        try:
+            return self._prefill(prompts, progress, reuse, features, row)
+        except BaseException:
+            # Chunks of a pool that were written before are as they were.
+            self._forget_sequences()
+            raise
+
+    def _prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        progress: Progress | None,
+        reuse: Reuse,
+        features: Features | None,
+        row: int | None,
+    ) -> list[int]:
         first, now = row or 0, self._target.function_key()
         newest = features.history if features is not None else 0
         if self._shared is not None and row is None:
@@ -207,29 +222,25 @@ class FullCache:
                     features.begin(b, start)
             return starts
         own = list(starts)
-        try:
-            with self._target.active():
-                if self.offloaded is not None:
-                    self.offloaded.prefill(
-                        prompts, self._prefill_chunk, progress, starts, features, self.states
-                    )
-                    for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
-                        self.cached.fed(b, prompt, start)
-                else:
-                    assert self.store is not None
-                    for b, prompt in enumerate(prompts, first):
-                        start = own[b - first]
-                        if shares:
-                            start = copy_prefix(self.store, self.cached, b, prompt, start, features, progress)
-                            starts[b - first] = start
-                        prefill(
-                            self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress,
-                            self.states, start, features, self._rows,
-                        )  # fmt: skip
-                        self.cached.fed(b, prompt, start)
-        except BaseException:
-            self.forget()
-            raise
+        with self._target.active():
+            if self.offloaded is not None:
+                self.offloaded.prefill(
+                    prompts, self._prefill_chunk, progress, starts, features, self.states
+                )
+                for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
+                    self.cached.fed(b, prompt, start)
+            else:
+                assert self.store is not None
+                for b, prompt in enumerate(prompts, first):
+                    start = own[b - first]
+                    if shares:
+                        start = copy_prefix(self.store, self.cached, b, prompt, start, features, progress)
+                        starts[b - first] = start
+                    prefill(
+                        self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress,
+                        self.states, start, features, self._rows,
+                    )  # fmt: skip
+                    self.cached.fed(b, prompt, start)
         if row is None:
             self.means.written(own, [len(prompt) - 1 for prompt in prompts])
         if reuse == "all":
@@ -271,11 +282,19 @@ class FullCache:
 
     def forget(self) -> None:
         """Reuse nothing of what the cache holds."""
-        self.cached.clear()
+        self._forget_sequences()
         if self._shared is not None:
             self._shared.forget()
+
+    def _forget_sequences(self) -> None:
+        self.cached.clear()
         if self.states is not None:
             self.states.invalidate()
+
+    def end(self) -> None:
+        """The generation has ended, in whatever way: no sequence goes on."""
+        if self.pooled is not None:
+            self.pooled.release(range(self._batch), self.cached)
 
     def holds(self, lengths: Sequence[int]) -> bool:
         """Whether decoding may continue after the first ``lengths`` tokens of what was written.

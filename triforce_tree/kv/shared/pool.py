@@ -1,6 +1,7 @@
 """Which KV slots hold which tokens where prompts come and go: whole chunks once, and each row's own slots."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -10,9 +11,11 @@ Chunk = tuple[int, ...]
 """Tokens of a whole chunk."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Block:
     """A chunk of tokens after those of its parents, in slots from ``place`` on.
+
+    Its ``repr`` has no tokens: they are a user's text, which does not belong into a message or a log.
 
     Attributes:
         tokens: of the chunk; empty for the root, which has no slots.
@@ -138,18 +141,30 @@ class PrefixPool:
         return count
 
     def forget(self) -> None:
-        """Nothing is to be found again; rows keep their slots."""
-        for block in list(self.blocks()):
-            block.written = False
-        self._drop_unwritten()
+        """Nothing is stored any more, and no row has slots."""
+        self._root.children.clear()
+        self._own.clear()
+        self._paths.clear()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Forgets everything where what is done inside is interrupted: slots may lie elsewhere than is known."""
+        try:
+            yield
+        except PoolFullError:
+            raise
+        except BaseException:
+            self.forget()
+            raise
 
     def release(self, rows: Iterable[int]) -> None:
-        """The sequences of these rows have ended."""
-        for row in rows:
-            for block in self._paths.pop(row, []):
-                block.users.discard(row)
-            self._own.pop(row, None)
-        self._drop_unwritten()
+        """The sequences of these rows have ended; of their chunks those stay that were written."""
+        with self._changing():
+            for row in rows:
+                for block in self._paths.pop(row, []):
+                    block.users.discard(row)
+                self._own.pop(row, None)
+            self._drop_unwritten()
 
     def _drop_unwritten(self) -> None:
         # Of a text the end first: what comes after an unwritten chunk is unwritten.
@@ -193,6 +208,10 @@ class PrefixPool:
         Raises:
             PoolFullError: rows in use leave too few slots; nothing has changed.
         """
+        with self._changing():
+            self._admit(row, prompt, new_tokens)
+
+    def _admit(self, row: int, prompt: Sequence[int], new_tokens: int) -> None:
         path, chunks = self.matched(prompt), list(self.chunks(prompt))
         own, more = self.own_size(prompt, new_tokens), (len(chunks) - len(path)) * self.unit
         for block in path:
@@ -222,22 +241,25 @@ class PrefixPool:
         if any(_breaks(path) >= self._depth for path in self._paths.values()):
             self._close_up()
 
-    def take(self, other: "PrefixPool", rows: int, others: int) -> tuple[list[tuple[int, int, int]], int]:
+    def take(
+        self, other: "PrefixPool", rows: int, alike: bool
+    ) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Begin with what another pool holds, as far as there is room.
 
         Args:
             rows: of this pool; they have no sequences before.
-            others: rows of the other pool, whose sequences go on here; none do where these are more than
-                ``rows``, or do not fit.
+            alike: whether the other pool's rows have own slots as this one's do. Their sequences then go on
+                here, in the same rows, if there are such rows and they fit.
 
         Returns:
-            what to copy: places there, sizes, and places here; and how many rows go on.
+            what to copy: places there, sizes, and places here; and the rows whose sequences go on.
         """
         self.release(list(self._own))
-        empty = self.own_size([0], 0)
+        empty, going_on = self.own_size([0], 0), list(other._own)
         used = sum(len(block.tokens) for block in other.blocks() if block.users)
-        used += sum(own.size for own in other._own.values()) + (rows - others) * empty
-        going_on = others if others <= rows and used <= self.slots and self.unit == other.unit else 0
+        used += sum(own.size for own in other._own.values()) + (rows - len(going_on)) * empty
+        if not alike or self.unit != other.unit or used > self.slots or max(going_on, default=0) >= rows:
+            going_on = []
         left = self.slots - (used if going_on else rows * empty)
         made, copies, place = {other._root: self._root}, list[tuple[int, int, int]](), 0
         # What is in use first, so that the rest is left out where there is no room.
@@ -256,13 +278,14 @@ class PrefixPool:
                 copies.append((block.place, self.unit, place))
                 place += self.unit
         self._clock = other._clock
-        for row in range(going_on):
+        for row in going_on:
             self._paths[row] = [made[block] for block in other.path(row)]
             self._own[row] = Own(place, other.size(row))
             copies.append((other.place(row), other.size(row), place))
             place += other.size(row)
-        for row in range(going_on, rows):
-            self.admit(row, [0], 0)
+        for row in range(rows):
+            if row not in self._own:
+                self.admit(row, [0], 0)
         return copies, going_on
 
     @property

@@ -129,12 +129,12 @@ class PooledStore(SharedStore):
         """See :class:`SharedStore`: all that such a store holds, else the sequence's whole chunks."""
         if isinstance(source, PooledStore):
             alike = (source.page, source.scratch) == (self.page, self.scratch)
-            copies, rows = self.pool.take(source.pool, self.batch, source.batch if alike else self.batch + 1)
+            copies, going_on = self.pool.take(source.pool, self.batch, alike)
             for group, other in zip(self.whole, source.whole, strict=True):
                 for new, old in zip(group.parts, other.parts, strict=True):
                     for start, size, place in copies:
                         new[:, 0, :, place : place + size] = old[:, 0, :, start : start + size]
-            lengths = [len(kept.held[row]) for row in range(rows)]
+            lengths = [len(held) if row in going_on else 0 for row, held in enumerate(kept.held[: self.batch])]
             cached.take(kept, lengths)
             for row, length in enumerate(lengths):
                 super().fed(row, length)
