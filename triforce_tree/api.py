@@ -12,7 +12,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -25,6 +24,7 @@ from triforce_tree.generation.drafter_choice import Model, check_drafter_options
 from triforce_tree.generation.inputs import Inputs
 from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
 from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.generation.stop_strings import StopStrings
 from triforce_tree.loading.checkpoints import (
     PAIR,
     load_model,
@@ -200,7 +200,7 @@ def custom_generate(
         engine = engines[id(model)]
         criteria = kwargs.pop("stopping_criteria")
         if strings and own_tokenizer is not None:
-            criteria = StoppingCriteriaList([*criteria, StopStringCriteria(own_tokenizer, strings)])
+            criteria = StoppingCriteriaList([*criteria, StopStrings(own_tokenizer, strings)])
         run_once = engine.runner(RunOptions(Streamers.of(streamer, 1), seed=own_seed))
         out = run_once(model, input_ids, stopping_criteria=criteria, **kwargs)
         wanted = kwargs["generation_config"].return_dict_in_generate

@@ -19,6 +19,8 @@ from triforce_tree.generation.inputs import Inputs, check_rows, prompt_of
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.text.new_text import new_text
+from triforce_tree.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from triforce_tree.engine import Engine
@@ -34,7 +36,8 @@ class Branch:
     Attributes:
         node: the leaf.
         tokens: the new token ids, an EOS token included.
-        text: theirs, without special tokens; None without a tokenizer.
+        text: what they add to the leaf's text, without special tokens and the EOS token; None without a
+            tokenizer.
         logprobs: of each new token by the target's raw logits, whatever the sampling options.
         finish_reason: "eos", "stop" or "length".
     """
@@ -177,10 +180,8 @@ class TextTree:
         with self._computing():
             decode(self._rows, leaves)
         self.decode_seconds = time.perf_counter() - begun
-        return [
-            Branch(leaf.node, leaf.new, self._text(leaf.new), leaf.logprobs, str(leaf.reason))
-            for leaf in leaves
-        ]
+        vocabulary = Vocabulary(self._engine.tokenizer) if self._engine.tokenizer is not None else None
+        return [_branch(leaf, vocabulary) for leaf in leaves]
 
     def score(self, nodes: Node | Sequence[Node]) -> list[Tensor]:
         """Log-probabilities of the nodes' own tokens, each given all tokens before it, by the raw logits.
@@ -218,10 +219,10 @@ class TextTree:
         Raises:
             ValueError: there is no tokenizer.
         """
-        text = self._text(node.text_tokens)
-        if text is None:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
             raise ValueError("a text needs a tokenizer: load(..., tokenizer=...)")
-        return text
+        return str(tokenizer.decode(node.text_tokens, skip_special_tokens=True))
 
     @property
     def leaves(self) -> list[Node]:
@@ -273,6 +274,9 @@ class TextTree:
         if leaves and len(set(nodes)) < len(nodes):
             raise ValueError("a node was given twice; fork it, and give its children")
 
-    def _text(self, tokens: Sequence[int]) -> str | None:
-        tokenizer = self._engine.tokenizer
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True)) if tokenizer else None
+
+def _branch(leaf: Leaf, vocabulary: Vocabulary | None) -> Branch:
+    text = None
+    if vocabulary is not None:
+        text = new_text(vocabulary, leaf.tokens[: -len(leaf.new)], leaf.new, leaf.ending.stop_tokens)
+    return Branch(leaf.node, leaf.new, text, leaf.logprobs, str(leaf.reason))

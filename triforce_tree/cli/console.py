@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from types import FrameType
 from typing import Any
@@ -26,13 +26,16 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from triforce_tree.decoding.explain.origins import MATCHED
+from triforce_tree.generation.batch.streamers import TokenStreamer
 from triforce_tree.planning.memory_map import GIB
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import LevelStats
+from triforce_tree.text.new_text import NewText
+from triforce_tree.text.vocabulary import Vocabulary
 
 LOG_WIDTH = 120  # of tables where stderr is no terminal
 _SHORT = 24
@@ -185,13 +188,26 @@ class PinningBar:
             self._bar.stop()
 
 
-class TextOut(TextStreamer):
+class TextOut(TokenStreamer):
     """Streams the new text to stdout."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._tokenizer = tokenizer
+        self._new: NewText | None = None
+
+    def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
+        self._new = NewText(Vocabulary(self._tokenizer), tokens, end_tokens)
+
+    def put(self, value: Tensor) -> None:
+        assert self._new is not None
+        self.on_finalized_text("".join(map(self._new.put, value.tolist())))
+
+    def end(self) -> None:
+        assert self._new is not None
+        self.on_finalized_text(self._new.end(), stream_end=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Write text, and a newline at its end."""
         sys.stdout.write(encodable(text) + "\n" * stream_end)
         sys.stdout.flush()
 
@@ -202,15 +218,17 @@ class LevelText:
     Args:
         tokenizer: of the target.
         names: as of ``SideBySide.origins``, the target's last.
+        prompt: token ids that the text goes on from.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -> None:
-        self._tokenizer, self._console = tokenizer, Console(highlight=False, soft_wrap=True)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str], prompt: Sequence[int] = ()
+    ) -> None:
+        self._new = NewText(Vocabulary(tokenizer), prompt)
+        self._console = Console(highlight=False, soft_wrap=True)
         colours = iter(("green", "yellow"))
         self._styles = {name: "cyan" if name == MATCHED else next(colours) for name in names[:-1]}
         self._styles[names[-1]] = "bold magenta"
-        self._tokens: list[int] = []
-        self._shown = ""
 
     @property
     def legend(self) -> Text:
@@ -225,15 +243,10 @@ class LevelText:
     def put(self, tokens: Sequence[int], origins: Sequence[str]) -> None:
         """Write tokens, each in the colour of what proposed it."""
         for token, origin in zip(tokens, origins, strict=True):
-            self._tokens.append(token)
-            text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
-            # The token may be a part of a character.
-            if not text.endswith("\ufffd"):
-                self._write(text[len(self._shown) :], self._styles.get(origin))
-                self._shown = text
+            self._write(self._new.put(token), self._styles.get(origin))
 
     def end(self) -> None:
-        self._write("\n")
+        self._write(self._new.end() + "\n")
 
     def _write(self, text: str, style: str | None = None) -> None:
         if style is None or not self.legend:

@@ -37,6 +37,7 @@ from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.generation.options import check_sampling_options
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.pair import needle as planted
+from triforce_tree.text.new_text import new_text
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Where the prompt ends by default: what follows this sentence in the topic on sequence types does not repeat.
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         result: dict[str, Any] = {
             "prompt_tokens": len(prompt),
             "new_tokens": len(ours),
-            "text": engine.tokenizer.decode(ours),
+            "text": new_text(engine.tokenizer, prompt, ours),
             "repeated_8grams": repeated_share(ours),
             "needle": asdict(hidden) | {"answer": answer, "found": answer.strip().startswith(hidden.number)},
             "identical": (not differs) if greedy else None,
@@ -150,7 +151,7 @@ def _answer(engine: Engine, program: DecodingProgram, prompt: list[int], interru
     for [fresh] in decoder.decode([prompt], [Ending(ANSWER_TOKENS, _stop_tokens(engine))]):
         interrupt.check()
         new += fresh
-    return str(engine.tokenizer.decode(new, skip_special_tokens=True)).split("\n")[0]
+    return new_text(engine.tokenizer, prompt, new, _stop_tokens(engine)).split("\n")[0]
 
 
 def _stop_tokens(engine: Engine) -> frozenset[int]:
@@ -161,7 +162,7 @@ def _stop_tokens(engine: Engine) -> frozenset[int]:
 def _continued(engine: Engine, pair: SideBySide, prompt: list[int], new_tokens: int) -> list[Piece]:
     """Continue the prompt in turns, and write the text to stdout as it comes."""
     assert engine.tokenizer is not None
-    out = LevelText(engine.tokenizer, pair.origins)
+    out = LevelText(engine.tokenizer, pair.origins, prompt)
     ending = str(engine.tokenizer.decode(prompt[-48:])).rstrip()
     screen().print(f"\nThe text ends in\n  ...{ending}".replace("\n", "\n  "))
     screen().print("and goes on\n")

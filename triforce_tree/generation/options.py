@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import stopping_criteria as hf_stop
 
 from triforce_tree.decoding.stop_criteria import Ending, Stop
+from triforce_tree.generation.stop_strings import StopStrings
 from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.runtime.distributed import broadcast_flag
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -228,10 +229,23 @@ def ending_of(
     lengths = [c.max_length for c in criteria if type(c) is hf_stop.MaxLengthCriteria]
     ends = [c.eos_token_id for c in criteria if type(c) is hf_stop.EosTokenCriteria]
     stop_tokens = frozenset(token for tensor in ends for token in tensor.flatten().tolist())
-    known = (hf_stop.MaxLengthCriteria, hf_stop.EosTokenCriteria)
+    known = (hf_stop.MaxLengthCriteria, hf_stop.EosTokenCriteria, StopStrings)
     others = StoppingCriteriaList(c for c in criteria if type(c) not in known)
-    stop = _asking(others, device, padding) if others else None
-    return Ending(min([*lengths] or [config.max_length]) - prompt_tokens, stop_tokens, stop)
+    start = prompt_tokens - len(padding)
+    stops = [c.of_one(start, stop_tokens) for c in criteria if type(c) is StopStrings]
+    if others:
+        stops.append(_asking(others, device, padding))
+    most = min([*lengths] or [config.max_length]) - prompt_tokens
+    return Ending(most, stop_tokens, _any(stops) if stops else None)
+
+
+def _any(stops: Sequence[Stop]) -> Stop:
+    def stop(tokens: list[int]) -> bool:
+        # Each is asked for every token: ranks wait for each other in some.
+        found = [each(tokens) for each in stops]
+        return any(found)
+
+    return stop
 
 
 def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Sequence[int]) -> Stop:

@@ -13,6 +13,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from triforce_tree.generation.batch.running_batch import BatchSequence
 from triforce_tree.generation.batch.scores import by_position
 from triforce_tree.runtime.stats import LevelStats, added
+from triforce_tree.text.new_text import new_text
+from triforce_tree.text.vocabulary import Vocabulary
 
 
 @dataclass
@@ -23,7 +25,8 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     sequence with fewer than N is filled with the pad token.
 
     ``finish_reason``: "eos", "stop" or "length". ``new_tokens``: their number. ``text``: the new text, if the
-    engine has a tokenizer. For a batch of several sequences these three are lists with one entry each.
+    engine has a tokenizer, without special tokens and the end token; it goes on from the prompt's, a first
+    space included. For a batch of several sequences these three are lists with one entry each.
 
     ``logits`` and ``scores`` (with ``output_logits=True``, ``output_scores=True``): as in transformers, for
     each of the N columns fp32 ``[B, V]``, the target's raw and processed logits that the token was chosen by.
@@ -83,7 +86,11 @@ def output_of(
     levels: list[LevelStats] = []
     for sequence in sequences:
         levels = added(levels, [sequence.target])
-    texts = tokenizer and [str(tokenizer.decode(list(t), skip_special_tokens=True)) for t in new]
+    vocabulary = tokenizer and Vocabulary(tokenizer)
+    texts = vocabulary and [
+        new_text(vocabulary, sequence.prompt, sequence.new, sequence.ending.stop_tokens)
+        for sequence in sequences
+    ]
     return GenerateOutput(
         sequences=appended(input_ids, new, padding),
         levels=levels,

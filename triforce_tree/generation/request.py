@@ -11,7 +11,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 
 from triforce_tree.decoding.stop_criteria import Ending
@@ -31,6 +30,7 @@ from triforce_tree.generation.options import (
     refuse_model_inputs,
     refuse_unsupported,
 )
+from triforce_tree.generation.stop_strings import StopStrings
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -96,7 +96,7 @@ class Request:
         if strings:
             if tokenizer is None:
                 raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
-            criteria.append(StopStringCriteria(tokenizer, strings))
+            criteria.append(StopStrings(tokenizer, strings, int(prompts.mask.sum(1).max())))
         if config is not None and config.stop_strings:
             # Else transformers would ask for the tokenizer too.
             config = copy.deepcopy(config)

@@ -3,14 +3,11 @@
 import time
 import uuid
 from collections.abc import Sequence as Sequences
-from itertools import accumulate
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.server.protocol import ChatRequest, CompletionRequest
 from triforce_tree.server.scheduler import Sequence
-from triforce_tree.server.text_stream import TokenLogprobs
+from triforce_tree.server.text_stream import ScoredToken, TokenLogprobs
 
 Asked = ChatRequest | CompletionRequest
 
@@ -21,18 +18,15 @@ class Reply:
     Args:
         asked: the request.
         model: name of the model that is served.
-        tokenizer: of it.
 
     Attributes:
         usage_wanted: whether a stream ends with its usage.
     """
 
-    def __init__(self, asked: Asked, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, asked: Asked, model: str) -> None:
         self._chat = isinstance(asked, ChatRequest)
         self.usage_wanted = asked.stream_options is not None and asked.stream_options.include_usage
-        self._alternatives, self._tokenizer = asked.alternatives, tokenizer
-        # Characters of each text's tokens so far.
-        self._offsets: dict[int, int] = {}
+        self._scored = asked.alternatives is not None
         prefix, kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
         self._kind = kind
         self._head = {
@@ -47,7 +41,7 @@ class Reply:
             text = sequence.stream.text
             choice: dict[str, Any] = {
                 "index": index, "finish_reason": reason(sequence),
-                "logprobs": self._logprobs(sequence.stream.logprobs, index),
+                "logprobs": self._logprobs(sequence.stream.logprobs),
             }  # fmt: skip
             choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
             choices.append(choice)
@@ -73,7 +67,7 @@ class Reply:
     def _chunk(
         self, index: int, text: str, why: str | None, logprobs: Sequences[TokenLogprobs], first: bool
     ) -> dict[str, Any]:
-        own = self._logprobs(logprobs, index) if logprobs else None
+        own = self._logprobs(logprobs) if logprobs else None
         choice: dict[str, Any] = {"index": index, "finish_reason": why, "logprobs": own}
         if self._chat:
             choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text else {})
@@ -82,44 +76,44 @@ class Reply:
         more = {"usage": None} if self.usage_wanted else {}
         return self._stream_head() | {"choices": [choice]} | more
 
-    def _logprobs(self, entries: Sequences[TokenLogprobs], index: int) -> dict[str, Any] | None:
-        """Log-probabilities of the target's own distribution, whatever the sampling options.
-
-        Args:
-            entries: of new tokens that follow those of the last call for this text.
-        """
-        if self._alternatives is None:
+    def _logprobs(self, entries: Sequences[TokenLogprobs]) -> dict[str, Any] | None:
+        """Log-probabilities of the target's own distribution, whatever the sampling options."""
+        if not self._scored:
             return None
-        entries = [entry._replace(best=entry.best[: self._alternatives]) for entry in entries]
-        return self._chat_logprobs(entries) if self._chat else self._completion_logprobs(entries, index)
+        return _chat_logprobs(entries) if self._chat else _completion_logprobs(entries)
 
-    def _chat_logprobs(self, entries: Sequences[TokenLogprobs]) -> dict[str, Any]:
-        def entry(token: int, value: float) -> dict[str, Any]:
-            text = self._text(token)
-            # A part of a character has no text, and its bytes are not known.
-            known = None if "\ufffd" in text else list(text.encode())
-            return {"token": text, "logprob": value, "bytes": known}
 
-        content = [
-            entry(token, value) | {"top_logprobs": [entry(*pair) for pair in best]}
-            for token, value, best in entries
-        ]
-        return {"content": content, "refusal": None}
+def _chat_logprobs(entries: Sequences[TokenLogprobs]) -> dict[str, Any]:
+    def entry(scored: ScoredToken) -> dict[str, Any]:
+        known = None if scored.bytes is None else list(scored.bytes)
+        return {"token": scored.text, "logprob": scored.logprob, "bytes": known}
 
-    def _completion_logprobs(self, entries: Sequences[TokenLogprobs], index: int) -> dict[str, Any]:
-        tokens = [self._text(token) for token, _, _ in entries]
-        start = self._offsets.get(index, 0)
-        ends = [start + length for length in accumulate(map(len, tokens))]
-        self._offsets[index] = ends[-1] if ends else start
-        return {
-            "tokens": tokens,
-            "token_logprobs": [value for _, value, _ in entries],
-            "top_logprobs": [{self._text(token): value for token, value in best} for _, _, best in entries],
-            "text_offset": [start, *ends[:-1]] if ends else [],
-        }
+    content = [
+        entry(each.chosen) | {"top_logprobs": [entry(other) for other in each.best]} for each in entries
+    ]
+    return {"content": content, "refusal": None}
 
-    def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+
+def _completion_logprobs(entries: Sequences[TokenLogprobs]) -> dict[str, Any]:
+    return {
+        "tokens": [each.chosen.text for each in entries],
+        "token_logprobs": [each.chosen.logprob for each in entries],
+        "top_logprobs": [_by_text(each) for each in entries],
+        "text_offset": [each.offset for each in entries],
+    }
+
+
+def _by_text(entry: TokenLogprobs) -> dict[str, float]:
+    """The log-probabilities of the chosen token and of the most probable ones, by their texts.
+
+    Of tokens with one text, the others than the chosen or the most probable one are named by their numbers.
+    """
+    found = {entry.chosen.text: entry.chosen.logprob}
+    for other in entry.best:
+        if other.token != entry.chosen.token:
+            name = f"token_id:{other.token}" if other.text in found else other.text
+            found[name] = other.logprob
+    return found
 
 
 def reason(sequence: Sequence) -> str:

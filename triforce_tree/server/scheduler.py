@@ -54,6 +54,7 @@ class Sequence:
         settings: options of ``generate``; where all but ``max_new_tokens`` are equal, sequences can be
             decoded together.
         stop: strings before which its text ends.
+        alternatives: most probable tokens to report in the place of each new one.
         seed: of its draws, which are then the same whatever it is decoded with; None for any.
         emit: called with pieces of text while it is decoded, then once with None; in the scheduler's thread,
             or where it was cancelled before it began, in that of a later :meth:`Scheduler.submit`.
@@ -69,6 +70,7 @@ class Sequence:
     stop: tuple[str, ...]
     emit: Callable[[str | None], None]
     seed: int | None = None
+    alternatives: int = 0
     cancelled: bool = False
     stream: TextStream | None = None
     output: GenerateOutput | None = None
@@ -262,7 +264,9 @@ class Scheduler:
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         sequence.end_waiting()
-        sequence.stream = TextStream(tokenizer, sequence.stop, sequence.emit, sequence.left)
+        sequence.stream = TextStream(
+            tokenizer, sequence.stop, sequence.emit, sequence.left, sequence.alternatives
+        )
         self.running += 1
 
     def wanted(self, batch: _Batch, fits: Fits) -> int:

@@ -64,7 +64,7 @@ class Service:
             raise HTTPException(429, str(problem), {"Retry-After": "1"}) from problem
         except ClosedError as problem:
             raise HTTPException(503, ENDING, {"Retry-After": "5"}) from problem
-        reply = Reply(asked, self.name, self.tokenizer)
+        reply = Reply(asked, self.name)
         if asked.stream:
             return _Streamed(self._stream(reply, sequences, pieces), sequences)
         with _cancelled_at_the_end(sequences):
@@ -125,7 +125,9 @@ class Service:
             for number in range(asked.choices):
                 # Choices of one seed differ, and repeat.
                 seed = None if asked.seed is None else sequence_seed(asked.seed, number)
-                sequence = Sequence(ids, settings, asked.stop_strings, _unheard, seed)
+                sequence = Sequence(
+                    ids, settings, asked.stop_strings, _unheard, seed, asked.alternatives or 0
+                )
                 sequence.emit = partial(emit, len(made), sequence)
                 made.append(sequence)
         return made

@@ -1,26 +1,46 @@
 """Tokens of a running generation as pieces of text, cut at stop strings."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase
 
-# As many alternatives as the API reports.
-_MOST_ALTERNATIVES = 20
+from triforce_tree.generation.batch.streamers import TokenStreamer
+from triforce_tree.text.new_text import NewText
+from triforce_tree.text.vocabulary import Vocabulary
+
+# Log-probabilities below, minus infinity among them, are given as this: JSON has no infinite numbers.
+LEAST_LOGPROB = -9999.0
+
+
+class ScoredToken(NamedTuple):
+    """A token and its log-probability, at least ``LEAST_LOGPROB``.
+
+    Attributes:
+        token: id.
+        text: what it adds to the text; ``bytes:\\xe4\\xbd`` for a part of a character, the name of a token
+            that adds none.
+        bytes: those of the text; None where it adds none, or they are not known.
+    """
+
+    token: int
+    text: str
+    bytes: bytes | None
+    logprob: float
 
 
 class TokenLogprobs(NamedTuple):
-    """A token and its log-probability, and the most probable tokens with theirs where they are wanted."""
+    """A new token, the most probable tokens in its place, and the characters of the text before it."""
 
-    token: int
-    logprob: float
-    best: list[tuple[int, float]]
+    chosen: ScoredToken
+    best: list[ScoredToken]
+    offset: int
 
 
-class TextStream(TextStreamer):
+class TextStream(TokenStreamer):
     """A streamer of one sequence. Text that may be the beginning of a stop string is held back.
 
     Args:
@@ -28,10 +48,10 @@ class TextStream(TextStreamer):
         stop: strings before which the text ends.
         emit: called with each piece of text, in the thread of the generation.
         cancelled: whether nobody waits for the text any more.
+        alternatives: most probable tokens to report in the place of each.
 
     Attributes:
         text: all that was emitted.
-        stopped: whether a stop string was found.
         first: when the first new token came, by ``time.monotonic``; None before.
         count: new tokens, those of a stop string included, those after it not.
         logprobs: of so many new tokens, by the target's own distribution; empty where they are not wanted.
@@ -43,45 +63,47 @@ class TextStream(TextStreamer):
         stop: Sequence[str],
         emit: Callable[[str], None],
         cancelled: Callable[[], bool],
+        alternatives: int = 0,
     ) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._stop, self._emit, self._cancelled = tuple(stop), emit, cancelled
-        self._held, self._prompt, self._done = "", True, False
-        self.text, self.stopped, self.count = "", False, 0
+        self._vocabulary, self._stop = Vocabulary(tokenizer), tuple(stop)
+        self._emit, self._cancelled, self._alternatives = emit, cancelled, alternatives
+        self._new = NewText(self._vocabulary, (), (), self._stop)
+        self.text, self.count = "", 0
         self.first: float | None = None
         self.logprobs: list[TokenLogprobs] = []
         self._coming: list[tuple[float, list[tuple[int, float]]]] = []
         self._taken = 0
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._new.stopped
+
+    def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
+        self._new = NewText(self._vocabulary, tokens, end_tokens, self._stop)
+
     def put(self, value: Tensor) -> bool:
         """Whether the sequence is to end."""
-        if self._prompt:
-            self._prompt = False
-            super().put(value)  # type: ignore[no-untyped-call]
-            return self._cancelled()
         self.first = self.first or time.monotonic()
-        # One by one: tokens of this pass after a stop string are not part of the reply.
-        parts = value.split(1) if self._stop else [value]
-        for part in parts:
+        pieces = []
+        for token, scores in zip(value.tolist(), self._scores(len(value)), strict=True):
+            # Tokens of this pass after a stop string are not part of the reply.
             if self.stopped:
                 break
-            coming, self._coming = self._coming[: len(part)], self._coming[len(part) :]
-            self.count += len(part)
-            for token, scores in zip(part.tolist(), coming, strict=False):
-                self.logprobs.append(TokenLogprobs(token, *scores))
-            super().put(part)  # type: ignore[no-untyped-call]
-            # The streamer holds the last word back; a stop string may be in it.
-            if self._stop and not self.stopped:
-                self.stopped = self._first(self._held + self._pending())[1] is not None
+            self.count += 1
+            if scores is not None:
+                self.logprobs.append(self._scored(token, *scores))
+            pieces.append(self._new.put(token))
+        self._send("".join(pieces))
         return self.stopped or self._cancelled()
 
     def put_scores(self, scores: Mapping[str, Sequence[Tensor]]) -> None:
         """Take what the call asks for of the next tokens: ``logprobs``, and ``logits`` for alternatives."""
         values = [value.item() for value in scores.get("logprobs", ())]
         best: list[list[tuple[int, float]]] = [[] for _ in values]
-        if logits := scores.get("logits"):
+        if self._alternatives and (logits := scores.get("logits")):
             rows = torch.stack(list(logits)).float().log_softmax(-1)
-            top = rows.topk(min(_MOST_ALTERNATIVES, rows.shape[1]))
+            top = rows.topk(min(self._alternatives, rows.shape[1]))
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
             best = [list(zip(*pair, strict=True)) for pair in pairs]
         self._coming = list(zip(values, best, strict=True))
@@ -92,41 +114,25 @@ class TextStream(TextStreamer):
         self._taken += len(found)
         return found
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._held += text
-        at, found = self._first(self._held)
-        if found is not None:
-            self.stopped = True
-            self._send(self._held[:at])
-            self._held, self._done = "", True
-            return
-        keep = 0 if stream_end else self._possible_beginning()
-        cut = len(self._held) - keep
-        self._send(self._held[:cut])
-        self._held = self._held[cut:]
+    def end(self) -> None:
+        self._send(self._new.end())
+
+    def _scores(self, count: int) -> list[tuple[float, list[tuple[int, float]]] | None]:
+        coming, self._coming = self._coming, []
+        return [*coming] or [None] * count
+
+    def _scored(self, token: int, logprob: float, best: list[tuple[int, float]]) -> TokenLogprobs:
+        def scored(token: int, value: float) -> ScoredToken:
+            # Not a number is no less than anything, and given as the least too.
+            return ScoredToken(
+                token, *self._new.spelled(token), value if value >= LEAST_LOGPROB else LEAST_LOGPROB
+            )
+
+        # The chosen token has one value, however its row was summed up.
+        alternatives = [scored(other, logprob if other == token else value) for other, value in best]
+        return TokenLogprobs(scored(token, logprob), alternatives, self._new.length)
 
     def _send(self, text: str) -> None:
-        if text and not self._done:
+        if text:
             self.text += text
             self._emit(text)
-
-    def _pending(self) -> str:
-        """Text of the tokens that were not finalised yet."""
-        if not self.token_cache:
-            return ""
-        return str(self.tokenizer.decode(self.token_cache, **self.decode_kwargs))[self.print_len :]
-
-    def _first(self, text: str) -> tuple[int, str | None]:
-        """Where the first stop string begins, and which it is."""
-        found = [(text.find(string), string) for string in self._stop if string in text]
-        return min(found) if found else (-1, None)
-
-    def _possible_beginning(self) -> int:
-        """Characters at the end of the held text with which a stop string may begin."""
-        sizes = (
-            size
-            for string in self._stop
-            for size in range(min(len(string) - 1, len(self._held)), 0, -1)
-            if self._held.endswith(string[:size])
-        )
-        return max(sizes, default=0)

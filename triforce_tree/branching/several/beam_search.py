@@ -17,6 +17,8 @@ from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.output import GenerateOutput, by_row
 from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.text.new_text import new_text
+from triforce_tree.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from triforce_tree.engine import Engine
@@ -76,8 +78,10 @@ def beam_search(
         "eos" if tokens and tokens[-1] in ends else "length" if len(tokens) == new_tokens else "stop"
         for tokens in new
     ]
-    tokenizer = engine.tokenizer
-    texts = tokenizer and [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in new]
+    vocabulary = engine.tokenizer and Vocabulary(engine.tokenizer)
+    texts = vocabulary and [
+        new_text(vocabulary, prompts.rows[number // count], tokens, ends) for number, tokens in enumerate(new)
+    ]
     return GenerateOutput(
         sequences=cast(torch.LongTensor, torch.cat([prompts.ids.repeat_interleave(count, 0), fresh], 1)),
         scores=out.scores,

@@ -17,6 +17,7 @@ from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.text.new_text import new_text
 from triforce_tree.trees.shapes import shape_name
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -187,7 +188,7 @@ def explained(
         matched=matches.found(" ".join(trees[decoder.controller.lookup :])),
         tree=tally.tree,
         words=words,
-        text=str(tokenizer.decode(new, skip_special_tokens=True)) if tokenizer else None,
+        text=new_text(tokenizer, prompt, new) if tokenizer else None,
     )
 
 

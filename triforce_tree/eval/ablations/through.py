@@ -7,6 +7,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from triforce_tree.engine import Engine
 from triforce_tree.eval.ablations import streaming
 from triforce_tree.runtime.stats import Progress
+from triforce_tree.text.new_text import new_text
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 Answer = Callable[[Sequence[int], int, StoppingCriteria | None, Progress | None], str]
@@ -47,6 +48,6 @@ def _streaming(engine: Engine) -> Answer:
     ) -> str:
         greedy = ProbsFromLogits(greedy=True)
         found, _, _ = streaming.decode(engine, prompt, tokens, greedy, seed=0, stop=stop, ends=ends)
-        return str(tokenizer.decode(found, skip_special_tokens=True))
+        return new_text(tokenizer, prompt, found, ends)
 
     return answer

@@ -129,7 +129,7 @@ class BatchRun:
     def decode(self, reuse: Reuse) -> GenerateOutput:
         """Decode all of them; returns the output of the job's own sequences."""
         streamers, batch, observe = self._how.streamers, self._batch, self._observe
-        streamers.begin(self._job.input_ids)
+        streamers.begin(self._job.input_ids, self._job.prompts, self._job.endings)
         batch.prefill(self._how.progress, reuse)
         for fresh in batch.decode(observe if self._scores is not None else None):
             for sequence, tokens in fresh:
@@ -182,7 +182,7 @@ class BatchRun:
         self._count += 1
         if self._how.seeds is not None:
             self._how.seeds.append(joined.seed)
-        self._how.streamers.join(joined.streamer, sequence.number, sequence.prompt)
+        self._how.streamers.join(joined.streamer, sequence.number, sequence.prompt, sequence.ending)
         if self._scores is not None:
             self._scores.begin(sequence.prompt)
         return sequence

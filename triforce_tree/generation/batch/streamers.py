@@ -1,14 +1,28 @@
 """Streamers of a batch: each follows one sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.runtime.token_ids import id_tensor
+
+
+class TokenStreamer(BaseStreamer):
+    """A streamer that is told of its sequence's prompt apart from the new tokens, by :meth:`put_prompt`."""
+
+    def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
+        """The sequence begins.
+
+        Args:
+            tokens: the prompt's, without padding.
+            end_tokens: ids that end the sequence.
+        """
+        raise NotImplementedError
 
 
 class Streamers:
@@ -17,7 +31,8 @@ class Streamers:
     Args:
         streamers: as transformers' own; a ``put`` that returns True ends its sequence. One with a method
             ``put_scores`` gets a dict before each put: of the logits, scores and log-probabilities that the
-            call asks for, those of the tokens that follow.
+            call asks for, those of the tokens that follow. One with the method ``put_prompt`` of
+            :class:`TokenStreamer` gets the prompt by it, and not by a put.
     """
 
     def __init__(self, streamers: Sequence[BaseStreamer] = ()) -> None:
@@ -49,17 +64,18 @@ class Streamers:
         """Those of some sequences."""
         return Streamers([each for each in self._streamers[rows] if each is not None])
 
-    def begin(self, ids: Tensor) -> None:
-        """Send the prompts ``[B, W]``."""
+    def begin(self, ids: Tensor, prompts: Sequence[Sequence[int]], endings: Sequence[Ending]) -> None:
+        """Send the prompts: ``ids`` ``[B, W]``, or ``prompts`` without padding."""
         for row, streamer in enumerate(self._streamers):
             assert streamer is not None
-            streamer.put(ids[row : row + 1].cpu())
+            if not _told(streamer, prompts[row], endings[row]):
+                streamer.put(ids[row : row + 1].cpu())
 
-    def join(self, streamer: BaseStreamer | None, number: int, prompt: Sequence[int]) -> None:
+    def join(self, streamer: BaseStreamer | None, number: int, prompt: Sequence[int], ending: Ending) -> None:
         """Send its prompt to the streamer of a further sequence, if it has one."""
         self._streamers += [None] * (number + 1 - len(self._streamers))
         self._streamers[number] = streamer
-        if streamer is not None:
+        if streamer is not None and not _told(streamer, prompt, ending):
             streamer.put(id_tensor(prompt)[None])
 
     def put(self, number: int, tokens: Sequence[int], scores: EmittedScores | None = None) -> bool:
@@ -79,3 +95,12 @@ class Streamers:
         if self._streamers and (streamer := self._streamers[number]) is not None:
             streamer.end()
             self._streamers[number] = None
+
+
+def _told(streamer: BaseStreamer, prompt: Sequence[int], ending: Ending) -> bool:
+    """Whether a streamer takes its prompt by ``put_prompt``; it then has it."""
+    put_prompt = getattr(streamer, "put_prompt", None)
+    if put_prompt is None:
+        return False
+    put_prompt(prompt, ending.stop_tokens)
+    return True

@@ -1,0 +1,62 @@
+"""Stop strings as a criterion of transformers: a text ends with the token that completes one."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+
+from triforce_tree.decoding.stop_criteria import Stop
+from triforce_tree.text.new_text import NewText
+from triforce_tree.text.vocabulary import Vocabulary
+
+# Tokens that a character of a stop string may have.
+_TOKENS_OF_ONE = 4
+# Tokens before those that are searched, which they are decoded behind.
+_BEHIND = 64
+
+
+class StopStrings(StoppingCriteria):
+    """Ends texts as the server does: strings are looked for in new text alone, special tokens by their names.
+
+    Args:
+        tokenizer: of the target.
+        strings: none of them empty.
+        prompt_tokens: width of the prompts, for transformers' own beam search, which calls this itself.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_tokens: int = 0
+    ) -> None:
+        self._tokenizer, self._strings, self._width = tokenizer, tuple(strings), prompt_tokens
+
+    def of_one(self, prompt_tokens: int, end_tokens: Collection[int]) -> Stop:
+        """Whether a sequence ends, asked after each of its tokens; after an earlier one again if need be."""
+        vocabulary = Vocabulary(self._tokenizer)
+        text: NewText | None = None
+        searched = prompt_tokens
+
+        def stop(tokens: list[int]) -> bool:
+            nonlocal text, searched
+            if text is None or searched >= len(tokens):
+                text = NewText(vocabulary, tokens[:prompt_tokens], end_tokens, self._strings)
+                searched = prompt_tokens
+            for token in tokens[searched:]:
+                text.put(token)
+            searched = len(tokens)
+            return text.stopped
+
+        return stop
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        """bool ``[B]``: whether the last token of each sequence, int64 ``[B, L]``, completes a string."""
+        vocabulary = Vocabulary(self._tokenizer)
+        searched = min(input_ids.shape[1] - self._width, _TOKENS_OF_ONE * max(map(len, self._strings)))
+        found = []
+        for row in input_ids[:, -(searched + _BEHIND) :].tolist():
+            text = NewText(vocabulary, row[:-searched], (), self._strings)
+            for token in row[-searched:]:
+                text.put(token)
+            found.append(text.stopped)
+        return torch.tensor(found, device=input_ids.device)
