@@ -8,7 +8,6 @@ import torch
 from served import NAME, PATIENCE, PROMPT, expected, metric, until
 
 from triforce_tree.engine import Engine
-from triforce_tree.generation.tokenized_texts import TokenizedTexts
 from triforce_tree.server.text_stream import TextStream
 
 
@@ -192,21 +191,3 @@ def test_choices_of_a_stream_are_those_of_a_whole_reply(client: openai.OpenAI) -
         own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
         assert "".join(c.text for c in own) == choice.text
         assert [c.finish_reason for c in own if c.finish_reason] == ["length"]
-
-
-def test_a_conversation_is_tokenized_once(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded, asked = TokenizedTexts._encoded, []
-
-    def counted(texts: TokenizedTexts, text: str, special: bool) -> object:
-        asked.append(len(text))
-        return encoded(texts, text, special)
-
-    monkeypatch.setattr(TokenizedTexts, "_encoded", counted)
-    chat = [{"role": "user", "content": PROMPT * 200}]
-    given = {"model": NAME, "max_tokens": 4, "temperature": 0}
-    answer = client.chat.completions.create(messages=chat, **given).choices[0].message.content
-    assert sum(asked) >= len(PROMPT) * 200
-    asked.clear()
-    chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
-    client.chat.completions.create(messages=chat, **given)
-    assert 0 < sum(asked) < len(PROMPT) * 120

@@ -17,6 +17,7 @@ from triforce_tree.branching.rows import TreeRows
 from triforce_tree.branching.scoring import fill_logprobs
 from triforce_tree.generation.inputs import Inputs, check_rows, prompt_of
 from triforce_tree.generation.keywords import checked_seed
+from triforce_tree.generation.tokenized_texts import text_ids
 from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
@@ -128,7 +129,7 @@ class TextTree:
         if isinstance(tokens, str):
             if self._engine.tokenizer is None:
                 raise ValueError("a text needs a tokenizer: load(..., tokenizer=...)")
-            tokens = self._engine.tokenizer(tokens, add_special_tokens=False, verbose=False)["input_ids"]
+            tokens = text_ids(self._engine.tokenizer, tokens, add_special_tokens=False)
         new = [int(token) for token in tokens]
         if new:
             check_rows([new], self._target.vocab_size)

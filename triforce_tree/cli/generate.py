@@ -19,7 +19,7 @@ from triforce_tree.cli.console import (
 from triforce_tree.cli.prompt import prompt_of
 from triforce_tree.engine import Engine
 from triforce_tree.eval.compare import compared, ms_per_token, summary
-from triforce_tree.generation.inputs import encoded
+from triforce_tree.generation.chat import encoded
 from triforce_tree.generation.output import GenerateOutput
 
 # Shorter preparations are not mentioned.

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.generation.inputs import encoded
+from triforce_tree.generation.chat import encoded
 from triforce_tree.loading.model_files import in_one_line
 
 PYDOC = "pydoc"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from triforce_tree.generation.chat import Chat, characters, chat_ids, chats_of
-from triforce_tree.generation.tokenized_texts import Tokenizer, check_text
+from triforce_tree.generation.chat import Chat, chats_of, encoded
+from triforce_tree.generation.tokenized_texts import Tokenizer
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.token_ids import left_padded
 
@@ -18,8 +18,6 @@ Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
 
 _FORMS = "give text, a list of texts, a list of messages, token ids [L] or [B, L], or a tokenizer's output"
 Row = np.ndarray[Any, np.dtype[np.int64]]
-# More characters than a token of any text has, except in long runs of one character.
-_MANY_CHARACTERS = 16
 
 
 @dataclass(frozen=True)
@@ -114,29 +112,6 @@ def real_ids(ids: Tensor, mask: Tensor | None) -> list[Tensor]:
     if seen is None or bool(seen.all()):
         return list(ids)
     return [row[own] for row, own in zip(ids, seen, strict=True)]
-
-
-def encoded(tokenizer: Tokenizer, given: str | Chat, positions: int | None = None) -> list[int]:
-    """Token ids of a text, without the warning that it exceeds the model; or those of a chat.
-
-    Raises:
-        ValueError: its beginning alone has more tokens than ``positions``. Tokenizing all of a text takes
-            seconds a megabyte, so a text that is much too long is not tokenized to its end. A text that was
-            no UTF-8. For a chat also: there is no chat template, or it refuses these messages.
-    """
-    text = given if isinstance(given, str) else characters(given)
-    check_text(text)
-    if positions is not None and len(text) > _MANY_CHARACTERS * positions:
-        start: Any = tokenizer(text[: 3 * _MANY_CHARACTERS * positions // 8], verbose=False)["input_ids"]
-        if len(start) > positions:
-            raise ValueError(
-                f"the prompt of {len(text):,} characters has more than {len(start):,} tokens, and the model "
-                f"{positions:,} positions; shorten it"
-            )
-    if not isinstance(given, str):
-        return chat_ids(tokenizer, given)
-    ids: Any = tokenizer(text, verbose=False)["input_ids"]
-    return list(ids)
 
 
 def check_rows(rows: Sequence[Sequence[int] | Row | Tensor], vocabulary: int) -> None:

@@ -17,6 +17,8 @@ import numpy as np
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 
+from triforce_tree.generation.prompt_error import PASSED_ON, PromptError
+
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 # Characters before the first changed one that are tokenized again: in runs of one character, or of digits,
@@ -111,23 +113,43 @@ class TokenizedTexts:
         return np.concatenate([known.ids[: len(known.ids) - agreeing], new[first:]])
 
     def _encoded(self, text: str, special: bool) -> Ids:
-        ids: Any = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return np.asarray(ids, np.int64)
+        return np.asarray(text_ids(self.tokenizer, text, add_special_tokens=special), np.int64)
 
 
 Tokenizer = PreTrainedTokenizerBase | TokenizedTexts
+
+
+def text_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+    """A tokenizer's ids of a text, without the warning that it exceeds the model.
+
+    Raises:
+        PromptError: the text was no UTF-8, or the tokenizer fails on it, also where the ``tokenizers``
+            library panics, as by a regular expression that gives up: its exception is no Exception.
+    """
+    check_text(text)
+    try:
+        encoded: Any = tokenizer(text, verbose=False, **options)
+        return list(encoded["input_ids"])
+    except PASSED_ON:
+        raise
+    except BaseException as error:
+        why = " ".join(str(error).split()) or "no reason given"
+        raise PromptError(
+            "the tokenizer cannot tokenize this text; give another text, or mend its tokenizer.json",
+            f"{type(error).__name__} ({why[:200]})",
+        ) from error
 
 
 def check_text(text: str) -> None:
     """Check that a text is Unicode, which tokenizers need.
 
     Raises:
-        ValueError: it holds a surrogate, as Python makes of bytes that are no UTF-8 (arguments, stdin).
+        PromptError: it holds a surrogate, as Python makes of bytes that are no UTF-8 (arguments, stdin).
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise PromptError(
             f"the text holds {text[error.start]!r} at character {error.start:,}, which stands for a byte "
             "that is no UTF-8; convert it first"
         ) from error

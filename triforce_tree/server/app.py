@@ -1,7 +1,6 @@
 """The HTTP application: OpenAI's chat completions and completions over one engine."""
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -9,24 +8,27 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route, Router
+from starlette.types import Receive, Scope, Send
 
 from triforce_tree.engine import Engine
+from triforce_tree.server.guard import Guard, reply
 from triforce_tree.server.metrics import Metrics
-from triforce_tree.server.middleware import BodyLimit
-from triforce_tree.server.protocol import ChatRequest, CompletionRequest, error
-from triforce_tree.server.replies import Asked
+from triforce_tree.server.protocol import RefusedError, not_served, shown
+from triforce_tree.server.readers import Readers
+from triforce_tree.server.reading import Sizes
 from triforce_tree.server.scheduler import Limits, Scheduler
 from triforce_tree.server.service import Service
 
-# Longer values are left out of errors.
-_SHOWN_CHARACTERS = 60
-_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Bytes of JSON that a token of a prompt may take, as an escaped character takes up to twelve; the limit of
+# models that take any number of tokens; and the least limit.
+_TOKEN_BYTES, _ANY_BYTES, _LEAST_BYTES = 64, 16 * 2**20, 2**20
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,18 @@ class Served:
         name: of the model, which requests have to give.
         key: that clients must send as ``Authorization: Bearer KEY``; None for anyone.
         limits: see :class:`Limits`.
-        body: most bytes of a request.
+        body: most bytes of a request; None for as many as the longest prompt that the model takes may have.
         origins: of web pages whose scripts may ask (CORS); ``*`` for all.
+        reading: seconds of processor time that a request's JSON, chat template and tokens may take, and as
+            many again for each MiB.
     """
 
     name: str
     key: str | None = None
     limits: Limits = field(default_factory=Limits)
-    body: int = 16 * 2**20
+    body: int | None = None
     origins: tuple[str, ...] = ()
+    reading: float = 5.0
 
 
 class _Running:
@@ -54,13 +59,25 @@ class _Running:
     def __init__(self, served: Served) -> None:
         self.served, self.metrics = served, Metrics()
         self.service: Service | None = None
+        self.most_bytes = 0
         self._closed = False
 
     def begin(self, engine: Engine) -> None:
-        """Answer requests from now on."""
-        scheduler = Scheduler(engine, self.served.limits, self.metrics.ended)
+        """Answer requests from now on.
+
+        Raises:
+            ValueError: the engine has no tokenizer, or one that cannot be sent to another process.
+        """
+        served, target = self.served, engine.hierarchy.target
+        if engine.tokenizer is None:
+            raise ValueError("a server needs a tokenizer; give one: load(..., tokenizer=...)")
+        sizes = Sizes(served.name, target.vocab_size, target.max_positions, served.limits.waiting)
+        readers = Readers(engine.tokenizer, sizes, served.reading)
+        longest = _ANY_BYTES if sizes.positions is None else sizes.positions * _TOKEN_BYTES
+        self.most_bytes = served.body or max(_LEAST_BYTES, longest)
+        scheduler = Scheduler(engine, served.limits, self.metrics.ended)
         self.metrics.watch(scheduler)
-        self.service = Service(engine, self.served.name, scheduler, self.metrics)
+        self.service = Service(engine, served.name, scheduler, readers, self.metrics)
         if self._closed:
             scheduler.stop()
 
@@ -73,6 +90,7 @@ class _Running:
     def close(self) -> None:
         self.stop()
         if self.service is not None:
+            self.service.readers.close()
             self.service.scheduler.close()
 
     @property
@@ -82,29 +100,42 @@ class _Running:
             return "loading"
         return "ok" if self.service.scheduler.alive else "failed"
 
-    async def answer(self, asked: Asked, request: Request) -> Response:
-        """A reply, or an error by its status."""
-        if asked.model != self.served.name:
-            raise HTTPException(404, f"model {asked.model!r} is not served here; use {self.served.name!r}")
-        if (problem := asked.problem()) is not None:
-            raise HTTPException(400, problem)
+    async def answer(self, request: Request, chat: bool) -> Response:
+        """A reply; errors are raised with their status."""
         if self.service is None or not self.service.scheduler.alive:
             why = "the model is being loaded; ask again" if self.service is None else "decoding has failed"
-            raise HTTPException(503, why, {"Retry-After": "5"})
-        return await self.service.answer(asked, request)
+            raise RefusedError(why, 503, retry=5)
+        return await self.service.answer(await self._body(request), chat, request)
+
+    async def _body(self, request: Request) -> bytes:
+        """A request's body, which is not read where its head says that it is too long."""
+        too_long = RefusedError(
+            f"the body has more than {self.most_bytes:,} bytes; send less, or raise --max-body", 413
+        )
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and (len(length) > 15 or int(length) > self.most_bytes):
+            raise too_long
+        parts, size = [], 0
+        async for part in request.stream():
+            parts.append(part)
+            size += len(part)
+            if size > self.most_bytes:
+                raise too_long
+        return b"".join(parts)
 
 
-def create_app(engine: Engine | Future[Engine], served: Served) -> FastAPI:
+def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
     """The application; its scheduler starts and ends with it.
 
     Args:
         engine: with a tokenizer; or a future one, until which requests are answered with status 503.
 
     Returns:
-        the application; calling its ``state.stop`` ends all texts early, for a shutdown.
+        the application; calling its ``state.stop`` ends all texts early, for a shutdown, and its
+        ``state.problem`` is the error for which a future engine cannot be served.
 
     Raises:
-        ValueError: the engine has no tokenizer.
+        ValueError: the engine has no tokenizer; a key that headers do not hold.
     """
     running = _Running(served)
     if isinstance(engine, Engine) and engine.tokenizer is None:
@@ -112,90 +143,71 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> FastAPI:
 
     def begin(loaded: Future[Engine]) -> None:
         if loaded.exception() is None:
-            running.begin(loaded.result())
+            try:
+                running.begin(loaded.result())
+            except Exception as problem:  # the callback of a future has nobody to raise it to
+                app.state.problem = problem
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         if isinstance(engine, Future):
             engine.add_done_callback(begin)
         else:
-            running.begin(engine)
+            await asyncio.to_thread(running.begin, engine)
         try:
             yield
         finally:
             await asyncio.to_thread(running.close)
 
-    async def allowed(request: Request) -> None:
-        sent = request.headers.get("authorization", "").encode()
-        if served.key is not None and not hmac.compare_digest(sent, f"Bearer {served.key}".encode()):
-            raise HTTPException(401, "wrong or missing API key; send Authorization: Bearer KEY")
-
-    app = FastAPI(title="triforce-tree", lifespan=lifespan)
-    app.state.stop = running.stop
-    app.add_middleware(BodyLimit, most=served.body)
-    if served.origins:
-        origins, everything = list(served.origins), ["*"]
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=everything, allow_headers=everything
-        )
-    guarded = [Depends(allowed)]
-    own = {
+    own: dict[str, Any] = {
         "id": served.name, "object": "model", "created": int(time.time()), "owned_by": "triforce-tree",
     }  # fmt: skip
 
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(request: Request, problem: StarletteHTTPException) -> JSONResponse:
-        other = "invalid_request_error" if problem.status_code < 500 else "server_error"
-        said = str(problem.detail)
-        if said in ("Not Found", "Method Not Allowed"):  # Starlette's own
-            said = f"there is no {request.method} {request.url.path} here; see docs/server.md for the routes"
-        body = error(said, _KINDS.get(problem.status_code, other))
-        return JSONResponse(body, problem.status_code, problem.headers)
+    async def chat(request: Request) -> Response:
+        return await running.answer(request, True)
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, problem: RequestValidationError) -> JSONResponse:
-        first, *others = problem.errors()
-        # Of a value of several forms each form has an error: that of the form which the value has tells most.
-        same = [each for each in (first, *others) if each["loc"][:2] == first["loc"][:2]]
-        told = next((each for each in same if not each["type"].endswith("_type")), first)
-        name = ".".join(str(part) for part in first["loc"] if part != "body")
-        if first["type"] == "json_invalid":
-            why, at = first["ctx"]["error"], name
-            return JSONResponse(error(f"the body is no JSON ({why} at byte {at}); send an object"), 400)
-        if not name:
-            return JSONResponse(
-                error("the body is no JSON object; send one, with Content-Type application/json"), 400
-            )
-        if len(same) > 1:
-            name = str(first["loc"][1])
-        value = "" if told["type"] == "missing" else f"={told['input']!r}"
-        shown = value if len(value) < _SHOWN_CHARACTERS else ""
-        return JSONResponse(error(f"{name}{shown}: {told['msg']}", param=name), 400)
+    async def complete(request: Request) -> Response:
+        return await running.answer(request, False)
 
-    @app.post("/v1/chat/completions", dependencies=guarded, response_model=None)
-    async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await running.answer(asked, request)
+    async def models(request: Request) -> Response:
+        return reply({"object": "list", "data": [own]})
 
-    @app.post("/v1/completions", dependencies=guarded, response_model=None)
-    async def complete(asked: CompletionRequest, request: Request) -> Response:
-        return await running.answer(asked, request)
+    async def model(request: Request) -> Response:
+        if (name := request.path_params["name"]) != served.name:
+            raise RefusedError(not_served(name, served.name), 404)
+        return reply(own)
 
-    @app.get("/v1/models", dependencies=guarded)
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [own]}
+    async def health(request: Request) -> Response:
+        return reply({"status": running.status}, 200 if running.status == "ok" else 503)
 
-    @app.get("/v1/models/{name:path}", dependencies=guarded)
-    async def model(name: str) -> dict[str, Any]:
-        if name != served.name:
-            raise HTTPException(404, f"model {name!r} is not served here; use {served.name!r}")
-        return own
-
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        return JSONResponse({"status": running.status}, 200 if running.status == "ok" else 503)
-
-    @app.get("/metrics")
-    async def exposed() -> Response:
+    async def exposed(request: Request) -> Response:
         return Response(running.metrics.exposed(), media_type=CONTENT_TYPE_LATEST)
 
+    guarded = Router([
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Mount("/", _nowhere),
+    ])  # fmt: skip
+    app = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/metrics", exposed),
+            # What follows needs the key, known or not.
+            Mount("/", Guard(guarded, served.key)),
+        ],
+        lifespan=lifespan,
+        middleware=[
+            Middleware(CORSMiddleware, allow_origins=served.origins, allow_methods=["*"], allow_headers=["*"])
+        ]
+        if served.origins
+        else [],
+    )
+    app.state.stop, app.state.problem = running.stop, None
     return app
+
+
+async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+    what = f"{shown(scope['method'])} {shown(scope['path'])}"
+    raise RefusedError(f"there is no {what} here; see docs/server.md for the routes", 404)

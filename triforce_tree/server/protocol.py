@@ -1,129 +1,341 @@
-"""Requests of the OpenAI API as options of ``Engine.generate``; what is not supported is refused by name."""
+"""Requests of the OpenAI API, read strictly from JSON: what is not supported is refused by name.
 
-from typing import Annotated, Any
+Nothing here imports torch: the processes that read requests import it.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-# What the API allows, and what changes nothing in the text of a server with one model.
-_WITHOUT_EFFECT = {
-    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "safety_identifier",
-    "service_tier", "store", "user",
-}  # fmt: skip
-# Values of unsupported options that ask for nothing.
-_NOTHING: tuple[Any, ...] = (None, False, 0, 0.0, [], {}, "none", {"type": "text"}, ["text"])
 MOST_TOP_LOGPROBS = 20
+_MOST_CHOICES, _MOST_STOPS = 128, 4
+# Logits in 32 bits divided by a temperature, and multiplied by a penalty, neither overflow nor vanish.
+_LEAST, _MOST_TEMPERATURE, _MOST_PENALTY = 1e-30, 1e6, 100.0
+# Longer names and values are left out of errors.
+_SHOWN_CHARACTERS = 60
 
-Count = Annotated[int, Field(ge=1)]
-Strings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)]
+# What changes nothing in the text of a server with one model, whatever the value.
+_WITHOUT_EFFECT = frozenset(
+    """
+    metadata parallel_tool_calls prediction priority prompt_cache_key prompt_cache_retention request_id rid
+    safety_identifier service_tier store user
+    """.split()  # noqa: SIM905 - a list would take a line for each name
+)
+# Values of other options that ask for nothing, as they are the defaults of OpenAI, vLLM or SGLang; null asks
+# for nothing everywhere.
+_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (),
+    "bad_words": ([],),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "no_stop_trim": (False,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "stream_reasoning": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+}
 
 
-class StreamOptions(BaseModel):
+class RefusedError(Exception):
+    """A request is refused, by a sentence that was written for its client.
+
+    Attributes:
+        status: of the reply.
+        param: the field at fault.
+        retry: seconds after which to ask again.
+    """
+
+    def __init__(
+        self, sentence: str, status: int = 400, param: str | None = None, retry: int | None = None
+    ) -> None:
+        super().__init__(sentence)
+        self.status, self.param, self.retry = status, param, retry
+
+
+@dataclass(frozen=True)
+class StreamOptions:
     """``include_usage`` adds a chunk with the usage to a stream."""
 
     include_usage: bool = False
 
 
-class Sampled(BaseModel):
+@dataclass(frozen=True)
+class Sampled:
     """What chats and completions share. ``temperature`` 0 takes the most probable token.
 
-    ``top_k`` (0: all) and ``repetition_penalty`` are not of OpenAI's API, but of other servers' with it.
+    ``top_k`` (0 or -1: all) and ``repetition_penalty`` are other servers' additions to OpenAI's API.
+
+    Attributes:
+        limit: most new tokens; None for as many as the server generates.
+        alternatives: most probable tokens to report beside each token; None where no log-probability is
+            wanted.
     """
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-
     model: str
-    temperature: Annotated[float, Field(ge=0)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    n: Annotated[int, Field(ge=1, le=128)] | None = 1
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: Annotated[str, Field(min_length=1)] | Strings | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-
-    def problem(self) -> str | None:
-        """What is wrong with the options: one that is not supported, or that does not go with another."""
-        for name, value in (self.model_extra or {}).items():
-            # Clients of completions send best_of as n.
-            idle = value in _NOTHING or (name == "best_of" and value == self.choices)
-            if name not in _WITHOUT_EFFECT and not idle:
-                return f"{name} is not supported; leave it out"
-        if self.stream_options is not None and not self.stream:
-            return "stream_options is given without a stream; leave it out, or set stream to true"
-        return None
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def choices(self) -> int:
-        return self.n or 1
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    choices: int
+    seed: int | None
+    stop_strings: tuple[str, ...]
+    stream: bool
+    stream_options: StreamOptions | None
+    limit: int | None
+    alternatives: int | None
 
     def sampling(self) -> dict[str, Any]:
         """Options of ``generate``."""
-        temperature = 1.0 if self.temperature is None else self.temperature
         options: dict[str, Any] = {"do_sample": False}
-        if temperature > 0:
-            top_p = 1.0 if self.top_p is None else self.top_p
-            options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": self.top_k}
+        if self.temperature > 0:
+            options = {
+                "do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k,
+            }  # fmt: skip
         if self.repetition_penalty != 1:
             options["repetition_penalty"] = self.repetition_penalty
         return options
 
 
+@dataclass(frozen=True)
 class ChatRequest(Sampled):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``; ``messages`` is a list that holds anything."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+    messages: list[Any]
 
     @property
     def prompts(self) -> list[Any]:
         return [self.messages]
 
-    def problem(self) -> str | None:
-        if self.top_logprobs and not self.logprobs:
-            return "top_logprobs is given without logprobs; set logprobs to true"
-        return super().problem()
 
-    @property
-    def alternatives(self) -> int | None:
-        """Most probable tokens to report beside each token; None where no log-probability is wanted."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
+@dataclass(frozen=True)
 class CompletionRequest(Sampled):
-    """``POST /v1/completions``."""
+    """``POST /v1/completions``; each prompt is a text, or token ids."""
 
-    prompt: str | Annotated[list[int] | list[str] | list[list[int]], Field(min_length=1)]
-    max_tokens: Count | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    prompts: list[str | list[int]]
 
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens
 
-    @property
-    def prompts(self) -> list[Any]:
-        """Each a text, or token ids."""
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]
-        return list(self.prompt)
+def request_of(body: bytes, chat: bool) -> ChatRequest | CompletionRequest:
+    """The request in a body.
 
-    @property
-    def alternatives(self) -> int | None:
-        return self.logprobs
+    Raises:
+        RefusedError: it is no JSON object, or a field is missing, wrong or not supported.
+    """
+    fields = _Fields(_parsed(body))
+    shared = fields.shared()
+    if chat:
+        shown = fields.flag("logprobs")
+        top = fields.whole("top_logprobs", 0, 0, MOST_TOP_LOGPROBS)
+        if top and not shown:
+            raise RefusedError("top_logprobs is given without logprobs; set logprobs to true")
+        older = fields.whole("max_tokens", None, 1)
+        limit = fields.whole("max_completion_tokens", None, 1) or older
+        messages = fields.messages()
+        fields.end()
+        return ChatRequest(**shared, limit=limit, alternatives=top if shown else None, messages=messages)
+    limit = fields.whole("max_tokens", 16, 1)
+    alternatives = fields.whole("logprobs", None, 0, MOST_TOP_LOGPROBS)
+    prompts = fields.prompts()
+    fields.end()
+    return CompletionRequest(**shared, limit=limit, alternatives=alternatives, prompts=prompts)
 
 
 def error(message: str, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
     """The body of an error, as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        given = json.loads(body)
+    except json.JSONDecodeError as problem:
+        why = f"{problem.msg} at byte {problem.pos}"
+    except UnicodeDecodeError as problem:
+        why = f"no UTF-8 at byte {problem.start}"
+    except RecursionError:
+        why = "lists or objects are nested too deeply"
+    except ValueError:  # Python's own limit
+        why = "a number has thousands of digits"
+    else:
+        if isinstance(given, dict):
+            return given
+        raise RefusedError("the body is no JSON object; send one, with Content-Type application/json")
+    raise RefusedError(f"the body is no JSON ({why}); send an object")
+
+
+class _Fields:
+    """The fields of a request, each of which is taken once; those that are null count as absent."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._left = {name: value for name, value in given.items() if value is not None}
+
+    def shared(self) -> dict[str, Any]:
+        """What chats and completions share."""
+        found = {
+            "model": self._text("model"),
+            "temperature": self._number("temperature", _LEAST, _MOST_TEMPERATURE, zero=True),
+            "top_p": self._number("top_p", _LEAST, 1),
+            "repetition_penalty": self._number("repetition_penalty", 1 / _MOST_PENALTY, _MOST_PENALTY),
+            "top_k": max(0, self.whole("top_k", 0, -1)),
+            "choices": self.whole("n", 1, 1, _MOST_CHOICES),
+            "seed": self.whole("seed", None, 0, 2**63 - 1),
+            "stop_strings": self._stops(),
+            "stream": self.flag("stream"),
+            "stream_options": self._stream_options(),
+        }
+        if found["stream_options"] is not None and not found["stream"]:
+            raise RefusedError(
+                "stream_options is given without a stream; leave it out, or set stream to true"
+            )
+        # Clients of completions send best_of as n.
+        if _same(self._left.get("best_of"), found["choices"]):
+            del self._left["best_of"]
+        return found
+
+    def whole(self, name: str, default: int | None, least: int, most: int = 2**31) -> Any:
+        value = self._left.pop(name, default)
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            raise _wrong(name, value, f"must be a whole number from {least} to {most}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self._left.pop(name, False)
+        if type(value) is not bool:
+            raise _wrong(name, value, "must be true or false")
+        return value
+
+    def messages(self) -> list[Any]:
+        """A list; its messages are looked at where prompts are."""
+        given = self._required("messages")
+        if not isinstance(given, list) or not given:
+            raise _wrong("messages", given, 'must be a list as [{"role": "user", "content": "..."}]')
+        last = given[-1]
+        # A last message of the assistant is continued.
+        continued = isinstance(last, dict) and last.get("role") == "assistant"
+        for name, done in (("add_generation_prompt", not continued), ("continue_final_message", continued)):
+            if self._left.get(name) is done:
+                del self._left[name]
+        return given
+
+    def prompts(self) -> list[str | list[int]]:
+        given = self._required("prompt")
+        if isinstance(given, str):
+            return [given]
+        if isinstance(given, list) and given:
+            kinds = set(map(type, given))
+            if kinds == {int}:
+                return [given]
+            if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) <= {int} for ids in given)):
+                return given
+        raise _wrong("prompt", given, "must be a text, a list of texts, token ids, or a list of such lists")
+
+    def end(self) -> None:
+        """Refuse what is left and asks for something."""
+        for name, value in self._left.items():
+            asks = name not in _WITHOUT_EFFECT and not any(
+                _same(value, each) for each in _NOTHING.get(name, ())
+            )
+            if asks:
+                raise RefusedError(f"{shown(name)} is not supported; leave it out", param=shown(name))
+
+    def _required(self, name: str) -> Any:
+        if name not in self._left:
+            raise RefusedError(f"{name} is missing; give it", param=name)
+        return self._left.pop(name)
+
+    def _text(self, name: str) -> str:
+        value = self._required(name)
+        if not isinstance(value, str):
+            raise _wrong(name, value, "must be a text")
+        return value
+
+    def _number(self, name: str, least: float, most: float, zero: bool = False) -> float:
+        value = self._left.pop(name, 1.0)
+        within = type(value) in (int, float) and (least <= value <= most or (zero and value == 0))
+        if not within:
+            more = "0, or " if zero else ""
+            raise _wrong(name, value, f"must be {more}a number from {least:g} to {most:g}")
+        return float(value)
+
+    def _stops(self) -> tuple[str, ...]:
+        given = self._left.pop("stop", [])
+        strings = [given] if isinstance(given, str) else given
+        if not isinstance(strings, list) or len(strings) > _MOST_STOPS:
+            raise _wrong("stop", given, f"must be a text, or a list of at most {_MOST_STOPS}")
+        for each in strings:
+            if not isinstance(each, str) or not each or _halved(each):
+                raise _wrong("stop", each, "must be a text of whole characters that is not empty")
+        return tuple(strings)
+
+    def _stream_options(self) -> StreamOptions | None:
+        given = self._left.pop("stream_options", None)
+        if given is None:
+            return None
+        if not isinstance(given, dict):
+            raise _wrong("stream_options", given, 'must be an object, as {"include_usage": true}')
+        options = _Fields(given)
+        usage = options.flag("include_usage")
+        # Random characters beside each piece, and usage in each chunk, of OpenAI and of vLLM.
+        for name in ("include_obfuscation", "continuous_usage_stats"):
+            if options.flag(name):
+                raise RefusedError(f"stream_options.{name} is not supported; leave it out", param=name)
+        options.end()
+        return StreamOptions(usage)
+
+
+def not_served(name: str, served: str) -> str:
+    """Why a request for another model is refused."""
+    return f"model {name[:_SHOWN_CHARACTERS]!a} is not served here; use {served!r}"
+
+
+def shown(name: str) -> str:
+    """A name from a request, in one short line."""
+    plain = re.fullmatch(r"[\w./:-]+", name[: _SHOWN_CHARACTERS + 1], re.ASCII)
+    return name if plain and len(name) <= _SHOWN_CHARACTERS else ascii(name[:_SHOWN_CHARACTERS])
+
+
+def _wrong(name: str, value: Any, sentence: str) -> RefusedError:
+    """The refusal of a field's value, which is shown if it is short."""
+    if isinstance(value, (list, dict)):
+        said = f" is {'a list' if isinstance(value, list) else 'an object'}, and {sentence}"
+    else:
+        # A long text or number is not turned into its notation.
+        small = not isinstance(value, str) or len(value) <= _SHOWN_CHARACTERS
+        small = small and (not isinstance(value, int) or abs(value) < 10**18)
+        said = f"={json.dumps(value)} {sentence}" if small else f" {sentence}"
+    return RefusedError(f"{name}{said}", param=name)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values of JSON are equal; 1 and true are not."""
+    return (type(a) is bool) == (type(b) is bool) and bool(a == b)
+
+
+def _halved(text: str) -> bool:
+    """Whether a text holds half of a character, which JSON can write."""
+    return re.search("[\ud800-\udfff]", text) is not None

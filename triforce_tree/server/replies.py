@@ -5,11 +5,10 @@ import uuid
 from collections.abc import Sequence as Sequences
 from typing import Any
 
-from triforce_tree.server.protocol import ChatRequest, CompletionRequest
+from triforce_tree.server.protocol import ChatRequest
+from triforce_tree.server.reading import Asked
 from triforce_tree.server.scheduler import Sequence
 from triforce_tree.server.text_stream import ScoredToken, TokenLogprobs
-
-Asked = ChatRequest | CompletionRequest
 
 
 class Reply:

@@ -75,7 +75,7 @@ class Sequence:
     stream: TextStream | None = None
     output: GenerateOutput | None = None
     cut: bool = False
-    error: Exception | None = None
+    error: BaseException | None = None
     began: float = field(default_factory=time.monotonic)
     waited: float = 0.0
 
@@ -305,7 +305,7 @@ class Scheduler:
             if self._closed or all(sequence.cancelled for sequence in batch.running.values()):
                 raise _NobodyWaitsError
 
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             self.engine.generate(
                 [sequence.prompt for sequence in given],
@@ -318,7 +318,7 @@ class Scheduler:
             )
         except _NobodyWaitsError:
             pass
-        except Exception as problem:  # whatever it is, the server goes on
+        except BaseException as problem:  # whatever it is, also a tokenizer's panic, the server goes on
             error = problem
         for sequence in batch.running.values():
             sequence.error = error

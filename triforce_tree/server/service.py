@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
-from fastapi import HTTPException, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from triforce_tree.engine import Engine
-from triforce_tree.generation.inputs import prompt_of
-from triforce_tree.generation.tokenized_texts import TokenizedTexts
+from triforce_tree.server.errors import told
 from triforce_tree.server.metrics import Metrics
-from triforce_tree.server.protocol import error
-from triforce_tree.server.replies import Asked, Reply, outputs_wanted
+from triforce_tree.server.protocol import RefusedError, error
+from triforce_tree.server.readers import Readers
+from triforce_tree.server.reading import Asked, Ids
+from triforce_tree.server.replies import Reply, outputs_wanted
 from triforce_tree.server.scheduler import ClosedError, QueueFullError, Scheduler, Sequence
 from triforce_tree.server.text_stream import TokenLogprobs
 from triforce_tree.verify.draws import sequence_seed
@@ -24,8 +25,6 @@ from triforce_tree.verify.draws import sequence_seed
 ENDING = "the server is shutting down; ask again"
 # Seconds between looks at whether a client that waits for a whole reply is still there.
 _LOOK = 0.2
-# Texts of requests of which the next one may be a continuation.
-_REMEMBERED = 16
 # Which text, its next piece or None at its end, and the log-probabilities of the tokens since the last piece.
 _Pieces = asyncio.Queue[tuple[int, str | None, list[TokenLogprobs]]]
 _Emit = Callable[[int, Sequence, str | None], None]
@@ -38,32 +37,33 @@ class Service:
         engine: with a tokenizer.
         name: of the model, for replies.
         scheduler: decodes.
+        readers: read requests.
         metrics: count what is refused.
-
-    Raises:
-        ValueError: the engine has no tokenizer.
     """
 
-    def __init__(self, engine: Engine, name: str, scheduler: Scheduler, metrics: Metrics) -> None:
-        if engine.tokenizer is None:
-            raise ValueError("a server needs a tokenizer; give one: load(..., tokenizer=...)")
+    def __init__(
+        self, engine: Engine, name: str, scheduler: Scheduler, readers: Readers, metrics: Metrics
+    ) -> None:
+        assert engine.tokenizer is not None
         self.engine, self.name, self.scheduler, self.metrics = engine, name, scheduler, metrics
-        self.tokenizer, self.texts = engine.tokenizer, TokenizedTexts(engine.tokenizer, _REMEMBERED)
+        self.tokenizer, self.readers = engine.tokenizer, readers
 
-    async def answer(self, asked: Asked, request: Request) -> Response:
-        """A whole reply, or a stream of pieces."""
-        pieces: _Pieces = asyncio.Queue()
+    async def answer(self, body: bytes, chat: bool, request: Request) -> Response:
+        """A whole reply, or a stream of pieces.
+
+        Raises:
+            RefusedError: the request cannot be carried out.
+        """
+        read = await self.readers.read(body, chat)
+        asked, pieces = read.asked, _Pieces()
+        sequences = self._sequences(asked, read.prompts, _emitter(pieces, asyncio.get_running_loop()))
         try:
-            emit = _emitter(pieces, asyncio.get_running_loop())
-            sequences = await asyncio.to_thread(self._sequences, asked, emit)
             self.scheduler.submit(sequences)
-        except ValueError as problem:
-            raise HTTPException(400, _one_line(problem)) from problem
         except QueueFullError as problem:
             self.metrics.refused()
-            raise HTTPException(429, str(problem), {"Retry-After": "1"}) from problem
+            raise RefusedError(str(problem), 429, retry=1) from problem
         except ClosedError as problem:
-            raise HTTPException(503, ENDING, {"Retry-After": "5"}) from problem
+            raise RefusedError(ENDING, 503, retry=5) from problem
         reply = Reply(asked, self.name)
         if asked.stream:
             return _Streamed(self._stream(reply, sequences, pieces), sequences)
@@ -76,7 +76,9 @@ class Service:
                 if await request.is_disconnected():
                     return Response(status_code=499)
         _raise_errors(sequences)
-        return JSONResponse(reply.whole(sequences))
+        # Log-probabilities of long texts are many.
+        encoded = await asyncio.to_thread(lambda: _encoded(reply.whole(sequences)))
+        return Response(encoded, media_type="application/json")
 
     async def _stream(self, reply: Reply, sequences: list[Sequence], pieces: _Pieces) -> AsyncIterator[str]:
         """Server-sent events."""
@@ -93,32 +95,30 @@ class Service:
             if sequence.complete:
                 yield _event(reply.last(index, sequence, logprobs))
             else:
-                why = ENDING if sequence.error is None else _one_line(sequence.error)
+                why = ENDING if sequence.error is None else told(sequence.error)
                 yield _event(error(why, "server_error"))
         if reply.usage_wanted and all(sequence.complete for sequence in sequences):
             yield _event(reply.usage_alone(sequences))
         yield "data: [DONE]\n\n"
 
-    def _sequences(self, asked: Asked, emit: _Emit) -> list[Sequence]:
-        """The sequences of a request; tokenising a long prompt takes a while.
+    def _sequences(self, asked: Asked, prompts: list[Ids], emit: _Emit) -> list[Sequence]:
+        """The sequences of a request.
 
         Raises:
-            ValueError: a prompt that cannot be continued, too many new tokens, or too many texts.
+            RefusedError: too many new tokens, or more tokens than the model can take.
         """
-        target, limits = self.engine.hierarchy.target, self.scheduler.limits
-        texts, most = len(asked.prompts) * asked.choices, limits.new_tokens
-        if texts > limits.waiting:
-            raise ValueError(
-                f"{texts} texts are more than the {limits.waiting} that may wait here; ask for fewer at once"
-            )
+        target, most = self.engine.hierarchy.target, self.scheduler.limits.new_tokens
         made: list[Sequence] = []
-        for prompt in asked.prompts:
-            ids = prompt_of(target, self.texts, prompt)
+        for prompt in prompts:
+            ids: list[int] = prompt.tolist()
             room = most if target.max_positions is None else min(most, target.max_positions - len(ids))
             new = asked.limit or max(1, room)
             if new > most:
-                raise ValueError(f"{new} new tokens are more than the {most} that this server generates")
-            target.check_length(len(ids), new)
+                raise RefusedError(f"{new} new tokens are more than the {most} that this server generates")
+            try:
+                target.check_length(len(ids), new)
+            except ValueError as problem:  # of lengths alone
+                raise RefusedError(str(problem)) from problem
             settings = {
                 "max_new_tokens": new, **asked.sampling(), **outputs_wanted(asked.alternatives),
             }  # fmt: skip
@@ -179,16 +179,16 @@ def _cancelled_at_the_end(sequences: list[Sequence]) -> Iterator[None]:
 
 def _raise_errors(sequences: list[Sequence]) -> None:
     for sequence in sequences:
-        if isinstance(sequence.error, ValueError):
-            raise HTTPException(400, _one_line(sequence.error)) from sequence.error
+        # Whatever it is: an error of a batch is not one of a request alone.
         if sequence.error is not None:
-            raise HTTPException(500, _one_line(sequence.error)) from sequence.error
+            raise RefusedError(told(sequence.error), 500)
         if not sequence.complete:
-            raise HTTPException(503, ENDING, {"Retry-After": "5"})
+            raise RefusedError(ENDING, 503, retry=5)
 
 
-def _one_line(problem: Exception) -> str:
-    return " ".join(str(problem).split())[:400]
+def _encoded(body: dict[str, Any]) -> bytes:
+    """JSON in pieces, between which other threads run."""
+    return "".join(json.JSONEncoder().iterencode(body)).encode()
 
 
 def _event(body: dict[str, Any]) -> str:

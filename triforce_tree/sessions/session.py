@@ -13,7 +13,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.chat import Message, chat_ids, chats_of
 from triforce_tree.generation.inputs import Inputs, prompts_of, real_rows
 from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.generation.tokenized_texts import TokenizedTexts, check_text
+from triforce_tree.generation.tokenized_texts import TokenizedTexts, text_ids
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.sessions import saved
 
@@ -258,8 +258,7 @@ class Session:
         if isinstance(given, str) and self.tokens:
             if self._engine.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
-            check_text(given)
-            given = self._engine.tokenizer(given, add_special_tokens=False, verbose=False)["input_ids"]
+            given = text_ids(self._engine.tokenizer, given, add_special_tokens=False)
             if not given:
                 return []
         prompts = prompts_of(self._engine.hierarchy.target, self._engine.tokenizer, given)

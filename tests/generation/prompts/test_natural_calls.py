@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from triforce_tree import Engine
-from triforce_tree.generation import inputs
+from triforce_tree.generation import chat, inputs
 
 OTHER = prompt_of(30)
 NEW = 5
@@ -193,14 +193,14 @@ def test_only_the_beginning_of_a_very_long_text_is_tokenized(
         ValueError, match=rf"2,000,000 characters has more than .* {limit:,} positions; shorten it"
     ):
         engine.generate("ab" * 1_000_000, max_new_tokens=3)
-    assert sum(read) <= inputs._MANY_CHARACTERS * limit
+    assert sum(read) <= chat._MANY_CHARACTERS * limit
 
 
 def test_a_long_text_of_few_tokens_is_tokenized_to_its_end() -> None:
     def runs(text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [len(text)]}
 
-    assert inputs.encoded(runs, "x" * 10_000, 100) == [10_000]  # type: ignore[arg-type]
+    assert chat.encoded(runs, "x" * 10_000, 100) == [10_000]  # type: ignore[arg-type]
 
 
 def test_the_users_own_lists_and_configs_are_left_alone(engine: Engine) -> None:

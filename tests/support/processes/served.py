@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import openai
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from triforce_tree.server.graceful import GracefulServer
 from triforce_tree.server.scheduler import Limits
@@ -24,7 +24,7 @@ LIMITS = Limits(waiting=4, batch=3, new_tokens=500)
 
 
 @contextmanager
-def serving(app: FastAPI, seconds: int = 5) -> Iterator[tuple[str, GracefulServer]]:
+def serving(app: Starlette, seconds: int = 5) -> Iterator[tuple[str, GracefulServer]]:
     """Inside, the application answers at the address; running texts have so many seconds at its end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

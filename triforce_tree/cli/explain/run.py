@@ -11,7 +11,7 @@ from triforce_tree.decoding.explain.explanation import Explanation, by_rank
 from triforce_tree.decoding.explain.matched import MatchedPasses
 from triforce_tree.drafters.suffix_index import LONGEST
 from triforce_tree.eval.results import check_picture
-from triforce_tree.generation.inputs import encoded
+from triforce_tree.generation.chat import encoded
 from triforce_tree.generation.options import check_sampling_options
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from triforce_tree.cli.groups import add_hierarchy, add_models, add_parser
-from triforce_tree.cli.parsing import positive
+from triforce_tree.cli.parsing import above_zero, positive
 
 
 def add(subparsers: Any) -> None:
@@ -28,7 +28,18 @@ def add(subparsers: Any) -> None:
         "beginning",
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=4096, help="most of one request")
-    parser.add_argument("--max-body", default="16MiB", metavar="SIZE", help="most bytes of a request")
+    parser.add_argument(
+        "--max-body", metavar="SIZE",
+        help="most bytes of a request; by default 64 for each token that the model can take, at least 1MiB",
+    )  # fmt: skip
+    parser.add_argument(
+        "--reading-timeout", type=above_zero, default=5.0, metavar="SECONDS",
+        help="of processor time for a request's chat template and tokenizer, and as many again for each MiB",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info",
+        help="of what stderr gets; info has a line for each request",
+    )  # fmt: skip
     parser.add_argument(
         "--allowed-origins", nargs="+", default=[], metavar="URL",
         help="origins of web pages whose scripts may ask (CORS), * for all; by default none",

@@ -4,8 +4,10 @@ import argparse
 import importlib.util
 import os
 import socket
+import sys
 import threading
 from concurrent.futures import Future
+from typing import Any
 
 from triforce_tree.cli import options
 from triforce_tree.cli.console import screen
@@ -14,7 +16,7 @@ from triforce_tree.memory_size import bytes_of
 
 KEY = "TRIFORCE_TREE_API_KEY"
 _LAST_PORT = 65535
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,12 +38,13 @@ def run(args: argparse.Namespace) -> int:
     name = args.model_name or str(args.target or "embedded")
     limits = Limits(args.max_waiting, args.max_batch, args.max_batch_tokens, args.max_new_tokens)
     key = args.api_key or os.environ.get(KEY) or None
-    served = Served(name, key, limits, bytes_of(args.max_body, "--max-body"), tuple(args.allowed_origins))
+    most = None if args.max_body is None else bytes_of(args.max_body, "--max-body")
+    served = Served(name, key, limits, most, tuple(args.allowed_origins), args.reading_timeout)
     loaded: Future[Engine] = Future()
     app = create_app(loaded, served)
     listening = _bound(args.host, args.port)
     port = listening.getsockname()[1]
-    config = uvicorn.Config(app, log_level="warning")
+    config = uvicorn.Config(app, log_config=_log_config(args.log_level))
     server = GracefulServer(config, app.state.stop, args.shutdown_timeout)
 
     def load() -> None:
@@ -52,17 +55,48 @@ def run(args: argparse.Namespace) -> int:
             loaded.set_exception(problem)
             server.should_exit = True
             return
+        # Begins to answer.
         loaded.set_result(engine)
+        if app.state.problem is not None:
+            server.should_exit = True
+            return
         who = "" if key else f", to anyone; --api-key or {KEY} sets a key"
         screen().print(f"serving {name!r} at http://{args.host}:{port}/v1{who}")
 
     # The port answers meanwhile; /health says when requests do.
     threading.Thread(target=load, name="triforce-tree load", daemon=True).start()
-    server.run(sockets=[listening])
+    try:
+        server.run(sockets=[listening])
+    finally:
+        if server.force_exit:
+            # A thread that decodes would end by a crash when the interpreter ends.
+            sys.stderr.write("triforce-tree: ended at once; texts that were running are cut\n")
+            sys.stderr.flush()
+            os._exit(130)
     if loaded.done():
         # What has failed ends the command, as anywhere else.
         loaded.result()
+    if app.state.problem is not None:
+        raise app.state.problem
     return 0
+
+
+def _log_config(level: str) -> dict[str, Any]:
+    """Of Python's logging: lines on stderr, with times."""
+    line = {"format": "%(asctime)s %(levelname)s %(message)s"}
+    # What uvicorn says at its start and end is for those who look for its faults.
+    own = "WARNING" if level == "info" else level.upper()
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": line},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "loggers": {
+            "uvicorn": {"handlers": ["stderr"], "level": own, "propagate": False},
+            "uvicorn.access": {"handlers": ["stderr"], "level": level.upper(), "propagate": False},
+            "triforce_tree.server": {"handlers": ["stderr"], "level": level.upper(), "propagate": False},
+        },
+    }
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -1,0 +1,165 @@
+"""What the server asks of the processes that read requests."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+
+from transformers import PreTrainedTokenizerBase
+
+from triforce_tree.server.errors import logged
+from triforce_tree.server.protocol import RefusedError
+from triforce_tree.server.reader_process import HEAD, LENGTH, Unread, received, send
+from triforce_tree.server.reading import Read, Sizes
+
+_LOG = logging.getLogger("triforce_tree.server")
+# Threads of libraries would be lost when a process forks.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# A request may take the seconds of its server, and as many again for each so many bytes.
+_BYTES = 2**20
+# Requests that wait for a process, for each one.
+_WAITING = 32
+
+
+class Readers:
+    """Processes that read requests, until :meth:`close`.
+
+    Args:
+        tokenizer: of the target.
+        sizes: of what is served.
+        seconds: of processor time that a request may take, and as many again for each MiB.
+        count: of processes.
+
+    Raises:
+        ValueError: the tokenizer cannot be sent to another process.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, sizes: Sizes, seconds: float, count: int | None = None
+    ) -> None:
+        try:
+            self._pickled = pickle.dumps((tokenizer, sizes))
+        except Exception as error:
+            raise ValueError(
+                f"the tokenizer cannot be sent to the processes that read requests ({error}); give one of "
+                "transformers' own classes, or of a module that can be imported"
+            ) from error
+        self._seconds, self._count = seconds, count or max(2, min(4, (os.cpu_count() or 1) // 2))
+        self._room, self._waiting = asyncio.Semaphore(self._count), 0
+        # The one that was used last is the next one: it knows the newest texts.
+        self._free: list[socket.socket] = []
+        self._lock, self._closed = threading.Lock(), False
+        self._begin()
+
+    async def read(self, body: bytes, chat: bool) -> Read:
+        """The request of a body.
+
+        Raises:
+            RefusedError: it cannot be carried out, or reading it takes too long.
+        """
+        if self._waiting >= _WAITING * self._count:
+            raise RefusedError("too many requests wait to be read; try again later", 429, retry=1)
+        self._waiting += 1
+        try:
+            async with self._room:
+                answer = await self._asked(body, chat)
+        finally:
+            self._waiting -= 1
+        if isinstance(answer, Read):
+            return answer
+        if answer.refusal is None:
+            raise RefusedError(logged(answer.trace), 500)
+        if answer.trace:
+            _LOG.warning("a prompt was refused: %s", answer.trace)
+        sentence, status, param = answer.refusal
+        raise RefusedError(sentence, status, param)
+
+    def close(self) -> None:
+        """End all processes."""
+        with self._lock:
+            self._closed = True
+            self._control.close()
+            while self._free:
+                self._free.pop().close()
+        self._process.wait()
+
+    async def _asked(self, body: bytes, chat: bool) -> Read | Unread:
+        seconds = self._seconds * (1 + len(body) / _BYTES)
+        loop = asyncio.get_running_loop()
+        connection = self._free.pop() if self._free else await asyncio.to_thread(self._forked)
+        try:
+            await loop.sock_sendall(connection, LENGTH.pack(HEAD.size + len(body)) + HEAD.pack(chat, seconds))
+            await loop.sock_sendall(connection, body)
+            head = await _received(connection, LENGTH.size)
+            answer = await _received(connection, LENGTH.unpack(head)[0])
+        except (OSError, EOFError):
+            connection.close()
+            sentence = (
+                f"reading this request takes more than {seconds:.1f} s of processor time, or too much memory "
+                "(by its chat template and tokenizer); send less, or raise --reading-timeout"
+            )
+            return Unread((sentence, 400, None))
+        except BaseException:
+            # It would answer this request to the next one.
+            connection.close()
+            raise
+        self._free.append(connection)
+        found: Read | Unread = pickle.loads(answer)
+        return found
+
+    def _begin(self) -> None:
+        """Start the process that forks the others."""
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; "
+                f"from triforce_tree.server.reader_process import main; main({theirs.fileno()})"
+            )
+            # In a session of its own: Ctrl-C is for the server.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], env={**os.environ, **_ONE_THREAD}, pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        with contextlib.suppress(OSError):
+            send(self._control, self._pickled)
+        answer = received(self._control)
+        why = "it has ended" if answer is None else pickle.loads(answer)
+        if why is not None:
+            raise ValueError(
+                f"the process that reads requests does not start ({' '.join(why.split())[:200]}); give a "
+                "tokenizer of transformers' own classes, or of a module that can be imported"
+            )
+
+    def _forked(self) -> socket.socket:
+        """A new process, by its socket."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs, self._lock:
+            if self._closed:
+                ours.close()
+                return ours
+            try:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            except OSError:
+                # The system has ended it, for want of memory.
+                self._control.close()
+                self._process.wait()
+                self._begin()
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+        return ours
+
+
+async def _received(connection: socket.socket, count: int) -> bytes:
+    found = bytearray(count)
+    view = memoryview(found)
+    while view:
+        got = await asyncio.get_running_loop().sock_recv_into(connection, view)
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return bytes(found)

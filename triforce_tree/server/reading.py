@@ -1,0 +1,111 @@
+"""The bodies of requests as token ids: JSON, chat template and tokenizer. Nothing here imports torch."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from triforce_tree.generation.chat import check_chat, encoded
+from triforce_tree.generation.tokenized_texts import TokenizedTexts
+from triforce_tree.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    RefusedError,
+    not_served,
+    request_of,
+    shown,
+)
+
+Asked = ChatRequest | CompletionRequest
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+# Texts of requests of which the next one may be a continuation.
+_REMEMBERED = 16
+# Keys of a message that any template may leave out of its text.
+_OF_MESSAGES = frozenset({"role", "content", "name", "tool_call_id"})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides whether a prompt can be continued.
+
+    Attributes:
+        model: the name that requests give.
+        vocabulary: of the target.
+        positions: most tokens of a text; None for any.
+        texts: most of one request.
+    """
+
+    model: str
+    vocabulary: int
+    positions: int | None
+    texts: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """A request that was read; ``asked`` is without its prompts, whose ids are beside it."""
+
+    asked: Asked
+    prompts: list[Ids]
+
+
+class Reader:
+    """Reads requests, and remembers their texts.
+
+    Args:
+        tokenizer: of the target.
+        sizes: of what is served.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> None:
+        self._texts, self._sizes = TokenizedTexts(tokenizer, _REMEMBERED), sizes
+        self._template = str(getattr(tokenizer, "chat_template", None))
+
+    def read(self, body: bytes, chat: bool) -> Read:
+        """The request of a body, and the token ids of its prompts.
+
+        Raises:
+            RefusedError, PromptError: it cannot be carried out, with a sentence for its client.
+        """
+        asked = request_of(body, chat)
+        sizes = self._sizes
+        if asked.model != sizes.model:
+            raise RefusedError(not_served(asked.model, sizes.model), 404, "model")
+        texts = len(asked.prompts) * asked.choices
+        if texts > sizes.texts:
+            raise RefusedError(
+                f"{texts} texts are more than the {sizes.texts} that may wait here; ask for fewer at once"
+            )
+        prompts = [np.array(self._ids(prompt, chat), np.int64) for prompt in asked.prompts]
+        if isinstance(asked, ChatRequest):
+            return Read(replace(asked, messages=[]), prompts)
+        return Read(replace(asked, prompts=[]), prompts)
+
+    def _ids(self, prompt: Any, chat: bool) -> list[int]:
+        if chat:
+            check_chat(prompt)
+            self._check_keys(prompt)
+        ids: list[int] = prompt
+        if chat or isinstance(prompt, str):
+            ids = encoded(self._texts, prompt, self._sizes.positions)
+        if not ids:
+            raise RefusedError("a prompt is empty; give at least one token")
+        least, most = min(ids), max(ids)
+        if least < 0 or most >= self._sizes.vocabulary:
+            worst = most if most >= self._sizes.vocabulary else least
+            what = str(worst) if abs(worst) < 10**18 else "of many digits"
+            raise RefusedError(f"token id {what} lies outside the vocabulary of {self._sizes.vocabulary}")
+        return ids
+
+    def _check_keys(self, chat: list[dict[str, Any]]) -> None:
+        """Raise RefusedError where a message says something that the template does not read."""
+        for number, message in enumerate(chat):
+            for key, value in message.items():
+                if value and key not in _OF_MESSAGES and key not in self._template:
+                    raise RefusedError(
+                        f"message {number} has {shown(key)}, which this model's chat template does not read; "
+                        "leave it out",
+                        param="messages",
+                    )
