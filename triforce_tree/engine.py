@@ -142,7 +142,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the last generation's buffers, and weights in host memory: calls then raise RuntimeError."""
-        with self.hierarchy.generation():
+        with self.hierarchy.alone():
             self.hierarchy.release()
             self.hierarchy.prefixes.clear()
             if self.hierarchy.target.streamed is not None:

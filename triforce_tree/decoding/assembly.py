@@ -82,6 +82,7 @@ class Hierarchy:
         self._bound: list[weakref.ref[DecodingProgram]] = []
         check_settings(target, config)
         self.guard = compare_at_load(target)
+        self._made_of = self._revisions
 
     @property
     def config(self) -> HierarchyConfig:
@@ -109,7 +110,7 @@ class Hierarchy:
         return other
 
     @contextmanager
-    def generation(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Inside, this thread alone generates with these models (``locks.generation``)."""
         with generation(self.target.model, self.draft.model if self.draft is not None else None):
             try:
@@ -117,6 +118,48 @@ class Hierarchy:
             finally:
                 if self._program is not None:
                     self._program[1].cache.end()
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """:meth:`alone`, after what has changed in the models since the last call was noticed.
+
+        Everything that was made of a changed model is freed, and made of the model as it is.
+
+        Raises:
+            UnsupportedModelError, ValueError, RuntimeError: a model that has changed cannot be decoded any
+                more (``HFModel.refresh``).
+        """
+        with self.alone():
+            self._refresh()
+            try:
+                yield
+            finally:
+                self.target.settle()
+                self._level_0.settle()
+
+    def _refresh(self) -> None:
+        self.target.refresh(self._compare)
+        self._level_0.refresh()
+        if self._made_of == self._revisions:
+            return
+        # On a GPU the number of sequences that fit is measured next; on a CPU a new program collects.
+        self.release(collect=self.target.device.type == "cuda")
+        self._planned = None
+        if self._made_of[0] != self._revisions[0]:
+            self.prefixes.clear()
+        self._made_of = self._revisions
+
+    def _compare(self, target: HFModel) -> None:
+        self.guard = compare_at_load(target)
+
+    @property
+    def changed(self) -> bool:
+        """Whether one of the models has changed since the current call began."""
+        return self.target.changed or self._level_0.changed
+
+    @property
+    def _revisions(self) -> tuple[int, int]:
+        return self.target.revision, self._level_0.revision
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -262,14 +305,19 @@ class Hierarchy:
         _LOG.warning("device memory ran out; going on with less: %s", what)
         return True
 
-    def release(self) -> None:
-        """Free the buffers of the last generation, and every offloaded cache of these models."""
+    def release(self, collect: bool = True) -> None:
+        """Free the buffers of the last generation, and every offloaded cache of these models.
+
+        Args:
+            collect: also what only the garbage collector frees, which takes it a few tenths of a second.
+        """
         for program in self._offloaded:
             program.close()
         self._offloaded.clear()
         self._program = None
         self.level_one.drop()
-        free_memory()
+        if collect:
+            free_memory()
 
     def program(
         self,
@@ -294,7 +342,7 @@ class Hierarchy:
         chooses = self.config.retrieval_weight_bits == "auto" and batch == 1 and levels == 3 and not prefix
         chooses = chooses and not self.config.offloads and self.level_one.choosable
         # Without the bits that are chosen: the last program serves with those that it has.
-        wanted = (self.config, chooses, batch, levels, split, self.target.parameter_ids)
+        wanted = (self.config, chooses, batch, levels, split)
         kept_cache: list[FullCache] = []
         if self._program is not None:
             kept, program = self._program

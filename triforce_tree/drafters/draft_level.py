@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from torch import nn
+
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter, ReadsTarget, check_drafter, shapes_of
 from triforce_tree.drafters.merged import Merged
@@ -9,6 +11,7 @@ from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
+from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.limits import refuse_draft
 from triforce_tree.trees.shapes import Lookup, chain_shape, parse_shape, with_chain
@@ -35,13 +38,51 @@ class DraftLevel:
     def __init__(self, target: HFModel, draft: HFModel | Drafter | None, tokens: TokenMap | None) -> None:
         self.model = draft if isinstance(draft, HFModel) else None
         self.own = None if isinstance(draft, HFModel) else draft
-        self.tokens = tokens
+        self.tokens, self._target, self._attached_to = tokens, target, target.revision
+        kept: list[object] = [] if self.own is None else [*getattr(self.own, "__dict__", {}).values()]
+        self._modules = [Changes(module) for module in kept if isinstance(module, nn.Module)]
         if self.own is not None:
-            if isinstance(self.own, ReadsTarget):
-                self.own.attach(target)
+            self._attach()
             check_drafter(self.own, target.layers)
         if self.model is not None and self.model.states is not None:
             refuse_draft(self.model.name)
+
+    @property
+    def revision(self) -> int:
+        """Another number after each change of the draft model, or of modules that a drafter keeps."""
+        models = [self.model.revision] if self.model is not None else []
+        return sum([*models, *(changes.revision for changes in self._modules)])
+
+    @property
+    def changed(self) -> bool:
+        """Whether any of them has changed since :meth:`refresh`."""
+        return (self.model is not None and self.model.changed) or any(c.differs() for c in self._modules)
+
+    def refresh(self) -> None:
+        """Notice what has changed in the draft model, in modules that a drafter keeps, or in the target.
+
+        Raises:
+            ValueError, RuntimeError: see ``HFModel.refresh``.
+        """
+        if self.model is not None:
+            self.model.refresh()
+        for changes in self._modules:
+            changes.refresh(lambda: None)
+        if self._attached_to != self._target.revision:
+            self._attach()
+
+    def settle(self) -> None:
+        """Called after forwards, see ``HFModel.settle``."""
+        if self.model is not None:
+            self.model.settle()
+        for changes in self._modules:
+            changes.settle()
+
+    def _attach(self) -> None:
+        drafter: object = self.own
+        if isinstance(drafter, ReadsTarget):
+            drafter.attach(self._target)
+        self._attached_to = self._target.revision
 
     def with_trees(self, config: HierarchyConfig) -> HierarchyConfig:
         """The settings with the trees that are proposed under them.

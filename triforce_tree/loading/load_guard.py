@@ -229,7 +229,7 @@ class _Guard:
         if self.model.length_rope is not None:
             self.model.length_rope.choose_for_texts([prefix + gap + len(tokens)])
         logits = torch.empty(0)
-        with self.model.active(), self.slice.alone(self.model.running):
+        with self.model.active(own=True), self.slice.alone(self.model.running):
             store = KVStore(shapes, 1, slots, self.device, self.model.dtype, scratch=tail)
             states = None
             if self.model.states is not None:

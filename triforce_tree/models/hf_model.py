@@ -6,7 +6,7 @@ passes queries, keys and values on to the cache of the current forward.
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +27,12 @@ from triforce_tree.models.attention import (
 )
 from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.few_row import quantisation
+from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import KeptCopy, parameters_of
+from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.prefill.layers import PrefillLayers
-from triforce_tree.models.recorder import Recorder
+from triforce_tree.models.recorder import LayerCall, Recorder
 from triforce_tree.models.recurrent.limits import refuse_without_attention
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
@@ -119,19 +120,30 @@ class HFModel:
     def __init__(self, model: PreTrainedModel, streamed: Streamed | None = None) -> None:
         self.model, self.streamed = model, streamed
         self.capturable: bool | None = None
-        config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
-        layers = getattr(config, "num_hidden_layers", None)
-        if layers is None:
+        if getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) is None:
             raise UnsupportedModelError(
                 f"{self.name} is no stack of decoder layers: its configuration has no num_hidden_layers"
             )
-        self.layers: int = layers
-        self.vocab_size: int = config.vocab_size
-        self.max_positions = max_positions(config)
+        self._sizes = _sizes(model)
+        self._copy: PreTrainedModel | None = None
+        self._running: PreTrainedModel | None = None
+        self._prefill_layers: PrefillLayers | None = None
+        self._scales_queries = False
+        self.calls: dict[int, LayerCall] = {}
         refuse_unsupported(model)
+        if quantisation(model) is not None:
+            self._settle()
+        self._changes = Changes(model, moves=streamed is not None)
+        self._read()
+
+    def _read(self) -> None:
+        """Find out how the model computes, as it is now."""
+        self.max_positions = max_positions(self.model.config.get_text_config(decoder=True))
+        self._copy = self._prefill_layers = self.capturable = None
+        refuse_unsupported(self.model)
         try:
-            self.length_rope = LengthRope.of(model)
+            self.length_rope = LengthRope.of(self.model)
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
         except Exception as error:  # third-party code: any failure means an unknown kind
@@ -139,13 +151,70 @@ class HFModel:
                 f"{self.name} has a rotary embedding of an unknown kind whose frequencies depend on the "
                 f"sequence length ({type(error).__name__}: {error})"
             ) from error
-        self._copy = KeptCopy(model)
-        self._running: PreTrainedModel | None = None
-        self._prefill_layers: PrefillLayers | None = None
-        self._scales_queries = False
-        if quantisation(model) is not None:
-            self._settle()
         self._probe()
+
+    def refresh(self, compare: Callable[["HFModel"], object] | None = None) -> None:
+        """Notice what has changed in the model since the last call, and read it anew.
+
+        Everything that was made of the model is to be made again where :attr:`revision` is another one.
+
+        Args:
+            compare: checks a changed model; the change is not accepted where it raises.
+
+        Raises:
+            UnsupportedModelError: the model has become one that cannot be decoded.
+            ValueError: its dtype, device, vocabulary or number of layers is another one.
+            RuntimeError: a layer does not attend through our attention function any more.
+        """
+
+        def renew() -> None:
+            self._check_sizes()
+            self._read()
+            if compare is not None:
+                compare(self)
+
+        self._changes.refresh(renew)
+
+    def settle(self) -> None:
+        """Called after the forwards of a call: notes which state of hooks they have changed."""
+        self._changes.settle()
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model has changed since :meth:`refresh`."""
+        return self._changes.differs()
+
+    @property
+    def revision(self) -> int:
+        """Another number after each change but for those of weights in place: copies are to be made anew."""
+        return self._changes.revision
+
+    @property
+    def weights_revision(self) -> int:
+        """Another number after weights were written to in place, which copies share."""
+        return self._changes.weights
+
+    def _check_sizes(self) -> None:
+        now = _sizes(self.model)
+        for what, size in self._sizes.items():
+            if now[what] != size:
+                raise ValueError(
+                    f"the {what} of {self.name} is {now[what]}, and was {size} when the engine was made; "
+                    "make a new engine (triforce_tree.load, or another custom_generate)"
+                )
+
+    @property
+    def layers(self) -> int:
+        count: int = self._sizes["number of layers"]
+        return count
+
+    @property
+    def vocab_size(self) -> int:
+        """Raises ValueError where the model has another vocabulary now."""
+        size: int = self._sizes["vocabulary size"]
+        if self.model.config.get_text_config(decoder=True).vocab_size != size:
+            self._check_sizes()
+        return size
 
     @property
     def device(self) -> torch.device:
@@ -162,23 +231,9 @@ class HFModel:
         return None if rotary else self.max_positions
 
     def function_key(self) -> object:
-        """Equal as long as :attr:`weight_versions` and the choice of rotary frequencies are the same."""
-        return self.length_rope.long if self.length_rope is not None else None, self.weight_versions
-
-    @property
-    def weight_versions(self) -> list[tuple[int, int]]:
-        """Equal as long as the weights are the same, as far as torch can tell.
-
-        Changes in place are seen by torch's counters, which writes to ``parameter.data`` pass by. Weights in
-        host memory are taken to stay as they are.
-        """
-        weights = parameters_of(self.model) if self.streamed is None else ()
-        return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
-
-    @property
-    def parameter_ids(self) -> tuple[int, ...]:
-        """Other ones where modules of the model were replaced, of which copies do not know."""
-        return tuple(map(id, parameters_of(self.model)))
+        """Equal as long as the model, as :meth:`refresh` has seen it, computes the same."""
+        long = self.length_rope.long if self.length_rope is not None else None
+        return long, self.revision, self.weights_revision
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
@@ -204,11 +259,14 @@ class HFModel:
         return self._running
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self, own: bool = False) -> Iterator[None]:
         """Inside, forwards may run, in one thread at a time.
 
         They compute in the model's own dtype even under ``torch.autocast``, and outside
         ``torch.inference_mode``, as a later call could not write to inference tensors.
+
+        Args:
+            own: :attr:`running` is a copy made for this call, which may be changed for good.
 
         Raises:
             RuntimeError: the streamed weights have been released.
@@ -223,13 +281,15 @@ class HFModel:
                 stack.enter_context(plain_torch_modes(self.device))
                 stack.enter_context(explained(self.device))
                 try:
-                    self._running = self._copy.get(self._prepare)
+                    self._running = self._prepared() if own or self._copy is None else self._copy
+                    self._copy = self._copy if own else self._running
                     yield
                 finally:
                     self._running = None
 
-    def _prepare(self, copied: PreTrainedModel) -> None:
-        """Let a copy of the model run forwards."""
+    def _prepared(self) -> PreTrainedModel:
+        """A copy of the model that can run forwards."""
+        copied = shallow_copy(self.model)
         copied.set_attn_implementation(ATTENTION)
         copied.eval()
         self._scales_queries = scales_queries(copied)
@@ -241,6 +301,7 @@ class HFModel:
             self._prefill_layers = self._prefill_layers or PrefillLayers(self.model)
             self._prefill_layers.attach(copied)
         use_few_row_linears(copied)
+        return copied
 
     @contextmanager
     def attending(self, cache: KVCache) -> Iterator[set[int]]:
@@ -316,12 +377,14 @@ class HFModel:
                 ) from error
 
     def _probe(self) -> None:
-        recorder, problem = Recorder(), None
+        recorder, problem, known = Recorder(), None, bool(self.calls)
         try:
-            with self.active():
+            with self.active(own=True):
                 recorder.watch(self.running)
-                self.forward([1], recorder, whole=False)
+                self.forward([1], recorder, whole=known)
         except Exception as error:  # third-party code: any failure means unsupported
+            if known:
+                raise
             problem = f"{type(error).__name__}: {error}"
         self.states, self.layer_outputs = recorder.states.shapes, recorder.outputs
         attending = len(recorder.calls)
@@ -346,3 +409,14 @@ class HFModel:
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Of the full-attention layers, if there are any: they take most of the memory and time.
         self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads
+
+
+def _sizes(model: PreTrainedModel) -> dict[str, Any]:
+    """What buffers of keys, values and tokens are made for, by name."""
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "dtype": model.dtype,
+        "device": next(model.get_input_embeddings().parameters()).device,
+        "vocabulary size": config.vocab_size,
+        "number of layers": config.num_hidden_layers,
+    }

@@ -7,7 +7,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -17,7 +16,6 @@ from transformers.configuration_utils import PreTrainedConfig
 
 # Kinds of most attributes, which copies share.
 _SHARED = {bool, int, float, str, type(None), dict, OrderedDict, set, tuple, list}
-_DICTS = {dict, OrderedDict}
 ROTARY = "apply_rotary_pos_emb"
 """The name under which attention modules of transformers find their rotary embedding."""
 
@@ -128,71 +126,6 @@ def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
         attributes.pop("_compiled_call_impl", None)
         vars(copies[id(module)]).update(attributes)
     return cast(PreTrainedModel, copies[id(model)])
-
-
-class KeptCopy:
-    """A prepared copy of a model, made anew where the model or the copy is not as it was.
-
-    Making one takes 25 ms for 450 modules, which every call of ``generate`` would wait for.
-
-    Args:
-        model: to copy.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._copy: PreTrainedModel | None = None
-        self._states: tuple[_State, ...] = ()
-
-    def get(self, prepare: Callable[[PreTrainedModel], None]) -> PreTrainedModel:
-        """The copy; what was changed in its modules since the last call is not there any more.
-
-        Args:
-            prepare: makes of a :func:`shallow_copy` what is to run.
-        """
-        if self._copy is not None:
-            now = _State(self._model), _State(self._copy)
-            if all(state.same(kept) for state, kept in zip(now, self._states, strict=True)):
-                return self._copy
-        self._copy = None
-        made = shallow_copy(self._model)
-        prepare(made)
-        self._states = _State(self._model).keeping(), _State(made).keeping()
-        self._copy = made
-        return made
-
-
-class _State:
-    """What a copy of a model takes over: all attributes of its modules, as objects, and its settings."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._objects: list[Any] = []
-        self._settings = _settings(model.config)
-        for module in modules_of(model):
-            own = vars(module)
-            self._objects += module, type(module), *own.values()
-            for value in own.values():
-                # Parameters, buffers, children and hooks.
-                if type(value) in _DICTS and value:
-                    self._objects += value.values()
-
-    def keeping(self) -> "_State":
-        """The same, with a copy of the settings, which may be changed in place."""
-        self._settings = copy.deepcopy(self._settings)
-        return self
-
-    def same(self, kept: "_State") -> bool:
-        if len(self._objects) != len(kept._objects) or not all(map(is_, self._objects, kept._objects)):
-            return False
-        return self._settings == kept._settings
-
-
-def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """All settings by name, of configurations inside of others too: some of these cannot be compared."""
-    return {
-        name: _settings(value) if isinstance(value, PreTrainedConfig) else value
-        for name, value in vars(config).items()
-    }
 
 
 def class_forward(module: nn.Module) -> Any:

@@ -35,13 +35,12 @@ class LevelOneCopy:
         self._target = target
         self._model: StepModel | None = None
         self._made_of: object = None
-        self._first_seen: object = None
         self._given_up = False
         self.seconds = 0.0
 
     def model(self, target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
         """That of ``low_bit_model``, of the same arguments: the last one, if it was made of them too."""
-        made_of = bits, compiled, tuple(features), target.weight_versions
+        made_of = bits, compiled, tuple(features), target.revision, target.weights_revision
         if self._model is None or self._made_of != made_of:
             self.drop()
             start, self._made_of = time.perf_counter(), made_of
@@ -70,15 +69,11 @@ class LevelOneCopy:
     def choosable(self) -> bool:
         """Whether fewer bits may be chosen: the target gains from them (``gains_from_few_bits``).
 
-        Not after memory ran out with a copy, and not for weights that were seen to change in place, as in
-        training: a copy would be of other weights soon.
+        Not after memory ran out with a copy, and not for a target that was seen to change, as in training:
+        a copy would be of other weights soon.
         """
-        if self._given_up or not gains_from_few_bits(self._target):
-            return False
-        versions = self._target.weight_versions
-        if self._first_seen is None:
-            self._first_seen = versions
-        return self._first_seen == versions
+        changes = self._target.revision + self._target.weights_revision
+        return not (changes or self._given_up) and gains_from_few_bits(self._target)
 
     def with_bits(
         self,

@@ -1,0 +1,434 @@
+"""What the forwards of a model depend on, recorded so that a later change of any of it is noticed.
+
+Recorded are all attributes of all modules, hooks and replaced forwards with the values that they close over,
+the classes of the modules with the functions and numbers that their methods read from globals, the settings,
+and which tensors there are, and where. A comparison reads all of that again and compares identities, which
+takes about a millisecond for 450 modules; only where one differs are values compared.
+"""
+
+import logging
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache, partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers.configuration_utils import PreTrainedConfig
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range)
+_SEQUENCES = (list, set, frozenset, deque)
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks_with_kwargs",
+    "_global_forward_hooks_always_called",
+)
+# Attributes of modules that change no result of a forward without gradients.
+_WITHOUT_EFFECT = frozenset(
+    """training gradient_checkpointing _gradient_checkpointing_func _is_hf_initialized _compiled_call_impl
+    _backward_hooks _backward_pre_hooks _is_full_backward_hook _state_dict_hooks _state_dict_pre_hooks
+    _load_state_dict_pre_hooks _load_state_dict_post_hooks _non_persistent_buffers_set generation_config
+    prepare_inputs_for_generation warnings_issued _require_grads_hook _require_grads_hooks""".split()
+)
+# What rotary embeddings whose frequencies depend on the length write in their own forwards.
+_BY_LENGTH = ("inv_freq", "max_seq_len_cached")
+# Of objects of these packages only the identity is compared: they may make state when it is first needed.
+# Modules, functions and configurations are looked into all the same.
+_OPAQUE = frozenset(
+    "torch transformers triforce_tree accelerate logging threading builtins typing numpy".split()
+)
+# Classes that all models have in common, whose methods read hundreds of globals.
+_COMMON = (
+    "builtins",
+    "torch.nn.modules.module",
+    "transformers.configuration_utils",
+    "transformers.distributed",
+    "transformers.generation",
+    "transformers.integrations.peft",
+    "transformers.modeling_utils",
+    "transformers.utils",
+)
+_MOST_DEPTH, _MOST_ITEMS = 8, 4096
+_LOG = logging.getLogger(__name__)
+
+
+class Fingerprint:
+    """What forwards of a module depend on, as it is now.
+
+    Some values are *state*: what hooks, replaced forwards and lists or dicts of modules keep. A forward may
+    change its own state whenever it runs, by counting for example.
+
+    Args:
+        root: a model, or any module.
+        moves: whether weights may move in memory, as streamed ones do.
+        left_out: names of state that is not compared.
+    """
+
+    def __init__(self, root: nn.Module, moves: bool = False, left_out: Collection[str] = ()) -> None:
+        self._root, self._moves, self._left_out = root, moves, frozenset(left_out)
+        # By name: a value, and the name of the state that it is part of; the empty text for none.
+        self._values: dict[str, tuple[Any, str]] = {}
+        # By identity: everything that was looked into.
+        self._seen: dict[int, Any] = {}
+        # What is read again in each comparison.
+        self._maps: list[Mapping[Any, Any]] = []
+        self._sequences: list[Collection[Any]] = []
+        self._empty: list[Collection[Any]] = []
+        self._cells: list[types.CellType] = []
+        self._functions: list[types.FunctionType] = []
+        self._items: list[tuple[Mapping[str, Any], str]] = []
+        self._classes: set[type] = set()
+        self._weights: dict[int, Tensor] = {}
+        self._others: dict[int, Tensor] = {}
+        self._module("", root)
+        for name in _GLOBAL_HOOKS:
+            self._add(name, getattr(torch_module, name), "", 0)
+        self._read, self._places, self._writes = self._now(), self._tensor_places(), self._weight_writes()
+
+    def same(self) -> bool:
+        """Whether all objects are those that were recorded. Weights may have been written to."""
+        try:
+            now = self._now()
+        except RuntimeError:  # another thread was changing one of the containers
+            return False
+        if len(now) != len(self._read) or not all(map(is_, now, self._read)) or any(self._empty):
+            return False
+        return self._tensor_places() == self._places
+
+    def same_weights(self) -> bool:
+        """Whether no weight was written to in place, as far as torch counts that: not ``weight.data``."""
+        return self._weight_writes() == self._writes
+
+    def again(self, left_out: Collection[str] = ()) -> "Fingerprint":
+        """What the same module depends on now.
+
+        Args:
+            left_out: names of further state that is not compared.
+        """
+        return Fingerprint(self._root, self._moves, self._left_out.union(left_out))
+
+    def note_weights(self) -> None:
+        """Take the weights as they are now for those that were recorded."""
+        self._writes = self._weight_writes()
+
+    def differences(self, later: "Fingerprint", left_out: Collection[str] = ()) -> dict[str, str]:
+        """Names of values that are not equal in both, with the state that each is part of.
+
+        Args:
+            left_out: names of state that is not compared.
+        """
+        mine, theirs, absent = self._values, later._values, (_ABSENT, "")
+        found = {}
+        for name in mine.keys() | theirs.keys():
+            value, state = mine.get(name, absent)
+            other, its_state = theirs.get(name, absent)
+            if not _equal(value, other) and (state or its_state) not in left_out:
+                found[name] = state or its_state
+        return found
+
+    def _now(self) -> list[Any]:
+        """Every object that was recorded, read again in the same order."""
+        read: list[Any] = [*map(len, self._maps)]
+        for mapping in self._maps:
+            read += mapping.values()
+        for sequence in self._sequences:
+            read += sequence
+        read += map(_held, self._cells)
+        for function in self._functions:
+            read += function.__code__, function.__defaults__, function.__kwdefaults__
+        read += [mapping.get(name, _ABSENT) for mapping, name in self._items]
+        return read
+
+    def _tensor_places(self) -> list[int]:
+        """Addresses of weights; of other tensors also how often they were written to."""
+        places = [] if self._moves else [*map(_address, self._weights.values())]
+        for tensor in self._others.values():
+            places += _address(tensor), _writes(tensor)
+        return places
+
+    def _weight_writes(self) -> list[int]:
+        return [] if self._moves else [*map(_writes, self._weights.values())]
+
+    def _note(self, name: str, value: Any, state: str = "") -> None:
+        self._values[name] = value, state
+
+    def _module(self, name: str, module: nn.Module) -> None:
+        """Record a module, what its attributes hold, and its class."""
+        self._seen[id(module)] = module
+        self._note(name, module)
+        self._class(type(module))
+        self._note(f"{name}: class", type(module))
+        own = vars(module)
+        self._maps.append(own)
+        by_length = _depends_on_length(getattr(module, "rope_type", None))
+        for key, value in own.items():
+            if key in _WITHOUT_EFFECT or (by_length and _of_length(key)):
+                continue
+            if key == "_modules":
+                self._read_again(value)
+                for child, held in value.items():
+                    self._add(f"{name}.{child}".lstrip("."), held, "", 0)
+            elif key in ("_parameters", "_buffers"):
+                self._read_again(value)
+                for child, held in value.items():
+                    if not (by_length and _of_length(child)):
+                        self._tensor(f"{name}.{child}", held, "", key == "_parameters")
+            else:
+                self._add(f"{name}.{key}", value, "", 0)
+
+    def _read_again(self, container: Any) -> None:
+        if not container:
+            self._empty.append(container)
+        elif isinstance(container, Mapping):
+            self._maps.append(container)
+        else:
+            self._sequences.append(container)
+
+    def _tensor(self, name: str, tensor: Tensor | None, state: str, weight: bool = False) -> None:
+        self._note(name, tensor, state)
+        if tensor is not None:
+            (self._weights if weight else self._others)[id(tensor)] = tensor
+            if not self._moves or not weight:
+                place = (_address(tensor),) if weight else (_address(tensor), _writes(tensor))
+                self._note(f"{name}: memory", place, state)
+
+    def _add(self, name: str, value: Any, state: str, depth: int) -> None:
+        """Record a value, and what it holds.
+
+        Args:
+            state: the name of the state that it is part of, if it is.
+        """
+        if name in self._left_out:
+            return
+        if isinstance(value, Tensor):
+            self._tensor(name, value, state)
+            return
+        if isinstance(value, tuple) and depth <= _MOST_DEPTH:
+            self._note(f"{name}: length", len(value), state)
+            for number, held in enumerate(value[:_MOST_ITEMS]):
+                self._add(f"{name}[{number}]", held, state, depth + 1)
+            return
+        self._note(name, value, state)
+        if isinstance(value, _PLAIN) or id(value) in self._seen or depth > _MOST_DEPTH:
+            return
+        if isinstance(value, nn.Module):
+            self._module(name, value)
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            self._function(name, value, state, depth + 1)
+        elif isinstance(value, types.MethodType):
+            self._add(f"{name}: function", value.__func__, state, depth + 1)
+            self._add(f"{name}: self", value.__self__, state, depth + 1)
+        elif isinstance(value, partial):
+            for part, held in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
+                self._add(f"{name}: {part}", held, state, depth + 1)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, (dict, *_SEQUENCES)):
+            self._container(name, value, state or ("" if "_forward_" in name else name), depth + 1)
+        elif isinstance(value, PreTrainedConfig):
+            self._object(name, value, "", depth + 1)
+        elif _package(type(value)) not in _OPAQUE:
+            self._class(type(value))
+            self._object(name, value, state, depth + 1)
+
+    def _container(self, name: str, value: Any, state: str, depth: int) -> None:
+        self._read_again(value)
+        held: Any
+        if isinstance(value, set | frozenset):
+            self._note(f"{name}: elements", frozenset(value), state)
+            return
+        pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+        self._note(f"{name}: length", len(pairs), state)
+        of_hooks = "_forward_" in name.rpartition(".")[2]
+        for key, held in pairs[:_MOST_ITEMS]:
+            self._add(f"{name}[{key!r:.80}]", held, "" if of_hooks else state, depth)
+
+    def _object(self, name: str, value: Any, state: str, depth: int) -> None:
+        """Record the attributes of an object that is neither a module nor a container."""
+        own = getattr(value, "__dict__", None)
+        if not isinstance(own, dict):
+            return
+        settings = isinstance(value, PreTrainedConfig)
+        if any(f"{name}.{key}" in self._left_out for key in own):
+            self._items += [(own, key) for key in own if f"{name}.{key}" not in self._left_out]
+        else:
+            self._read_again(own)
+        for key, held in list(own.items())[:_MOST_ITEMS]:
+            self._add(f"{name}.{key}", held, "" if settings else state or f"{name}.{key}", depth)
+
+    def _function(self, name: str, function: types.FunctionType, state: str, depth: int) -> None:
+        """Record a function's code, its defaults, what it closes over, and the globals that it reads."""
+        code = function.__code__
+        self._functions.append(function)
+        self._note(f"{name}: code", code, state)
+        self._add(f"{name}: defaults", function.__defaults__ or (), state, depth)
+        self._add(f"{name}: keyword defaults", tuple((function.__kwdefaults__ or {}).items()), state, depth)
+        for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            at = f"{name}: {key}"
+            if at not in self._left_out:
+                self._cells.append(cell)
+                self._add(at, _held(cell), state or at, depth)
+        names = _names_in(code)
+        for key in names:
+            if key not in function.__globals__:
+                continue
+            at, value = f"{function.__module__}.{key}", function.__globals__[key]
+            if isinstance(value, types.ModuleType):
+                # Such as ``nn.functional.silu``: not the module itself, which holds much else.
+                own = vars(value)
+                found = [n for n in names if n in own and (callable(own[n]) or isinstance(own[n], _PLAIN))]
+                for attribute in found:
+                    self._items.append((own, attribute))
+                    self._note(f"{value.__name__}.{attribute}", own[attribute])
+            elif at not in self._left_out:
+                self._items.append((function.__globals__, key))
+                if _looks_into(value, function):
+                    self._add(at, value, state or at, depth)
+                else:
+                    self._note(at, value)
+
+    def _class(self, kind: type) -> None:
+        """Record the attributes of a class and of its bases, and what its methods read."""
+        for base in kind.__mro__:
+            place = str(base.__module__)
+            if base in self._classes or place.startswith(_COMMON):
+                continue
+            self._classes.add(base)
+            own, at = vars(base), f"{place}.{base.__qualname__}"
+            self._maps.append(own)
+            self._note(f"{at}: attributes", frozenset(own))
+            for key, value in list(own.items()):
+                if isinstance(value, types.FunctionType) and (not key.startswith("__") or key == "__call__"):
+                    self._add(f"{at}.{key}", value, "", 1)
+                elif not key.startswith("__"):
+                    self._note(f"{at}.{key}", value)
+
+
+_ABSENT = object()
+
+
+def _looks_into(value: Any, function: types.FunctionType) -> bool:
+    """Whether what a global of a function holds is recorded, beside which object it is."""
+    if isinstance(value, types.FunctionType):
+        return value.__module__ == function.__module__ or _package(value) not in _OPAQUE
+    if isinstance(value, type):
+        return _package(value) not in _OPAQUE
+    return isinstance(value, (dict, tuple, Tensor, nn.Module, *_SEQUENCES)) or (
+        _package(type(value)) not in _OPAQUE or isinstance(value, partial | types.MethodType)
+    )
+
+
+def _package(named: Any) -> str:
+    return str(getattr(named, "__module__", None) or "").partition(".")[0]
+
+
+@cache
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Global names and names of attributes that a function's code reads, and functions inside of it."""
+
+    def every(code: types.CodeType) -> Iterator[str]:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from every(constant)
+
+    return tuple(dict.fromkeys(every(code)))
+
+
+def _depends_on_length(kinds: Any) -> bool:
+    """Whether a rotary embedding of these kinds, ``rope_type``, chooses its frequencies in its forwards."""
+    found = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any(kind in ("dynamic", "longrope") for kind in found)
+
+
+def _of_length(name: str) -> bool:
+    return name.endswith(_BY_LENGTH) and "original" not in name
+
+
+def _held(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a function that refers to itself, and is not assigned yet
+        return _ABSENT
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # tensors of other libraries, without memory of their own
+        return 0
+
+
+def _writes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    return type(value) is type(other) and isinstance(value, (*_PLAIN, tuple, frozenset)) and value == other
+
+
+class Changes:
+    """Counts the changes of a module from call to call.
+
+    State that forwards change by themselves, in two calls one after the other, is not compared any more.
+
+    Args:
+        root, moves: see :class:`Fingerprint`.
+
+    Attributes:
+        revision: number of changes that were noticed, but for those of weights in place.
+        weights: number of calls before which weights were written to.
+    """
+
+    def __init__(self, root: nn.Module, moves: bool = False) -> None:
+        self._noticed = Fingerprint(root, moves)
+        self._changing: set[str] = set()
+        self._own_state: set[str] = set()
+        self._failed = False
+        self.revision = self.weights = 0
+
+    def differs(self) -> bool:
+        """Whether the module has changed since :meth:`refresh`."""
+        return self._failed or bool(not self._noticed.same() and self._differences(self._noticed.again()))
+
+    def refresh(self, renew: Callable[[], None]) -> None:
+        """Notice changes since the last call.
+
+        Args:
+            renew: called where there are any, before they count; called again in the next call if it raises.
+        """
+        if not self._noticed.same_weights():
+            self.weights += 1
+            self._noticed.note_weights()
+        if not self._failed and self._noticed.same():
+            return
+        now = self._noticed.again(self._own_state)
+        if self._failed or (found := self._differences(now)):
+            if not self._failed:
+                names = sorted(found)
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                _LOG.info("changed since the last call: %s%s", names[0], more)
+            self._failed = True
+            renew()
+            self._failed = False
+            self.revision += 1
+        self._noticed = now
+
+    def settle(self) -> None:
+        """Called after forwards: notes which state they have changed by themselves."""
+        if self._failed or self._noticed.same():
+            return
+        found = set(self._differences(self._noticed.again()).values()) - {""}
+        self._own_state |= found & self._changing
+        self._changing = found
+
+    def _differences(self, now: Fingerprint) -> dict[str, str]:
+        return self._noticed.differences(now, self._own_state)
