@@ -5,7 +5,6 @@ inside the decoder layers are replaced, in copies of few bits fused experts too:
 head are the original's.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 
 import torch
@@ -17,7 +16,7 @@ from triforce_tree.kernels.linear.configs import LEAST_BLOCK, MOST_PLAIN_ROWS, M
 from triforce_tree.models.experts.few_row import LowBitExperts
 from triforce_tree.models.experts.modules import is_fused
 from triforce_tree.models.host.linears import is_plain_linear
-from triforce_tree.models.model_copy import text_decoder
+from triforce_tree.models.model_copy import hooked, shallow_copy, text_decoder
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -97,6 +96,7 @@ def with_linears(
     model: PreTrainedModel,
     make: Callable[[nn.Linear], nn.Module],
     make_experts: Callable[[nn.Module], nn.Module] | None = None,
+    with_hooks: bool = False,
 ) -> PreTrainedModel:
     """A copy of a model over the same parameters and buffers, with other linear layers.
 
@@ -104,6 +104,8 @@ def with_linears(
         model: any transformers model; it is not changed.
         make: returns the replacement of a plain ``nn.Linear`` inside a list of layers.
         make_experts: the same for a module of fused experts; None keeps them.
+        with_hooks: also replace linear layers that have hooks, which their replacements run; by default these
+            layers are kept, as a hook may ask for the class of its module.
 
     Returns:
         A model of the same class. Its configuration is a copy, so that its attention implementation may
@@ -112,29 +114,31 @@ def with_linears(
     Raises:
         ValueError: see :func:`why_not_replaceable`.
     """
-    if reason := why_not_replaceable(model):
+    if reason := why_not_replaceable(model, with_hooks):
         raise ValueError(f"the linear layers cannot be replaced: {reason}")
-    shared = [*model.parameters(), *model.buffers()]
-    clone = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    clone = shallow_copy(model)
     replaced: dict[nn.Linear, nn.Module] = {}
-    for parent, name, linear in _layer_linears(clone):
+    for parent, name, linear in _layer_linears(clone, with_hooks):
         if linear not in replaced:
             replaced[linear] = make(linear)
+            vars(replaced[linear]).update({n: own for n, own in vars(linear).items() if "_forward_" in n})
         setattr(parent, name, replaced[linear])
     if make_experts is not None:
         for parent, name, module in _children_of_layers(clone):
-            if is_fused(module):
+            if is_fused(module) and not hooked(module):
                 setattr(parent, name, make_experts(module))
     return clone
 
 
-def why_not_replaceable(model: nn.Module) -> str | None:
+def why_not_replaceable(model: nn.Module, with_hooks: bool = False) -> str | None:
     """The reason why a model's linear layers cannot be replaced; None if they can."""
     name = type(model).__name__
     if (method := quantisation(model)) is not None:
         return f"{name} is quantised ({method})"
-    linears = _layer_linears(model)
-    return None if linears else f"{name} has no nn.Linear inside a list of layers"
+    if _layer_linears(model, with_hooks):
+        return None
+    kind = "nn.Linear" if with_hooks else "nn.Linear without hooks"
+    return f"{name} has no {kind} inside a list of layers"
 
 
 def quantisation(model: nn.Module) -> str | None:
@@ -176,12 +180,12 @@ def low_bit_copy(
             before(linear.weight)
         return LowBitLinear(linear, bits)
 
-    return with_linears(model, make, lambda module: LowBitExperts(module, bits, before))
+    return with_linears(model, make, lambda module: LowBitExperts(module, bits, before), with_hooks=True)
 
 
 def check_low_bits(model: nn.Module, bits: int) -> None:
     """Raise ValueError where a model's linear layers cannot be copied in so few bits; 16 is no copy."""
-    if bits != 16 and (reason := why_not_replaceable(model)):
+    if bits != 16 and (reason := why_not_replaceable(model, with_hooks=True)):
         raise ValueError(
             f"retrieval_weight_bits={bits} copies the target's own linear layers in fewer bits, but "
             f"{reason}; use retrieval_weight_bits=16, which runs the retrieval level on the target's weights "
@@ -189,10 +193,12 @@ def check_low_bits(model: nn.Module, bits: int) -> None:
         )
 
 
-def _layer_linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+def _layer_linears(model: nn.Module, with_hooks: bool) -> list[tuple[nn.Module, str, nn.Linear]]:
     """(parent, name, linear) of the plain linear layers inside a ``ModuleList`` (of decoder layers)."""
     return [
-        (parent, name, child) for parent, name, child in _children_of_layers(model) if is_plain_linear(child)
+        (parent, name, child)
+        for parent, name, child in _children_of_layers(model)
+        if is_plain_linear(child) and (with_hooks or not hooked(child))
     ]
 
 

@@ -28,19 +28,21 @@ _GLOBAL_HOOKS = (
     "_global_forward_hooks_always_called",
 )
 # Attributes of modules that change no result of a forward without gradients.
-_WITHOUT_EFFECT = frozenset(
-    """training gradient_checkpointing _gradient_checkpointing_func _is_hf_initialized _compiled_call_impl
-    _backward_hooks _backward_pre_hooks _is_full_backward_hook _state_dict_hooks _state_dict_pre_hooks
-    _load_state_dict_pre_hooks _load_state_dict_post_hooks _non_persistent_buffers_set generation_config
-    prepare_inputs_for_generation warnings_issued _require_grads_hook _require_grads_hooks""".split()
-)
+_WITHOUT_EFFECT = {
+    *("training", "gradient_checkpointing", "_gradient_checkpointing_func", "_is_hf_initialized"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_state_dict_hooks"),
+    *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    *("_non_persistent_buffers_set", "_compiled_call_impl", "_require_grads_hook", "_require_grads_hooks"),
+    *("generation_config", "prepare_inputs_for_generation", "warnings_issued"),
+}
 # What rotary embeddings whose frequencies depend on the length write in their own forwards.
 _BY_LENGTH = ("inv_freq", "max_seq_len_cached")
 # Of objects of these packages only the identity is compared: they may make state when it is first needed.
 # Modules, functions and configurations are looked into all the same.
-_OPAQUE = frozenset(
-    "torch transformers triforce_tree accelerate logging threading builtins typing numpy".split()
-)
+_OPAQUE = {
+    *("torch", "transformers", "triforce_tree", "accelerate"),
+    *("logging", "threading", "builtins", "typing", "numpy"),
+}
 # Classes that all models have in common, whose methods read hundreds of globals.
 _COMMON = (
     "builtins",
@@ -397,7 +399,9 @@ class Changes:
 
     def differs(self) -> bool:
         """Whether the module has changed since :meth:`refresh`."""
-        return self._failed or bool(not self._noticed.same() and self._differences(self._noticed.again()))
+        if self._failed or not self._noticed.same_weights():
+            return True
+        return not self._noticed.same() and bool(self._differences(self._noticed.again()))
 
     def refresh(self, renew: Callable[[], None]) -> None:
         """Notice changes since the last call.

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ class HFModel:
         kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
         states: shapes of the states of recurrent layers; None if there are none.
         layer_outputs: see ``Recorder.outputs``.
+        codes: copies of its layers' code that are compiled, see ``with_own_code``.
 
     Raises:
         UnsupportedModelError: the family ignores the attention interface or keeps other state.
@@ -141,6 +143,7 @@ class HFModel:
         """Find out how the model computes, as it is now."""
         self.max_positions = max_positions(self.model.config.get_text_config(decoder=True))
         self._copy = self._prefill_layers = self.capturable = None
+        self.codes: dict[CodeType, CodeType] = {}
         refuse_unsupported(self.model)
         try:
             self.length_rope = LengthRope.of(self.model)

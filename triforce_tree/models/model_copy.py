@@ -7,10 +7,11 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, cast
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -128,6 +129,12 @@ def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, copies[id(model)])
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of a module runs a hook before or after its forward."""
+    own = module._forward_hooks or module._forward_pre_hooks
+    return bool(own or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
 def class_forward(module: nn.Module) -> Any:
     """The forward of a module's class, without decorators that only rename deprecated arguments."""
     forward: Any = type(module).forward
@@ -140,5 +147,26 @@ def with_global(forward: FunctionType, name: str, value: Callable[..., Any]) -> 
     """A copy of a function that finds ``value`` under a global name."""
     names = {**forward.__globals__, name: value}
     made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def with_own_code(forward: Callable[..., Any], codes: dict[CodeType, CodeType]) -> Callable[..., Any]:
+    """A function or a bound method over a copy of its code, for which torch.compile has no versions yet.
+
+    Versions of a layer's code are found by its inputs and modules, but not by hooks, or by methods that were
+    exchanged in a class: versions of another model, or of this one before it changed, may lack these.
+
+    Args:
+        codes: copies by original code; those that are missing are added.
+    """
+    if isinstance(forward, MethodType):
+        return MethodType(with_own_code(forward.__func__, codes), forward.__self__)
+    if not isinstance(forward, FunctionType):
+        return forward
+    code = codes.setdefault(forward.__code__, forward.__code__.replace())
+    made = FunctionType(
+        code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     made.__kwdefaults__ = forward.__kwdefaults__
     return made

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.host.low_bits import int8_copy
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy
+from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy, with_own_code
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
 from triforce_tree.models.recurrent.running import RecurrentPass, running
@@ -122,6 +123,7 @@ class StepModel:
             Passes reach beyond the longest sequence; those results are never read, but need some position.
         layers: indices of the layers with attention, in their order; by default all.
         exact: compiled layers round as uncompiled ones do.
+        codes: of compiled layers, see ``with_own_code``.
 
     Attributes:
         capturable: whether a CUDA graph can capture a call.
@@ -138,6 +140,7 @@ class StepModel:
         max_positions: int | None = None,
         layers: Sequence[int] | None = None,
         exact: bool = False,
+        codes: dict[CodeType, CodeType] | None = None,
     ) -> None:
         self.model, self._max_positions = clone.eval(), max_positions
         text_config = clone.config.get_text_config(decoder=True)
@@ -156,7 +159,8 @@ class StepModel:
         if compiled:
             self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
             for layer in listed_layers(clone) or ():
-                layer.forward = _compiled(layer.forward, fused_exactly if exact else fused)
+                forward = with_own_code(layer.forward, {} if codes is None else codes)
+                layer.forward = _compiled(forward, fused_exactly if exact else fused)
         if features:
             keep_hidden(clone, decoder_layers(clone), features, self.hidden.__setitem__)
 
@@ -242,11 +246,12 @@ def int8_step_model(model: HFModel, features: Sequence[int] = ()) -> StepModel:
 def _host_step(clone: PreTrainedModel, model: HFModel, features: Sequence[int]) -> StepModel:
     """A copy of a model on the CPU, with layers by our kernels where these give the same numbers."""
     linears = use_few_row_linears(clone)
-    use_fused_layers(clone, linears)
+    fused_modules = use_fused_layers(clone, linears)
     step = _step(clone, model, False, features)
     step.capturable = step.capturable and model.capturable is not False
     if linears and not step.scales_queries:
-        use_fused_decoder_layers(listed_layers(clone) or nn.ModuleList(), linears, _running)
+        layers = listed_layers(clone) or nn.ModuleList()
+        use_fused_decoder_layers(layers, linears, fused_modules, _running)
     return step
 
 
@@ -258,7 +263,7 @@ def _step(
     exact: bool = False,
 ) -> StepModel:
     positions, layers = model.learned_positions, list(model.calls)
-    return StepModel(clone, compiled, model.length_rope, features, positions, layers, exact)
+    return StepModel(clone, compiled, model.length_rope, features, positions, layers, exact, model.codes)
 
 
 def captures(model: HFModel, replaced: bool) -> bool:

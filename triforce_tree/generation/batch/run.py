@@ -195,6 +195,8 @@ class BatchRun:
             and self._hierarchy.levels(len(prompt), program.max_seq_len) <= program.levels
             and self._hierarchy.together(job.to_probs, [job.prompts[0], prompt])
             and self._has_room([(prompt, self._job.ending(prompt, new_tokens))])
+            # A prompt that comes after a change of the models belongs to the next batch.
+            and not self._hierarchy.changed
         )
 
     def _has_room(self, coming: list[tuple[list[int], Ending]]) -> bool:

@@ -15,6 +15,7 @@ from triforce_tree.kernels.linear.configs import MOST_PLAIN_ROWS
 from triforce_tree.kernels.norm.reference import MOST_COLUMNS, row_layer_norm, row_rms_norm
 from triforce_tree.models.few_row import FewRowLinear, with_linears
 from triforce_tree.models.host.linears import is_plain_linear
+from triforce_tree.models.model_copy import hooked
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 # Llama, Gemma, OLMo 2.
@@ -42,7 +43,7 @@ def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy over the same weights; what it cannot replace is left, and found by ``verify.row_bits``."""
     clone = with_linears(model, ExactLinear)
     head = clone.get_output_embeddings()
-    if isinstance(head, nn.Linear) and is_plain_linear(head):
+    if isinstance(head, nn.Linear) and is_plain_linear(head) and not hooked(head):
         clone.set_output_embeddings(ExactLinear(head))
     use_exact_norms(clone)
     return clone
@@ -80,7 +81,7 @@ def use_exact_norms(model: nn.Module) -> None:
     """Replace the norms of a copy of a model whose results ours equal."""
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
-            if "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks:
+            if "forward" in vars(norm) or hooked(norm):
                 continue
             if type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1:
                 norm.__class__ = ExactLayerNorm

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from triforce_tree.kernels.cpu.fp32.decoder import Norm, finish, project
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.attention import AttentionParams, RunningAttention
-from triforce_tree.models.host.layers import equal, gated_parts, hooked, norm_epsilon
+from triforce_tree.models.host.layers import equal, gated_parts, norm_epsilon
 from triforce_tree.models.host.linears import FewRowMatrix, few_row_weight
+from triforce_tree.models.model_copy import hooked
 
 _TRIED = 2, 3  # sequences and tokens
 # Factors of the norms' weights in trials: with the second, limits on queries, keys and values take effect.
@@ -35,30 +36,36 @@ class _Parts:
 
 
 def use_fused_decoder_layers(
-    layers: Iterable[nn.Module], linears: Collection[nn.Linear], running: RunningAttention
+    layers: Iterable[nn.Module],
+    linears: Collection[nn.Linear],
+    fused: Collection[nn.Module],
+    running: RunningAttention,
 ) -> None:
     """Let decoder layers of a copy of a model whose results ours equal compute by the C library, for good.
 
     Args:
         layers: after ``use_fused_layers``; their attention is that of a ``StepModel``.
         linears: those whose forwards ``use_few_row_linears`` has replaced.
+        fused: the modules whose forwards ``use_fused_layers`` has replaced.
         running: the attention of the current forward; another one while layers are compared.
     """
     if library() is None or torch.get_default_device().type == "meta":
         return
     few_row = set(linears)
     for layer in layers:
-        if "forward" in vars(layer) or (parts := _parts(layer, few_row)) is None:
+        if "forward" in vars(layer) or (parts := _parts(layer, few_row, fused)) is None:
             continue
         params = _same(layer, parts, running)
         if params is not None:
             layer.forward = partial(_forward, layer, parts, params, running)
 
 
-def _parts(layer: nn.Module, few_row: Collection[nn.Linear]) -> _Parts | None:
+def _parts(layer: nn.Module, few_row: Collection[nn.Linear], fused: Collection[nn.Module]) -> _Parts | None:
     names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
     modules = [module for name in names if (module := layer._modules.get(name)) is not None]
     if len(modules) != len(names) or len(layer._modules) != len(names) or any(map(hooked, modules)):
+        return None
+    if any("forward" in vars(module) and module not in fused for module in modules):
         return None
     first, attention, second, mlp = modules
     names = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -18,7 +18,7 @@ from triforce_tree.kernels.cpu.fp32 import layers as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.kernels.cpu.fp32.linear import MOST_ROWS, gated
 from triforce_tree.models.host.linears import FewRowMatrix, few_row_weight
-from triforce_tree.models.model_copy import ROTARY, class_forward, with_global
+from triforce_tree.models.model_copy import ROTARY, class_forward, hooked, with_global
 
 _EPSILONS = ("variance_epsilon", "eps")
 _TRIED_ROWS, _TRIED_DIM = 3, 8
@@ -26,16 +26,20 @@ _TOLERANCE = 1e-5
 
 
 @torch.no_grad()
-def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bool = False) -> None:
+def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bool = False) -> set[nn.Module]:
     """Let the modules of a copy of a model whose results ours equal compute by the C library, for good.
 
     Args:
         model: from ``shallow_copy``.
         linears: those whose forwards ``use_few_row_linears`` has replaced.
         exact: any number of rows, so that a row's bits do not depend on it.
+
+    Returns:
+        the modules whose forwards are ours now.
     """
     if library() is None or torch.get_default_device().type == "meta":
-        return
+        return set()
+    theirs = {module for module in model.modules() if "forward" in vars(module)}
     few_row = set(linears)
     rotaries: dict[type, FunctionType | None] = {}
     for module in model.modules():
@@ -54,6 +58,7 @@ def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bo
                 rotaries[type(module)] = _with_rotary(own)
             if (replaced := rotaries[type(module)]) is not None:
                 module.forward = MethodType(replaced, module)
+    return {module for module in model.modules() if "forward" in vars(module)} - theirs
 
 
 def _replace(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int) -> None:
@@ -99,12 +104,13 @@ def gated_parts(
     parts = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(isinstance(part, nn.Linear) and part in few_row and not hooked(part) for part in parts):
         return None
+    activations = [
+        module for module in module._modules.values() if module is not None and module not in parts
+    ]
+    if any(hooked(activation) or "forward" in vars(activation) for activation in activations):
+        return None
     gate, up, down = parts
     return gate, up, down  # type: ignore[return-value]
-
-
-def hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _mlp(

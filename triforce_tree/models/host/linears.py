@@ -29,11 +29,12 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is torch's own linear layer with floating-point weights, run by its own ``forward``.
 
     Quantisation libraries have layer classes of their own, or tensor classes in ``nn.Linear``, or replace the
-    ``forward`` of single layers.
+    ``forward`` of single layers. A pruned layer computes its weight before each call.
     """
     return (
         type(module) is nn.Linear
         and "forward" not in vars(module)
+        and module._parameters.get("weight") is not None
         and type(module.weight.data) is Tensor
         and module.weight.dtype in _DTYPES
     )

@@ -14,6 +14,7 @@ from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.experts.few_row import LowBitExperts
 from triforce_tree.models.few_row import check_low_bits, with_linears
 from triforce_tree.models.host.linears import Int8Linear, is_plain_linear
+from triforce_tree.models.model_copy import hooked
 
 
 def has_int8_kernel(model: nn.Module) -> bool:
@@ -32,8 +33,8 @@ def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: its linear layers cannot be replaced.
     """
     check_low_bits(model, 8)
-    clone = with_linears(model, Int8Linear, lambda module: LowBitExperts(module, 8))
+    clone = with_linears(model, Int8Linear, lambda module: LowBitExperts(module, 8), with_hooks=True)
     head: Any = clone.get_output_embeddings()
-    if head is not None and is_plain_linear(head):
+    if head is not None and is_plain_linear(head) and not hooked(head):
         clone.set_output_embeddings(Int8Linear(head))
     return clone

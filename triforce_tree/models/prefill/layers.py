@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from triforce_tree.kernels.norm.reference import add_rms_norm, row_rms_norm
 from triforce_tree.kernels.pointwise.reference import ACTIVATIONS, gated, rotary
 from triforce_tree.models.exact.device import NORM_KINDS, norm_epsilon
-from triforce_tree.models.model_copy import ROTARY, class_forward, text_decoder, with_global
+from triforce_tree.models.model_copy import ROTARY, class_forward, hooked, text_decoder, with_global
 from triforce_tree.models.prefill.residual import Structure, forward_by, structure_of
 
 # Sizes of stand-ins: rows, features, and features inside an MLP.
@@ -163,7 +163,7 @@ def _layer_forward(
 
     def add_norm(attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         # Hooks on the norm, and weights that a library keeps in fp32.
-        if norm._forward_hooks or norm._forward_pre_hooks or not _alike(attended, residual, norm.weight):
+        if hooked(norm) or not _alike(attended, residual, norm.weight):
             total = residual + attended
             return total, norm(total)
         return add_rms_norm(attended, residual, norm.weight, eps, *kind)
@@ -222,7 +222,7 @@ def _mlp(module: Any, separate: bool, gate_by: Callable[[Tensor, Tensor], Tensor
 def _hooked_activation(module: nn.Module) -> bool:
     """Whether a hook waits for calls of what the kernel computes."""
     computed = [child for name, child in module._modules.items() if name not in (*_SEPARATE, *_TOGETHER)]
-    return any(child and (child._forward_hooks or child._forward_pre_hooks) for child in computed)
+    return any(child and (hooked(child) or "forward" in vars(child)) for child in computed)
 
 
 def _mlp_forward(activation: str, module: Any) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,279 @@
+"""What changes in a model after an engine's first call takes effect in every level."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from api_cases import SMALL, SMALL_LOOKUP, new
+from families import greedy, perturbed, prompt_of, tiny
+from head_folders import eagle
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize, prune
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+import triforce_tree
+from triforce_tree import Engine
+
+NEW = 12
+FIRST, SECOND = prompt_of(50), prompt_of(41)
+SCALE = 1.0
+
+
+class Steering:
+    """A hook with settings of its own, which reads a global number beside them."""
+
+    def __init__(self) -> None:
+        self.scale, self.options = 1.0, {"add": [0.0]}
+
+    def method(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return (out * self.scale + self.options["add"][0]) * SCALE
+
+
+class Scaled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.3
+
+
+def model_of() -> Any:
+    """A model with a hook from the beginning, whose settings are ``model.steering``."""
+    model: Any = tiny("llama-gqa")
+    steering = Steering()
+    vector = torch.zeros(32)
+    model.model.layers[0].mlp.register_forward_hook(steering.method)
+    model.model.layers[0].register_forward_hook(lambda m, a, out: out + vector)
+    model.steering, model.vector = [steering], [vector]
+    return model
+
+
+Change = Callable[[Any], AbstractContextManager[None]]
+CHANGES: dict[str, Change] = {}
+
+
+def change(name: str) -> Callable[[Callable[[Any], Iterator[None]]], None]:
+    """Registers a function of a model that changes it, and undoes that after its ``yield``."""
+
+    def register(function: Callable[[Any], Iterator[None]]) -> None:
+        CHANGES[name] = contextmanager(function)
+
+    return register
+
+
+@contextmanager
+def undone(undo: Callable[[], object]) -> Iterator[None]:
+    """A failure must not change other tests."""
+    try:
+        yield
+    finally:
+        undo()
+
+
+def hook(register: str, function: Callable[..., Any], **options: Any) -> Change:
+    @contextmanager
+    def changed(model: Any) -> Iterator[None]:
+        handle = getattr(model.model.layers[1].mlp, register)(function, **options)
+        with undone(handle.remove):
+            yield
+
+    return changed
+
+
+def attribute(path: str, name: str, value: Any) -> Change:
+    @contextmanager
+    def changed(model: Any) -> Iterator[None]:
+        of: Any = model
+        for part in path.split("."):
+            of = getattr(of, part)
+        before = getattr(of, name)
+        setattr(of, name, value)
+        with undone(lambda: setattr(of, name, before)):
+            yield
+
+    return changed
+
+
+CHANGES |= {
+    "hook": hook("register_forward_hook", lambda m, a, out: out * 0.2),
+    "hook with keywords": hook("register_forward_hook", lambda m, a, k, out: out * 0.2, with_kwargs=True),
+    "hook always called": hook("register_forward_hook", lambda m, a, out: out * 0.2, always_call=True),
+    "pre-hook": hook("register_forward_pre_hook", lambda m, a: (a[0] * 0.2,)),
+    "pre-hook with keywords": hook(
+        "register_forward_pre_hook", lambda m, a, k: ((a[0] * 0.2,), k), with_kwargs=True
+    ),
+    "activation": attribute("model.layers.1.mlp", "act_fn", nn.ReLU()),
+    "epsilon": attribute("model.layers.1.input_layernorm", "variance_epsilon", 0.5),
+    "scaling": attribute("model.layers.1.self_attn", "scaling", 0.01),
+    "module without weights": attribute("model.layers.1", "mlp", nn.Identity()),
+    "buffer": attribute("model.rotary_emb", "inv_freq", torch.full((4,), 0.2)),
+    "method of a class": attribute(
+        "model.layers.1.mlp.__class__", "forward", lambda m, x: m.down_proj(m.up_proj(x))
+    ),
+}
+
+
+@change("hook of all modules")
+def _(model: Any) -> Iterator[None]:
+    # By its class: copies have other objects.
+    handle = register_module_forward_hook(
+        lambda m, a, out: out * 0.3 if isinstance(m, modeling_llama.LlamaMLP) else None
+    )
+    with undone(handle.remove):
+        yield
+
+
+@change("forward of a module")
+def _(model: Any) -> Iterator[None]:
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: mlp.down_proj(mlp.gate_proj(x))
+    yield
+    del mlp.forward
+
+
+@change("function of the module that a forward reads")
+def _(model: Any) -> Iterator[None]:
+    own = modeling_llama.apply_rotary_pos_emb
+    modeling_llama.apply_rotary_pos_emb = lambda q, k, cos, sin, **more: own(q * 0.2, k, cos, sin, **more)
+    with undone(lambda: setattr(modeling_llama, "apply_rotary_pos_emb", own)):
+        yield
+
+
+@change("parametrisation")
+def _(model: Any) -> Iterator[None]:
+    linear = model.model.layers[1].mlp.up_proj
+    parametrize.register_parametrization(linear, "weight", Scaled())
+    yield
+    parametrize.remove_parametrizations(linear, "weight", leave_parametrized=False)
+
+
+@change("pruning")
+def _(model: Any) -> Iterator[None]:
+    linear = model.model.layers[1].mlp.down_proj
+    weight = linear.weight.detach().clone()
+    prune.l1_unstructured(linear, "weight", amount=0.7)
+    yield
+    prune.remove(linear, "weight")
+    linear.weight = nn.Parameter(weight)
+
+
+@change("weights in place")
+def _(model: Any) -> Iterator[None]:
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(0.25)
+    yield
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(4.0)
+
+
+@change("buffer in place")
+def _(model: Any) -> Iterator[None]:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    yield
+    model.model.rotary_emb.inv_freq.mul_(2.0)
+
+
+@change("compiled layer")
+def _(model: Any) -> Iterator[None]:
+    layers = model.model.layers
+    before = layers[1]
+    before.mlp.act_fn = nn.Tanh()
+    layers[1] = torch.compile(before, backend="eager")
+    yield
+    before.mlp.act_fn = nn.SiLU()
+    layers[1] = before
+
+
+@change("number of a hook")
+def _(model: Any) -> Iterator[None]:
+    model.steering[0].scale = 0.2
+    yield
+    model.steering[0].scale = 1.0
+
+
+@change("list of a hook")
+def _(model: Any) -> Iterator[None]:
+    model.steering[0].options["add"][0] = 0.5
+    yield
+    model.steering[0].options["add"][0] = 0.0
+
+
+@change("tensor of a hook")
+def _(model: Any) -> Iterator[None]:
+    model.vector[0].copy_(torch.linspace(-2, 2, 32))
+    yield
+    model.vector[0].zero_()
+
+
+@change("global number of a hook")
+def _(model: Any) -> Iterator[None]:
+    global SCALE
+    SCALE = 0.3
+    yield
+    SCALE = 1.0
+
+
+def lookup(model: Any) -> Engine:
+    return triforce_tree.load(model, levels=2, lookup=4, rounds=1, profile=False, **SMALL_LOOKUP)
+
+
+ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
+    "plain": lambda m: triforce_tree.load(m, levels=1, profile=False, **SMALL_LOOKUP),
+    "lookup": lookup,
+    "draft": lambda m: triforce_tree.load(m, DRAFT, levels=2, rounds=1, profile=False, **SMALL),
+    "retrieval": lambda m: triforce_tree.load(m, DRAFT, levels=3, rounds=2, profile=False, **SMALL),
+    "8 bits": lambda m: triforce_tree.load(
+        m, DRAFT, levels=3, rounds=2, profile=False, retrieval_weight_bits=8, **SMALL
+    ),
+    "EAGLE": lambda m: triforce_tree.load(m, drafter=eagle(m, "chain:3"), levels=2, rounds=1, **SMALL_LOOKUP),
+}
+DRAFT = perturbed(tiny("llama-gqa"), 0.05)
+
+
+def text(engine: Engine, prompt: list[int]) -> list[int]:
+    return new(engine.generate(prompt, do_sample=False, max_new_tokens=NEW), prompt)
+
+
+@pytest.mark.parametrize("path", ENGINES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_after_the_first_call_takes_effect(name: str, path: str) -> None:
+    model = model_of()
+    engine = ENGINES[path](model)
+    before = text(engine, SECOND)
+    assert text(engine, FIRST) == greedy(model, FIRST, NEW)
+    with CHANGES[name](model):
+        changed = greedy(model, SECOND, NEW)
+        assert text(engine, SECOND) == changed != before
+        assert text(engine, FIRST) == greedy(model, FIRST, NEW)
+    assert text(engine, SECOND) == greedy(model, SECOND, NEW) == before
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_in_a_session_a_batch_and_kept_prefixes(name: str) -> None:
+    """What was kept of the model before the change is computed anew."""
+    model = model_of()
+    options: Any = {**SMALL, "prefill_chunk": 16, "prefix_cache": "64MiB"}
+    engine = triforce_tree.load(model, DRAFT, levels=2, rounds=1, profile=False, **options)
+    session = engine.session(FIRST, reserve=200)
+
+    def turn() -> None:
+        asked = [*session.tokens, *prompt_of(7)]
+        out = session.generate(prompt_of(7), do_sample=False, max_new_tokens=NEW)
+        assert out.sequences[0, len(asked) :].tolist() == greedy(model, asked, NEW)
+
+    def batch() -> None:
+        prompts = [FIRST, [*FIRST[:32], *SECOND], SECOND]
+        outs = engine.generate(prompts, do_sample=False, max_new_tokens=NEW)
+        for prompt, row in zip(prompts, outs.sequences, strict=True):
+            assert row[-NEW:].tolist() == greedy(model, prompt, NEW)
+
+    turn()
+    batch()
+    turn()
+    with CHANGES[name](model):
+        turn()
+        batch()
+        turn()
+    turn()
+    batch()
