@@ -24,6 +24,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
+from triforce_tree.decoding.plain_passes import PlainPasses
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.generation.batch.joining import Joining
@@ -33,6 +34,7 @@ from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.drafter_choice import check_drafter_options
 from triforce_tree.generation.explaining import explanation_of
+from triforce_tree.generation.in_step import check_in_step, decode_in_step
 from triforce_tree.generation.inputs import Ids, Inputs
 from triforce_tree.generation.keywords import checked_count, checked_seeds, checked_switch
 from triforce_tree.generation.notices import CostNotices
@@ -271,7 +273,7 @@ class Engine:
                 padded.ids[part].to(target.device), attention_mask=padded.mask[part].to(target.device),
                 generation_config=request.config, logits_processor=request.processors,
                 stopping_criteria=request.criteria,
-                prefix_allowed_tokens_fn=allowed and (lambda _, sent: allowed(part.start, sent)),
+                prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(part.start + n, sent)),
                 custom_generate=self.runner(how), **request.options,
             )  # fmt: skip
             return placed(out, ids[part], moves_scores=not self.hierarchy.offloads)
@@ -311,6 +313,8 @@ class Engine:
         seeds = None if to_probs.greedy else how.seeds
         alike = prompts, new_tokens, to_probs.greedy, seed is None, seeds, self._config
         distributed.check_equal("prompts or settings", alike)
+        if (why := job.why_in_step(hierarchy.target.vocab_size)) is not None:
+            return self._run_in_step(job, how, why)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         longest = sorted(prompts, key=len)[-most:]
         coming = max(new_tokens, self._capacity - len(longest[-1]))
@@ -321,9 +325,8 @@ class Engine:
         if whole or not hierarchy.together(to_probs, prompts):
             raise OneByOneError
         rows = how.rows(hierarchy, most, len(longest[-1]), coming, prefix)
-        kept_on = torch.device("cpu") if hierarchy.offloads else job.input_ids.device
         names = job.outputs | ({"logprobs"} if how.logprobs else set())
-        scores = EmittedScores(names, to_probs, prompts, kept_on) if names else None
+        scores = EmittedScores(names, to_probs, prompts, kept_on(hierarchy, job.input_ids)) if names else None
         order, first = prefix.beginning(prompts, rows)
         total, least = len(longest[-1]) + coming, min(map(len, first))
         with hierarchy.active():
@@ -344,7 +347,36 @@ class Engine:
             run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy, order, prefix)
             out = run.decode(self._reuse)
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
+        return self._described(out, to_probs)
+
+    def _run_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:
+        """Decode by transformers' own loop (``generation/in_step.py``)."""
+        hierarchy, prompts, longest = self.hierarchy, job.prompts, max(map(len, job.prompts))
+        coming = max(job.new_tokens, self._capacity - longest)
+        check_in_step(hierarchy.target, prompts, how, why)
+        self._choose_settings(job.temperature, prompts, coming)
+        self._notices.tell_in_step(why)
+        with hierarchy.active():
+
+            def make(sequences: Sequence[Sequence[int]]) -> DecodingProgram:
+                left = longest + coming - max(map(len, sequences))
+                return hierarchy.program(sequences, left, how.pinned, self._reuse)
+
+            passes = PlainPasses(make, hierarchy.shrink, prompts, how.progress, self._reuse)
+            out = decode_in_step(
+                job, how, hierarchy.target, passes, self.tokenizer, kept_on(hierarchy, job.input_ids)
+            )
+        return self._described(out, job.to_probs)
+
+    def _described(self, out: GenerateOutput, to_probs: ProbsFromLogits) -> GenerateOutput:
+        """The output with what the settings say about it."""
+        hierarchy = self.hierarchy
         out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None
         out.ranks = distributed.shares(self._config.text_ranks)
         out.lossy = None if to_probs.greedy else self._config.lossy
         return out
+
+
+def kept_on(hierarchy: Hierarchy, input_ids: Tensor) -> torch.device:
+    """Where logits, scores and log-probabilities are kept."""
+    return torch.device("cpu") if hierarchy.offloads else input_ids.device

@@ -52,7 +52,6 @@ REFUSED_OPTIONS: dict[str, Any] = {
     "target_lookbehind": 3,
     "token_healing": True,
     "use_mtp": True,
-    "watermarking_config": {"greenlist_ratio": 0.5},
 }
 # Parameters of transformers' generate: our own of the same name, or how they are refused.
 HONOURED_PARAMETERS = {

@@ -224,6 +224,8 @@ def test_criteria_do_not_see_a_pass_that_is_repeated(monkeypatch: pytest.MonkeyP
     seen: list[list[int]] = []
 
     class Stop(StoppingCriteria):
+        keeps_state = False  # Its list is the test's: blocks of accepted tokens are asked about one by one.
+
         def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
             seen.append(input_ids[0].tolist())
             return torch.tensor([input_ids.shape[1] >= len(LONG_PROMPT) + count])

@@ -173,6 +173,10 @@ class TextTree:
         leaves = []
         for number, node in enumerate(given):
             own = by_length[node.stop]
+            if len(given) > 1 and (why := own.job.why_in_step(self._target.vocab_size)) is not None:
+                raise ValueError(
+                    f"{len(given)} leaves cannot be generated in one call: {why}; generate them one by one"
+                )
             ending = own.ending(self._target.device)
             self._check_length(node.stop, ending.max_new_tokens)
             draws = None if own.to_probs.greedy else Draws(chosen, number)

@@ -92,6 +92,9 @@ class Interrupt(StoppingCriteria):
     A context manager around the work, and a stopping criterion inside it.
     """
 
+    # Its flag is no state of a text: it may be asked about any token.
+    keeps_state = False
+
     def __init__(self) -> None:
         self.requested = False
 

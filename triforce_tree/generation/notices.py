@@ -1,4 +1,4 @@
-"""What a logits processor that reads the tokens so far costs, in words."""
+"""What logits processors and stopping criteria cost, in words."""
 
 import logging
 from collections.abc import Iterable
@@ -24,6 +24,7 @@ _OPTIONS = {
     "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty",
     "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
     "TopHLogitsWarper": "top_h",
+    "WatermarkLogitsProcessor": "watermarking_config",
 }
 
 
@@ -58,7 +59,7 @@ def cost_of_processors(
 
 
 class CostNotices:
-    """Warnings of what logits processors cost, each given once."""
+    """Warnings of what logits processors and stopping criteria cost, each given once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -71,7 +72,16 @@ class CostNotices:
         device: torch.device,
     ) -> None:
         """Warn of :func:`cost_of_processors` on this device, unless that was said before."""
-        said = cost_of_processors(processors, config, batch, on_gpu=device.type == "cuda")
+        self._say(cost_of_processors(processors, config, batch, on_gpu=device.type == "cuda"))
+
+    def tell_in_step(self, why: str) -> None:
+        """Warn that nothing is drafted, and why, unless that was said before."""
+        self._say(
+            f"nothing is drafted, so that logits processors and stopping criteria are called as by "
+            f"model.generate: {why}"
+        )
+
+    def _say(self, said: str | None) -> None:
         if said is not None and said not in self._told and is_first_rank():
             self._told.add(said)
             _LOG.warning("%s", said)

@@ -24,7 +24,7 @@ HONOURED = frozenset(
     do_sample temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff top_h
     repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens
     begin_suppress_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty
-    renormalize_logits remove_invalid_values
+    renormalize_logits remove_invalid_values watermarking_config
     pad_token_id bos_token_id eos_token_id return_dict_in_generate output_logits output_scores use_cache
     transformers_version
     """.split()  # noqa: SIM905 - a list would take a line for each name
@@ -48,8 +48,6 @@ _NEUTRAL = {
     "assistant_lookbehind": 10,
     "target_lookbehind": 10,
 }
-# Processors that keep state between calls, or run a model: they must be called once for each token.
-_REFUSED_PROCESSORS = ("SynthIDTextWatermarkLogitsProcessor", "ClassifierFreeGuidance")
 
 # Options whose values must be integers, numbers, and token ids.
 _WHOLE = {"max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size"}
@@ -116,10 +114,10 @@ def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList
     for name, value in config.to_diff_dict().items():
         supported(name, value)
     for processor in processors:
-        if any(name in type(processor).__name__ for name in _REFUSED_PROCESSORS):
+        if "ClassifierFreeGuidance" in type(processor).__name__:
             raise ValueError(
-                f"{type(processor).__name__} keeps state between tokens, and cannot process the nodes of "
-                "a token tree; leave it out"
+                f"{type(processor).__name__} runs the model itself, which is not supported by triforce_tree; "
+                f"{REMEDY}"
             )
 
 

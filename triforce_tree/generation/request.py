@@ -16,6 +16,7 @@ from transformers import (
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.checkpoint_settings import refuse_unsupported_settings
 from triforce_tree.generation.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_ids
+from triforce_tree.generation.kept_state import why_in_step
 from triforce_tree.generation.keywords import (
     as_list,
     checked_stop_strings,
@@ -115,7 +116,8 @@ class Job:
         to_probs: logits to distributions.
         endings: of each sequence.
         config: all options.
-        criteria: the user's own among the stopping criteria, and stop strings.
+        processors, criteria: the user's own among them.
+        model_inputs: for the model's forward.
     """
 
     input_ids: Tensor
@@ -123,7 +125,9 @@ class Job:
     to_probs: ProbsFromLogits
     endings: list[Ending]
     config: GenerationConfig
+    processors: LogitsProcessorList
     criteria: StoppingCriteriaList
+    model_inputs: Mapping[str, Any]
 
     @classmethod
     def read(
@@ -155,10 +159,24 @@ class Job:
         # Where processors read the tokens so far, sequences of a batch come here one by one.
         to_probs = probs_from_options(config, processors, padding[0])
         endings = [ending_of(config, criteria, width, input_ids.device, own) for own in padding]
-        return cls(input_ids, prompts, to_probs, endings, config, criteria)
+        return cls(input_ids, prompts, to_probs, endings, config, processors, criteria, model_inputs)
+
+    def why_in_step(self, vocabulary: int, texts: int = 1) -> str | None:
+        """Why processors and criteria must be called for each token alone, and for all sequences together.
+
+        Args:
+            vocabulary: V of the scores.
+            texts: of each prompt, which are sequences of their own.
+
+        Returns:
+            the reason; None where they need not be.
+        """
+        passed = bool(self.config.output_scores and self.config.return_dict_in_generate)
+        ids = self.input_ids.repeat_interleave(texts, 0)
+        return why_in_step(self.processors, self.criteria, ids, vocabulary, passed)
 
     def ending(self, prompt: Sequence[int], new_tokens: int) -> Ending:
-        """That of a sequence which joins the others."""
+        """The ending of a sequence that joins the others."""
         device = self.input_ids.device
         own = ending_of(self.config, self.criteria, len(prompt), device)
         return replace(own, max_new_tokens=new_tokens)

@@ -1,7 +1,6 @@
 """``generate(num_beams=...)``: transformers' own beam search over a :class:`BeamTree`."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,10 +10,11 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from triforce_tree.branching.options import check_engine, given_prompts, leaf_options
 from triforce_tree.branching.rows import TreeRows
-from triforce_tree.branching.several.beams import BeamTree, beam_model, beam_pool
+from triforce_tree.branching.several.beams import BeamTree, beam_pool
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.output import GenerateOutput, by_row
+from triforce_tree.generation.own_forward import seeded, with_own_forward
 from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.text.new_text import new_text
@@ -51,14 +51,14 @@ def beam_search(
         target.check_length(len(prompt), new_tokens)
     request = prompts.request
     start = perf_counter()
-    with engine.hierarchy.generation(), target.active(), _seeded(seed, target.device):
+    with engine.hierarchy.generation(), target.active(), seeded(seed, target.device):
         if target.length_rope is not None:
             target.length_rope.choose_for_texts([len(prompt) for prompt in prompts.rows])
         pool = beam_pool(target, prompts.rows, beams, new_tokens)
         rows = TreeRows(target, pool, chunk_tokens(engine.hierarchy.config.prefill_chunk, target.device))
         out = cast(
             GenerateBeamDecoderOnlyOutput,
-            cast(Any, beam_model(without_settings(target.model))).generate(
+            cast(Any, with_own_forward(without_settings(target.model))).generate(
                 prompts.ids.to(target.device), attention_mask=prompts.mask.to(target.device),
                 generation_config=request.config, logits_processor=request.processors,
                 stopping_criteria=request.criteria, prefix_allowed_tokens_fn=allowed,
@@ -101,14 +101,3 @@ def _setting(engine: "Engine", kwargs: Mapping[str, Any], name: str) -> Any:
     given = config if isinstance(config, Mapping) else vars(config) if config is not None else {}
     sources = kwargs, given, vars(engine.hierarchy.target.model.generation_config)
     return next((value for own in sources if (value := own.get(name)) is not None), _DEFAULTS[name])
-
-
-@contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Inside, transformers draws by this seed; None leaves torch's global generators as they are."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield

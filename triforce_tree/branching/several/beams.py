@@ -5,25 +5,21 @@
 node, and beams that part become children of one. What no beam goes through any more is freed.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import KVPool
 from triforce_tree.branching.rows import TreeRows, needs_before
 from triforce_tree.generation.inputs import real_rows
+from triforce_tree.generation.own_forward import OwnForward
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.runtime.stats import Progress
 
 
-class BeamTree(Cache):
+class BeamTree(OwnForward):
     """The texts of all beams as one tree, as a cache that transformers reorders.
 
     Args:
@@ -33,16 +29,12 @@ class BeamTree(Cache):
     """
 
     def __init__(self, rows: TreeRows, width: int, progress: Progress | None = None) -> None:
-        super().__init__(layers=[])
+        super().__init__()
         self._rows, self._width, self._progress = rows, width, progress
         # An empty node before all prompts.
         self._root = Node(None)
         # By row of transformers' batch: the node at whose end the beam's text ends.
         self._beams: list[Node] = []
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: transformers then passes whole prompts, and afterwards the newest tokens."""
-        return 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i goes on from what row ``beam_idx[i]``, int64 ``[rows]``, was."""
@@ -54,7 +46,7 @@ class BeamTree(Cache):
             self._join(node)
 
     def step(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Logits ``[rows, V]`` after prompts ``[rows, W]``, then after a new token ``[rows, 1]`` of each."""
+        """See :class:`OwnForward`."""
         if not self._beams:
             mask = None if attention_mask is None else attention_mask[:: self._width]
             for prompt in real_rows(input_ids[:: self._width], mask):
@@ -98,28 +90,6 @@ class BeamTree(Cache):
             [child] = node.children
             self._rows.join(node)
             self._beams = [node if beam is child else beam for beam in self._beams]
-
-
-def beam_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model whose forward asks the :class:`BeamTree` that it gets as its cache."""
-
-    def forward(
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **given: Any,
-    ) -> CausalLMOutputWithPast:
-        tree: BeamTree = given[CACHE]
-        logits = tree.step(input_ids, attention_mask)
-        out = CausalLMOutputWithPast(logits=logits[:, None])
-        out[CACHE] = tree
-        return out
-
-    other = copy.copy(model)
-    vars(other).update(forward=forward, _compiled_call_impl=None)
-    return other
 
 
 def beam_pool(target: HFModel, prompts: Sequence[Sequence[int]], width: int, new_tokens: int) -> KVPool:

@@ -41,7 +41,7 @@ def with_several(generate: Generate) -> Generate:
             asked = f"num_beams={beams}" if beams > 1 else f"num_return_sequences={count}"
             raise ValueError(f"a streamer takes one text as it is made, not those of {asked}; leave out one")
         if beams == 1:
-            return _samples(engine, inputs, count, others)
+            return _samples(engine, generate, inputs, count, others)
         if count > beams:
             raise ValueError(f"num_return_sequences={count} exceeds num_beams={beams}; ask for as many beams")
         return beam_search(engine, inputs, beams, count, others)
@@ -73,9 +73,21 @@ def number_asked(name: str, kwargs: Mapping[str, Any]) -> int:
     return value
 
 
-def _samples(engine: "Engine", inputs: Any, count: int, kwargs: dict[str, Any]) -> GenerateOutput:
-    """``count`` texts of each prompt, drawn independently; arguments as of :meth:`Engine.generate`."""
+def _samples(
+    engine: "Engine", generate: Callable[..., GenerateOutput], inputs: Any, count: int, kwargs: dict[str, Any]
+) -> GenerateOutput:
+    """``count`` texts of each prompt, drawn independently; arguments as of :meth:`Engine.generate`.
+
+    Args:
+        generate: of one text a prompt, which decodes them where processors need all texts together.
+    """
     prompts, options = given_prompts(engine, inputs, kwargs)
+    if _in_step(engine, prompts.ids.shape[1], count, count * len(prompts.rows), options):
+        ids, mask = (each.repeat_interleave(count, 0) for each in (prompts.ids, prompts.mask))
+        out = generate(engine, input_ids=ids, attention_mask=mask, **options)
+        if out.logprobs is not None:
+            out.sequences_scores = out.logprobs.sum(1)
+        return out
     logprobs = checked_switch("logprobs", options.pop("logprobs", None))
     seed = checked_seed(options.pop("seed", None))
     chosen = int(torch.randint(2**62, ())) if seed is None else seed
@@ -85,16 +97,8 @@ def _samples(engine: "Engine", inputs: Any, count: int, kwargs: dict[str, Any]) 
     for number, prompt in enumerate(prompts.rows):
         own = dict(options)
         if allowed is not None:
-            constraint = PrefixConstrainedLogitsProcessor(_of_prompt(allowed, number), 1)
-            own["logits_processor"] = LogitsProcessorList(
-                [*as_list("logits_processor", own.get("logits_processor")), constraint]
-            )
+            own["logits_processor"] = _constrained(own, _of_prompt(allowed, number))
         how = leaf_options(engine, len(prompt), own)
-        if how.to_probs.greedy:
-            raise ValueError(
-                f"num_return_sequences={count} of greedy decoding are {count} equal texts; "
-                "set do_sample=True with a temperature above 0, or num_beams"
-            )
         # Whatever the size of a page, each text and the prompt have one that is not full.
         slots = len(prompt) + 64 + count * (how.job.new_tokens + 64)
         start = perf_counter()
@@ -116,6 +120,33 @@ def _samples(engine: "Engine", inputs: Any, count: int, kwargs: dict[str, Any]) 
         logprobs=torch.nn.utils.rnn.pad_sequence(found, batch_first=True) if logprobs else None,
         sequences_scores=torch.stack([own.sum() for own in found]) if logprobs else None,
     )
+
+
+def _in_step(engine: "Engine", width: int, count: int, texts: int, options: Mapping[str, Any]) -> bool:
+    """Whether processors or criteria need all texts together, one token of each at a time.
+
+    Args:
+        width: tokens of a prompt, padding included.
+        count: texts of each prompt.
+        texts: of all prompts.
+    """
+    left_out = ("logprobs", "seed", "progress", "prefix_allowed_tokens_fn", "output_scores", "output_logits")
+    own = {name: value for name, value in options.items() if name not in left_out}
+    if (allowed := options.get("prefix_allowed_tokens_fn")) is not None:
+        own["logits_processor"] = _constrained(own, allowed)
+    job = leaf_options(engine, width, own).job
+    if job.to_probs.greedy:
+        raise ValueError(
+            f"num_return_sequences={count} of greedy decoding are {count} equal texts; "
+            "set do_sample=True with a temperature above 0, or num_beams"
+        )
+    return job.why_in_step(engine.hierarchy.target.vocab_size, texts) is not None
+
+
+def _constrained(options: Mapping[str, Any], allowed: Callable[[int, Any], list[int]]) -> LogitsProcessorList:
+    """The processors of a call, and one for ``prefix_allowed_tokens_fn``."""
+    given = as_list("logits_processor", options.get("logits_processor"))
+    return LogitsProcessorList([*given, PrefixConstrainedLogitsProcessor(allowed, 1)])
 
 
 def _of_prompt(allowed: Callable[[int, Any], list[int]], number: int) -> Callable[[int, Any], list[int]]:

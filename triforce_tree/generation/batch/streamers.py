@@ -1,14 +1,13 @@
 """Streamers of a batch: each follows one sequence."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.runtime.token_ids import id_tensor
 
 
@@ -23,6 +22,13 @@ class TokenStreamer(BaseStreamer):
             end_tokens: ids that end the sequence.
         """
         raise NotImplementedError
+
+
+class NewestScores(Protocol):
+    """What a call asks for of its tokens: ``EmittedScores``."""
+
+    def newest(self, b: int, count: int) -> dict[str, list[Tensor]]:
+        """What is wanted of the last ``count`` tokens of sequence b, by name: ``[V]`` or ``[]`` of each."""
 
 
 class Streamers:
@@ -78,7 +84,7 @@ class Streamers:
         if streamer is not None and not _told(streamer, prompt, ending):
             streamer.put(id_tensor(prompt)[None])
 
-    def put(self, number: int, tokens: Sequence[int], scores: EmittedScores | None = None) -> bool:
+    def put(self, number: int, tokens: Sequence[int], scores: NewestScores | None = None) -> bool:
         """Send new tokens of a sequence; whether its streamer ends it.
 
         Args:

@@ -1,0 +1,99 @@
+"""Plain passes over tokens that the caller chooses: logits after each token of a batch."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.runtime.executor import free_memory
+from triforce_tree.runtime.stage_clock import StageClock
+from triforce_tree.runtime.stats import Progress
+from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
+
+
+class PlainPasses:
+    """The target's logits after sequences that grow by one token each, in passes of a program's plain stage.
+
+    Args:
+        make: makes a program for these sequences within the current memory plan.
+        shrink: reduces the plan after memory ran out; False where it cannot be reduced.
+        prompts: all tokens of each sequence.
+        progress, reuse: as for ``DecodingProgram.prefill``.
+
+    Attributes:
+        sequences: their tokens so far.
+        reused: tokens of each prompt whose keys and values the cache held.
+        prefill_seconds, capture_seconds: see ``GenerateOutput``.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Sequence[Sequence[int]]], DecodingProgram],
+        shrink: Callable[[], bool],
+        prompts: Sequence[Sequence[int]],
+        progress: Progress | None = None,
+        reuse: Reuse = "none",
+    ) -> None:
+        self._make, self._shrink, self._progress, self._reuse = make, shrink, progress, reuse
+        self.sequences = [list(prompt) for prompt in prompts]
+        self.reused: list[int] | None = None
+        self.prefill_seconds = self.capture_seconds = 0.0
+        self._program: DecodingProgram | None = None
+
+    def logits(self, with_nan: bool = False) -> Tensor:
+        """Logits after all sequences, fp32 ``[B, V]``; one token is appended to each before the next call.
+
+        Args:
+            with_nan: whether they may hold NaN.
+
+        Raises:
+            ValueError: they hold NaN.
+            torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
+        """
+        while True:
+            try:
+                program = self._program = self._program or self._begun()
+                program.run("plain", torch.Generator(program.device))
+                found = program.verifier("plain").emitted_logits(1)[:, 0]
+                if not with_nan and bool(program.state.has_nan):
+                    raise ValueError(NAN_LOGITS)
+                return found
+            except torch.OutOfMemoryError as error:
+                out_of_memory = error
+            self._program = program = None  # type: ignore[assignment]
+            # The traceback's frames hold tensors.
+            out_of_memory.__traceback__ = None
+            if not self._shrink():
+                raise out_of_memory
+            free_memory()
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append a token to each sequence, after :meth:`logits`."""
+        assert self._program is not None, "no pass was made"
+        state = self._program.state
+        # The pass has appended the most probable tokens.
+        given = torch.tensor(tokens, dtype=torch.int64, device=state.device)
+        state.tokens.scatter_(1, state.length[:, None], given[:, None])
+        self._program.committed([1] * len(tokens), [[token] for token in tokens], "plain")
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            sequence.append(token)
+
+    def forget(self) -> None:
+        """Nothing that the cache holds is to be continued, after an error."""
+        if self._program is not None:
+            self._program.cache.forget()
+
+    def _begun(self) -> DecodingProgram:
+        """A program that was fed with all tokens so far."""
+        program = self._make(self.sequences)
+        program.prepare(ProbsFromLogits(greedy=True))
+        self.capture_seconds = program.capture_seconds
+        start = time.perf_counter()
+        reused = program.prefill(self.sequences, self._progress, self._reuse)
+        StageClock(program.device).synchronize()
+        self.prefill_seconds += time.perf_counter() - start
+        self.reused = self.reused or reused
+        return program
