@@ -54,7 +54,7 @@ def decode_in_step(
     followed = _Followed(job, how, sequences, forward, names, device)
     loop: Any = with_own_forward(target.model)
     start = time.perf_counter()
-    how.streamers.begin(job.input_ids)
+    how.streamers.begin(job.input_ids, job.prompts, job.endings)
     try:
         with seeded(_seed(job, how), target.device):
             loop._sample(
