@@ -55,7 +55,8 @@ def test_a_left_padded_batch_is_transformers_own(engine: Engine) -> None:
     rows = [row[: row.index(stop) + 1] if stop in row else row for row in expected[:, WIDTH:].tolist()]
     assert out.new_tokens == [len(row) for row in rows]
     assert out.finish_reason == ["eos" if row[-1] == stop else "length" for row in rows]
-    assert out.text == [text_of(row) for row in rows]
+    shown = [row[:-1] if row[-1] == stop else row for row in rows]
+    assert out.text == [text_of(row) for row in shown], "the end token is no part of the text"
     assert out.levels[-1].emitted == sum(map(len, rows))
 
 

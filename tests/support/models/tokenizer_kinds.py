@@ -3,8 +3,6 @@
 import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -18,7 +16,7 @@ CORPUS = [
     "😀🎉👩‍👩‍👧 flags 🇩🇪",
     "I 'm here , do n't you ? They 've said ' yes ' . We 're n ' t",
 ]
-# Enough characters that others are spelled by bytes, or are unknown.
+# Other characters are spelled by bytes.
 KNOWN = "".join(CORPUS[:3])
 SPECIAL, ORDINARY = ["<s>", "</s>", "<unk>", "<|user|>"], ["<|tool|>", "<|im_end|>"]
 
@@ -149,10 +147,3 @@ KINDS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
 def tokenizer_of(kind: str) -> PreTrainedTokenizerBase:
     """Tests must not change it."""
     return KINDS[kind]()
-
-
-def saved(kind: str) -> Path:
-    """A folder with it."""
-    folder = Path(mkdtemp())
-    tokenizer_of(kind).save_pretrained(folder)
-    return folder
