@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from api_cases import SMALL, SMALL_LOOKUP, new
-from families import greedy, perturbed, prompt_of, tiny
+from families import FAMILIES, greedy, perturbed, prompt_of, tiny
 from head_folders import eagle
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -277,3 +277,49 @@ def test_in_a_session_a_batch_and_kept_prefixes(name: str) -> None:
         turn()
     turn()
     batch()
+
+
+STILL = [*FAMILIES, "phi3-longrope", "llama-longrope", "llama-dynamic", "llama4", "gemma4", "gpt-oss"]
+
+
+@pytest.mark.parametrize("family", STILL)
+def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
+    """What forwards, transformers' generate and training write is no change."""
+    model = tiny(family)
+    engine = triforce_tree.load(model, levels=2, lookup=4, rounds=1, profile=False, **SMALL_LOOKUP)
+    text(engine, SECOND)
+    program = engine.hierarchy.last_program
+    assert program is not None
+    for between in (
+        lambda: None,
+        lambda: greedy(model, prompt_of(90), 3),
+        model.train,
+        lambda: model.requires_grad_(False),
+        lambda: model.register_full_backward_hook(lambda m, i, o: None),
+        model.eval,
+    ):
+        between()
+        text(engine, SECOND)
+        assert engine.hierarchy.last_program is program
+
+
+def test_hooks_that_change_their_own_state_do_not_make_all_anew_in_each_call() -> None:
+    model = model_of()
+    seen: list[float] = []
+    counts = Steering()
+    model.model.norm.register_forward_hook(lambda m, a, out: seen.append(float(out.sum())))
+
+    def counting(module: nn.Module, args: Any, out: Tensor) -> None:
+        counts.scale += 1
+
+    model.model.norm.register_forward_hook(counting)
+    engine = ENGINES["lookup"](model)
+    for _ in range(3):
+        text(engine, SECOND)
+    program = engine.hierarchy.last_program
+    counted = len(seen)
+    assert text(engine, SECOND) == greedy(model, SECOND, NEW)
+    assert engine.hierarchy.last_program is program
+    assert len(seen) > counted
+    model.steering[0].scale = 0.2
+    assert text(engine, SECOND) == greedy(model, SECOND, NEW)

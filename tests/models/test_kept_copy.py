@@ -4,13 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import prompt_of, tiny
-from program_cases import SMALL
+from families import tiny
 from torch import nn
 from transformers import PreTrainedModel
 
-import triforce_tree
-from triforce_tree.models import model_copy
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import modules_of, parameter_bytes, parameters_of
 
@@ -26,37 +23,31 @@ CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
 }
 
 
-def test_it_is_kept_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-    shallow_copy = model_copy.shallow_copy
-
-    def counted(model: PreTrainedModel) -> PreTrainedModel:
-        made.append(model)
-        return shallow_copy(model)
-
-    engine = triforce_tree.load(tiny("llama-gqa"), tiny("llama-gqa"), profile=False, levels=2, **SMALL)
-    session = engine.session(prompt_of(100))
-    session.generate(do_sample=False, max_new_tokens=3)
-    monkeypatch.setattr(model_copy, "shallow_copy", counted)
-    session.generate(prompt_of(9), do_sample=False, max_new_tokens=3)
-    assert made == []
-
-
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("of", ["model", "copy"])
-def test_a_change_makes_another(change: str, of: str) -> None:
-    """Of the model: the copy must follow. Of the copy: as of one that was made for this call."""
+def test_a_change_makes_another(change: str) -> None:
     target = HFModel(tiny("llama-gqa"))
     with target.active():
         kept = target.running
+    target.refresh()
     with target.active():
         assert target.running is kept
-        if of == "copy":
-            CHANGES[change](kept)
-    if of == "model":
-        CHANGES[change](target.model)
+    CHANGES[change](target.model)
+    assert target.changed
+    target.refresh()
+    assert not target.changed
     with target.active():
         assert target.running is not kept
+
+
+def test_a_copy_of_one_s_own_may_be_changed() -> None:
+    target = HFModel(tiny("llama-gqa"))
+    with target.active():
+        kept = target.running
+    with target.active(own=True):
+        target.running.model.layers[0].mlp = nn.Identity()
+    with target.active():
+        assert target.running is kept
+        assert not isinstance(kept.model.layers[0].mlp, nn.Identity)
 
 
 def test_modules_and_parameters_are_those_of_torch() -> None:

@@ -137,8 +137,8 @@ def why_not_replaceable(model: nn.Module, with_hooks: bool = False) -> str | Non
         return f"{name} is quantised ({method})"
     if _layer_linears(model, with_hooks):
         return None
-    kind = "nn.Linear" if with_hooks else "nn.Linear without hooks"
-    return f"{name} has no {kind} inside a list of layers"
+    hooks = " without hooks" if _layer_linears(model, with_hooks=True) else ""
+    return f"{name} has no nn.Linear{hooks} inside a list of layers"
 
 
 def quantisation(model: nn.Module) -> str | None:

@@ -304,11 +304,11 @@ class Fingerprint:
             self._classes.add(base)
             own, at = vars(base), f"{place}.{base.__qualname__}"
             self._maps.append(own)
-            self._note(f"{at}: attributes", frozenset(own))
             for key, value in list(own.items()):
                 if isinstance(value, types.FunctionType) and (not key.startswith("__") or key == "__call__"):
                     self._add(f"{at}.{key}", value, "", 1)
-                elif not key.startswith("__"):
+                # transformers keeps answers about a class so.
+                elif not key.startswith("__") and not key.endswith("_cached_value"):
                     self._note(f"{at}.{key}", value)
 
 

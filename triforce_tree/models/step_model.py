@@ -50,8 +50,8 @@ ATTENTION = "triforce_tree_step"
 MOST_ROWS = 128
 """Most tokens per sequence of a forward that is compiled and captured."""
 
-# All models of a family share one compiled function, with versions for each size and number of sequences, and
-# for each number of tokens where a layer cannot do with one version for all.
+# All programs over one state of a model share one compiled function, with versions for each size and number
+# of sequences, and for each number of tokens where a layer cannot do with one version for all.
 _COMPILED_SHAPES = 256
 # Libraries have other kernels for one token than for a few, and for a few than for many.
 _TRIED_ROWS = (1, 2, 16, 64)
@@ -123,7 +123,7 @@ class StepModel:
             Passes reach beyond the longest sequence; those results are never read, but need some position.
         layers: indices of the layers with attention, in their order; by default all.
         exact: compiled layers round as uncompiled ones do.
-        codes: of compiled layers, see ``with_own_code``.
+        codes: of compiled layers, see ``with_own_code``; by default the layers' own, which models share.
 
     Attributes:
         capturable: whether a CUDA graph can capture a call.
@@ -159,7 +159,7 @@ class StepModel:
         if compiled:
             self._recompile_limit = partial(torch._dynamo.config.patch, recompile_limit=_COMPILED_SHAPES)
             for layer in listed_layers(clone) or ():
-                forward = with_own_code(layer.forward, {} if codes is None else codes)
+                forward = layer.forward if codes is None else with_own_code(layer.forward, codes)
                 layer.forward = _compiled(forward, fused_exactly if exact else fused)
         if features:
             keep_hidden(clone, decoder_layers(clone), features, self.hidden.__setitem__)
