@@ -94,7 +94,16 @@ def test_stop_strings(source: Any, tmp_path: Path) -> None:
 
 
 @SOURCES
-@pytest.mark.parametrize("setting", [{"cache_implementation": "static"}, {"early_stopping": True}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"cache_implementation": "static"},
+        {"early_stopping": True},
+        {"prompt_lookup_num_tokens": 4},
+        {"assistant_early_exit": 1},
+        {"output_hidden_states": True},
+    ],
+)
 def test_settings_that_do_not_change_the_text(source: Any, setting: dict[str, Any], tmp_path: Path) -> None:
     engine = source(setting, tmp_path)
     assert new(engine.generate(PROMPT, max_new_tokens=NEW)) == EXPECTED[:NEW]
@@ -103,6 +112,16 @@ def test_settings_that_do_not_change_the_text(source: Any, setting: dict[str, An
         ValueError, match=f"{name}=.* (is not supported by triforce_tree|is read with num_beams)"
     ):
         engine.generate(PROMPT, max_new_tokens=NEW, **setting)
+
+
+@SOURCES
+def test_the_cache_is_our_own(source: Any, tmp_path: Path) -> None:
+    engine = source({"use_cache": False}, tmp_path)
+    assert new(engine.generate(PROMPT, max_new_tokens=NEW)) == EXPECTED[:NEW]
+    assert new(engine.generate(PROMPT, max_new_tokens=NEW, use_cache=False)) == EXPECTED[:NEW]
+    model = engine.hierarchy.target.model
+    model.config.use_cache = False
+    assert new(triforce_tree.load(model, levels=1).generate(PROMPT, max_new_tokens=NEW)) == EXPECTED[:NEW]
 
 
 @SOURCES

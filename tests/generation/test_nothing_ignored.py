@@ -137,7 +137,6 @@ HOOKED: dict[str, tuple[Any, str]] = {
     "streamer": (Collect(), r"streamer does not reach .*custom_generate\(streamer=\.\.\.\)"),
     CACHE: (filled(), f"{CACHE} holds tokens"),
     "position_ids": (torch.arange(len(PROMPT))[None] + 1, "position_ids other than"),
-    "use_cache": (False, "use_cache=False"),
     "num_beams": (2, "rows"),
     "tokenizer": ("x", "tokenizer"),
 }
@@ -152,7 +151,7 @@ def test_nothing_is_ignored_through_transformers(name: str) -> None:
 
 
 def test_what_asks_for_nothing_is_fine_through_transformers() -> None:
-    own = {CACHE: DynamicCache(), "position_ids": torch.arange(len(PROMPT))[None]}
+    own = {CACHE: DynamicCache(), "position_ids": torch.arange(len(PROMPT))[None], "use_cache": False}
     nothing = {"synced_gpus": False, "assistant_model": None, "streamer": None}
     assert hooked(**own, **nothing) == EXPECTED[:5]
 

@@ -152,7 +152,6 @@ UNSUPPORTED = {
     "output_attentions": True,
     "penalty_alpha": 0.6,
     "guidance_scale": 2.0,
-    "use_cache": False,
     "prompt_lookup_num_tokens": 4,
     "cache_implementation": "static",
 }

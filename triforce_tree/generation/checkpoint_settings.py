@@ -8,7 +8,8 @@ from transformers import GenerationConfig
 
 from triforce_tree.generation.options import is_supported
 
-# How transformers stores keys and values, compiles and searches beams: none of it changes the text here.
+# How transformers stores keys and values, compiles, drafts and searches beams, and what it returns beside the
+# text: none of it changes the text here.
 _WITHOUT_EFFECT = (
     "cache_implementation",
     "cache_config",
@@ -19,6 +20,20 @@ _WITHOUT_EFFECT = (
     "low_memory",
     "early_stopping",
     "length_penalty",
+    "use_mtp",
+    "speculation_type",
+    "continuous_batching_config",
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+    "output_attentions",
+    "output_hidden_states",
 )
 
 

@@ -92,10 +92,6 @@ def supported(name: str, value: Any) -> Any:
     Raises:
         ValueError: it is neither, or no number where one is needed.
     """
-    if name == "use_cache" and value is False:
-        raise ValueError(
-            "use_cache=False is not supported by triforce_tree, which has KV caches of its own; leave it out"
-        )
     if name in HONOURED or name.startswith("_"):
         return _checked(name, value)
     if not is_supported(name, value):
