@@ -88,7 +88,7 @@ class TokenTree:
             parents=torch.tensor(shape.parents, device=device).repeat(batch, 1),
             depths=depths.to(device),
             mask_words=torch.zeros(batch, count, -(-count // 64), dtype=torch.int64, device=device),
-            probs=torch.zeros(batch, expanding, vocabulary, device=device),
+            probs=torch.zeros(batch, expanding, vocabulary, dtype=torch.float32, device=device),
             probs_rows=rows.to(device).repeat(batch, 1),
             depth=shape.depth,
             shape=number,

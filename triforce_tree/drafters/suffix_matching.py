@@ -56,7 +56,7 @@ class SuffixMatching:
         batch, device, classes = state.batch, state.device, len(_EXPECTED)
         self._state = state
         self._lengths = torch.tensor(list(_EXPECTED), device=device)
-        self._expected = torch.tensor(list(_EXPECTED.values()), device=device)
+        self._expected = torch.tensor(list(_EXPECTED.values()), dtype=torch.float32, device=device)
         self._powers = powers(max(_EXPECTED), device)
         shape = (batch, classes, _entries(state.capacity))
         self._table = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -64,7 +64,7 @@ class SuffixMatching:
         self._indexed = torch.zeros(batch, dtype=torch.int64, device=device)
         self._chain = torch.full((batch, self.length), -1, device=device)
         self._last = torch.tensor([-1, 0], device=device).repeat(batch, 1)
-        self._counts = torch.zeros(batch, classes, 2, device=device)
+        self._counts = torch.zeros(batch, classes, 2, dtype=torch.float32, device=device)
         # As many tokens as a pass commits; the same on the host, as of the last call of ``prepare``.
         self._most_new = state.new_tokens.shape[1]
         self._known = [0] * batch

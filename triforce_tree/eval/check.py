@@ -308,7 +308,9 @@ def _root_draft(tree: TokenTree, vocabulary: int) -> Tensor:
     row = int(tree.probs_rows[0, 0])
     if row >= 0:
         return tree.probs[0, row].clone()
-    return torch.zeros(vocabulary, device=tree.tokens.device).index_fill(0, _children(tree, 0), 1.0)
+    return torch.zeros(vocabulary, dtype=torch.float32, device=tree.tokens.device).index_fill(
+        0, _children(tree, 0), 1.0
+    )
 
 
 def _emits_refused(tree: TokenTree, acceptance: Acceptance) -> bool:

@@ -109,7 +109,10 @@ class _AcceptanceSums:
     """Draws that keep the probabilities of acceptance by position and rank, and refuse every sibling."""
 
     def __init__(self, positions: int, ranks: int) -> None:
-        self.accepted, self._refused = torch.zeros(positions, ranks), torch.ones(positions)
+        self.accepted, self._refused = (
+            torch.zeros(positions, ranks, dtype=torch.float32),
+            torch.ones(positions, dtype=torch.float32),
+        )
 
     def accept(self, probability: Tensor, *position: int) -> bool:
         at, node = position
@@ -161,7 +164,7 @@ def by_depth(accepted: Tensor, depths: int, least: float = 0.0) -> list[list[flo
         least: depths after the first one that are reached from fewer positions are left out.
     """
     accepted = accepted.cpu()
-    any_rank, reached = accepted.sum(-1).clamp(max=1), torch.ones(len(accepted))
+    any_rank, reached = accepted.sum(-1).clamp(max=1), torch.ones(len(accepted), dtype=torch.float32)
     found = []
     for depth in range(depths):
         here = accepted[depth:]

@@ -87,7 +87,7 @@ class SequenceRows:
 def in_int8(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """A chunk's keys and values ``[1, H_kv, T, D]`` in int8, then the scales of both ``[1, H_kv, T, 1]``."""
     stored = [torch.empty(t.shape, dtype=torch.int8, device=t.device) for t in (k, v)]
-    scales = torch.empty(2, *k.shape[:3], 1, device=k.device)
+    scales = torch.empty(2, *k.shape[:3], 1, dtype=torch.float32, device=k.device)
     # By the operator that decoding stores them with, so that both round alike.
     start = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
     step.append_kv(stored[0], stored[1], k, v, start, 0, scales[0], scales[1])

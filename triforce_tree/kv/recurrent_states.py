@@ -40,7 +40,9 @@ class RecurrentStates:
         self.convolutions = [
             torch.zeros(batch, *shape, device=device, dtype=dtype) for shape in shapes.convolutions
         ]
-        self.recurrences = [torch.zeros(batch, *shape, device=device) for shape in shapes.recurrences]
+        self.recurrences = [
+            torch.zeros(batch, *shape, dtype=torch.float32, device=device) for shape in shapes.recurrences
+        ]
         self.ones = torch.ones(batch, dtype=torch.int64, device=device)
         self.lengths: list[int | None] = [None] * batch
         self.proposed: ProposedPass | None = None

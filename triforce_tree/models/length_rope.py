@@ -208,7 +208,7 @@ class LengthRope:
     def _tables(self, copy: PreTrainedModel) -> list[Tensor]:
         """Cosines and sines at position 1, of every rotary module and layer type."""
         position = torch.ones(1, 1, dtype=torch.int64, device=self._beyond.device)
-        hidden = torch.zeros(1, 1, 1, device=position.device)
+        hidden = torch.zeros(1, 1, 1, dtype=torch.float32, device=position.device)
         tables: list[Tensor] = []
         for module in map(copy.get_submodule, self._names):
             kinds = getattr(module, "rope_type", None)

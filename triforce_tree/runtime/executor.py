@@ -47,7 +47,7 @@ def _hold_workspace(device: torch.device, stream: torch.cuda.Stream) -> None:
     mapped at all when a graph is replayed. In the pool of a graph that is kept it stays mapped, and only
     captures in this pool can get it. Until the capture that follows has ended no graph may be destroyed.
     """
-    operand = torch.zeros(16, 16, device=device)
+    operand = torch.zeros(16, 16, dtype=torch.float32, device=device)
     # A handle cannot be made in a capture.
     torch.mm(operand, operand)
     held = _workspaces.setdefault(device, [])

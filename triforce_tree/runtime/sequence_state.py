@@ -72,7 +72,7 @@ class SequenceState:
         )
         self.tokens, self.length, self.chain = zeros(batch, capacity), zeros(batch), zeros(batch)
         rows = max_draft_tokens + extra + tail_rows
-        self.chain_probs = torch.zeros(batch, rows, vocabulary, device=device)
+        self.chain_probs = torch.zeros(batch, rows, vocabulary, dtype=torch.float32, device=device)
         self.runner_ups = zeros(batch, max_draft_tokens + extra)
         self.active = torch.ones_like(self.length)
         self.new_tokens, self.count = zeros(batch, max_draft_tokens + extra + 1), zeros(batch)

@@ -32,8 +32,8 @@ class Noise:
     capturable = True
 
     def __init__(self, batch: int, rows: int, vocabulary: int, uniforms: int, device: torch.device) -> None:
-        self.exponential = torch.ones(batch, rows, vocabulary, device=device)
-        self.uniform = torch.zeros(batch, uniforms, device=device)
+        self.exponential = torch.ones(batch, rows, vocabulary, dtype=torch.float32, device=device)
+        self.uniform = torch.zeros(batch, uniforms, dtype=torch.float32, device=device)
 
     def draw(self, generator: torch.Generator) -> None:
         """Redraw the numbers for the next run."""

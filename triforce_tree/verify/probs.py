@@ -32,7 +32,7 @@ class DeviceProbs:
         self.greedy, self._device, self._noise = to_probs.greedy, device, noise
         self.capturable = to_probs.context_free
         self._bound = None if to_probs.context_free else to_probs
-        self.temperature = torch.ones((), device=device)
+        self.temperature = torch.ones((), dtype=torch.float32, device=device)
         self._rest = LogitsProcessorList(_split(to_probs)[1])
         self.set(to_probs)
 

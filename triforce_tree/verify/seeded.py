@@ -36,7 +36,7 @@ class Seeded:
 
     def __init__(self, state: SequenceState, vocabulary: int) -> None:
         rows = state.max_draft_tokens + state.extra + 1
-        self.exponential = torch.ones(state.batch, rows, vocabulary, device=state.device)
+        self.exponential = torch.ones(state.batch, rows, vocabulary, dtype=torch.float32, device=state.device)
         self.seeded = torch.zeros(state.batch, dtype=torch.bool, device=state.device)
         self._seeds: list[int | None] = [None] * state.batch
         self._filled = [0] * state.batch

@@ -109,7 +109,7 @@ def _samples(
         )
         decode += perf_counter() - start
     new = [branch.tokens for branch in branches]
-    found = [torch.tensor(branch.logprobs) for branch in branches]
+    found = [torch.tensor(branch.logprobs, dtype=torch.float32) for branch in branches]
     return GenerateOutput(
         sequences=appended(prompts.ids.repeat_interleave(count, 0), new, prompts.request.pad_token),
         finish_reason=by_row([branch.finish_reason for branch in branches]),

@@ -138,7 +138,7 @@ class EagleLayer:
     def angles(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[count, head_dim]`` fp32 of positions 0 to ``count - 1``."""
         positions = torch.arange(count, device=device)[None]
-        cos, sin = self._rotary(torch.zeros(1, device=device), positions)
+        cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32, device=device), positions)
         return cos[0], sin[0]
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:

@@ -41,7 +41,7 @@ class TreeGrowth:
     def bind(self, batch: int, device: torch.device) -> None:
         shape = self.shape
         self.ids = [torch.zeros(batch, w, dtype=torch.int64, device=device) for w in shape.widths]
-        self._path_probs = torch.ones(batch, self.nodes, device=device)
+        self._path_probs = torch.ones(batch, self.nodes, dtype=torch.float32, device=device)
         self._pairs = [
             None if shape.places is None else torch.tensor(shape.places[d], device=device).T.contiguous()
             for d in range(self.depth)

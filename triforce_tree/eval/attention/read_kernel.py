@@ -23,8 +23,8 @@ def _read_kernel(out_ptr, in_ptr, per_program, BLOCK: tl.constexpr):
 
 def read_rate(device: torch.device) -> float:
     """Bytes a second of a sum over 4 GB."""
-    source = torch.randn(2**30, device=device)
-    sums = torch.empty(2**17, device=device)
+    source = torch.randn(2**30, dtype=torch.float32, device=device)
+    sums = torch.empty(2**17, dtype=torch.float32, device=device)
     rates = []
     for programs, block in _GRIDS:
         per = source.numel() // programs

@@ -200,7 +200,7 @@ def definition(
     """:func:`states` in plain torch: attention over each segment, merged (DeFT, section 3.2)."""
     kv_heads, made = k.shape[1], plan.plan
     out = q.new_zeros(*q.shape[:2], v.shape[3], dtype=torch.float32)
-    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     for length, (node, _, tail, first, count, _) in zip(
         made.lengths.tolist(), made.segments.T.tolist(), strict=True
     ):

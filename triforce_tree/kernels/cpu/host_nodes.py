@@ -88,14 +88,14 @@ def _leaves(
 def _merged(parts: list[_Part], q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
     """``reference.merge_states`` of each query's partial results, fp32; (0, -inf) where there are none."""
     count, heads, _ = q.shape
-    total = torch.zeros(count, heads, value_dim)
-    top = torch.full((count, heads), -torch.inf)
+    total = torch.zeros(count, heads, value_dim, dtype=torch.float32)
+    top = torch.full((count, heads), -torch.inf, dtype=torch.float32)
     if not parts:
         return total, top
     queries, outs, lses = (torch.cat(column) for column in zip(*parts, strict=True))
     top.scatter_reduce_(0, queries[:, None].expand_as(lses), lses, "amax")
     weights = (lses - top[queries]).exp_()
-    weight = torch.zeros(count, heads).index_add_(0, queries, weights)
+    weight = torch.zeros(count, heads, dtype=torch.float32).index_add_(0, queries, weights)
     total.index_add_(0, queries, outs * weights[..., None])
     # Where there is no part both are 0.
     return total / weight.clamp_min(1e-30)[..., None], top + weight.log()

@@ -96,7 +96,7 @@ class _Tree:
 
     def accepted(self) -> tuple[list[int], Tensor]:
         """The accepted path, and the probs ``[V]`` of the token after it."""
-        found = self._visit(0, torch.ones((), device=self.p.device), 0)
+        found = self._visit(0, torch.ones((), dtype=torch.float32, device=self.p.device), 0)
         assert found is not None, "the root is always accepted"
         return found
 

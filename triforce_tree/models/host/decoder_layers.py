@@ -106,9 +106,9 @@ def _tried(layer: nn.Module, parts: _Parts, running: RunningAttention) -> Attent
     dim = getattr(layer.self_attn, "head_dim", None)
     if not isinstance(dim, int) or any(outs % dim for outs in heads):
         return None
-    x = torch.randn(*_TRIED, len(parts.norms[0].weight), generator=generator)  # type: ignore[arg-type]
-    angles = torch.randn(2, *_TRIED, dim, generator=generator)
-    attended = torch.randn(*_TRIED, heads[0] // dim, dim, generator=generator)
+    drawn = partial(torch.randn, generator=generator, dtype=torch.float32)
+    x = drawn(*_TRIED, len(parts.norms[0].weight))  # type: ignore[arg-type]
+    angles, attended = drawn(2, *_TRIED, dim), drawn(*_TRIED, heads[0] // dim, dim)
     seen: list[tuple[Tensor, Tensor, Tensor, AttentionParams]] = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:

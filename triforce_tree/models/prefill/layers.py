@@ -107,7 +107,7 @@ def _same(expected: object, found: Tensor) -> bool:
 
 def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
 
 def _norm_kind(module: nn.Module) -> tuple[float, bool] | None:

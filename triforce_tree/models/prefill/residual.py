@@ -95,7 +95,10 @@ def _computes(module: nn.Module, structure: Structure, stand_in: Callable[..., A
     norms = {name: _Part(f) for name, f in zip(structure, functions, strict=True) if name is not None}
     attention, mlp = _Part(lambda x: (torch.exp(x), None)), _Part(torch.tanh)
     made = stand_in(module, **norms, self_attn=attention, mlp=mlp)
-    x, told = torch.linspace(-2, 2, 40, device="cpu").view(1, 5, 8), torch.arange(5, device="cpu")[None]
+    x, told = (
+        torch.linspace(-2, 2, 40, dtype=torch.float32, device="cpu").view(1, 5, 8),
+        torch.arange(5, device="cpu")[None],
+    )
     keywords = {
         "attention_mask": None,
         "position_ids": told,
