@@ -1,6 +1,5 @@
-"""Saved sessions whose files were changed: each is refused by a ValueError, and nothing is used of them."""
+"""Saved sessions whose files say what cannot be, with checksums that fit: nothing is used of them."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from families import prompt_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from session_cases import NINE, PROMPT, cold, engine, made
-
-from triforce_tree.sessions import folders
+from session_files import REMOVED, change, fields, file_of, rewrite
 
 pytestmark = pytest.mark.usefixtures("small_rings")
-REMOVED = object()
 MESSAGES = [{"role": "user", "content": "Who"}]
 # Of a text of 159 tokens.
 FIELDS: list[tuple[str, Any]] = [
@@ -37,7 +34,6 @@ TENSORS: dict[str, Callable[[Parts], Parts]] = {
     "of other dimensions": lambda parts: {name: part[0] for name, part in parts.items()},
     "scalars": lambda parts: {name: torch.tensor(0.0) for name in parts},
     "of another dtype": lambda parts: {name: part.half() for name, part in parts.items()},
-    "of an unknown dtype": lambda parts: {name: part.bool() for name, part in parts.items()},
 }
 TOKENS: dict[str, Callable[[], Parts]] = {
     "renamed": lambda: {"token": torch.arange(3)},
@@ -74,12 +70,6 @@ def folder(kept: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "s"))
 
 
-def change(folder: Path, **fields: Any) -> None:
-    file = folder / folders.FILE
-    found = {**json.loads(file.read_text()), **fields}
-    file.write_text(json.dumps({name: value for name, value in found.items() if value is not REMOVED}))
-
-
 @pytest.mark.parametrize(
     "name, value", FIELDS, ids=lambda value: "removed" if value is REMOVED else str(value)
 )
@@ -93,16 +83,48 @@ def test_fields(name: str, value: object, folder: Path) -> None:
 
 @pytest.mark.parametrize("case", TENSORS)
 def test_tensors_of_a_layer(case: str, folder: Path) -> None:
-    file = folders.layer_file(folder, 1)
-    save_file(TENSORS[case](load_file(file)), file)
-    with pytest.raises(ValueError, match=r"layer-00001\.safetensors is damaged \(.*; save the session again"):
+    rewrite(folder, "layer-00001", TENSORS[case](load_file(file_of(folder, "layer-00001"))))
+    with pytest.raises(
+        ValueError, match=r"layer-00001-\w+\.safetensors is damaged \(.*; save the session again"
+    ):
         engine().load_session(folder)
 
 
 @pytest.mark.parametrize("case", TOKENS)
 def test_tokens(case: str, folder: Path) -> None:
-    save_file(TOKENS[case](), folder / folders.TOKENS)
-    with pytest.raises(ValueError, match=r"tokens\.safetensors is damaged \(.*; save the session again"):
+    rewrite(folder, "tokens", TOKENS[case]())
+    with pytest.raises(ValueError, match=r"tokens-\w+\.safetensors is damaged \(.*; save the session again"):
+        engine().load_session(folder)
+
+
+DESCRIPTIONS: dict[str, Any] = {
+    "of no layer": {"layer-00001": REMOVED},
+    "of one layer more": {"layer-00002": {"checksum": "0" * 16, "tensors": {}}},
+    "outside the folder": {"../../layer": {"checksum": "0" * 16, "tensors": {}}},
+    "a list": {"layer-00001": []},
+    "without a checksum": {"layer-00001": {"tensors": {}}},
+    "of a checksum that is a number": {"layer-00001": {"checksum": 1, "tensors": {}}},
+    "of an unknown dtype": {"layer-00001": {"checksum": "0" * 16, "tensors": {"k": ["BOOL", 1]}}},
+    "of a negative size": {"layer-00001": {"checksum": "0" * 16, "tensors": {"k": ["F32", -1]}}},
+    "of a size that is no number": {"layer-00001": {"checksum": "0" * 16, "tensors": {"k": ["F32", "1"]}}},
+    "of a huge size": {"layer-00001": {"checksum": "0" * 16, "tensors": {"k": ["F32", 1 << 60]}}},
+}
+
+
+@pytest.mark.parametrize("case", DESCRIPTIONS)
+def test_descriptions(case: str, folder: Path) -> None:
+    described = {**fields(folder)["files"], **DESCRIPTIONS[case]}
+    change(folder, files={name: value for name, value in described.items() if value is not REMOVED})
+    if case == "of one layer more":
+        (folder / file_of(folder, "layer-00001").name.replace("00001", "00002")).touch()
+    with pytest.raises(ValueError, match=r"is damaged \(.*\); save the session again"):
+        engine().load_session(folder)
+
+
+@pytest.mark.parametrize("save", ["../../..", 3, None, "0123456"])
+def test_names_of_files(save: object, folder: Path) -> None:
+    change(folder, save=save)
+    with pytest.raises(ValueError, match=r"session\.json is damaged \(.*\); save the session again"):
         engine().load_session(folder)
 
 
@@ -113,23 +135,24 @@ def test_tensors_of_other_caches(kind: str, case: str, tmp_path: Path) -> None:
     own = made(family).with_options(**options)
     folder = saved(tmp_path, family, **options)
     for file in folder.glob("layer-*"):
-        parts = load_file(file)
-        save_file(TENSORS[case](parts), file)
+        name, parts = file.name[:11], load_file(file)
+        rewrite(folder, name, TENSORS[case](parts))
         with pytest.raises(ValueError, match=f"{file.name} is damaged"):
             own.load_session(folder)
-        save_file(parts, file)
+        rewrite(folder, name, parts)
     assert own.load_session(folder).generate([8], **NINE).reused_tokens == 158
 
 
 @pytest.mark.parametrize("case", ["renamed", "one is missing", "of another head", "of another dtype"])
 def test_states(case: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, "lfm2")
-    file = folder / folders.STATES
-    save_file(TENSORS[case](load_file(file)), file)
-    with pytest.raises(ValueError, match=r"states\.safetensors is damaged"):
+    rewrite(folder, "states", TENSORS[case](load_file(file_of(folder, "states"))))
+    with pytest.raises(ValueError, match=r"states-\w+\.safetensors is damaged"):
         made("lfm2").with_options().load_session(folder)
-    file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"states\.safetensors is missing"):
+    file_of(folder, "states").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"states-\w+\.safetensors is missing; save the session again"
+    ):
         made("lfm2").with_options().load_session(folder)
 
 
@@ -143,9 +166,8 @@ def test_after_a_refused_load_all_goes_on(folder: Path, tmp_path: Path) -> None:
         change(wrong, **{name: value})
         with pytest.raises(ValueError, match="is damaged"):
             own.load_session(wrong)
-    file = folders.layer_file(wrong, 1)
     change(wrong, turns=[])
-    save_file(TENSORS["of fewer positions"](load_file(file)), file)
+    rewrite(wrong, "layer-00001", TENSORS["of fewer positions"](load_file(file_of(wrong, "layer-00001"))))
     with pytest.raises(ValueError, match="is damaged"):
         own.load_session(wrong)
     length = len(other.tokens)

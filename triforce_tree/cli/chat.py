@@ -154,8 +154,7 @@ def _save(session: Session, folder: str) -> None:
     try:
         session.save(Path(folder))
     except OSError as error:
-        why = error.strerror and f"cannot save in {folder!r} ({error.strerror}); give another folder"
-        raise ValueError(why or str(error)) from error
+        raise ValueError(str(error)) from error
     screen().print(f"saved in {folder}")
 
 

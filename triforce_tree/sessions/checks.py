@@ -1,78 +1,10 @@
-"""Files of saved sessions as they are read: what they hold is checked before any of it is used."""
+"""What ``session.json`` says of a session is checked before any of it is used."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-
 from triforce_tree.generation.chat import chats_of
-
-Kind = tuple[Sequence[int], torch.dtype]
-"""The shape of a tensor, and its dtype."""
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I8": torch.int8,
-}
-
-
-def opened(path: Path) -> Any:
-    """An open safetensors file.
-
-    Raises:
-        ValueError: it is damaged.
-        OSError: it is missing.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; save the session again")
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise damaged(path, error) from error
-
-
-def kinds_of(path: Path) -> dict[str, tuple[list[int], torch.dtype | None]]:
-    """Shapes and dtypes of a file's tensors by name; None for a dtype that no session has.
-
-    Raises:
-        ValueError, OSError: as :func:`opened`.
-    """
-    with opened(path) as file:
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {name: (part.get_shape(), _DTYPES.get(part.get_dtype())) for name, part in parts.items()}
-
-
-def check_tensors(path: Path, wanted: Mapping[str, Kind]) -> None:
-    """Raise ValueError where a file does not hold these tensors and no others."""
-    found = kinds_of(path)
-    if found.keys() != wanted.keys():
-        raise damaged(path, f"it holds the tensors {sorted(found)}, not {sorted(wanted)}")
-    for name, (shape, dtype) in wanted.items():
-        if found[name] != (list(shape), dtype):
-            theirs, theirs_dtype = found[name]
-            raise damaged(path, f"{name} is {theirs_dtype} {theirs}, not {dtype} {list(shape)}")
-
-
-def check_tokens(path: Path, vocabulary: int) -> list[int]:
-    """The token ids in a file.
-
-    Raises:
-        ValueError: it is damaged.
-        OSError: it is missing.
-    """
-    shape, _ = kinds_of(path).get("tokens", ([], None))
-    check_tensors(path, {"tokens": ([max([1, *shape])], torch.int64)})
-    with opened(path) as file:
-        tokens: list[int] = file.get_tensor("tokens").tolist()
-    if min(tokens) < 0 or max(tokens) >= vocabulary:
-        raise damaged(path, f"a token id lies outside the vocabulary of {vocabulary}")
-    return tokens
 
 
 def check_fields(path: Path, found: Mapping[str, Any], tokens: int) -> None:

@@ -1,70 +1,296 @@
-"""The folder of a saved session: the names of its files, and how new ones take the place of old ones."""
+"""The folder of a saved session, in which one small file names all others and is replaced in a single step.
 
+    session.json                      what is no tensor, and the description of each file of tensors
+    tokens-3f2a9c1e.safetensors       int64 [L]
+    layer-00000-3f2a9c1e.safetensors  k, v [H_kv, n, D] of the last n of L - 1 tokens; in 8 bits also scales
+    states-3f2a9c1e.safetensors       of recurrent layers, if there are any
+
+Each save gives its files eight digits of its own. ``session.json`` takes the place of the earlier one when
+the disk holds all of them, and only then the earlier files are removed: whenever a process ends, the folder
+holds the earlier session or the new one. ``session.json`` begins with a checksum of all that follows it.
+"""
+
+import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from fnmatch import fnmatch
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from safetensors import SafetensorError
+from torch import Tensor
 
-FILE, TOKENS, STATES = "session.json", "tokens.safetensors", "states.safetensors"
-_LAYER = "layer-{}.safetensors"
-_PART = "session.part"
+from triforce_tree.runtime.files.json_files import MOST_BYTES, parse_json
+from triforce_tree.runtime.files.replacing import flush
+from triforce_tree.sessions.checks import damaged
+from triforce_tree.sessions.tensor_files import (
+    Description,
+    Kind,
+    check_size,
+    checksum,
+    read_tensors,
+    write_tensors,
+)
+
+FILE = "session.json"
+TOKENS, STATES = "tokens", "states"
+"""Names of files, without their digits."""
+FORMAT = 2
+_NAME = re.compile(r"tokens|states|layer-\d{5,}")
+_SAVE = re.compile(r"[0-9a-f]{8}")
+_OURS = re.compile(rf"({_NAME.pattern})-{_SAVE.pattern}\.safetensors|session-{_SAVE.pattern}\.json")
+_BEGIN = b'{"checksum": "'
+_HEAD = re.compile(re.escape(_BEGIN) + rb'([0-9a-f]{16})", ')
 
 
-def layer_file(folder: Path, layer: int) -> Path:
-    return folder / _LAYER.format(f"{layer:05d}")
+def layer_name(layer: int) -> str:
+    return f"layer-{layer:05d}"
 
 
-def check_free(folder: Path) -> None:
-    """Raise FileExistsError where ``folder`` is a file, or holds files but none of a session."""
+class NewFiles:
+    """The files of one save, which are a session once :meth:`finish` has been called."""
+
+    def __init__(self, folder: Path, descriptor: int | None) -> None:
+        self.folder, self.save = folder, secrets.token_hex(4)
+        self._descriptor, self._described = descriptor, dict[str, Description]()
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a file of contiguous tensors in host memory."""
+        self._described[name] = write_tensors(_path(self.folder, name, self.save), tensors)
+
+    def finish(self, fields: Mapping[str, Any]) -> None:
+        """Let ``session.json`` name these files, and hold ``fields``."""
+        files = {name: described.as_json() for name, described in self._described.items()}
+        text = json.dumps({"format": FORMAT, **fields, "save": self.save, "files": files})
+        rest = text.encode()[1:]
+        new = self.folder / f"session-{self.save}.json"
+        with new.open("xb") as file:
+            file.write(b'%s%s", %s' % (_BEGIN, checksum(rest).encode(), rest))
+            file.flush()
+            flush(file.fileno())
+        self._flush_names()
+        new.replace(self.folder / FILE)
+        self._flush_names()
+
+    def _flush_names(self) -> None:
+        if self._descriptor is not None:
+            flush(self._descriptor)
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[NewFiles]:
+    """A context in which a session is written; one that the folder holds stays until the new one is finished.
+
+    Raises:
+        OSError: the folder holds something else, another process saves to it, or it cannot be written. The
+            folder then holds the earlier session.
+    """
+    try:
+        _check_free(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder) as descriptor:
+            # What was left where an earlier process was killed takes room that the new files may need.
+            _clean(folder)
+            try:
+                yield NewFiles(folder, descriptor)
+            finally:
+                _clean(folder)
+    except (FileExistsError, BlockingIOError):
+        raise
+    except OSError as error:
+        told = OSError(
+            f"cannot write a session to {str(folder)!r} ({error.strerror or error}); free some space, or "
+            "give another folder"
+        )
+        told.errno = error.errno
+        raise told from error
+
+
+class SavedFiles:
+    """The open files of a saved session, which another process may replace meanwhile.
+
+    Args:
+        folder: of the session.
+        fields: what ``session.json`` holds.
+        described: the other files by name.
+        files: these files, open.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fields: dict[str, Any],
+        described: Mapping[str, Description],
+        files: Mapping[str, BinaryIO],
+    ) -> None:
+        self.folder, self.fields = folder, fields
+        self._described, self._files = described, files
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._described)
+
+    def path(self, name: str) -> Path:
+        return _path(self.folder, name, self.fields["save"])
+
+    def kinds(self, name: str) -> Mapping[str, Kind]:
+        """Shapes and dtypes of a file's tensors by name.
+
+        Raises:
+            ValueError: the file has another size than they take.
+        """
+        try:
+            check_size(self._files[name], self._described[name])
+        except ValueError as error:
+            raise damaged(self.path(name), error) from error
+        return self._described[name].kinds
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a file.
+
+        Raises:
+            ValueError: the file is damaged.
+            OSError: it cannot be read.
+        """
+        try:
+            return read_tensors(self._files[name], self._described[name])
+        except ValueError as error:
+            raise damaged(self.path(name), error) from error
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[SavedFiles]:
+    """A context with the files of a saved session.
+
+    Raises:
+        ValueError: ``session.json`` is damaged, or of another version.
+        OSError: a file is missing or cannot be read.
+    """
+    held = _held(folder)
+    while True:
+        fields, described = _parsed(folder / FILE, held)
+        with ExitStack() as stack:
+            files: dict[str, BinaryIO] = {}
+            try:
+                for name in described:
+                    path = _path(folder, name, fields["save"])
+                    files[name] = stack.enter_context(path.open("rb", buffering=0))
+            except FileNotFoundError as error:
+                before, held = held, _held(folder)
+                if held == before:
+                    raise FileNotFoundError(f"{path} is missing; save the session again") from error
+                continue  # another process has saved meanwhile
+            yield SavedFiles(folder, fields, described, files)
+            return
+
+
+def _path(folder: Path, name: str, save: str) -> Path:
+    return folder / f"{name}-{save}.safetensors"
+
+
+def _held(folder: Path) -> bytes:
+    """The bytes of ``session.json``."""
+    path = folder / FILE
+    try:
+        with path.open("rb") as file:
+            held = file.read(MOST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(
+            f"{folder} holds no session, as {FILE} is missing; name a saved one"
+        ) from error
+    if len(held) > MOST_BYTES:
+        raise damaged(path, f"at most {MOST_BYTES:,} bytes are read")
+    return held
+
+
+def _parsed(path: Path, held: bytes) -> tuple[dict[str, Any], dict[str, Description]]:
+    """What ``session.json`` holds, and the descriptions in it.
+
+    Raises:
+        ValueError: it is damaged, or of another version.
+    """
+    head = _HEAD.match(held)
+    whole = head is not None and checksum(held[head.end() :]).encode() == head[1]
+    try:
+        fields = parse_json(held)
+    except ValueError as error:
+        raise damaged(path, error) from error
+    version = fields.get("format") if isinstance(fields, dict) else None
+    if type(version) is int and version != FORMAT and (whole or "checksum" not in fields):
+        raise ValueError(
+            f"the session in {path.parent} was saved in format {version}, and this version reads {FORMAT}; "
+            "prefill its text anew"
+        )
+    if not whole:
+        raise damaged(path, "its contents are not those that were written, by their checksum")
+    try:
+        if not _SAVE.fullmatch(fields["save"]) or not all(map(_NAME.fullmatch, fields["files"])):
+            raise ValueError("it names files that no session has")
+        return fields, {name: Description.from_json(value) for name, value in fields["files"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(path, error) from error
+
+
+def _check_free(folder: Path) -> None:
+    """Raise FileExistsError where ``folder`` is a file, or holds files but no session."""
+    if folder.is_symlink() and not folder.exists():
+        raise FileExistsError(f"{str(folder)!r} is a link to what does not exist; give another path")
     if not folder.exists():
         return
     if not folder.is_dir():
         raise FileExistsError(f"{str(folder)!r} is a file, and a session is a folder; give another path")
-    there = [path.name for path in folder.iterdir()]
-    if there and not any(map(_is_ours, there)):
+    names = [path.name for path in folder.iterdir()]
+    if names and not any(map(_OURS.fullmatch, names)) and not _begins(folder / FILE):
         raise FileExistsError(f"{str(folder)!r} holds files of something else; give a new or an empty folder")
 
 
-@contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
-    """A context with an empty folder inside ``folder``, whose files then replace those of ``folder``.
+def _begins(path: Path) -> bool:
+    """Whether a file begins as the ``session.json`` of a session does."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_BEGIN)) == _BEGIN
 
-    Until all are written ``folder`` is as before, and stays so after an error; its disk then holds both. Only
-    the moves at the end are no single step: where a process ends among them, there is no session any more.
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int | None]:
+    """A context in which no other process saves to ``folder``; yields its descriptor, None on Windows.
 
     Raises:
-        OSError: the files cannot be written.
+        BlockingIOError: another process does.
     """
-    new = folder / _PART
-    # An earlier process may have been killed.
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
     try:
-        yield new
-        _swap(new, folder)
-    except SafetensorError as error:
-        raise OSError(
-            f"cannot write a session to {str(folder)!r} ({error}); free some space, or give another folder"
-        ) from error
+        import fcntl
+    except ImportError:  # Windows
+        yield None
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                f"another process saves a session to {str(folder)!r} now; save again when it has ended, or "
+                "give another folder"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        yield descriptor
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        os.close(descriptor)
 
 
-def _swap(new: Path, folder: Path) -> None:
-    """Move the files of ``new`` to ``folder``, in place of all of a session that are there."""
-    # First removed, last moved: a folder with it is complete.
-    (folder / FILE).unlink(missing_ok=True)
+def _clean(folder: Path) -> None:
+    """Remove files of saves that ``session.json`` does not name; none where it cannot be read."""
+    try:
+        fields, described = _parsed(folder / FILE, _held(folder))
+        kept = {_path(folder, name, fields["save"]).name for name in described}
+    except FileNotFoundError:
+        kept = set()
+    except (ValueError, OSError):
+        return
     for path in folder.iterdir():
-        if path != new and _is_ours(path.name):
-            path.unlink()
-    for path in sorted(new.iterdir(), key=lambda path: path.name == FILE):
-        os.replace(path, folder / path.name)
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a session's folder has a file or folder of this name."""
-    return name in (FILE, TOKENS, STATES, _PART) or fnmatch(name, _LAYER.format("*"))
+        if _OURS.fullmatch(path.name) and path.name not in kept:
+            with suppress(OSError):
+                path.unlink()

@@ -1,21 +1,17 @@
-"""Sessions in files: tokens, and keys and values layer by layer, in safetensors.
+"""Sessions in files: from the engine's buffers to a folder, and back.
 
-    session.json            the format, the model, the tokenizer, the conversation
-    tokens.safetensors      int64 [L]
-    layer-00000.safetensors k, v [H_kv, n, D] of the last n of L - 1 tokens; k_scale, v_scale in 8 bits
-    states.safetensors      of recurrent layers, if there are any
-
-Keys and values are stored as they are in the cache. They do not say where it was: what was saved from the
-device may be loaded into host memory, and the other way round.
+Keys and values are stored as they are in the cache, layer by layer. They do not say where it was: what was
+saved from the device may be loaded into host memory, and the other way round.
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from triforce_tree.decoding.full_cache import FullCache
@@ -23,17 +19,26 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.store import KVStore
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.files.json_files import read_json
+from triforce_tree.runtime.files.json_files import parse_json
 from triforce_tree.runtime.fingerprint import shape_of, tokenizer_digest, weights_digest
 from triforce_tree.runtime.token_ids import id_tensor
-from triforce_tree.sessions.checks import check_fields, check_tensors, check_tokens, damaged, kinds_of, opened
-from triforce_tree.sessions.folders import FILE, STATES, TOKENS, check_free, layer_file, replaced
+from triforce_tree.sessions.checks import check_fields, damaged
+from triforce_tree.sessions.folders import (
+    FILE,
+    STATES,
+    TOKENS,
+    NewFiles,
+    SavedFiles,
+    layer_name,
+    opened,
+    saving,
+)
+from triforce_tree.sessions.tensor_files import Kind
 
 if TYPE_CHECKING:
     from triforce_tree.engine import Engine
     from triforce_tree.sessions.session import Session
 
-FORMAT = 1
 # KV slots of one copy from or to host memory, a multiple of any unit of an offloaded cache.
 _BLOCK_UNITS = 256
 _PARTS = ("k", "v", "k_scale", "v_scale")
@@ -43,37 +48,50 @@ def save(session: "Session", folder: Path) -> None:
     """See :meth:`Session.save`."""
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; save sessions of one process")
-    check_free(folder)
-    with session.program() as (program, _), replaced(folder) as new:
-        cache, count = program.cache, len(session.tokens) - 1
-        _write_layers(program, count, new)
-        if cache.states is not None:
-            states = {str(number): state[0].cpu() for number, state in enumerate(cache.states.buffers)}
-            save_file(states, new / STATES)
-        save_file({"tokens": id_tensor(session.tokens)}, new / TOKENS)
-        kept = {"chunk": cache.cached.chunk, "whole": cache.cached.whole[0], "messages": session.messages}
-        told = {"begun": session.begun, "turns": session.turns}
-        text = json.dumps({**_identity(session.engine), **kept, **told}, ensure_ascii=False)
-        (new / FILE).write_text(text, encoding="utf-8")
+    told = {"messages": session.messages, "begun": session.begun, "turns": session.turns}
+    _check_json(told)
+    # The folder is tried before keys and values are computed that are not in the buffers any more.
+    with saving(folder) as new:
+        new.write(TOKENS, {"tokens": id_tensor(session.tokens)})
+        with session.program() as (program, _):
+            cache = program.cache
+            _write_layers(program, len(session.tokens) - 1, new)
+            if cache.states is not None:
+                states = {str(number): state[0].cpu() for number, state in enumerate(cache.states.buffers)}
+                new.write(STATES, states)
+            kept = {"chunk": cache.cached.chunk, "whole": cache.cached.whole[0]}
+        new.finish({**_identity(session.engine), **kept, **told})
 
 
-def _write_layers(program: DecodingProgram, count: int, folder: Path) -> None:
+def _check_json(told: dict[str, Any]) -> None:
+    """Raise ValueError where a conversation cannot be written so that it can be read again."""
+    try:
+        parse_json(json.dumps(told).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the messages cannot be saved ({error}); use text and numbers in them") from error
+
+
+def _write_layers(program: DecodingProgram, count: int, new: NewFiles) -> None:
     """Write the first ``count`` tokens of each layer; one is written while the next one is copied."""
     with ThreadPoolExecutor(1) as writer:
         written: Future[None] | None = None
-        for layer, shape in enumerate(program.target.kv_layers):
-            if shape is None:
-                continue
+        for layer in _layers(program):
             parts = _layer(program.cache, layer, count)
             if written is not None:
                 written.result()
-            written = writer.submit(save_file, parts, layer_file(folder, layer))
+            written = writer.submit(new.write, layer_name(layer), parts)
         if written is not None:
             written.result()
 
 
-def read(engine: "Engine", folder: Path) -> tuple[list[int], dict[str, Any]]:
-    """The tokens of a session that :func:`save` wrote, and all else that is not keys and values.
+def _layers(program: DecodingProgram) -> list[int]:
+    """The layers that have keys and values."""
+    return [layer for layer, shape in enumerate(program.target.kv_layers) if shape is not None]
+
+
+@contextmanager
+def opened_for(engine: "Engine", folder: Path) -> Iterator[tuple[list[int], SavedFiles]]:
+    """A context with the tokens of a session that :func:`save` wrote, and its files.
 
     Raises:
         ValueError: it was saved with another model, tokenizer or ``kv_bits``, or by another version;
@@ -82,44 +100,62 @@ def read(engine: "Engine", folder: Path) -> tuple[list[int], dict[str, Any]]:
     """
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; load sessions in one process")
-    if not (folder / FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds no session, as {FILE} is missing; name a saved one")
-    try:
-        found = read_json(folder / FILE)
-    except ValueError as error:
-        raise damaged(folder / FILE, error) from error
-    _check(found, _identity(engine), folder)
-    tokens = check_tokens(folder / TOKENS, engine.hierarchy.target.vocab_size)
-    check_fields(folder / FILE, found, len(tokens))
-    return tokens, found
+    with opened(folder) as files:
+        _check(files.fields, _identity(engine), folder)
+        tokens = _tokens(files, engine.hierarchy.target.vocab_size)
+        check_fields(folder / FILE, files.fields, len(tokens))
+        yield tokens, files
+
+
+def _tokens(files: SavedFiles, vocabulary: int) -> list[int]:
+    if TOKENS not in files.names:
+        raise damaged(files.folder / FILE, "it names no file of tokens")
+    shape, _ = files.kinds(TOKENS).get("tokens", ((), None))
+    _check_kinds(files, TOKENS, {"tokens": ((max([1, *shape]),), torch.int64)})
+    tokens: list[int] = files.read(TOKENS)["tokens"].tolist()
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise damaged(files.path(TOKENS), f"a token id lies outside the vocabulary of {vocabulary}")
+    return tokens
 
 
 @torch.no_grad()
-def fill(program: DecodingProgram, tokens: list[int], found: dict[str, Any], folder: Path) -> None:
+def fill(program: DecodingProgram, tokens: list[int], files: SavedFiles) -> None:
     """Write the keys, values and states of a session into a cache made for it.
 
     Raises:
-        ValueError: a file is damaged; the cache is then as before.
-        OSError: a file is missing, also then.
+        ValueError: a file is damaged. The cache is then as before where its size or shapes are wrong, and
+            holds nothing where its contents are.
+        OSError: a file cannot be read; the cache then holds nothing.
     """
-    cache, target = program.cache, program.target
-    layers = [layer for layer, shape in enumerate(target.kv_layers) if shape is not None]
+    cache, target, count = program.cache, program.target, len(tokens) - 1
+    layers = _layers(program)
+    names = {TOKENS, *map(layer_name, layers), *([STATES] if cache.states is not None else [])}
+    if files.names != names:
+        differing = ", ".join(sorted(files.names ^ names))
+        raise damaged(files.folder / FILE, f"it names files of another model: {differing}")
     for layer in layers:
-        _check_layer(cache, layer, len(tokens) - 1, layer_file(folder, layer))
+        _check_layer(cache, layer, count, files)
     if cache.states is not None:
-        states = {str(n): (state.shape[1:], state.dtype) for n, state in enumerate(cache.states.buffers)}
-        check_tensors(folder / STATES, states)
+        states = {
+            str(n): (tuple(state.shape[1:]), state.dtype) for n, state in enumerate(cache.states.buffers)
+        }
+        _check_kinds(files, STATES, states)
     cache.forget()
     # Copies of rings and states are of the sequence that the cache held.
     cache.marks.prune(0, 0)
-    for layer in layers:
-        _fill(cache, layer, len(tokens) - 1, layer_file(folder, layer))
+    with ThreadPoolExecutor(1) as reader:
+        # One file is read, and its checksum computed, while the one before it is copied.
+        coming = [reader.submit(files.read, layer_name(layer)) for layer in layers[:1]]
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            parts = coming.pop().result()
+            if following is not None:
+                coming.append(reader.submit(files.read, layer_name(following)))
+            _fill(cache, layer, count, list(parts.values()))
     if cache.states is not None:
-        count = len(cache.states.buffers)
-        with opened(folder / STATES) as file:
-            cache.states.restore([file.get_tensor(str(number))[None] for number in range(count)])
+        cache.states.restore([part[None] for part in files.read(STATES).values()])
     if target.length_rope is not None:
         target.length_rope.choose_for_texts([len(tokens)])
+    found = files.fields
     cache.restored(tokens, found["whole"] if found["chunk"] == cache.cached.chunk else 0)
 
 
@@ -127,7 +163,6 @@ def _identity(engine: "Engine") -> dict[str, Any]:
     """What a session's keys and values belong to."""
     target = engine.hierarchy.target
     return {
-        "format": FORMAT,
         "model": f"{target.name} {shape_of(target.model)}",
         "weights": weights_digest(target.model),
         "kv_bits": engine.hierarchy.config.kv_bits,
@@ -138,7 +173,6 @@ def _identity(engine: "Engine") -> dict[str, Any]:
 def _check(found: Any, own: dict[str, Any], folder: Path) -> None:
     """Raise ValueError where a session was not saved with what the engine has."""
     remedies = {
-        "format": "prefill its text anew",
         "model": "load that model",
         "weights": "load the weights that it was saved with",
         "kv_bits": "give the engine this kv_bits",
@@ -190,7 +224,20 @@ def _offloaded_layer(cache: OffloadedCache, index: int, count: int) -> dict[str,
     return dict(zip(_PARTS, parts, strict=False))
 
 
-def _check_layer(cache: FullCache, layer: int, count: int, path: Path) -> None:
+def _check_kinds(files: SavedFiles, name: str, wanted: Mapping[str, Kind]) -> None:
+    """Raise ValueError where a file does not hold these tensors and no others."""
+    found = files.kinds(name)
+    if list(found) != list(wanted):
+        raise damaged(files.path(name), f"it holds the tensors {sorted(found)}, not {sorted(wanted)}")
+    for part, (shape, dtype) in wanted.items():
+        if found[part] != (shape, dtype):
+            theirs, theirs_dtype = found[part]
+            raise damaged(
+                files.path(name), f"{part} is {theirs_dtype} {list(theirs)}, not {dtype} {list(shape)}"
+            )
+
+
+def _check_layer(cache: FullCache, layer: int, count: int, files: SavedFiles) -> None:
     """Raise ValueError where a file does not hold a layer of ``count`` tokens as the cache keeps it."""
     offloaded = cache.offloaded
     slots: tuple[Tensor, ...]
@@ -200,17 +247,15 @@ def _check_layer(cache: FullCache, layer: int, count: int, path: Path) -> None:
         store = _store(cache)
         group = store.groups[store.place(layer)[0]]
         slots, least = group.parts, min(count, group.shape.window or count)
-    shape, _ = kinds_of(path).get("k", ([], None))
+    shape, _ = files.kinds(layer_name(layer)).get("k", ((), None))
     # A layer with a window may have been saved from a cache that keeps all of its positions.
     kept = shape[1] if len(shape) == 3 and least <= shape[1] <= count else count
     wanted = {name: ((p.shape[2], kept, p.shape[4]), p.dtype) for name, p in zip(_PARTS, slots, strict=False)}
-    check_tensors(path, wanted)
+    _check_kinds(files, layer_name(layer), wanted)
 
 
-def _fill(cache: FullCache, layer: int, count: int, path: Path) -> None:
-    """Write one layer of a file into the cache."""
-    with opened(path) as file:
-        parts = [file.get_tensor(name) for name in _PARTS if name in file.keys()]  # noqa: SIM118
+def _fill(cache: FullCache, layer: int, count: int, parts: list[Tensor]) -> None:
+    """Write what a file holds of one layer into the cache."""
     offloaded = cache.offloaded
     if offloaded is not None and (index := offloaded.host_layers[layer]) is not None:
         _fill_offloaded(offloaded, index, count, parts)

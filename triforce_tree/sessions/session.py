@@ -164,14 +164,17 @@ class Session:
         """Write the session into a folder: tokens, messages, keys and values of each layer.
 
         Keys and values that are not in the buffers any more are computed first. They are copied layer by
-        layer, so that host memory holds two of them at a time. A session that the folder holds is replaced
-        when all files of the new one are written, so that the disk holds both for a while; where this fails,
-        the earlier one stays.
+        layer, so that host memory holds two of them at a time. A session that the folder holds is replaced in
+        a single step when the disk holds all files of the new one, so that it has room for both for a while;
+        where this fails, or the process is killed, the earlier one stays.
 
         Raises:
-            ValueError: there are no tokens yet; several processes share the target.
-            OSError: the folder cannot be written, or holds files of something else.
+            ValueError: there are no tokens yet; several processes share the target; messages hold what JSON
+                cannot.
+            OSError: the folder cannot be written, holds files of something else, or another process saves
+                to it.
         """
+        self._check_begun()
         saved.save(self, Path(folder))
 
     @classmethod
@@ -186,12 +189,12 @@ class Session:
             ValueError: it was saved with others, or a file is damaged.
             OSError: a file is missing.
         """
-        tokens, found = saved.read(engine, Path(folder))
-        session = cls(engine, tokens, reserve)
-        session.messages, session.begun = found["messages"], found["begun"]
-        session.turns = [(length, messages) for length, messages in found["turns"]]
-        with session.buffers() as program:
-            saved.fill(program, session.tokens, found, Path(folder))
+        with saved.opened_for(engine, Path(folder)) as (tokens, files):
+            session = cls(engine, tokens, reserve)
+            session.messages, session.begun = files.fields["messages"], files.fields["begun"]
+            session.turns = [(length, messages) for length, messages in files.fields["turns"]]
+            with session.buffers() as program:
+                saved.fill(program, session.tokens, files)
         return session
 
     @contextmanager
@@ -201,8 +204,7 @@ class Session:
         Raises:
             ValueError: there are no tokens yet, or memory is short.
         """
-        if not self.tokens:
-            raise ValueError("the session has no tokens yet; call generate first, or give it a document")
+        self._check_begun()
         with self.buffers() as program:
             yield program, program.prefill([self.tokens], progress, "all")[0]
 
@@ -216,6 +218,10 @@ class Session:
     @property
     def engine(self) -> "Engine":
         return self._engine
+
+    def _check_begun(self) -> None:
+        if not self.tokens:
+            raise ValueError("the session has no tokens yet; call generate first, or give it a document")
 
     def _continuing(self, length: int) -> "Engine":
         limit = self._engine.hierarchy.target.max_positions or length + self._reserve

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from triforce_tree.runtime.files.replacing import replace_file
 
 MOST_BYTES = 64 << 20
 MOST_DEPTH = 32
@@ -23,8 +23,17 @@ def read_json(path: Path) -> Any:
     """
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"it has {path.stat().st_size} bytes, at most {MOST_BYTES} are read")
+    return parse_json(path.read_bytes())
+
+
+def parse_json(data: bytes) -> Any:
+    """What JSON in UTF-8 says.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, or nested deeper than ``MOST_DEPTH``.
+    """
     try:
-        contents = json.loads(path.read_bytes())
+        contents = json.loads(data)
     except RecursionError:
         contents, deep = None, True
     else:
@@ -108,14 +117,7 @@ class JsonTable:
         text = json.dumps({"version": self._version, "entries": kept}, indent=1, ensure_ascii=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text + "\n")
-                Path(name).replace(path)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+            replace_file(path, text + "\n")
         except OSError as error:
             self._warn(f"cannot be written ({error})")
 
