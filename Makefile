@@ -55,7 +55,8 @@ clean:
 COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),--compile,--no-compile)
 
 $(VENV)/.user: pyproject.toml $(PY)
-	$(PIP) install $(COMPILE) --editable '.[plot,server]'
+	@echo "installing torch and what else the package needs into $(VENV): a few minutes"
+	@$(PIP) install --quiet $(COMPILE) --editable '.[plot,server]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(PY)

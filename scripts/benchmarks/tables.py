@@ -29,6 +29,7 @@ from scripts.checks.models import table as models_table
 from scripts.train_pair.heads import results as heads
 from scripts.train_pair.kinds import results as kinds
 from triforce_tree.eval.report.code_digest import ROOT, mark
+from triforce_tree.runtime.files.replacing import replace_file
 
 RESULTS = ROOT / "docs" / "results"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
@@ -107,7 +108,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if (fresh := filled(text)) != text:
             old = True
             if not args.check:
-                path.write_text(fresh, encoding="utf-8")
+                replace_file(path, fresh)
             done = "out of date; run python -m scripts.benchmarks tables" if args.check else "written"
             print(f"{path.relative_to(ROOT)}: {done}")
     for name, told in code_states().items():

@@ -18,6 +18,8 @@ from triforce_tree.kernels.cpu.cpu_attention import instructions
 
 # The one special token of the tokenizer.
 _ENDS: Mapping[str, int] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+# In a folder of weights, the seconds of training so far; and what ends the name of the folder before it.
+_CLOCK, _EARLIER = "clock.json", ".earlier"
 
 
 class Run:
@@ -60,25 +62,36 @@ class Run:
             print(line, flush=True)
 
     def save(self, name: str, model: LlamaForCausalLM, spent: float) -> None:
-        """Weights in bf16 as a model folder with the tokenizer, and the clock."""
+        """Weights in bf16 as a model folder with the tokenizer, and the clock.
+
+        A process that is killed meanwhile leaves the earlier folder, or the new one.
+        """
         if self.rank == 0:
-            folder = self.out / name
+            folder, new, earlier = (self.out / f"{name}{end}" for end in ("", ".part", _EARLIER))
+            shutil.rmtree(new, ignore_errors=True)
             small = LlamaForCausalLM(copy.deepcopy(model.config)).to(torch.bfloat16)
             small.load_state_dict(model.state_dict())
             # Not while training: a padding token's embedding would get no gradient.
             small.config.update(self.ends)
             small.generation_config = GenerationConfig(**self.ends)
-            small.save_pretrained(folder, max_shard_size="14MB")
+            small.save_pretrained(new, max_shard_size="14MB")
             for file in FILES:
-                shutil.copy(self.args.data / file, folder)
-            (self.out / f"{name}.json").write_text(json.dumps({"seconds": spent}))
+                shutil.copy(self.args.data / file, new)
+            (new / _CLOCK).write_text(json.dumps({"seconds": spent}))
+            if folder.exists():
+                shutil.rmtree(earlier, ignore_errors=True)
+                folder.replace(earlier)
+            new.replace(folder)
+            shutil.rmtree(earlier, ignore_errors=True)
 
     def load(self, name: str, model: LlamaForCausalLM) -> float:
         """Restores ``name`` if it was saved; the seconds already spent on it. All processes then agree."""
-        state, spent = self.out / f"{name}.json", 0.0
-        if self.args.resume and state.exists():
-            model.load_state_dict(LlamaForCausalLM.from_pretrained(self.out / name).state_dict())
-            spent = float(json.loads(state.read_text())["seconds"])
+        folder, spent = self.out / name, 0.0
+        if not folder.exists():
+            folder = self.out / f"{name}{_EARLIER}"
+        if self.args.resume and (folder / _CLOCK).exists():
+            model.load_state_dict(LlamaForCausalLM.from_pretrained(folder).state_dict())
+            spent = float(json.loads((folder / _CLOCK).read_text())["seconds"])
         if dist.is_initialized():
             for p in model.parameters():
                 dist.broadcast(p.data, 0)

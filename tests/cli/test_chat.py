@@ -2,6 +2,7 @@
 
 import io
 import json
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from command_line import last_object, run
-from safetensors import SafetensorError
 from tiny_pair import TinyPair
 
 import triforce_tree
@@ -187,6 +187,7 @@ def test_a_conversation_about_a_document(
     assert first["text"] == engine.generate(asked, max_new_tokens=12, temperature=0).text
     assert first["text"].strip() in out
     assert f"of {second['prompt_tokens']:,} prompt tokens kept" in " ".join(err.split())
+    assert ("cut by --max-new-tokens" in err) is (first["finish_reason"] == "length")
     again = last_object(ask(target, "And then?\n", "--load", str(saved))[1])["turns"][0]
     # Of the last answer the template's text may have other tokens than those that were drawn.
     assert again["reused_tokens"] >= second["prompt_tokens"] - 1
@@ -208,7 +209,9 @@ def test_at_a_terminal_a_wrong_line_does_not_end_the_conversation(
     assert code == 0
     assert len(last_object(out)["turns"]) == 2
     said = " ".join(err.split())
-    unsaved = f"cannot save in '{tmp_path}/file/s' (Not a directory); give another folder"
+    unsaved = (
+        f"cannot write a session to '{tmp_path}/file/s' (Not a directory); free some space, or give another"
+    )
     others = f"'{tmp_path}' holds files of something else; give a new or an empty folder"
     empty = "the session has no tokens yet"
     for message in (empty, "/x is no command", unsaved, others, "commands: /quit, /reset"):
@@ -226,18 +229,17 @@ def test_without_a_terminal_a_wrong_line_loses_nothing(ask: Any, pair: TinyPair,
     assert (tmp_path / "s").is_dir()
 
 
-def test_a_full_disk_does_not_end_the_conversation(
-    ask: Any, pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise SafetensorError("No space left on device (os error 28)")
-
-    monkeypatch.setattr("triforce_tree.sessions.saved.save_file", full)
-    code, out, err = ask(pair.target, f"It binds\n/save {tmp_path}/s\nAnd\n")
+def test_a_full_disk_does_not_end_the_conversation(ask: Any, pair: TinyPair, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        code, out, err = ask(pair.target, f"It binds\n/save {tmp_path}/s\nAnd\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 2
     assert len(last_object(out)["turns"]) == 2
     said = " ".join(err.split())
-    assert f"cannot write a session to '{tmp_path}/s' (No space left on device (os error 28)); free" in said
+    assert f"cannot write a session to '{tmp_path}/s' (File too large); free" in said
 
 
 def _out_of_memory() -> None:

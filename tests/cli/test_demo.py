@@ -37,6 +37,8 @@ def test_demo_ends_before_its_passage_and_prints_json_only_when_asked(
     )  # fmt: skip
     assert code == 0
     assert '"speedup"' not in out
-    said = " ".join(err.split())
+    said = " ".join(out.split())
     assert "3-tuple as the sole argument. and goes on" in said
+    assert "speed-up: " in said
     assert "tokens sampled from the target's own distribution" in said
+    assert "prefill" in err

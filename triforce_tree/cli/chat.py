@@ -15,6 +15,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.eval.compare import ms_per_token, token_count
 from triforce_tree.eval.text import read_text
 from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.runtime.stats import rate_text
 from triforce_tree.sessions.session import Session
 
 COMMANDS = "/quit, /reset, /save FOLDER, /help"
@@ -180,11 +181,10 @@ def _lines() -> Iterator[str]:
 
 def _summary(out: GenerateOutput) -> str:
     ms = ms_per_token(out)
-    speed = f" at {1e3 / ms:.1f} a second" if ms else ""
-    return (
-        f"{out.new_tokens} tokens{speed}; {out.reused_tokens:,} of {_prompt_tokens(out):,} prompt tokens "
-        f"kept, the others prefilled in {out.prefill_seconds:.1f} s"
-    )
+    speed = f" at {rate_text(1e3 / ms)} a second" if ms else ""
+    cut = ", cut by --max-new-tokens" if out.finish_reason == "length" else ""
+    read = f"{out.reused_tokens:,} of {_prompt_tokens(out):,} prompt tokens kept"
+    return f"{out.new_tokens} tokens{speed}{cut}; {read}, the others prefilled in {out.prefill_seconds:.1f} s"
 
 
 def _prompt_tokens(out: GenerateOutput) -> int:

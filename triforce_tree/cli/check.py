@@ -7,7 +7,7 @@ from typing import Any
 from transformers import StoppingCriteriaList
 
 from triforce_tree.cli import options
-from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
+from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, results
 from triforce_tree.engine import Engine
 from triforce_tree.eval import check, overlap, text
 from triforce_tree.trees.shapes import sequoia
@@ -28,33 +28,33 @@ def run(args: argparse.Namespace) -> int:
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     ids = text.token_ids(engine.tokenizer, next(iter(texts)))
-    results: list[check.Forward | check.Greedy | check.Sampling] = []
+    done: list[check.Forward | check.Greedy | check.Sampling] = []
     acceptance: dict[str, Any] | None = None
     with Interrupt() as interrupt:
         forwards = _forwards(args, engine, ids, interrupt)
-        results += [*forwards, *_greedy(args, engine, ids, interrupt)]
+        done += [*forwards, *_greedy(args, engine, ids, interrupt)]
         if args.draws and not interrupt.requested:
-            results += _sampling(args, engine, ids, interrupt)
+            done += _sampling(args, engine, ids, interrupt)
         if args.acceptance and not interrupt.requested:
             acceptance = _acceptance(args, engine, ids, interrupt)
-    passed = all(result.passed for result in results)
+    passed = all(result.passed for result in done)
     if not interrupt.requested:
-        screen().print(
-            f"passed: no difference to the target was found{_power(results)}"
+        results(args).print(
+            f"passed: no difference to the target was found{_power(done)}"
             if passed
             else "FAILED: the output is not the target's own"
         )
     if args.json:
         result: dict[str, Any] = {"passed": passed, "interrupted": interrupt.requested}
         result |= {"forwards": check.as_dicts(forwards), "acceptance": acceptance}
-        result["results"] = check.as_dicts(results[len(forwards) :])
+        result["results"] = check.as_dicts(done[len(forwards) :])
         json_line(result)
     return 130 if interrupt.requested else int(not passed)
 
 
-def _power(results: Sequence[check.Forward | check.Greedy | check.Sampling]) -> str:
+def _power(done: Sequence[check.Forward | check.Greedy | check.Sampling]) -> str:
     """What the sampling test could not have missed, at the level where it is weakest."""
-    least = [result.detectable for result in results if isinstance(result, check.Sampling)]
+    least = [result.detectable for result in done if isinstance(result, check.Sampling)]
     if not least:
         return ""
     return (
@@ -95,7 +95,7 @@ def _forwards(
         for r in done
     ]
     columns = ("prompt", "positions", "relative error", "limit", "")
-    screen().print(
+    results(args).print(
         plain_table("logits of a prompt's last tokens against transformers' own forward", columns, rows)
     )
     return done
@@ -130,7 +130,7 @@ def _greedy(
         )
         for r in done
     ]
-    screen().print(plain_table("greedy tokens against transformers' own decoding", columns, rows))
+    results(args).print(plain_table("greedy tokens against transformers' own decoding", columns, rows))
     return done
 
 
@@ -177,7 +177,7 @@ def _sampling(
     ]
     columns = ("levels", "level", "draws", "bins", "chi-square", "p", "shift", "p", "refused emitted", "")
     title = f"sampled tokens against the exact distribution, T={args.temperature:g}"
-    screen().print(plain_table(title, columns, rows))
+    results(args).print(plain_table(title, columns, rows))
     return done
 
 
@@ -196,8 +196,10 @@ def _acceptance(
         result[mode] = vectors
         rows = [(name, *(f"{x:.3f}" for x in vector)) for name, vector in vectors.items()]
         columns = ("from -> to", *(f"rank {r}" for r in range(1, RANKS + 1)))
-        screen().print(plain_table(f"acceptance by sibling rank, {mode}", columns, rows))
+        results(args).print(plain_table(f"acceptance by sibling rank, {mode}", columns, rows))
         first = vectors.get("draft -> retrieval")
         if first and sum(first) > 0:
-            screen().print(f"  the best tree of 15 tokens and depth 3: --tree '{sequoia(first, 15, 3).name}'")
+            results(args).print(
+                f"  the best tree of 15 tokens and depth 3: --tree '{sequoia(first, 15, 3).name}'"
+            )
     return result

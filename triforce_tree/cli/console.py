@@ -1,13 +1,16 @@
-"""Terminal output: progress and tables on stderr, text on stdout, and the JSON line for programs."""
+"""Terminal output: results on stdout, progress and notes on stderr, and the JSON line for programs."""
 
+import argparse
 import copy
 import json
 import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
+from threading import Event, Thread
 from types import FrameType
 from typing import Any
 
@@ -18,6 +21,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     Task,
     TaskID,
     TextColumn,
@@ -33,22 +37,39 @@ from triforce_tree.generation.batch.streamers import TokenStreamer
 from triforce_tree.planning.memory_map import GIB
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.stats import LevelStats
+from triforce_tree.runtime.stats import LevelStats, rate_text
 from triforce_tree.text.new_text import NewText
 from triforce_tree.text.vocabulary import Vocabulary
 
-LOG_WIDTH = 120  # of tables where stderr is no terminal
+LOG_WIDTH = 120  # of tables where they go to no terminal
 _SHORT = 24
 
 
-def screen() -> Console:
-    """The console on stderr, so that stdout holds nothing but results; quiet on all ranks but the first.
+class _Console(Console):
+    """Text is shown as it is: paths and prompts may hold what rich takes for markup."""
 
-    Text is shown as it is: paths and prompts may hold what rich takes for markup.
-    """
-    width = None if sys.stderr.isatty() else LOG_WIDTH
-    quiet = not distributed.is_first_rank()
-    return Console(stderr=True, highlight=False, markup=False, emoji=False, width=width, quiet=quiet)
+    def __init__(self, stderr: bool) -> None:
+        width = None if (sys.stderr if stderr else sys.stdout).isatty() else LOG_WIDTH
+        quiet = not distributed.is_first_rank()
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, width=width, quiet=quiet)
+
+    def on_broken_pipe(self) -> None:
+        """The reader has closed it: the command line ends as it does for any other output."""
+        raise BrokenPipeError
+
+
+def screen() -> Console:
+    """The console of progress and notes, on stderr; quiet on all ranks but the first."""
+    return _Console(stderr=True)
+
+
+def results(args: argparse.Namespace) -> Console:
+    """The console of a command's results, on stdout; with ``--json``, which stdout is for, on stderr."""
+    if not args.json:
+        with suppress(AttributeError):
+            # Tokens may be characters that the encoding of a redirected stdout lacks.
+            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    return _Console(stderr=args.json)
 
 
 @contextmanager
@@ -61,16 +82,46 @@ def first_rank_stdout() -> Iterator[None]:
         yield
 
 
-def bar(unit: str) -> Progress:
-    """A progress bar on stderr; where that is no terminal, one line at the end."""
-    return Progress(
+class _Bar(Progress):
+    """A progress bar; where it goes to no terminal, a line every ``every`` seconds, and one at the end."""
+
+    def __init__(self, *columns: ProgressColumn, unit: str, every: float) -> None:
+        super().__init__(*columns, console=screen())
+        self._unit, self._every, self._ended = unit, every, Event()
+        self._lines: Thread | None = None
+
+    def start(self) -> None:
+        super().start()
+        if self._lines is None and not (self.console.is_terminal or self.console.quiet):
+            self._lines = Thread(target=self._print_lines, daemon=True)
+            self._lines.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._lines is not None:
+            self._lines.join()
+        super().stop()
+
+    def _print_lines(self) -> None:
+        begun = time.monotonic()
+        while not self._ended.wait(self._every):
+            passed = f"after {time.monotonic() - begun:,.0f} s"
+            for task in self.tasks:
+                total = "" if task.total is None else f" of {task.total:,.0f}"
+                self.console.print(f"{task.description}: {task.completed:,.0f}{total} {self._unit} {passed}")
+
+
+def bar(unit: str, every: float = 10.0) -> Progress:
+    """A progress bar on stderr; where that is no terminal, lines ``every`` so many seconds and at the end."""
+    return _Bar(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(unit),
         _Speed(unit),
         TimeRemainingColumn(),
-        console=screen(),
+        unit=unit,
+        every=every,
     )
 
 
@@ -153,7 +204,9 @@ class _Speed(TextColumn):
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f} {self._unit}/s", style="progress.data.speed")
+        return Text(
+            "" if speed is None else f"{rate_text(speed)} {self._unit}/s", style="progress.data.speed"
+        )
 
 
 class PinningBar:

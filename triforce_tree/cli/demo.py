@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 from triforce_tree.cli import options
@@ -21,6 +22,7 @@ from triforce_tree.cli.console import (
     json_line,
     levels_table,
     memory_table,
+    results,
     screen,
 )
 from triforce_tree.decoding.explain.drawing import as_lines
@@ -60,7 +62,7 @@ class HiddenNumber:
 
 
 def run(args: argparse.Namespace) -> int:
-    show = screen()
+    show = results(args)
     check_sampling_options({"temperature": args.temperature})
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     )
     new_tokens = args.new_tokens + len(question) + ANSWER_TOKENS
     if (plan := engine.memory_plan(len(prompt), new_tokens)) is not None:
-        show.print(memory_table(plan))
+        screen().print(memory_table(plan))
     with (
         Interrupt() as interrupt,
         engine.program([prompt], new_tokens, to_probs, args.temperature) as program,
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         answer = _answer(engine, program, [*prompt, *question], interrupt)
         show.print(Text.assemble(planted.question(hidden.name).strip(), (answer, "bold")))
         pair = SideBySide(program, to_probs, args.seed, lambda: interrupt.requested, _stop_tokens(engine))
-        pieces = _continued(engine, pair, prompt, args.new_tokens)
+        pieces = _continued(engine, pair, prompt, args.new_tokens, show)
     ours = [token for piece in pieces for token in piece.tokens]
     alone = [token for piece in pieces for token in piece.alone]
     greedy = args.temperature == 0
@@ -92,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
     found = judged(engine, prompt, ours, alone, to_probs) if differs else None
     speeds = Speeds.of(pieces)
     show.print(levels_table(pair.levels))
-    _show_tree(engine, pair.trees)
+    _show_tree(engine, pair.trees, show)
     verdict = difference_verdict(common_prefix(ours, alone), found) if differs else _verdict(pieces, greedy)
-    show.print(f"{_speed(speeds, program.levels)}{verdict}")
+    show.print(f"{_speed(speeds, program.levels)}{verdict}", style="bold")
     if args.json:
         result: dict[str, Any] = {
             "prompt_tokens": len(prompt),
@@ -159,15 +161,17 @@ def _stop_tokens(engine: Engine) -> frozenset[int]:
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 
-def _continued(engine: Engine, pair: SideBySide, prompt: list[int], new_tokens: int) -> list[Piece]:
+def _continued(
+    engine: Engine, pair: SideBySide, prompt: list[int], new_tokens: int, show: Console
+) -> list[Piece]:
     """Continue the prompt in turns, and write the text to stdout as it comes."""
     assert engine.tokenizer is not None
     out = LevelText(engine.tokenizer, pair.origins, prompt)
     ending = str(engine.tokenizer.decode(prompt[-48:])).rstrip()
-    screen().print(f"\nThe text ends in\n  ...{ending}".replace("\n", "\n  "))
-    screen().print("and goes on\n")
+    show.print(f"\nThe text ends in\n  ...{ending}".replace("\n", "\n  "))
+    show.print("and goes on\n")
     if out.legend:
-        screen().print(out.legend)
+        show.print(out.legend)
     pieces = []
     for piece in pair.pieces(prompt, new_tokens):
         out.put(piece.tokens, piece.origins)
@@ -176,29 +180,36 @@ def _continued(engine: Engine, pair: SideBySide, prompt: list[int], new_tokens: 
     return pieces
 
 
-def _show_tree(engine: Engine, trees: Sequence[Sequence[Node]]) -> None:
-    """The tree that shows most: with a long accepted path that leaves first choices, then with most nodes."""
+def _show_tree(engine: Engine, trees: Sequence[Sequence[Node]], show: Console) -> None:
+    """Show the tree that shows most.
+
+    It has branches, if any has, then a long accepted path that leaves first choices, then most nodes.
+    """
     if not trees:
         return
     assert engine.tokenizer is not None
 
-    def shown(tree: Sequence[Node]) -> tuple[int, int]:
+    def branches(tree: Sequence[Node]) -> bool:
+        return any(node.rank > 0 for node in tree)
+
+    def shown(tree: Sequence[Node]) -> tuple[bool, int, int]:
         accepted = [node for node in tree if node.accepted and node.parent >= 0]
-        return len(accepted) + 2 * sum(node.rank > 0 for node in accepted), len(tree)
+        return branches(tree), len(accepted) + 2 * sum(node.rank > 0 for node in accepted), len(tree)
 
     tree = max(trees, key=shown)
     words = [str(engine.tokenizer.decode([node.token])) for node in tree]
-    screen().print("a drafted token tree, with the draft's probability of each token", style="bold")
+    what = "token tree" if branches(tree) else "chain of tokens, a tree without branches,"
+    show.print(f"a drafted {what} with the draft's probability of each token", style="bold")
     for line in as_lines(tree, words):
-        screen().print(f"  {line}", style="green" if line.endswith("accepted") else None)
-    screen().print()
+        show.print(f"  {line}", style="green" if line.endswith("accepted") else None)
+    show.print()
 
 
 def _speed(speeds: Speeds | None, levels: int) -> str:
     if speeds is None:
         return ""
     return (
-        f"{speeds.speedup:.2f}x, the median of {speeds.pieces} turns: {levels} levels "
+        f"speed-up: {speeds.speedup:.2f}x, the median of {speeds.pieces} turns: {levels} levels "
         f"{speeds.ms_per_token:.1f} ms a token, the target alone {speeds.alone_ms_per_token:.1f} ms "
         "(medians too); "
     )

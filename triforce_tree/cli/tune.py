@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import Progress as Bar
 
 import triforce_tree
 from triforce_tree.cli import options
-from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, screen
+from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, results, screen
 from triforce_tree.cli.groups import ENGINE_OPTIONS
 from triforce_tree.engine import Engine
 from triforce_tree.eval.results import Record, Records, check_writable, header
@@ -50,29 +51,36 @@ def run(args: argparse.Namespace) -> int:
     assert profile.path is not None
     check_writable(profile.path)
     records = _records(args, profile, source)
-    before = len(records.all)
+    before, written = len(records.all), False
     progress = bar("seconds")
     with Interrupt() as interrupt, progress:
         tuner = Tuner(engine, tokens, plan, records, _watch(progress, args.seconds, interrupt))
 
         def found(entry: Entry) -> None:
-            nonlocal profile
+            nonlocal profile, written
+            # Half a search says little, and every later call would go by it.
+            if interrupt.requested:
+                return
+            written = True
             profile = replace(profile.with_entry(entry), made=header(args.seed))
             profile.write()
 
         entries = tuner.entries(found)
-    _show(entries)
+    _show(entries, results(args))
     show = screen()
-    if entries:
+    if written:
         show.print(f"profile: {profile.path}; load() and triforce-tree generate use its settings")
     if entries and args.save_tree is not None:
         _save_tree(args.save_tree, entries[0])
     if not tuner.complete:
         why = "Ctrl-C" if interrupt.requested else f"--seconds {args.seconds:g}"
         fresh = len(records.all) - before
-        show.print(f"ended by {why} after {fresh} new measurements; the same command continues from here")
+        kept = "" if written else "no profile was written; "
+        show.print(
+            f"ended by {why} after {fresh} new measurements; {kept}the same command continues from here"
+        )
     if args.json:
-        result: dict[str, Any] = {**header(args.seed), "profile": str(profile.path)}
+        result: dict[str, Any] = {**header(args.seed), "profile": str(profile.path) if written else None}
         result |= {"complete": tuner.complete, "interrupted": interrupt.requested}
         json_line({**result, "entries": [asdict(entry) | {"speedup": entry.speedup} for entry in entries]})
     return 130 if interrupt.requested else 0
@@ -195,7 +203,7 @@ def _dry_run(args: argparse.Namespace, tuner: Tuner) -> int:
         if "other_trees" in starts[0]:
             rows.append(("other_trees", starts[0]["other_trees"], ""))
         title = f"{space.context:,} tokens, T={' '.join(f'{t:g}' for t in tuner.plan.temperatures)}"
-        screen().print(plain_table(title, ("option", "begins at", "tried"), rows))
+        results(args).print(plain_table(title, ("option", "begins at", "tried"), rows))
     if args.json:
         tried = [
             {
@@ -209,7 +217,7 @@ def _dry_run(args: argparse.Namespace, tuner: Tuner) -> int:
     return 0
 
 
-def _show(entries: list[Entry]) -> None:
+def _show(entries: list[Entry], out: Console) -> None:
     rows = [
         (
             f"{entry.context:,}",
@@ -223,7 +231,7 @@ def _show(entries: list[Entry]) -> None:
         for entry in entries
     ]
     columns = ("context", "T", "ms/token alone", "tuned", "speed-up", "repeated 8-grams", "options")
-    screen().print(plain_table("the fastest settings", columns, rows))
+    out.print(plain_table("the fastest settings", columns, rows))
 
 
 def _options_text(values: dict[str, Any]) -> str:

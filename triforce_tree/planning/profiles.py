@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.runtime.files.json_files import read_json
+from triforce_tree.runtime.files.replacing import replace_file
 from triforce_tree.runtime.files.user_folders import user_cache
 from triforce_tree.runtime.fingerprint import hardware, shape_of
 
@@ -145,15 +146,13 @@ class Profile:
         return Profile(self.hardware, self.target, self.draft, entries, self.made, self.path)
 
     def write(self) -> None:
-        """Write the file at ``path`` atomically, so that a reader never sees a part of it."""
+        """Write the file at ``path`` in a single step, so that a reader never sees a part of it."""
         path = self.path
         assert path is not None, "a profile that is written has a path"
         content = asdict(self)
         del content["path"]
         text = json.dumps({"version": VERSION, **content}, indent=2, ensure_ascii=False)
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, text + "\n")
 
 
 def _check_number(name: str, value: object) -> None:
@@ -220,6 +219,13 @@ def find(source: Source, target: PreTrainedModel, draft: PreTrainedModel | None)
         path = default_path(target, draft)
         if path is None or not path.is_file():
             return None
+        if source is None:
+            # Nobody has asked for this file.
+            try:
+                read(path)
+            except (OSError, ValueError) as error:
+                _LOG.warning("%s", error)
+                return None
         source = path
     if not isinstance(source, str | Path):
         raise ValueError(f"profile={source!r} must be the path of a file, False for none, or None")

@@ -8,6 +8,11 @@ Progress = Callable[[int], None]
 """Called with the number of tokens, or bytes, that were just processed."""
 
 
+def rate_text(rate: float) -> str:
+    """A number of something a second, which small rates are not rounded to zero in."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
+
+
 @dataclass
 class LevelStats:
     """Counts of one level since generation began.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triforce_tree.runtime.files.json_files import read_json
+from triforce_tree.runtime.files.replacing import replace_file
 
 SUFFIX = ".json"
 _FORM = 'the file must hold {"paths": [[0], [0, 0], [1]]} or {"widths": [6, 5, 4]}'
@@ -51,7 +52,7 @@ def write_topology(
         OSError: the file cannot be written.
     """
     held = {"paths": [list(p) for p in paths]} if paths is not None else {"widths": list(widths or ())}
-    Path(path).write_text(json.dumps(held) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(held) + "\n")
 
 
 def _integers(value: Any) -> bool:

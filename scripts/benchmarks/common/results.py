@@ -18,6 +18,7 @@ from triforce_tree.eval import results
 from triforce_tree.eval.report.code_digest import ROOT, digest, digests
 from triforce_tree.loading.llama_shapes import Shape
 from triforce_tree.runtime.distributed import world_size
+from triforce_tree.runtime.files.replacing import replace_file
 
 Record = dict[str, Any]
 # Rows of a part from its name, header and measurements.
@@ -59,9 +60,7 @@ def on_this(area: str) -> str:
 
 def write(path: Path, content: Record) -> None:
     """As a whole or not at all."""
-    beside = path.with_suffix(".tmp")
-    beside.write_text(dumps(content) + "\n", encoding="utf-8")
-    beside.replace(path)
+    replace_file(path, dumps(content) + "\n")
 
 
 def dumps(value: Any, depth: int = 0) -> str:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
+from triforce_tree.runtime.files.replacing import replace_file
+
 
 class Heads(Protocol):
     """Predictions at several depths, teacher forced.
@@ -212,7 +214,7 @@ def save(heads: "MedusaHeads | EagleHead", out: Path) -> int:
     path, part = out / heads.weights_file, out / f"{heads.weights_file}.part"
     save_file(tensors, part)
     part.replace(path)
-    (out / "config.json").write_text(json.dumps(heads.config(), indent=1))
+    replace_file(out / "config.json", json.dumps(heads.config(), indent=1))
     return path.stat().st_size
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from rich.progress import Progress, TaskID
 
-from triforce_tree.cli.console import Interrupt, earlier_step, plain_table, screen, step
+from triforce_tree.cli.console import Interrupt, earlier_step, plain_table, results, screen, step
 from triforce_tree.eval.report import write
 from triforce_tree.eval.report.code_digest import digest
 from triforce_tree.eval.report.tables import Table, tables
@@ -49,7 +49,7 @@ def series_of(
 
 def finish(args: argparse.Namespace, records: Records, interrupted: bool) -> int:
     """Show the tables, write them beside the results file; the exit code."""
-    show(tables(records))
+    show(args, tables(records))
     if records.path is not None:
         written = write.write_beside(records.path, records)
         if getattr(args, "kept", True):  # not by bench verify, which may measure into a temporary folder
@@ -60,8 +60,9 @@ def finish(args: argparse.Namespace, records: Records, interrupted: bool) -> int
     return 130 if interrupted else 0
 
 
-def show(shown: Sequence[Table]) -> None:
+def show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
+    out = results(args)
     for table in shown:
-        screen().print(plain_table(table.title, table.columns, table.rows))
+        out.print(plain_table(table.title, table.columns, table.rows))
         if table.note:
-            screen().print(table.note, highlight=False)
+            out.print(table.note)

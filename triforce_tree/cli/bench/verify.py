@@ -65,7 +65,7 @@ def _by_scripts(args: argparse.Namespace, out: str) -> tuple[int, str]:
 
 def _compare(args: argparse.Namespace, theirs: Cells, path: str) -> int:
     mine = verify.cells_of(path, beside=args.results)
-    show(verify.compared(theirs, mine))
+    show(args, verify.compared(theirs, mine))
     if args.json:
         rows = [
             {**dict(place), "figure": name, "file": value, "here": mine.get(place, {}).get(name)}

@@ -3,8 +3,10 @@
 import argparse
 from pathlib import Path
 
+from rich.console import Console
+
 from triforce_tree.cli import options
-from triforce_tree.cli.console import Interrupt, PrefillBar, json_line, plain_table, screen
+from triforce_tree.cli.console import Interrupt, PrefillBar, json_line, plain_table, results, screen
 from triforce_tree.cli.prompt import prompt_of
 from triforce_tree.decoding.explain.drawing import as_lines, draw
 from triforce_tree.decoding.explain.explanation import Explanation, by_rank
@@ -26,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     # Ctrl-C is not held back: of half an explanation nothing is kept.
     with PrefillBar(len(prompt) - 1, Interrupt()) as progress:
         found = engine.explain(prompt, args.max_new_tokens, args.temperature, args.seed, progress)
-    _show(found)
+    _show(found, results(args))
     if args.json:
         json_line(found.as_dict())
     if args.png is not None and not found.tree:
@@ -37,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(found: Explanation) -> None:
-    show = screen()
+def _show(found: Explanation, show: Console) -> None:
     show.print(f"{found.prompt_tokens:,} tokens of prompt, {found.new_tokens} new")
     show.print(found.why())
     settings = {f"{name}={found.options[name]}": why for name, why in found.reasons.items()}
@@ -51,7 +52,7 @@ def _show(found: Explanation) -> None:
     for number, tree in enumerate(found.trees[1 : len(found.trees) - chains], 2):
         show.print(f"tree {number}: {tree}")
     if found.matched is not None:
-        _show_matched(found, found.matched)
+        _show_matched(found, found.matched, show)
     if found.choices:
         rows = [
             (c.kind, str(c.made), f"{c.tokens:.2f}", f"{c.ms:.2f}", f"{c.ms_per_token:.2f}")
@@ -82,9 +83,9 @@ def _show(found: Explanation) -> None:
         show.print(line)
 
 
-def _show_matched(found: Explanation, matched: MatchedPasses) -> None:
+def _show_matched(found: Explanation, matched: MatchedPasses, show: Console) -> None:
     """Passes that verified matched tokens, by length of the match."""
-    show, every = screen(), sum(found.passes.values())
+    every = sum(found.passes.values())
     show.print(
         f"matched tokens ({matched.setting} in other_trees): {matched.passes} of {every} passes, "
         f"which brought {matched.tokens} of {found.new_tokens} tokens"

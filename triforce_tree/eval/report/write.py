@@ -13,6 +13,7 @@ from triforce_tree.eval.report import plots
 from triforce_tree.eval.report.code_digest import digest
 from triforce_tree.eval.report.tables import Table, tables
 from triforce_tree.eval.results import Record, Records
+from triforce_tree.runtime.files.replacing import replace_file
 
 PAGE = "report.html"
 _NO_PLOTS = "plots need matplotlib: pip install matplotlib"
@@ -83,7 +84,7 @@ def write(folder: str | Path) -> Report:
             f"--out {folder / 'NAME.jsonl'}"
         )
     sections = [_section(path, records) for path, records in found.items()]
-    (folder / PAGE).write_text(_page(sections), encoding="utf-8")
+    replace_file(folder / PAGE, _page(sections))
     return Report(folder / PAGE, list(found), passed_over)
 
 
@@ -97,9 +98,9 @@ def write_beside(path: Path, records: Records) -> list[Path]:
     text = "\n".join(table.markdown() for table in shown)
     if image is not None:
         written.append(path.with_suffix(".png"))
-        written[-1].write_bytes(image)
+        replace_file(written[-1], image)
         text += f"\n![{path.stem}]({written[-1].name})\n"
-    written[0].write_text(f"{text}\n{_where(records)}\n", encoding="utf-8")
+    replace_file(written[0], f"{text}\n{_where(records)}\n")
     return written
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from triforce_tree.runtime.files.replacing import replace_file
+
 _FORMAT = "triforce-tree texts 1"
 # Tokens of the embedded tokenizer that are kept of each text: the longest prompt, and some for another place.
 PROMPT_TOKENS = 122_880
@@ -32,7 +34,7 @@ def write(
         for name, text in texts.items()
     }
     data = lzma.compress(json.dumps({"format": _FORMAT, "texts": content}).encode(), preset=9)
-    Path(path).write_bytes(data)
+    replace_file(path, data)
     return len(data)
 
 

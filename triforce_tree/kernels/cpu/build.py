@@ -4,6 +4,7 @@ A library is compiled on first use into ``~/.cache/triforce-tree/kernels`` (or b
 per version of sources and flags.
 """
 
+import ctypes
 import hashlib
 import os
 import shlex
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from triforce_tree.runtime.files.replacing import flush
 from triforce_tree.runtime.files.user_folders import user_cache
 
 _FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
@@ -46,7 +48,7 @@ def shared_library(
     version = hashlib.sha256(b"\0".join([*contents, *words]))
     folder = user_cache("kernels")
     path = folder / f"{source.stem}-{version.hexdigest()[:16]}.so"
-    if path.exists():
+    if _loads(path):
         return path
     folder.mkdir(parents=True, exist_ok=True)
     # Moved to its final name only when complete: another process may build the same file.
@@ -59,5 +61,16 @@ def shared_library(
                 f"the kernel cannot be compiled: {' '.join(command)} exited with {done.returncode}: "
                 f"{done.stderr.strip()[-500:]}; use gcc 11 or clang 12 or newer (set CC to choose a compiler)"
             )
+        with built.open("rb") as file:
+            flush(file.fileno())
         built.replace(path)
     return path
+
+
+def _loads(path: Path) -> bool:
+    """Whether a library is there and whole; one that a full disk or a fault has cut off is compiled anew."""
+    try:
+        ctypes.CDLL(str(path))
+    except OSError:
+        return False
+    return True

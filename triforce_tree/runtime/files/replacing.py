@@ -18,11 +18,11 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
     Raises:
         OSError: the file cannot be written; it is then as before.
     """
-    path = Path(os.path.realpath(path))
     data = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
+    if os.path.exists(path) and not os.path.isfile(path):
+        Path(path).write_bytes(data)
         return
+    path = Path(os.path.realpath(path))
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
         with new.open("xb") as file:

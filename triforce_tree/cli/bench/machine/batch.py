@@ -10,6 +10,7 @@ from triforce_tree.eval import text
 from triforce_tree.eval.decoding import batch
 from triforce_tree.eval.report import machine
 from triforce_tree.eval.results import Record
+from triforce_tree.runtime.stats import rate_text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,4 +37,4 @@ def run(args: argparse.Namespace) -> int:
 
 def _said(record: Record) -> str:
     speed = record["new_tokens"] / record["seconds"]
-    return f"{record['batch']} sequences, {record['method']}: {speed:.1f} tokens/s"
+    return f"{record['batch']} sequences, {record['method']}: {rate_text(speed)} tokens/s"

@@ -11,6 +11,7 @@ from triforce_tree.eval.report import machine
 from triforce_tree.eval.results import Record, Records
 from triforce_tree.eval.workloads import measure as workloads
 from triforce_tree.eval.workloads.shapes import chosen
+from triforce_tree.runtime.stats import rate_text
 
 # On a CPU trees have so many times the tokens, so that all of them take minutes.
 _CPU_SCALE = 1 / 32
@@ -49,5 +50,5 @@ def _said(record: Record) -> str:
     elif "us" in record:
         what = f"{record['us']:.1f} microseconds"
     else:
-        what = f"{record['new_tokens'] / record['seconds']:.1f} tokens/s"
+        what = f"{rate_text(record['new_tokens'] / record['seconds'])} tokens/s"
     return f"{record['workload']}, {record['way']}: {what}"

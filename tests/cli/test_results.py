@@ -1,0 +1,124 @@
+"""Results go to stdout, progress and notes to stderr; with ``--json`` stdout has one object alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import run
+from processes import environment
+from tiny_pair import TinyPair
+
+from triforce_tree.cli import console
+from triforce_tree.runtime.stats import rate_text
+
+SMALL = ["--budget", "64", "--recent", "32"]
+# command -> its words, and what its results say
+COMMANDS: dict[str, tuple[list[str], list[str]]] = {
+    "bench text": (
+        ["--context", "90", "--new-tokens", "4", "--prompts", "1", "--methods", "triforce"],
+        ["repeated 8-grams"],
+    ),
+    "bench needle": (["--lengths", "200", "--depths", "0.5", "--trials", "1"], ["needle accuracy"]),
+    "bench batch": (["--context", "90", "--new-tokens", "4", "--batches", "1"], ["decoding alone"]),
+    "check": (
+        ["--lengths", "1", "--new-tokens", "4", "--draws", "0", "--levels", "2", *SMALL],
+        ["greedy tokens against transformers' own decoding", "passed: no difference to the target was found"],
+    ),
+    "explain": (["TEXT", "--max-new-tokens", "8", *SMALL], ["tokens of prompt, 8 new", "time of each stage"]),
+    "demo": (
+        ["--prompt-tokens", "300", "--new-tokens", "8", "--levels", "2", *SMALL],
+        ["what each level did", "speed-up: ", "and goes on"],
+    ),
+    "tune": (["--dry-run", "--context", "90", "--new-tokens", "4"], ["begins at"]),
+}  # fmt: skip
+
+
+def words_of(command: str, pair: TinyPair, prompt: str) -> list[str]:
+    words = [prompt if word == "TEXT" else word for word in COMMANDS[command][0]]
+    more = ["--file", pair.text] if command.startswith("bench") or command in ("check", "tune") else []
+    return [*command.split(), *words, *pair.options, *more]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_results_are_on_stdout(
+    command: str, capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str
+) -> None:
+    code, out, err = run(capsys, *words_of(command, pair, prompt))
+    assert code == 0, err
+    for said in COMMANDS[command][1]:
+        assert said in " ".join(out.split())
+        assert said not in " ".join(err.split())
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "demo"])
+def test_with_json_stdout_is_one_object(
+    command: str, capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str
+) -> None:
+    code, out, err = run(capsys, *words_of(command, pair, prompt), "--json")
+    assert code == 0
+    assert isinstance(json.loads(out), dict)
+    for said in COMMANDS[command][1]:
+        assert said in " ".join(err.split())
+
+
+def test_a_reader_that_goes_and_an_encoding_without_our_characters(pair: TinyPair, prompt: str) -> None:
+    words = [sys.executable, "-m", "triforce_tree", *words_of("explain", pair, prompt)]
+    ascii_only = {**environment(), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(words, env=ascii_only, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"time of each stage" in done.stdout
+    read, write = os.pipe()
+    os.close(read)
+    closed = subprocess.run(words, env=environment(), stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (closed.returncode, b"Traceback" in closed.stderr) == (141, False)
+
+
+def test_progress_in_a_log_is_not_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.bar("tokens", every=0.02) as progress:
+        task = progress.add_task("prefill", total=4096)
+        progress.advance(task, 1024)
+        time.sleep(0.3)
+    err = capsys.readouterr().err
+    assert err.count("prefill: 1,024 of 4,096 tokens after 0 s") > 2
+
+
+@pytest.mark.parametrize(
+    "rate, text",
+    [
+        (0.0004, "0.0004"),
+        (0.034, "0.034"),
+        (0.34, "0.34"),
+        (1.26, "1.3"),
+        (99.96, "100.0"),
+        (12345.6, "12,346"),
+    ],
+)
+def test_small_rates_are_not_zero(rate: float, text: str) -> None:
+    assert rate_text(rate) == text
+
+
+def test_an_interrupted_search_writes_no_profile(pair: TinyPair, tmp_path: Path) -> None:
+    home = {**environment(), "TRIFORCE_TREE_PROFILES": str(tmp_path)}
+    words = ["tune", *pair.options, *SMALL, "--file", pair.text, "--context", "150", "--new-tokens", "5"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "triforce_tree", *words, "--prompts", "1", "--temperature", "0", "--json"],
+        env=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    measured: list[str] = []
+    while len(measured) < 5 and process.poll() is None:
+        measured = [line for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    result = json.loads(out.splitlines()[-1])
+    assert (result["interrupted"], result["profile"]) == (True, None)
+    assert "no profile was written; the same command continues from here" in " ".join(err.split())
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".json"]
