@@ -254,9 +254,10 @@ class TextOut(TokenStreamer):
     def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
         self._new = NewText(Vocabulary(self._tokenizer), tokens, end_tokens)
 
-    def put(self, value: Tensor) -> None:
+    def put_tokens(self, tokens: Sequence[int]) -> bool:
         assert self._new is not None
-        self.on_finalized_text("".join(map(self._new.put, value.tolist())))
+        self.on_finalized_text("".join(map(self._new.put, tokens)))
+        return False
 
     def end(self) -> None:
         assert self._new is not None

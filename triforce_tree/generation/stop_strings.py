@@ -29,18 +29,17 @@ class StopStrings(StoppingCriteria):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_tokens: int = 0
     ) -> None:
-        self._tokenizer, self._strings, self._width = tokenizer, tuple(strings), prompt_tokens
+        self._vocabulary, self._strings, self._width = Vocabulary(tokenizer), tuple(strings), prompt_tokens
 
     def of_one(self, prompt_tokens: int, end_tokens: Collection[int]) -> Stop:
         """Whether a sequence ends, asked after each of its tokens; after an earlier one again if need be."""
-        vocabulary = Vocabulary(self._tokenizer)
         text: NewText | None = None
         searched = prompt_tokens
 
         def stop(tokens: list[int]) -> bool:
             nonlocal text, searched
             if text is None or searched >= len(tokens):
-                text = NewText(vocabulary, tokens[:prompt_tokens], end_tokens, self._strings)
+                text = NewText(self._vocabulary, tokens[:prompt_tokens], end_tokens, self._strings)
                 searched = prompt_tokens
             for token in tokens[searched:]:
                 text.put(token)
@@ -51,11 +50,10 @@ class StopStrings(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
         """bool ``[B]``: whether the last token of each sequence, int64 ``[B, L]``, completes a string."""
-        vocabulary = Vocabulary(self._tokenizer)
         searched = min(input_ids.shape[1] - self._width, _TOKENS_OF_ONE * max(map(len, self._strings)))
         found = []
         for row in input_ids[:, -(searched + _BEHIND) :].tolist():
-            text = NewText(vocabulary, row[:-searched], (), self._strings)
+            text = NewText(self._vocabulary, row[:-searched], (), self._strings)
             for token in row[-searched:]:
                 text.put(token)
             found.append(text.stopped)

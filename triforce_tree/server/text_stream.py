@@ -82,11 +82,10 @@ class TextStream(TokenStreamer):
     def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
         self._new = NewText(self._vocabulary, tokens, end_tokens, self._stop)
 
-    def put(self, value: Tensor) -> bool:
-        """Whether the sequence is to end."""
+    def put_tokens(self, tokens: Sequence[int]) -> bool:
         self.first = self.first or time.monotonic()
         pieces = []
-        for token, scores in zip(value.tolist(), self._scores(len(value)), strict=True):
+        for token, scores in zip(tokens, self._scores(len(tokens)), strict=True):
             # Tokens of this pass after a stop string are not part of the reply.
             if self.stopped:
                 break

@@ -12,7 +12,17 @@ from triforce_tree.runtime.token_ids import id_tensor
 
 
 class TokenStreamer(BaseStreamer):
-    """A streamer that is told of its sequence's prompt apart from the new tokens, by :meth:`put_prompt`."""
+    """A streamer of one sequence, which is told of the prompt's tokens and the end tokens by themselves.
+
+    It may be given to transformers' own ``generate`` too, which sends the prompt as a batch of one.
+    """
+
+    def put(self, value: Tensor) -> bool:
+        """Take new tokens ``[N]`` or a prompt ``[1, W]``; returns whether the sequence is to end."""
+        if value.dim() > 1:
+            self.put_prompt(value[0].tolist(), ())
+            return False
+        return self.put_tokens(value.tolist())
 
     def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
         """The sequence begins.
@@ -21,6 +31,10 @@ class TokenStreamer(BaseStreamer):
             tokens: the prompt's, without padding.
             end_tokens: ids that end the sequence.
         """
+        raise NotImplementedError
+
+    def put_tokens(self, tokens: Sequence[int]) -> bool:
+        """Take new tokens; returns whether the sequence is to end."""
         raise NotImplementedError
 
 
