@@ -64,21 +64,17 @@ class Detokenizer:
     def put(self, token: int) -> str:
         """The characters that are certain after another token, which is no special one."""
         raw = self._vocabulary.raw(token)
-        if raw is not None:
-            text = self._whole(self._bytes.decode(raw))
+        if raw is None:
+            text = self._whole(self._bytes.decode(b"", final=True)) + self._behind(token)
+        else:
+            text = self._behind(None) + self._whole(self._bytes.decode(raw))
             if not self._vocabulary.of_bytes and raw:
                 self._slide([token])
-        else:
-            text = self._whole(self._bytes.decode(b"", final=True)) + self._behind(token)
         return self._cleaned(text)
 
     def end(self) -> str:
         """What is left when no more tokens come."""
-        text = self._whole(self._bytes.decode(b"", final=True))
-        if self._open:
-            text += self._added(self._open)[0][self._given :]
-            self._open = []
-        text = self._cleaned(text)
+        text = self._cleaned(self._whole(self._bytes.decode(b"", final=True)) + self._behind(None))
         return text if self._clean_up is None else text + self._clean_up.end()
 
     def added(self, token: int) -> bytes | None:
@@ -97,10 +93,14 @@ class Detokenizer:
         whole = self._vocabulary.decode([*self._window, token], special=True)
         return _after(self._before(), whole)
 
-    def _behind(self, token: int) -> str:
-        self._open.append(token)
+    def _behind(self, token: int | None) -> str:
+        """The certain characters of a token that is decoded behind others; None: all that are left of them."""
+        if token is not None:
+            self._open.append(token)
+        elif not self._open:
+            return ""
         (text, whole), given = self._added(self._open), self._given
-        if text.endswith(_REPLACEMENT) and len(self._open) < _PARTS:
+        if token is not None and text.endswith(_REPLACEMENT) and len(self._open) < _PARTS:
             certain = text.rstrip(_REPLACEMENT)
             self._given = max(given, len(certain))
             return certain[given:]
