@@ -94,7 +94,7 @@ class Detokenizer:
         return _after(self._before(), whole)
 
     def _behind(self, token: int | None) -> str:
-        """The certain characters of a token that is decoded behind others; None: all that are left of them."""
+        """The certain characters of a token that is decoded behind others; None: what is left of them."""
         if token is not None:
             self._open.append(token)
         elif not self._open:
