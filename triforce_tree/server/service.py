@@ -66,7 +66,7 @@ class Service:
             raise RefusedError(ENDING, 503, retry=5) from problem
         reply = Reply(asked, self.name)
         if asked.stream:
-            return _Streamed(self._stream(reply, sequences, pieces), sequences)
+            return _Streamed(_ended(self._stream(reply, sequences, pieces)), sequences)
         with _cancelled_at_the_end(sequences):
             running = len(sequences)
             while running:
@@ -149,6 +149,15 @@ class _Streamed(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with _cancelled_at_the_end(self._sequences):
             await super().__call__(scope, receive, send)
+
+
+async def _ended(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events of a stream; the last one says where an error has ended it."""
+    try:
+        async for event in events:
+            yield event
+    except Exception as problem:
+        yield _event(error(told(problem), "server_error"))
 
 
 def _unheard(text: str | None) -> None:
