@@ -1,6 +1,7 @@
 """Each error names the value, the limit and a remedy."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from api_cases import characters
 from families import VOCABULARY, prompt_of, tiny
 from messages import says
 from own_drafters import FixedSiblings
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 import triforce_tree
@@ -49,6 +51,34 @@ def test_text_that_was_no_utf_8(prompt) -> None:
     own = triforce_tree.load(TARGET, tokenizer=characters())
     with pytest.raises(ValueError, match=says(r"'\udce9'", "character 3", "no UTF-8", "convert it first")):
         own.generate(prompt, max_new_tokens=3)
+
+
+def test_a_tokenizer_that_panics_is_an_error_of_one_sentence() -> None:
+    """A regular expression that gives up, at every place where text is read."""
+    tokenizer = characters()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    split = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.Split("", "isolated")]
+    )
+    own = triforce_tree.load(TARGET, tokenizer=tokenizer)
+    text, chat = "x" * 60, [{"role": "user", "content": "x" * 60}]
+    session, tree = own.session("ab"), own.tree("ab")
+    calls: dict[str, Callable[[], object]] = {
+        "text": lambda: own.generate(text, max_new_tokens=2),
+        "texts": lambda: own.generate(["ab", text], max_new_tokens=2),
+        "chat": lambda: own.generate(chat, max_new_tokens=2),
+        "session": lambda: own.session(text),
+        "session of a chat": lambda: own.session().generate(chat, max_new_tokens=2),
+        "session that goes on": lambda: session.generate(text, max_new_tokens=2),
+        "tree": lambda: own.tree(text),
+        "tree that goes on": lambda: tree.extend(tree.root, text),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=r"^the tokenizer cannot tokenize this text; .*Panic") as caught:
+            call()
+        assert "\n" not in str(caught.value), name
+    assert session.generate("ab", max_new_tokens=2).new_tokens == 2
 
 
 def test_text_without_a_tokenizer(engine) -> None:

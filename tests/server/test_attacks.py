@@ -131,7 +131,7 @@ def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_at_once(process: Pr
     next(stream)
     process.interrupt()
     until(lambda: "waiting up to 30 seconds for 1 running request to end" in process.log.read_text())
-    with pytest.raises(OSError):
+    with pytest.raises(ConnectionRefusedError):
         Health(process.port).ask()
     next(stream)
     began = time.monotonic()

@@ -81,12 +81,15 @@ def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
         PromptError: the tokenizer has no chat template, or its template refuses these messages; a text that
             was no UTF-8, or on which the tokenizer fails.
     """
-    check_text("\n".join([*(message["role"] for message in chat), characters(chat)]))
+    check_text(characters(chat))
+    check_text("\n".join(message["role"] for message in chat))
     continued = chat[-1]["role"] == "assistant"
     messages = [_shown(tokenizer, message) for message in chat]
+    # Renders first, so that an error is either the template's or the tokenizer's.
+    texts = tokenizer if isinstance(tokenizer, TokenizedTexts) else TokenizedTexts(tokenizer)
     try:
         # transformers annotates one of the many types that this returns.
-        encoded: Any = tokenizer.apply_chat_template(
+        encoded: Any = texts.apply_chat_template(
             messages,
             add_generation_prompt=not continued,
             continue_final_message=continued,

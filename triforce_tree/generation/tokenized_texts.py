@@ -69,7 +69,7 @@ class TokenizedTexts:
 
     def apply_chat_template(self, chat: Sequence[dict[str, Any]], **options: Any) -> dict[str, list[int]]:
         """The tokenizer's ``input_ids`` of messages."""
-        if not self._by_parts or not self._renders:
+        if not self._renders:
             encoded: Any = self.tokenizer.apply_chat_template(list(chat), **options)
             return {"input_ids": list(encoded["input_ids"])}
         text: Any = self.tokenizer.apply_chat_template(

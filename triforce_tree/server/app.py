@@ -1,6 +1,7 @@
 """The HTTP application: OpenAI's chat completions and completions over one engine."""
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -77,6 +78,9 @@ class _Running:
         self.most_bytes = served.body or max(_LEAST_BYTES, longest)
         scheduler = Scheduler(engine, served.limits, self.metrics.ended)
         self.metrics.watch(scheduler)
+        # What libraries and models have made stays: looking through it takes a second, in which nothing runs.
+        gc.collect()
+        gc.freeze()
         self.service = Service(engine, served.name, scheduler, readers, self.metrics)
         if self._closed:
             scheduler.stop()
@@ -92,6 +96,7 @@ class _Running:
         if self.service is not None:
             self.service.readers.close()
             self.service.scheduler.close()
+            gc.unfreeze()
 
     @property
     def status(self) -> str:

@@ -98,6 +98,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "chats and ids": ([[USER], [1, 2]], "message 0 of a chat is of type int"),
     "an empty chat": ([[USER], []], "a chat is empty; give at least one message"),
     "an image": (IMAGE, "message 0 of a chat holds content of type 'image', and .* text alone"),
+    "no content": ([USER, {"role": "user", "content": None}], "content of message 1 of a chat is null"),
+    "a part that is a string": ([{"role": "user", "content": ["hi"]}], "holds content of type 'str'"),
+    "a part without text": ([{"role": "user", "content": [{"type": "text"}]}], "a part without text"),
     "a content that is no text": ([{"role": "user", "content": 3}], "content of message 0 .* is int"),
     "what the template refuses": (
         [{"role": "tool", "content": "3"}],
