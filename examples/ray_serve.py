@@ -11,8 +11,8 @@ turn is short where it comes to the same replica.
 import argparse
 
 try:
-    from fastapi import FastAPI
     from ray import serve
+    from starlette.applications import Starlette
 except ImportError as missing:
     raise SystemExit(f"{missing}: pip install '.[server]' 'ray[serve]'") from None
 
@@ -23,7 +23,7 @@ from triforce_tree.server.app import Served, create_app
 def replicas(args: argparse.Namespace) -> serve.Application:
     """The application of ``triforce-tree serve`` as a deployment; paths must exist on every machine."""
 
-    def app() -> FastAPI:
+    def app() -> Starlette:
         # Called in each replica's process, where the models are loaded.
         engine = triforce_tree.load(args.target, args.draft, profile=False)
         return create_app(engine, Served(args.model_name, args.api_key))
