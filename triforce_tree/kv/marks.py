@@ -40,6 +40,8 @@ class Marks:
 
     def restore(self, b: int, length: int) -> None:
         """Let sequence b be continued from a length that :meth:`start` found, and forget later copies."""
+        if not length:
+            self._store.begin(b)
         if length and not self._continues(b, length):
             [parts] = [parts for at, parts in self._copies[b] if at == length]
             for own, copy in zip(self._parts(b), parts, strict=True):

@@ -182,6 +182,8 @@ class KVStore:
             for index, layer in enumerate(group.layers)
         }
         self._lengths = [0] * batch
+        # Positions before it were not taken over from another store, in layers with a window.
+        self._lost = [0] * batch
 
     def _ring(self, shape: KVShape) -> int:
         """Slots of a ring; 0 where a ring would save no memory."""
@@ -203,16 +205,19 @@ class KVStore:
         """
         if not source.continues(sequence, length):
             return False
+        lost = 0
         for group in self.groups:
             for place, layer in enumerate(group.layers):
                 number, index = source.place(layer)
                 other = source.groups[number]
                 window = group.shape.window if group.ring else other.shape.window if other.ring else None
                 positions = range(max(0, length - window) if window is not None else 0, length)
+                lost = max(lost, positions.start)
                 for old, new in zip(other.parts, group.parts, strict=True):
                     own, theirs = new[place, sequence], old[index, sequence]
                     own[:, group.slots_of(positions)] = theirs[:, other.slots_of(positions)]
         self.fed(sequence, length)
+        self._lost[sequence] = lost
         return True
 
     @contextmanager
@@ -316,6 +321,10 @@ class KVStore:
         for part in (part for group in self.groups for part in group.parts):
             part[:, b, :, start:stop] = part[:, source, :, start:stop]
 
+    def begin(self, sequence: int) -> None:
+        """A sequence is prefilled from its first token on."""
+        self._lengths[sequence] = self._lost[sequence] = 0
+
     def fed(self, sequence: int, length: int) -> None:
         """A sequence was prefilled up to ``length`` tokens."""
         self._lengths[sequence] = length
@@ -338,7 +347,10 @@ class KVStore:
 
         A ring keeps the slots that the last position sees, but not those that much earlier ones do.
         """
+        lost = self._lost[sequence]
         for group in self.groups:
+            if lost and group.shape.window is not None and length - group.shape.window < lost:
+                return False
             if group.ring:
                 assert group.shape.window is not None
                 assert self.scratch is not None

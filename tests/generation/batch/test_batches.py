@@ -15,7 +15,7 @@ from api_cases import (
     small_engine,
     text_of,
 )
-from families import perturbed, prompt_of
+from families import greedy, perturbed, prompt_of, tiny
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 import triforce_tree
@@ -210,3 +210,17 @@ def test_derived_seeds_differ_wherever_their_arguments_do() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
     # torch's generator of the CPU looks at 32 bits.
     assert len({seed % 2**32 for seed in seeds}) == len(seeds)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_larger_batch_takes_windows_over(levels: int) -> None:
+    """A layer with a window keeps what its newest token sees, and a prompt that ends earlier needs more."""
+    target, short, long = tiny("mistral-window"), prompt_of(67), prompt_of(100)
+    engine = triforce_tree.load(
+        target, perturbed(target, 0.05), levels=levels, **{**SMALL, "prefill_chunk": 16}
+    )
+    for prompts in ([short], [short, long], [prompt_of(70), short, long]):
+        out = engine.generate(prompts, max_new_tokens=6, do_sample=False)
+        expected = [greedy(target, prompt, 6) for prompt in prompts]
+        assert [row[-6:].tolist() for row in out.sequences] == expected

@@ -68,7 +68,7 @@ class SharedStore(KVStore):
         self.slots, self.depth, self.batch = self.rows, depth, batch
         self.rows, self.scratch = -(-rows // page) * page, scratch
         self._most_tokens = self.rows - scratch
-        self._lengths = [0] * batch
+        self._lengths, self._lost = [0] * batch, [0] * batch
         self.whole = self.groups
         self.groups = [_for_each(group, batch) for group in self.whole]
         self.prefix, self.first = torch.zeros(2, batch, dtype=torch.int64, device=device)
