@@ -224,9 +224,7 @@ class FullCache:
         own = list(starts)
         with self._target.active():
             if self.offloaded is not None:
-                self.offloaded.prefill(
-                    prompts, self._prefill_chunk, progress, starts, features, self.states
-                )
+                self.offloaded.prefill(prompts, self._prefill_chunk, progress, starts, features, self.states)
                 for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
                     self.cached.fed(b, prompt, start)
             else:

@@ -148,7 +148,7 @@ class PrefixPool:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Forgets everything where what is done inside is interrupted: slots may lie elsewhere than is known."""
+        """Forgets everything where what is done inside is interrupted: nobody knows then what lies where."""
         try:
             yield
         except PoolFullError:

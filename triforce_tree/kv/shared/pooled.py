@@ -134,7 +134,9 @@ class PooledStore(SharedStore):
                 for new, old in zip(group.parts, other.parts, strict=True):
                     for start, size, place in copies:
                         new[:, 0, :, place : place + size] = old[:, 0, :, start : start + size]
-            lengths = [len(held) if row in going_on else 0 for row, held in enumerate(kept.held[: self.batch])]
+            lengths = [
+                len(held) if row in going_on else 0 for row, held in enumerate(kept.held[: self.batch])
+            ]
             cached.take(kept, lengths)
             for row, length in enumerate(lengths):
                 super().fed(row, length)
