@@ -255,6 +255,7 @@ class Engine:
             ValueError: an empty or too long prompt, an unsupported option, NaN logits.
             RuntimeError: called from a callback of a generation with the same models.
         """
+        self.hierarchy.target.check_sizes()
         request = Request.read(
             self.hierarchy.target, self.tokenizer, inputs, input_ids, attention_mask, generation_config,
             logits_processor, stopping_criteria, stop_strings, kwargs,

@@ -323,3 +323,35 @@ def test_hooks_that_change_their_own_state_do_not_make_all_anew_in_each_call() -
     assert len(seen) > counted
     model.steering[0].scale = 0.2
     assert text(engine, SECOND) == greedy(model, SECOND, NEW)
+
+
+RESIZED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "half": (lambda m: m.half(), "dtype of LlamaForCausalLM is torch.float16, and was torch.float32"),
+    "double": (lambda m: m.to(torch.float64), "dtype of LlamaForCausalLM is torch.float64"),
+    "elsewhere": (lambda m: m.to("meta"), "device of LlamaForCausalLM is meta, and was cpu"),
+    "larger": (lambda m: m.resize_token_embeddings(80), "vocabulary size of LlamaForCausalLM is 80"),
+    "smaller": (lambda m: m.resize_token_embeddings(50), "vocabulary size of LlamaForCausalLM is 50"),
+    "another head": (
+        lambda m: setattr(m, "lm_head", nn.Linear(32, 70)), "70 logits for a vocabulary of 64"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESIZED)
+@pytest.mark.parametrize("of", ["target", "draft"])
+def test_other_sizes_are_refused_with_the_remedy(name: str, of: str) -> None:
+    change, words = RESIZED[name]
+    target = tiny("llama-gqa")
+    draft = perturbed(target, 0.05)
+    engine = triforce_tree.load(target, draft, levels=3, rounds=2, profile=False, **SMALL)
+    session = engine.session(FIRST, reserve=100)
+    session.generate(do_sample=False, max_new_tokens=3)
+    change(target if of == "target" else draft)
+    with pytest.raises(ValueError, match=words):
+        text(engine, SECOND)
+    with pytest.raises(ValueError, match=words):
+        session.generate(do_sample=False, max_new_tokens=3)
+    if of == "target" and name == "larger":
+        with pytest.raises(ValueError, match=words):
+            engine.generate([79], max_new_tokens=1)
+    engine.close()

@@ -171,7 +171,7 @@ class HFModel:
         """
 
         def renew() -> None:
-            self._check_sizes()
+            self.check_sizes()
             self._read()
             if compare is not None:
                 compare(self)
@@ -197,7 +197,8 @@ class HFModel:
         """Another number after weights were written to in place, which copies share."""
         return self._changes.weights
 
-    def _check_sizes(self) -> None:
+    def check_sizes(self) -> None:
+        """Raise ValueError where the model has another dtype, device or vocabulary, or other layers."""
         now = _sizes(self.model)
         for what, size in self._sizes.items():
             if now[what] != size:
@@ -216,7 +217,7 @@ class HFModel:
         """Raises ValueError where the model has another vocabulary now."""
         size: int = self._sizes["vocabulary size"]
         if self.model.config.get_text_config(decoder=True).vocab_size != size:
-            self._check_sizes()
+            self.check_sizes()
         return size
 
     @property
@@ -384,7 +385,9 @@ class HFModel:
         try:
             with self.active(own=True):
                 recorder.watch(self.running)
-                self.forward([1], recorder, whole=known)
+                columns = self.forward([1], recorder, whole=known).shape[-1]
+                if columns != self.vocab_size:
+                    raise ValueError(f"it computes {columns} logits for a vocabulary of {self.vocab_size}")
         except Exception as error:  # third-party code: any failure means unsupported
             if known:
                 raise
