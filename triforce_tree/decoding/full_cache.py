@@ -343,7 +343,10 @@ class FullCache:
         """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
         Afterwards the sequences must be fed again, or :meth:`begin` called."""
         commit(self._on_device.memory)  # slots that were never written would be read in no time
-        offloaded = self.offloaded.trial(length) if self.offloaded is not None else nullcontext()
+        held = [len(tokens) for tokens in self.cached.held]
+        # Where positions are split over ranks, slots are not those of the positions.
+        self._on_device.initialise(held if self.split is None or not any(held) else [None] * len(held))
+        offloaded = self.offloaded.trial(length, held) if self.offloaded is not None else nullcontext()
         states = self.states.saved() if self.states is not None else nullcontext()
         count = self._limits.scratch_slots + 1
         split = self.split.saved(length, count) if self.split is not None else nullcontext()

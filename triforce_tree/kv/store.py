@@ -184,6 +184,29 @@ class KVStore:
         self._lengths = [0] * batch
         # Positions before it were not taken over from another store, in layers with a window.
         self._lost = [0] * batch
+        self._initialised = False
+
+    def initialise(self, held: Sequence[int | None]) -> None:
+        """Give finite values to all slots that may never have been written, once: made-up sequences have all.
+
+        Args:
+            held: of each sequence the first positions, which stay as they are; None where others may be held,
+                too: their finite values stay then.
+        """
+        if self._initialised:
+            return
+        self._initialised = True
+        for part in (part for group in self._memory_of for part in group.parts):
+            for b, count in enumerate(held):
+                if count is not None:
+                    part[:, b, :, min(count, part.shape[3]) :].zero_()
+                elif part.is_floating_point():
+                    part[:, b].nan_to_num_(0.0, 0.0, 0.0)
+
+    @property
+    def _memory_of(self) -> list[KVGroup]:
+        """Groups that have each slot once."""
+        return self.groups
 
     def _ring(self, shape: KVShape) -> int:
         """Slots of a ring; 0 where a ring would save no memory."""

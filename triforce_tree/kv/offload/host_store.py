@@ -1,6 +1,6 @@
 """Committed keys and values of a cache larger than the device, split between device and host memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,6 +117,7 @@ class HostStore:
             [torch.empty((resident, heads.row), device=device, dtype=dtype) for _ in range(batch)]
             for resident in self.resident_slots
         ]
+        self._initialised = False
         self.memory = HostMemory(locked=device.type == "cuda")
         self.on_host: list[list[Tensor]] = []
         try:
@@ -137,6 +138,15 @@ class HostStore:
         self._share = 0.0
         self._scheduled: tuple[float, list[int]] | None = None
         self._schedule: list[Tensor] = []
+
+    def initialise(self, held: Sequence[int]) -> None:
+        """Zero the slots on the device after the first ``held[b]`` of each sequence, once: made-up sequences
+        have all. Fresh memory of the host is zero."""
+        if not self._initialised:
+            self._initialised = True
+            for layer in self.on_device:
+                for slots, count in zip(layer, held, strict=True):
+                    slots[count:].zero_()
 
     def _last_fits(self, settings: Offload) -> bool:
         enough = settings.resident_bytes >= self.slots * self.slot_bytes * self.batch

@@ -277,12 +277,17 @@ class OffloadedCache:
         self._publish()
 
     @contextmanager
-    def trial(self, length: int) -> Iterator[None]:
+    def trial(self, length: int, held: Sequence[int]) -> Iterator[None]:
         """Inside, forwards may run on made-up sequences of ``length`` tokens; KV slots in use stay unchanged.
+
+        ``held``: tokens of each sequence whose keys and values are in use.
 
         What the forwards write goes to the window's end. The host store shows what is resident and one piece
         more, so that every kernel of a pass runs and little is streamed.
         """
+        # In use, the window's slots are some positions', and those before it are copied chunks.
+        self.store.initialise([None if count else 0 for count in held])
+        self.host.initialise(held)
         base, host = self.base.clone(), self.host.base
         self.base.fill_(max(0, length - (self.window.rows - self.scratch_slots)))
         shown = min(self.host.resident_slots, default=0) + self.host.piece

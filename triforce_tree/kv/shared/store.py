@@ -77,6 +77,14 @@ class SharedStore(KVStore):
         self.paths: list[list[Run]] = [[] for _ in range(batch)]
         self.places = [0] * batch
 
+    def initialise(self, held: Sequence[int | None]) -> None:
+        """See :class:`KVStore`; prefixes may be kept that no sequence holds."""
+        super().initialise([None])
+
+    @property
+    def _memory_of(self) -> list[KVGroup]:
+        return self.whole
+
     def share(
         self,
         tree: PrefixTree,
