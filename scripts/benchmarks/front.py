@@ -1,4 +1,4 @@
-"""The tables on README's first page: speed by card, model and length, and seconds of whole requests.
+"""Speed by card, model and length, a few of them for README, and seconds of whole requests.
 
 Medians over texts of all kinds, with default settings. Greedy texts are left out: those of a small model
 repeat themselves, which flatters every drafter.
@@ -20,6 +20,18 @@ SPEEDS: Columns = {
     "speed-up": "**{median:.1f}x** ({lowest:.1f}x to {highest:.1f}x)",
     "repeated 8-grams": "{repeated_8grams:pct}",
 }  # fmt: skip
+# README's columns, and its rows: what a card begins with, a size, a length; all at ``_TEMPERATURE`` or above.
+FRONT: Columns = {
+    "card": "{card}", "size of model": "{size}", "prompt, tokens": "{context:,}",
+    "ms a token": "**{ms_per_token:.1f}**", "plain decoding": "{plain_ms_per_token:,.1f}",
+    "speed-up": "**{median:.1f}x** ({lowest:.1f}x to {highest:.1f}x)",
+}  # fmt: skip
+_FRONT = [
+    ("NVIDIA H200", "Llama-3.1-8B", 122_880),
+    ("NVIDIA H200 limited", "Llama-2-7B", 122_880),
+    ("none", "the embedded pair", 16_384),
+    ("none", "SmolLM2-135M, with a draft", 4096),
+]
 REQUESTS: Columns = {
     "card": "{card}", "size of model": "{size}", "prompt, tokens": "{context:,}", "texts": "{what}",
     "T": "{temperature:g}", "first answer, s": "**{cold:.1f}**", "plain, s": "{cold_plain:.1f}",
@@ -58,6 +70,27 @@ def speed_rows(any_text: Record) -> list[Record]:
     on_cpu = [r for r in on_cpu if r["context"] in _CPU_CONTEXTS]
     on_cpu += _others(_sampled(texts.REAL_MODEL_CPU, content_at(RESULTS / texts.REAL_MODEL_CPU)))
     return rows + [r | {"card": f"none: {r['card']}"} for r in on_cpu]
+
+
+def front_rows(any_text: Record) -> list[Record]:
+    """A row of each kind of :func:`speed_rows`, at its lowest temperature."""
+    rows = speed_rows(any_text)
+    found = []
+    for card, size, context in _FRONT:
+        same = [
+            r for r in rows
+            if r["size"] == size and r["context"] == context and r["card"].startswith(card)
+            and (" limited" in r["card"]) == (" limited" in card)
+        ]  # fmt: skip
+        found += sorted(same, key=lambda r: float(r["temperature"]))[:1]
+    return found
+
+
+def front_note(any_text: Record, rows: Sequence[Record]) -> str:
+    """How often texts are drawn how, and the files."""
+    by_temperature = ", ".join(f"{t:g}" for t in sorted({r["temperature"] for r in rows}))
+    files = ", ".join(dict.fromkeys(f"`docs/results/{r['origin'][0]}`" for r in rows))
+    return f"Sampled at temperatures of {by_temperature}. From {files}.\n"
 
 
 def _others(rows: Sequence[Record]) -> list[Record]:
@@ -176,7 +209,8 @@ def request_note(prefills: Record, rows: Sequence[Record]) -> str:
 
 
 TABLES = {
-    "front": Table(texts.ANY_TEXT, listing(SPEEDS, speed_rows, speed_note, left=4), texts.COMMAND),
+    "front": Table(texts.ANY_TEXT, listing(FRONT, front_rows, front_note, left=2), texts.COMMAND),
+    "by_card": Table(texts.ANY_TEXT, listing(SPEEDS, speed_rows, speed_note, left=4), texts.COMMAND),
     "front_requests": Table(
         on_chip.PREFILL_FILE, listing(REQUESTS, request_rows, request_note, left=4),
         "python -m scripts.benchmarks prefill",

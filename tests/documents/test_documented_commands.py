@@ -2,10 +2,13 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import environment
 
 from scripts.benchmarks.registry import BENCHMARKS
 from scripts.checks.guides import BLOCK
@@ -91,6 +94,44 @@ def test_links_lead_somewhere(page: Path) -> None:
     here = [target for target in targets if "://" not in target]
     missing = [target for target in here if not (page.parent / target).exists()]
     assert not missing
+
+
+WRITTEN = re.compile(r"(?:> |--out |--plot |--png |\.save\(\")(?!docs/|texts\.json)([a-z][\w./-]*)")
+
+
+def test_what_commands_write_into_a_checkout_is_ignored_by_git() -> None:
+    pages = [page for page in PAGES if page.parent.name in ("guides", ROOT.name)]
+    pages += [ROOT / "docs" / name for name in ("benchmarks.md", "python.md", "sessions.md")]
+    texts = [page.read_text("utf-8") for page in pages]
+    blocks = "\n".join(block for text in texts for _, block in BLOCK.findall(text))
+    names = sorted(set(WRITTEN.findall(blocks)))
+    assert {"book", "book.txt", "map.png", "mine.jsonl"} <= set(names)
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "check-ignore", "--no-index", *names],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 128:
+        pytest.skip("this is no checkout")
+    assert sorted(done.stdout.split()) == names
+
+
+@pytest.mark.slow
+def test_the_readme_runs_as_written(tmp_path: Path) -> None:
+    """The text is made first, and the code after it needs nothing else."""
+    blocks = BLOCK.findall((ROOT / "README.md").read_text("utf-8"))
+    lines = [line for language, block in blocks if not language for line in block.splitlines()]
+    [making] = [line for line in lines if line.endswith("> book.txt")]
+    code = "\n".join(block for language, block in blocks if language == "python")
+    (tmp_path / "readme.py").write_text(code, encoding="utf-8")
+    # A shorter text than there, whose prefill takes a minute of a busy machine.
+    making = making.replace("50_000", "8_000")
+    shell = f"{making.replace('python -c', sys.executable + ' -c')} && {sys.executable} readme.py"
+    done = subprocess.run(
+        shell, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "name='target'" in done.stdout
+    assert (tmp_path / "book" / "session.json").is_file()
 
 
 def test_the_index_lists_every_page() -> None:
