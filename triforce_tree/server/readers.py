@@ -91,9 +91,8 @@ class Readers:
     async def _asked(self, body: bytes, chat: bool) -> Read | Unread:
         seconds = self._seconds * (1 + len(body) / _BYTES)
         loop = asyncio.get_running_loop()
-        connection = self._free.pop() if self._free else await asyncio.to_thread(self._forked)
+        connection = await self._told(LENGTH.pack(HEAD.size + len(body)) + HEAD.pack(chat, seconds))
         try:
-            await loop.sock_sendall(connection, LENGTH.pack(HEAD.size + len(body)) + HEAD.pack(chat, seconds))
             await loop.sock_sendall(connection, body)
             head = await _received(connection, LENGTH.size)
             answer = await _received(connection, LENGTH.unpack(head)[0])
@@ -111,6 +110,19 @@ class Readers:
         self._free.append(connection)
         found: Read | Unread = pickle.loads(answer)
         return found
+
+    async def _told(self, head: bytes) -> socket.socket:
+        """A process that waits for the body of a request; one that the system has ended meanwhile is none."""
+        while self._free:
+            connection = self._free.pop()
+            try:
+                await asyncio.get_running_loop().sock_sendall(connection, head)
+                return connection
+            except OSError:
+                connection.close()
+        connection = await asyncio.to_thread(self._forked)
+        await asyncio.get_running_loop().sock_sendall(connection, head)
+        return connection
 
     def _begin(self) -> None:
         """Start the process that forks the others."""
@@ -142,7 +154,7 @@ class Readers:
         with theirs, self._lock:
             if self._closed:
                 ours.close()
-                return ours
+                raise RefusedError("the server is shutting down; ask again", 503, retry=5)
             try:
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
             except OSError:

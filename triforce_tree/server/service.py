@@ -56,7 +56,9 @@ class Service:
         """
         read = await self.readers.read(body, chat)
         asked, pieces = read.asked, _Pieces()
-        sequences = self._sequences(asked, read.prompts, _emitter(pieces, asyncio.get_running_loop()))
+        emit = _emitter(pieces, asyncio.get_running_loop())
+        # Lists of millions of tokens take a while.
+        sequences = await asyncio.to_thread(self._sequences, asked, read.prompts, emit)
         try:
             self.scheduler.submit(sequences)
         except QueueFullError as problem:

@@ -78,8 +78,18 @@ class Process:
 
     def memory(self) -> int:
         """Bytes of its own and of the processes that it has started."""
-        found, pids = 0, [self._process.pid]
-        parents = {}
+        return sum(self._family().values()) * os.sysconf("SC_PAGE_SIZE")
+
+    def kill_readers(self) -> None:
+        """End what it has started, as the system does where memory is short."""
+        for pid in self._family():
+            if pid != self._process.pid:
+                os.kill(pid, signal.SIGKILL)
+
+    def _family(self) -> dict[int, int]:
+        """Pages in memory, by process."""
+        found, pids = {}, [self._process.pid]
+        known = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
@@ -87,12 +97,13 @@ class Process:
                     pages = int((entry / "statm").read_text().split()[1])
                 except OSError:  # it has ended
                     continue
-                parents[int(entry.name)] = int(fields[1]), pages
+                known[int(entry.name)] = int(fields[1]), pages
         while pids:
             pid = pids.pop()
-            found += parents.get(pid, (0, 0))[1]
-            pids += [child for child, (parent, _) in parents.items() if parent == pid]
-        return found * os.sysconf("SC_PAGE_SIZE")
+            if pid in known:
+                found[pid] = known[pid][1]
+            pids += [child for child, (parent, _) in known.items() if parent == pid]
+        return found
 
     def post(self, path: str, body: bytes, key: str | None = KEY) -> tuple[int, dict[str, Any]]:
         """Status and body of a reply."""
