@@ -17,6 +17,7 @@ from served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of, serving, unti
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.connections import Connection
+from triforce_tree.server.graceful import GracefulServer
 from triforce_tree.server.replies import Reply
 
 BODY = json.dumps({"model": NAME, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}).encode()
@@ -146,12 +147,17 @@ def head(length: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def hasty(engine: Engine) -> Iterator[str]:
+def hasty_server(engine: Engine) -> Iterator[tuple[str, GracefulServer]]:
     """A server that is soon out of patience."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Connection, "patience", 0.5)
-        with serving(create_app(engine, Served(NAME, KEY, LIMITS))) as (url, _):
-            yield url
+        with serving(create_app(engine, Served(NAME, KEY, LIMITS))) as made:
+            yield made
+
+
+@pytest.fixture
+def hasty(hasty_server: tuple[str, GracefulServer]) -> str:
+    return hasty_server[0]
 
 
 @pytest.mark.parametrize(
@@ -173,6 +179,19 @@ def test_connections_that_send_a_byte_now_and_then_are_closed(hasty: str) -> Non
         with closing(peer.socket):
             peer.socket.sendall(start)
             until(lambda peer=peer, byte=byte: peer.is_cut_after(byte))
+
+
+def test_a_client_that_takes_nothing_of_what_it_is_sent_is_cut(
+    hasty_server: tuple[str, GracefulServer],
+) -> None:
+    url, server = hasty_server
+    until(lambda: not server.server_state.connections)
+    peer = Peer(url)
+    with closing(peer.socket):
+        # Of far more bytes than the system's buffers hold.
+        peer.socket.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * 3000)
+        until(lambda: any(each.flow.write_paused for each in server.server_state.connections))
+        until(lambda: not server.server_state.connections)
 
 
 def test_clients_that_take_long_for_good_reasons_are_not_cut(hasty: str) -> None:

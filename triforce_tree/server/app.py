@@ -79,8 +79,10 @@ class _Running:
         scheduler = Scheduler(engine, served.limits, self.metrics.ended)
         self.metrics.watch(scheduler)
         # What libraries and models have made stays: looking through it takes a second, in which nothing runs.
-        gc.collect()
-        gc.freeze()
+        # An engine that has generated has captured graphs, which are freed by being looked through.
+        if engine.hierarchy.last_program is None:
+            gc.collect()
+            gc.freeze()
         self.service = Service(engine, served.name, scheduler, readers, self.metrics)
         if self._closed:
             scheduler.stop()

@@ -22,8 +22,8 @@ _LOG = logging.getLogger("triforce_tree.server")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # A request may take the seconds of its server, and as many again for each so many bytes.
 _BYTES = 2**20
-# Requests that wait for a process, for each one.
-_WAITING = 32
+# Of requests that wait for a process.
+_WAITING_BYTES = 256 * 2**20
 
 
 class Readers:
@@ -50,7 +50,7 @@ class Readers:
                 "transformers' own classes, or of a module that can be imported"
             ) from error
         self._seconds, self._count = seconds, count or max(2, min(4, (os.cpu_count() or 1) // 2))
-        self._room, self._waiting = asyncio.Semaphore(self._count), 0
+        self._room, self._bytes = asyncio.Semaphore(self._count), 0
         # The one that was used last is the next one: it knows the newest texts.
         self._free: list[socket.socket] = []
         self._lock, self._closed = threading.Lock(), False
@@ -62,14 +62,14 @@ class Readers:
         Raises:
             RefusedError: it cannot be carried out, or reading it takes too long.
         """
-        if self._waiting >= _WAITING * self._count:
-            raise RefusedError("too many requests wait to be read; try again later", 429, retry=1)
-        self._waiting += 1
+        if self._bytes and self._bytes + len(body) > _WAITING_BYTES:
+            raise RefusedError("too many long requests wait to be read; try again later", 429, retry=1)
+        self._bytes += len(body)
         try:
             async with self._room:
-                answer = await self._asked(body, chat)
+                answer = await self._answer(body, chat)
         finally:
-            self._waiting -= 1
+            self._bytes -= len(body)
         if isinstance(answer, Read):
             return answer
         if answer.refusal is None:
@@ -88,21 +88,34 @@ class Readers:
                 self._free.pop().close()
         self._process.wait()
 
-    async def _asked(self, body: bytes, chat: bool) -> Read | Unread:
-        seconds = self._seconds * (1 + len(body) / _BYTES)
+    async def _answer(self, body: bytes, chat: bool) -> Read | Unread:
+        seconds, loop = self._seconds * (1 + len(body) / _BYTES), asyncio.get_running_loop()
+        for last in (False, True):
+            began = loop.time()
+            try:
+                return await self._asked(body, chat, seconds)
+            except (OSError, EOFError):
+                # A process that ends earlier may have been ended for want of memory elsewhere.
+                if last or loop.time() - began >= seconds:
+                    break
+        sentence = (
+            f"reading this request takes more than {seconds:.1f} s of processor time, or too much memory "
+            "(by its chat template and tokenizer); send less, or raise --reading-timeout"
+        )
+        return Unread((sentence, 400, None))
+
+    async def _asked(self, body: bytes, chat: bool, seconds: float) -> Read | Unread:
+        """What a process answers.
+
+        Raises:
+            OSError, EOFError: it has ended.
+        """
         loop = asyncio.get_running_loop()
         connection = await self._told(LENGTH.pack(HEAD.size + len(body)) + HEAD.pack(chat, seconds))
         try:
             await loop.sock_sendall(connection, body)
             head = await _received(connection, LENGTH.size)
             answer = await _received(connection, LENGTH.unpack(head)[0])
-        except (OSError, EOFError):
-            connection.close()
-            sentence = (
-                f"reading this request takes more than {seconds:.1f} s of processor time, or too much memory "
-                "(by its chat template and tokenizer); send less, or raise --reading-timeout"
-            )
-            return Unread((sentence, 400, None))
         except BaseException:
             # It would answer this request to the next one.
             connection.close()
