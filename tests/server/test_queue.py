@@ -7,8 +7,15 @@ from typing import Any
 
 import openai
 import pytest
+import torch
+from api_cases import CHUNKED, characters
+from ended_early import Fault, wired
+from families import greedy, prompt_of, tiny
 from served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of, expected, metric, released, serving, until
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+import triforce_tree
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.scheduler import ClosedError, Limits, QueueFullError, Scheduler, Sequence, _Batch
@@ -90,7 +97,7 @@ def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
     assert list(scheduler._queue) == [queued[0], *queued[4:]]
 
 
-def test_a_failure_is_not_that_of_texts_which_have_ended(engine: Engine) -> None:
+def test_the_failure_of_a_text_is_not_that_of_others(engine: Engine) -> None:
     """A penalty reads the text, so such sequences are decoded one by one."""
     settings = {"max_new_tokens": 3, "do_sample": False, "repetition_penalty": 1.1}
     ended: list[Sequence] = []
@@ -107,9 +114,84 @@ def test_a_failure_is_not_that_of_texts_which_have_ended(engine: Engine) -> None
     scheduler.submit(sequences)
     until(lambda: len(ended) == 4)
     scheduler.close()
-    assert [sequence.complete for sequence in sequences] == [True, True, False, False]
-    assert [str(sequence.error) for sequence in sequences] == ["None"] * 2 + ["the third fails"] * 2
-    assert [sequence.result("new_tokens") for sequence in sequences[:2]] == [3, 3]
+    assert [sequence.complete for sequence in sequences] == [True, True, False, True]
+    assert [str(sequence.error) for sequence in sequences] == ["None", "None", "the third fails", "None"]
+    assert [sequences[n].result("new_tokens") for n in (0, 1, 3)] == [3, 3, 3]
+
+
+def plain(target: PreTrainedModel) -> Engine:
+    return triforce_tree.load(target, tokenizer=characters(), levels=1, **CHUNKED)
+
+
+def scheduled(engine: Engine, prompts: list[list[int]], limits: Limits) -> list[Sequence]:
+    """Sequences of these prompts after a scheduler has decoded them."""
+    ended: list[Sequence] = []
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    sequences = [Sequence(prompt, settings, (), lambda piece: None) for prompt in prompts]
+    scheduler = Scheduler(engine, limits, ended.append)
+    scheduler.submit(sequences)
+    until(lambda: len(ended) == len(sequences))
+    scheduler.close()
+    assert (scheduler.running, scheduler.waiting) == (0, 0)
+    return sequences
+
+
+def test_what_a_batch_has_no_memory_for_is_decoded_one_by_one() -> None:
+    class Short(nn.Module):
+        def __init__(self, activation: nn.Module) -> None:
+            super().__init__()
+            self.activation = activation
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 1:
+                raise torch.OutOfMemoryError(f"no memory for {len(x)} rows")
+            result: Tensor = self.activation(x)
+            return result
+
+    target, prompts = tiny("llama-gqa"), [prompt_of(60), prompt_of(45), prompt_of(33)]
+    mlp = target.model.layers[1].mlp
+    mlp.act_fn = Short(mlp.act_fn)
+    sequences = scheduled(plain(target), prompts, Limits(batch=3))
+    assert [sequence.error for sequence in sequences] == [None] * 3
+    texts = [sequence.result("sequences")[0, -5:].tolist() for sequence in sequences]
+    assert texts == [greedy(tiny("llama-gqa"), prompt, 5) for prompt in prompts]
+
+
+def test_an_error_of_every_batch_ends_every_sequence_once() -> None:
+    target, wire = wired("llama-gqa")
+    engine = plain(target)
+    wire.set(Fault(1, SystemExit("a panic of native code")))
+    first, second = scheduled(engine, [prompt_of(40), prompt_of(30)], Limits(batch=2))
+    assert (first.error, second.error) == (None, None), "each is decoded again"
+    wire.set(always)
+    first, second = scheduled(engine, [prompt_of(40), prompt_of(30)], Limits(batch=2))
+    assert [str(each.error) for each in (first, second)] == ["SystemExit: a panic of native code"] * 2
+
+
+def always() -> None:
+    raise SystemExit("a panic of native code")
+
+
+def test_a_client_that_leaves_while_its_prompt_is_read_is_not_in_the_way() -> None:
+    target, wire = wired("llama-gqa")
+    engine, text, ended = plain(target), prompt_of(120), list[Sequence]()
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    leaving, *others = (
+        Sequence(prompt, settings, (), lambda piece: None) for prompt in (text, text[:90], text[:100])
+    )
+    wire.set(lambda: setattr(leaving, "cancelled", True))
+    scheduler = Scheduler(engine, Limits(batch=3), ended.append)
+    scheduler.submit([leaving])
+    until(lambda: len(ended) == 1)
+    wire.set()
+    scheduler.submit(others)
+    until(lambda: len(ended) == 3)
+    scheduler.close()
+    assert leaving.cut
+    assert [each.error for each in ended] == [None] * 3
+    for each in others:
+        new = each.result("sequences")[0, -5:].tolist()
+        assert new == greedy(tiny("llama-gqa"), each.prompt, 5)
 
 
 def test_sequences_one_by_one_have_outputs_of_their_own(engine: Engine) -> None:

@@ -3,16 +3,20 @@
 An engine decodes one batch at a time, as all levels share its buffers. A batch begins with the oldest request
 that waits and all others with its settings, as far as ``Limits`` allows; later ones join it while it runs, at
 the end of any pass. Those that cannot wait for its end, and no more than ``Limits.batch`` of those that came
-later join before them.
+later join before them. Where a batch fails, those of its sequences of which nobody has seen any text are
+decoded again, each alone.
 """
 
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree.engine import Engine
 from triforce_tree.generation.batch.joining import Fits, Joined
@@ -63,9 +67,10 @@ class Sequence:
         output: its own, once it has ended.
         cut: whether it was cancelled before its end.
         error: why it could not be decoded.
+        alone: whether it is decoded by itself, after a batch with it has failed.
     """
 
-    prompt: list[int]
+    prompt: list[int] = field(repr=False)
     settings: dict[str, Any]
     stop: tuple[str, ...]
     emit: Callable[[str | None], None]
@@ -76,6 +81,7 @@ class Sequence:
     output: GenerateOutput | None = None
     cut: bool = False
     error: BaseException | None = None
+    alone: bool = False
     began: float = field(default_factory=time.monotonic)
     waited: float = 0.0
 
@@ -86,7 +92,7 @@ class Sequence:
     @property
     def complete(self) -> bool:
         """Whether it has ended as its request asks."""
-        return self.output is not None and not self.cut
+        return self.output is not None and not self.cut and self.error is None
 
     def end_waiting(self) -> None:
         """It leaves the queue."""
@@ -102,8 +108,44 @@ def _sampling(sequence: Sequence) -> dict[str, Any]:
     return {name: value for name, value in sequence.settings.items() if name != "max_new_tokens"}
 
 
+def _repeatable(sequence: Sequence) -> bool:
+    """Whether a sequence of a batch that has failed can be decoded alone: nobody has seen any of its text."""
+    seen = sequence.stream is not None and sequence.stream.text
+    return not (seen or sequence.alone or sequence.cancelled or sequence.error)
+
+
 class _NobodyWaitsError(Exception):
     """Raised in prefill."""
+
+
+class _OwnStream(BaseStreamer):
+    """The stream of a sequence, whose errors end this sequence and no other of its batch."""
+
+    def __init__(self, sequence: Sequence, stream: TextStream) -> None:
+        self._sequence, self._stream = sequence, stream
+
+    def put(self, value: Tensor) -> bool:
+        return self._tried(self._stream.put, value) is not False
+
+    def put_scores(self, scores: Mapping[str, Any]) -> None:
+        self._tried(self._stream.put_scores, scores)
+
+    def end(self) -> None:
+        self._tried(self._stream.end)
+
+    def _tried(self, method: Callable[..., Any], *values: Any) -> Any:
+        """What a method of the stream returns; None where it fails, now or before."""
+        if self._sequence.error is None:
+            try:
+                return method(*values)
+            except Exception as problem:
+                self._sequence.error = problem
+        return None
+
+
+def _own_stream(sequence: Sequence) -> _OwnStream:
+    assert sequence.stream is not None
+    return _OwnStream(sequence, sequence.stream)
 
 
 class _Batch:
@@ -135,7 +177,7 @@ class _Batch:
         if sequence is None:
             return None
         limit = sequence.settings["max_new_tokens"]
-        return Joined(sequence.prompt, limit, sequence.stream, sequence.seed)
+        return Joined(sequence.prompt, limit, _own_stream(sequence), sequence.seed)
 
     def ended(self, number: int, output: GenerateOutput) -> None:
         sequence = self.running.pop(number)
@@ -250,12 +292,14 @@ class Scheduler:
             tokens <= self.limits.batch_tokens
             and len(batch) < self.limits.batch
             and sequence.settings == batch[0].settings
+            and not (sequence.alone or batch[0].alone)
         )
 
     def _joins(self, sequence: Sequence, running: list[Sequence], fits: Fits) -> bool:
         """Whether a sequence can be decoded together with those that run."""
         return (
             0 < len(running) < self.limits.batch
+            and not (sequence.alone or running[0].alone)
             and _sampling(sequence) == _sampling(running[0])
             and fits(sequence.prompt, sequence.settings["max_new_tokens"])
         )
@@ -309,7 +353,7 @@ class Scheduler:
         try:
             self.engine.generate(
                 [sequence.prompt for sequence in given],
-                streamer=[sequence.stream for sequence in given if sequence.stream is not None],
+                streamer=[_own_stream(sequence) for sequence in given],
                 progress=check,
                 seed=[sequence.seed for sequence in given],
                 max_batch=self.limits.batch,
@@ -318,11 +362,27 @@ class Scheduler:
             )
         except _NobodyWaitsError:
             pass
-        except BaseException as problem:  # whatever it is, also a tokenizer's panic, the server goes on
+        except Exception as problem:
             error = problem
-        for sequence in batch.running.values():
-            sequence.error = error
-            self.ended(sequence)
+        except BaseException as problem:
+            # Native code panics with one: whatever it is, the server goes on.
+            error = RuntimeError(f"{type(problem).__name__}: {problem}")
+            error.__cause__ = problem
+        left = list(batch.running.values())
+        again = [
+            sequence for sequence in left if error is not None and len(left) > 1 and _repeatable(sequence)
+        ]
+        for sequence in left:
+            if sequence not in again:
+                sequence.error = sequence.error or error
+                self.ended(sequence)
+        with self._changed:
+            self.running -= len(again)
+            for sequence in reversed(again):
+                sequence.alone, sequence.stream = True, None
+                # Requests that were cancelled in the meantime leave the queue as any others.
+                sequence.cancelled |= self._closed
+                self._queue.appendleft(sequence)
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence has ended, in whatever way."""

@@ -1,7 +1,7 @@
 """Prompts that join a batch while it runs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from transformers.generation.streamers import BaseStreamer
@@ -22,7 +22,7 @@ class Joined:
         seed: of its draws, where the batch has a list of seeds; None for none.
     """
 
-    prompt: list[int]
+    prompt: list[int] = field(repr=False)
     new_tokens: int
     streamer: BaseStreamer | None = None
     seed: int | None = None

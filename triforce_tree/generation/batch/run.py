@@ -146,7 +146,7 @@ class BatchRun:
         """Have as many rows as are wanted, where rows can be added and memory holds them."""
         program = self._decoder.program
         # First, as the question is asked for every prompt that waits, in each pass.
-        if program.device.type != "cpu" or not program.replaces:
+        if program.device.type != "cpu" or not program.replaces or not self._job.to_probs.context_free:
             return
         if (wanted := joining.wanted(self._fits)) <= self._batch.rows:
             return

@@ -34,9 +34,9 @@ class BatchSequence:
     """
 
     number: int
-    prompt: list[int]
+    prompt: list[int] = field(repr=False)
     ending: Ending
-    new: list[int] = field(default_factory=list)
+    new: list[int] = field(default_factory=list, repr=False)
     finish_reason: str | None = None
     reused: int = 0
     target: LevelStats = field(default_factory=lambda: LevelStats("target"))

@@ -25,7 +25,7 @@ class PrefixSize(NamedTuple):
 NO_PREFIX = PrefixSize()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PrefixNode:
     """Tokens that some prompts have in common after those of the parent.
 
