@@ -3,12 +3,15 @@
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module
 from api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, characters, new, text_of
 from families import greedy, perturbed, tiny
+from peft import LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 import triforce_tree
@@ -52,6 +55,98 @@ def test_peft_models_are_refused_with_the_remedy() -> None:
             small(*models)
     with pytest.raises(TypeError, match="the draft is a PeftModelForCausalLM"):
         triforce_tree.custom_generate(PeftModelForCausalLM())  # type: ignore[arg-type]
+
+
+def adapted(model: Any) -> Any:
+    return get_peft_model(model, adapter(), adapter_name="a")
+
+
+def adapter() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+
+
+HOOKED: dict[str, dict[str, Any]] = {
+    "plain": {"levels": 1},
+    "lookup": {"levels": 2, "lookup": 4, "rounds": 1},
+    "retrieval": {"levels": 3, "rounds": 2, "draft": DRAFT, "tree": SMALL["tree"]},
+}
+
+
+@pytest.mark.parametrize("path", HOOKED)
+@pytest.mark.filterwarnings("ignore")  # peft's own, about names and deleted adapters
+def test_adapters_may_change_between_calls(path: str) -> None:
+    run = triforce_tree.custom_generate(profile=False, **{**SMALL_LOOKUP, **HOOKED[path]})
+    model = adapted(tiny("llama-gqa"))
+    model.add_adapter("b", adapter())
+    model.set_adapter("a")
+    prompt, texts = torch.tensor([PROMPT]), []
+
+    def same() -> None:
+        options = {"input_ids": prompt, "do_sample": False, "max_new_tokens": NEW}
+        texts.append(model.generate(**options, custom_generate=run)[0].tolist())
+        assert texts[-1] == model.generate(**options)[0].tolist()
+
+    def scale(factor: float) -> None:
+        for module in model.modules():
+            if isinstance(scaling := getattr(module, "scaling", None), dict):
+                scaling["b"] *= factor
+
+    same()
+    model.set_adapter("b")
+    same()
+    with model.disable_adapter():
+        same()
+    assert len({*map(tuple, texts)}) == 3
+    same()
+    scale(4.0)
+    same()
+    scale(0.25)
+    model.merge_adapter()
+    same()
+    model.unmerge_adapter()
+    same()
+    model.add_adapter("c", adapter())
+    model.set_adapter("c")
+    same()
+    model.delete_adapter("c")
+    same()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_with_adapters_run_with_them() -> None:
+    injected = inject_adapter_in_model(adapter(), tiny("llama-gqa"))
+    for model in (injected, adapted(tiny("llama-gqa")).base_model.model):
+        assert decoded(small(model)) == greedy(model, PROMPT, NEW) != EXPECTED[:NEW]
+    with pytest.raises(ValueError, match="adapters of peft, which torchrun and offload_weights=True do not"):
+        triforce_tree.load(injected, offload_weights=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_remedies_for_models_of_peft_work() -> None:
+    model = adapted(tiny("llama-gqa"))
+    for wrapped in (model, model.base_model):
+        with pytest.raises(
+            TypeError, match=r"target = target.merge_and_unload\(\), or call its generate with"
+        ):
+            small(wrapped)
+    expected = greedy(model.base_model.model, PROMPT, NEW)
+    assert decoded(small(model.merge_and_unload())) == expected
+    tuned = get_peft_model(tiny("llama-gqa"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(TypeError, match=r"has no merge_and_unload\(\); use the model's own generate\(\)"):
+        small(tuned)
+    run = triforce_tree.custom_generate(levels=1)
+    with pytest.raises(ValueError, match="has a prepare_inputs_for_generation of its own, by which adapters"):
+        tuned.generate(input_ids=torch.tensor([PROMPT]), custom_generate=run, max_new_tokens=3)
+
+
+def test_a_model_that_accelerate_has_offloaded_is_gathered() -> None:
+    model = cpu_offload(tiny("llama-gqa"))
+    assert decoded(small(model)) == EXPECTED[:NEW]
+    run = triforce_tree.custom_generate(levels=1)
+    with pytest.raises(ValueError, match=r"is offloaded by accelerate, but .* use triforce_tree\.load"):
+        model.generate(torch.tensor([PROMPT]), custom_generate=run, max_new_tokens=3)
+    with pytest.raises(ValueError, match="has weights without data"):
+        small(tiny("llama-gqa").to("meta"))
 
 
 @pytest.mark.parametrize("odd", [nn.Linear(2, 2), 5, ["path"]])

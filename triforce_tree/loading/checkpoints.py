@@ -28,6 +28,7 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 from triforce_tree.runtime.distributed import Grid, local_size
 
+_PEFT_MODELS = {"PeftModel", "PeftMixedModel", "BaseTuner"}
 PAIR = Path(__file__).parents[1] / "pair"
 # A folder with a tokenizer has at least one of these files.
 _TOKENIZER_FILES = (
@@ -44,23 +45,33 @@ _TOKENIZER_FILES = (
 def unwrapped(source: Any, name: str = "model") -> PreTrainedModel | str | Path:
     """A model, folder or hub id as it was given; for a model under ``torch.compile`` the model inside it.
 
-    PEFT models are recognised by class name, as peft need not be installed.
+    PEFT models are recognised by class name, as peft need not be installed. A transformers model into which
+    adapters were put runs with them.
 
     Args:
         name: what to call the model in errors.
 
     Raises:
-        TypeError: it is none of these, or a PEFT model whose adapter is not merged.
+        TypeError: it is none of these, or a PEFT model.
     """
     source = getattr(source, "_orig_mod", source)
     kind = type(source).__name__
-    if hasattr(source, "peft_config") or any(base.__name__ == "PeftModel" for base in type(source).__mro__):
-        raise TypeError(
-            f"the {name} is a {kind} of peft; merge its adapter first: {name} = {name}.merge_and_unload()"
-        )
+    if any(base.__name__ in _PEFT_MODELS for base in type(source).__mro__):
+        raise TypeError(f"the {name} is a {kind} of peft; {_peft_remedy(source, name)}")
     if not isinstance(source, PreTrainedModel | str | Path):
         raise TypeError(f"the {name} is of type {kind}; give a transformers model, a hub id or a folder")
     return source
+
+
+def _peft_remedy(model: Any, name: str) -> str:
+    if hasattr(model, "merge_and_unload"):
+        own = (
+            ""
+            if name == "draft"
+            else ", or call its generate with custom_generate=triforce_tree.custom_generate()"
+        )
+        return f"merge its adapter first, {name} = {name}.merge_and_unload(){own}"
+    return "its adapter adds to the prompt, and has no merge_and_unload(); use the model's own generate()"
 
 
 def load_model(
@@ -105,6 +116,11 @@ def load_target(
     device = grid.tensor.device if grid is not None else device_of(device)
     if isinstance(source, PreTrainedModel):
         model = source
+        if hasattr(model, "peft_config") and (grid is not None or config.streams is True):
+            raise ValueError(
+                f"{type(model).__name__} has adapters of peft, which torchrun and offload_weights=True "
+                "do not serve; run without these, or load a folder with the merged weights"
+            )
         if grid is not None:
             shard(model, grid.tensor, grid.every)
         if config.streams is not True:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.planning.machine import available_device_bytes
 
 _ELSEWHERE = ("cpu", "disk")
@@ -29,18 +30,26 @@ def on_one_device(model: PreTrainedModel, device: torch.device | None = None) ->
 
     Raises:
         ValueError: the device has too little memory left.
+        UnsupportedModelError: the model has weights without data.
     """
     places = list((getattr(model, "hf_device_map", None) or {}).values())
     spread = len({str(place) for place in places}) > 1 or "disk" in places
-    hooked = any("_hf_hook" in vars(module) for module in model.modules())
-    spread = spread and hooked
+    hooks = [hook for module in model.modules() for hook in _hooks(module)]
+    without_data = any(weight.device.type == "meta" for weight in model.parameters())
+    spread = bool(hooks) and (spread or without_data)
+    if without_data and not spread:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has weights without data (meta tensors); load it with its weights"
+        )
     if not spread and device is not None and model.device != device:
         spread, places = True, [str(model.device)]
     if not spread or quantisation(model) is not None:
         return model
     if device is None:
         # accelerate names a GPU by its number, or as torch does.
-        device = torch.device(next((place for place in places if place not in _ELSEWHERE), "cpu"))
+        places += [getattr(hook, "execution_device", None) for hook in hooks]
+        named = (place for place in places if place is not None and str(place) not in _ELSEWHERE)
+        device = torch.device(next(named, "cpu"))
     _check_room(model, device, places)
     copy = shallow_copy(model)
     loaded = _unloaded(copy)
@@ -73,12 +82,17 @@ def _check_room(model: PreTrainedModel, device: torch.device, places: list[Any])
         )
 
 
+def _hooks(module: nn.Module) -> list[Any]:
+    """accelerate's hooks of a module."""
+    hook = vars(module).get("_hf_hook")
+    return [] if hook is None else list(getattr(hook, "hooks", None) or [hook])
+
+
 def _unloaded(copy: nn.Module) -> dict[int, Tensor]:
     """The values of tensors without data, by id: accelerate keeps them in the hook of a module above them."""
     found: dict[int, Tensor] = {}
     for module in copy.modules():
-        hook = vars(module).get("_hf_hook")
-        for each in getattr(hook, "hooks", None) or [hook]:
+        for each in _hooks(module):
             values = getattr(each, "weights_map", None)
             if values is None:
                 continue

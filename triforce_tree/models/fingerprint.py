@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = {
     *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_state_dict_hooks"),
     *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     *("_non_persistent_buffers_set", "_compiled_call_impl", "_require_grads_hook", "_require_grads_hooks"),
-    *("generation_config", "prepare_inputs_for_generation", "warnings_issued"),
+    *("generation_config", "warnings_issued"),
 }
 # What rotary embeddings whose frequencies depend on the length write in their own forwards.
 _BY_LENGTH = ("inv_freq", "max_seq_len_cached")

@@ -350,7 +350,8 @@ class HFModel:
             missing, count = len(self.calls) - len(called), len(self.calls)
             raise RuntimeError(
                 f"{missing} of {count} layers of {self.name} did not attend "
-                "through transformers' attention interface; load the model again if a forward was replaced"
+                "through transformers' attention interface; load the model again if a forward was "
+                "replaced, or undo that"
             )
         cache.advance(len(tokens))
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]

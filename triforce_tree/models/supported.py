@@ -9,6 +9,7 @@ from torch import nn
 from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
 
 _SOFTCAP = "attn_logit_softcapping"
+_PREPARES = "prepare_inputs_for_generation"
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 
 
@@ -61,6 +62,14 @@ def attention_of(config: Any) -> str | None:
 def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder model; hierarchical decoding needs a causal LM"
+    prepares: Any = vars(model).get(_PREPARES)
+    if prepares is not None and getattr(prepares, "__func__", None) is not getattr(
+        type(model), _PREPARES, None
+    ):
+        return (
+            f"has a {_PREPARES} of its own, by which adapters of peft add to the prompt, and which "
+            "decoding here would pass by; use the model's own generate()"
+        )
     if unknown := sorted(unknown_mixers(model)):
         return (
             f"keeps recurrent state in a way that is not known here ({', '.join(unknown)}), so it cannot be "
@@ -83,13 +92,19 @@ def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None
 def _placement(model: nn.Module) -> str | None:
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     devices = {str(weight.device) for weight in model.parameters()}
-    if len(places) > 1 or "disk" in places:
+    offloaded = "meta" in devices and any("_hf_hook" in vars(module) for module in model.modules())
+    if len(places) > 1 or "disk" in places or offloaded:
+        where = (
+            f"spread over {', '.join(sorted(places))} (hf_device_map)"
+            if places
+            else "offloaded by accelerate"
+        )
         return (
-            f"is spread over {', '.join(sorted(places))} (hf_device_map), but a level runs on one device; "
-            "use triforce_tree.load, which gathers plain weights, or load it without device_map"
+            f"is {where}, but a level runs on one device; use triforce_tree.load, which gathers plain "
+            "weights, or load it without device_map"
         )
     if "meta" in devices:
-        return "has weights without data (meta tensors); load it with its weights, and without device_map"
+        return "has weights without data (meta tensors); load it with its weights"
     if len(devices) > 1:
         return f"has weights on {', '.join(sorted(devices))}, but a level runs on one device; move it to one"
     return None
