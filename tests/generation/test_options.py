@@ -1,6 +1,7 @@
 """Options of ``generate`` act as in transformers, and those that we do not carry out are refused by name."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from families import greedy
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteria,
@@ -161,3 +163,78 @@ UNSUPPORTED = {
 def test_unsupported_options_are_refused_by_name(engine: Engine, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         engine.generate(PROMPT, max_new_tokens=3, **{name: UNSUPPORTED[name]})
+
+
+INF, NAN = float("inf"), float("nan")
+OUT_OF_RANGE: list[tuple[str, list[Any], str]] = [
+    ("temperature", [1e300, 4e38, 10**400], "is above 1e+38"),
+    ("temperature", [NAN, INF, -1, 1e-31], "means greedy"),
+    ("top_p", [NAN, INF, 1.5, -0.1], "1 keeps all tokens"),
+    ("top_k", [-1, -(10**30)], "0 keeps all tokens"),
+    ("min_p", [NAN, 1.5, -0.1], "0 keeps all tokens"),
+    ("typical_p", [NAN, INF, 0, -1, 1.5], "1 keeps all tokens"),
+    ("top_h", [NAN, 0, 1.5], "leave it out"),
+    ("epsilon_cutoff", [NAN, INF, -1, 1, 1e300], "0 keeps all tokens"),
+    ("eta_cutoff", [NAN, INF, -1, 1, 1e300], "0 keeps all tokens"),
+    ("repetition_penalty", [NAN, INF, 0, -1, 1e-300, 1e300], "1 changes nothing"),
+    ("max_time", [NAN, -1], "leave it out"),
+    ("max_new_tokens", [-1, 10**30], ""),
+    ("min_new_tokens", [-1], "leave it out"),
+    ("eos_token_id", [NAN, 1.5, 10**30, [10**30]], "integers of 64 bits"),
+    ("pad_token_id", [NAN, 10**30, [3]], "token id"),
+    ("suppress_tokens", [[10**30], [1.5]], "integers of 64 bits"),
+    ("forced_eos_token_id", [64], "give a token id below 64"),
+    ("sequence_bias", [[[[5], NAN]], [[[5], INF]], {(5,): 1e300}], "-inf forbids it"),
+    ("exponential_decay_length_penalty", [(3, NAN), (3, INF), (3,), "x", (3, -1.0)], "the factor"),
+    ("seed", [2**70, -(2**63) - 1, 1.5, NAN, True], "give one from"),
+    ("num_return_sequences", [10**30, 0, NAN], "at least 1"),
+    ("num_beams", [10**30, -1, 2.0], "at least 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "remedy"), OUT_OF_RANGE, ids=[f"{case[0]}-{case[2][:12]}" for case in OUT_OF_RANGE]
+)
+def test_values_out_of_range_are_refused_at_once(
+    engine: Engine, name: str, values: list[Any], remedy: str
+) -> None:
+    def fail(tokens: int) -> None:
+        raise AssertionError("the prompt was read")
+
+    for value in values:
+        asked = {"max_new_tokens": 3, "do_sample": True, "progress": fail, name: value}
+        if name == "temperature":
+            del asked["do_sample"]
+        with pytest.raises(ValueError, match="new" if name == "max_new_tokens" else name) as caught:
+            engine.generate(PROMPT, **asked)
+        said = str(caught.value)
+        assert remedy in said, said
+        assert "weights" not in said
+        assert len(said) < 250
+        if name in ("temperature", "repetition_penalty", "top_p"):
+            with pytest.raises(ValueError, match=name):
+                engine.generate(PROMPT, generation_config={"do_sample": True, name: value})
+
+
+def test_penalties_of_beams_out_of_range(engine: Engine) -> None:
+    for value in (NAN, INF, 1e300):
+        with pytest.raises(ValueError, match=r"length_penalty=.* must lie in .-50, 50."):
+            engine.generate(PROMPT, num_beams=2, length_penalty=value, max_new_tokens=3)
+
+
+def test_the_ends_of_ranges_are_allowed(engine: Engine) -> None:
+    for options in (
+        {"temperature": 1e38}, {"temperature": 1e-30}, {"repetition_penalty": 1e30}, {"top_p": 1.0},
+        {"repetition_penalty": 1e-30}, {"top_k": 10**30}, {"epsilon_cutoff": 0.0}, {"typical_p": 1.0},
+        {"sequence_bias": [[[5], -INF]]}, {"seed": 2**64 - 1}, {"eos_token_id": -1}, {"min_p": 1.0},
+    ):  # fmt: skip
+        assert engine.generate(PROMPT, max_new_tokens=2, **{"do_sample": True, **options}).new_tokens == 2
+
+
+def test_nan_of_a_processor_is_not_blamed_on_the_model(engine: Engine) -> None:
+    class Broken(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores * NAN
+
+    with pytest.raises(ValueError, match=r"what Broken made of them, are NaN"):
+        engine.generate(PROMPT, max_new_tokens=3, do_sample=False, logits_processor=[Broken()])

@@ -28,7 +28,7 @@ from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, Progress
 from triforce_tree.verify.draws import Draws
-from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 Value = TypeVar("Value")
 _LOG = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class Decoder:
         ended = False
         for b, (count, _, _, broken, *tokens) in enumerate(report):
             if broken:
-                raise ValueError(NAN_LOGITS)
+                raise ValueError(self._to_probs.nan_error)
             sequence, ending, before = self._sequences[b], self._endings[b], len(self._sequences[b])
             if self.finish_reasons[b] is None:
                 assert ending is not None

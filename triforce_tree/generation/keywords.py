@@ -144,7 +144,9 @@ def checked_seed(seed: Any) -> int | None:
     if seed is None:
         return None
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or not -(2**63) <= index(seed) < 2**64:
-        raise ValueError(f"seed={seed!r} must be an integer of at most 64 bits")
+        raise ValueError(
+            f"seed={seed!r} must be an integer of at most 64 bits; give one from -2**63 to 2**64 - 1"
+        )
     return index(seed)
 
 

@@ -26,6 +26,7 @@ from triforce_tree.generation.keywords import (
 )
 from triforce_tree.generation.modalities import text_alone
 from triforce_tree.generation.options import (
+    check_forced_tokens,
     ending_of,
     probs_from_options,
     refuse_model_inputs,
@@ -147,6 +148,7 @@ class Job:
         inputs = text_alone(model_inputs, target.model)
         mask = inputs.pop("attention_mask", None)
         refuse_unsupported(config, processors)
+        check_forced_tokens(config, target.vocab_size)
         refuse_model_inputs(inputs, input_ids, mask)
         rows = real_ids(input_ids, mask)
         check_rows(rows, target.vocab_size)

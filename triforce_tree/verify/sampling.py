@@ -46,6 +46,8 @@ _CONTEXT_FREE = {
     ),
 }
 
+# Modules whose processors make no NaN.
+_KNOWN = ("transformers.", "triforce_tree.")
 NAN_LOGITS = (
     "the model returned NaN logits; its weights or its dtype are at fault: try dtype=torch.float32 or check "
     "the checkpoint"
@@ -97,6 +99,17 @@ class ProbsFromLogits:
     def processors(self) -> list[LogitsProcessor]:
         """In the order in which they are applied."""
         return self._ordered
+
+    @property
+    def nan_error(self) -> str:
+        """What to say of NaN in processed logits."""
+        own = [type(p).__name__ for p in self._ordered if not type(p).__module__.startswith(_KNOWN)]
+        if not own:
+            return NAN_LOGITS
+        return (
+            f"the model's logits, or what {', '.join(own)} made of them, are NaN; leave the processor out to "
+            "see which"
+        )
 
     def scores(self, logits: Tensor, paths: Paths) -> Tensor:
         """Processed logits, fp32 ``[N, V]``.

@@ -13,6 +13,7 @@ from triforce_tree.branching.rows import TreeRows
 from triforce_tree.branching.several.beams import BeamTree, beam_pool
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.keywords import checked_seed
+from triforce_tree.generation.options import checked
 from triforce_tree.generation.output import GenerateOutput, by_row
 from triforce_tree.generation.own_forward import seeded, with_own_forward
 from triforce_tree.kv.prefill import chunk_tokens
@@ -37,7 +38,7 @@ def beam_search(
     """
     check_engine(engine)
     target = engine.hierarchy.target
-    settings = {name: _setting(engine, kwargs, name) for name in _DEFAULTS}
+    settings = {name: checked(name, _setting(engine, kwargs, name)) for name in _DEFAULTS}
     prompts, options = given_prompts(engine, inputs, kwargs)
     if options.pop("logprobs", None):
         raise ValueError(f"logprobs=True is not supported with num_beams={beams}; use output_scores=True")

@@ -21,6 +21,9 @@ from triforce_tree.verify.sampling import Stream, derived
 if TYPE_CHECKING:
     from triforce_tree.engine import Engine
 
+_MOST_TEXTS = 65_536
+"""Texts of one prompt."""
+
 Generate = TypeVar("Generate", bound=Callable[..., GenerateOutput])
 
 
@@ -60,7 +63,7 @@ def number_asked(name: str, kwargs: Mapping[str, Any]) -> int:
     """The value of ``num_beams`` or ``num_return_sequences`` in the arguments of a call, 1 without one.
 
     Raises:
-        ValueError: it is no integer of at least 1.
+        ValueError: it is no integer from 1 to ``_MOST_TEXTS``.
     """
     config = kwargs.get("generation_config")
     value = kwargs.get(name)
@@ -68,8 +71,8 @@ def number_asked(name: str, kwargs: Mapping[str, Any]) -> int:
         value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     if value is None:
         return 1
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_TEXTS:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1, and at most {_MOST_TEXTS}")
     return value
 
 
