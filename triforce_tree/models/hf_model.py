@@ -40,6 +40,7 @@ from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
 from triforce_tree.models.recurrent.running import running
 from triforce_tree.models.supported import UnsupportedModelError, max_positions, refuse_unsupported
 from triforce_tree.models.tensor_parallel import agreed_logits
+from triforce_tree.runtime.cpu_threads import shared_cpus
 from triforce_tree.runtime.devices import plain_torch_modes, sent
 from triforce_tree.runtime.locks import held
 
@@ -282,6 +283,7 @@ class HFModel:
                 yield
                 return
             with ExitStack() as stack:
+                stack.enter_context(shared_cpus())
                 stack.enter_context(plain_torch_modes(self.device))
                 stack.enter_context(explained(self.device))
                 try:

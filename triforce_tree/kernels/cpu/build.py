@@ -17,7 +17,7 @@ from pathlib import Path
 from triforce_tree.runtime.files.replacing import flush
 from triforce_tree.runtime.files.user_folders import user_cache
 
-_FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-std=gnu11", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 _COMPILERS = ("cc", "gcc", "clang")
 
 

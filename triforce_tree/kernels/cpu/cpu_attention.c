@@ -12,8 +12,8 @@
 #endif
 
 #include <math.h>
-#include <omp.h>
-#include <time.h>
+
+#include "threads.h"
 
 enum {
     RUN = 2048,          /* rows of a task, at most */
@@ -43,6 +43,8 @@ typedef struct {
     int run, block; /* rows per task, and per block */
     float scale;    /* for exponentials in base 2 */
     packed *q;      /* [heads], as pack_queries leaves them */
+    char *scratch;  /* [threads] */
+    int64_t runs, groups; /* groups of heads */
     float *states;  /* [runs, heads] of outputs, maxima, sums */
 } Job;
 
@@ -162,6 +164,28 @@ int64_t host_attention_work(int64_t count, int heads, int rows, int dim, int val
            (int64_t)heads * tiles * TILE * (dim * sizeof(packed) + runs * (value_dim + 2) * sizeof(float));
 }
 
+static void pack_task(const void *argument, int64_t head, int64_t worker) {
+    const Job *job = argument;
+    pack_queries(job->request, head, job->q + head * job->tiles * TILE * job->request->dim);
+}
+
+static void attend_task(const void *argument, int64_t number, int64_t worker) {
+    const Job *job = argument;
+    const Request *request = job->request;
+    const int dim = request->dim, value_dim = request->value_dim;
+    const int group = heads_per_task(job->tiles, dim, value_dim), first = number % job->groups * group;
+    Scratch scratch = scratch_of(job->scratch + worker * scratch_bytes(dim, value_dim), dim, value_dim);
+    begin_tiles();
+    attend_run(job, number / job->groups, first, min_of(first + group, request->heads), &scratch);
+    end_tiles();
+}
+
+static void merge_task(const void *argument, int64_t head, int64_t worker) {
+    const Job *job = argument;
+    for (int row = 0; row < job->request->queries * job->request->group; row++)
+        merge(job, job->runs, head, row);
+}
+
 /* Compute a Request: dim and value_dim are multiples of 32, at most MAX_DIM; count may be 0. It cannot fail and calls no CUDA
  * function, so that it can be a host function of a CUDA stream. */
 void host_attention(void *argument) {
@@ -171,29 +195,13 @@ void host_attention(void *argument) {
     const int run = rows_per_task(request->count, heads, tiles, dim, value_dim);
     const int64_t runs = (request->count + run - 1) / run, groups = (heads + group - 1) / group;
     const int64_t packed_queries = (int64_t)tiles * TILE * dim, scratch_size = scratch_bytes(dim, value_dim);
-    struct timespec begin, end;
-    clock_gettime(CLOCK_MONOTONIC, &begin);
-    char *scratch_memory = request->work;
-    packed *q = (packed *)(scratch_memory + request->threads * scratch_size);
-    const Job job = {.request = request, .tiles = tiles, .run = run, .block = block_of(tiles), .scale = request->scale * (float)M_LOG2E,
-                       .q = q, .states = (float *)(q + heads * packed_queries)};
-#pragma omp parallel num_threads(request->threads)
-    {
-        Scratch scratch = scratch_of(scratch_memory + omp_get_thread_num() * scratch_size, dim, value_dim);
-        begin_tiles();
-#pragma omp for
-        for (int head = 0; head < heads; head++)
-            pack_queries(request, head, job.q + head * packed_queries);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < runs * groups; task++) {
-            const int first = task % groups * group;
-            attend_run(&job, task / groups, first, min_of(first + group, heads), &scratch);
-        }
-        end_tiles();
-#pragma omp for
-        for (int64_t each = 0; each < (int64_t)heads * rows; each++)
-            merge(&job, runs, each / rows, each % rows);
-    }
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    *request->seconds += (end.tv_sec - begin.tv_sec) + 1e-9 * (end.tv_nsec - begin.tv_nsec);
+    const int64_t begin = now();
+    packed *q = (packed *)((char *)request->work + request->threads * scratch_size);
+    const Job job = {.request = request, .tiles = tiles, .run = run, .block = block_of(tiles),
+                     .scale = request->scale * (float)M_LOG2E, .q = q, .states = (float *)(q + heads * packed_queries),
+                     .scratch = request->work, .runs = runs, .groups = groups};
+    share(pack_task, &job, heads, request->threads);
+    share(attend_task, &job, runs * groups, request->threads);
+    share(merge_task, &job, heads, request->threads);
+    *request->seconds += 1e-9 * (now() - begin);
 }

@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
 _HEADERS = [
     _SOURCE.with_name(name)
-    for name in ("cpu_shared.h", "cpu_tiles.h", "cpu_block_bf16.h", "cpu_block_fp32.h")
+    for name in ("cpu_shared.h", "threads.h", "cpu_tiles.h", "cpu_block_bf16.h", "cpu_block_fp32.h")
 ]
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c")
 # CPU flags that each instruction set needs, by their names in Linux; fastest first.

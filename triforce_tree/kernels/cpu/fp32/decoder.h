@@ -23,16 +23,21 @@ static void project_columns(const ProjectRequest *request, int64_t begin, int64_
     }
 }
 
+static void project_task(const void *argument, int64_t part, int64_t worker) {
+    const ProjectRequest *request = argument;
+    const int64_t outs = request->outs[0] + request->outs[1] + request->outs[2];
+    const int64_t parts = parts_of(outs, request->threads);
+    project_columns(request, begin_of(part, parts, outs), begin_of(part + 1, parts, outs));
+}
+
 /* Queries, keys and values of the normalised x; queries and keys by rotary embeddings, as ``rotary``. */
 void project(const void *argument) {
     const ProjectRequest *request = argument;
     const NormRequest norm = {request->x, request->norm, request->normed, request->rows, request->length, request->eps};
-    const int64_t columns = request->outs[0] + request->outs[1] + request->outs[2], threads = request->threads;
-    const int64_t blocks = (columns + RIGHT - 1) / RIGHT, dim = request->dim, half = dim / 2;
+    const int64_t outs = request->outs[0] + request->outs[1] + request->outs[2];
+    const int64_t dim = request->dim, half = dim / 2;
     rms_norm(&norm);
-#pragma omp parallel for num_threads(threads)
-    for (int64_t part = 0; part < threads; part++)
-        project_columns(request, blocks * part / threads * RIGHT, min_of(blocks * (part + 1) / threads * RIGHT, columns));
+    share(project_task, request, parts_of(outs, request->threads), request->threads);
     for (int i = 0; i < 2; i++)
         for (int64_t row = 0; row < request->rows; row++) {
             const int64_t at = row / request->tokens * request->angles + row % request->tokens * dim;
@@ -58,39 +63,37 @@ typedef struct {
     double eps;
 } FinishRequest;
 
-/* Columns ``begin`` to ``end`` of residual + x matrix^T. */
-static void add_product(const Matrix *matrix, int64_t begin, int64_t end, const float *x, int64_t rows, int64_t length,
-                        const float *residual, float *out, int64_t outs) {
-    multiply(matrix, begin, end, x, rows, length, out + begin, outs);
-    for (int64_t row = 0; row < rows; row++)
+/* Columns ``part`` of residual + x matrix^T, ``length`` columns in all. */
+static void add_product(const FinishRequest *request, const Matrix *matrix, int64_t part, const float *x,
+                        int64_t x_length, const float *residual, float *out) {
+    const int64_t length = request->length, parts = parts_of(length, request->threads);
+    const int64_t begin = begin_of(part, parts, length), end = begin_of(part + 1, parts, length);
+    multiply(matrix, begin, end, x, request->rows, x_length, out + begin, length);
+    for (int64_t row = 0; row < request->rows; row++)
         for (int64_t n = begin; n < end; n++)
-            out[row * outs + n] += residual[row * outs + n];
+            out[row * length + n] += residual[row * length + n];
+}
+
+static void join_task(const void *argument, int64_t part, int64_t worker) {
+    const FinishRequest *request = argument;
+    add_product(request, &request->projection, part, request->attended, request->attended_length, request->residual,
+                request->joined);
+}
+
+static void down_task(const void *argument, int64_t part, int64_t worker) {
+    const FinishRequest *request = argument;
+    add_product(request, &request->down, part, request->activated, request->neurons, request->joined, request->out);
 }
 
 /* y = residual + attended projection^T; out = y + the gated MLP of the normalised y. */
 void finish(const void *argument) {
     const FinishRequest *request = argument;
     const int64_t rows = request->rows, length = request->length, threads = request->threads;
-    const int64_t blocks = (length + RIGHT - 1) / RIGHT, gated_blocks = (request->neurons + GATED_OUTS - 1) / GATED_OUTS;
     const NormRequest norm = {request->joined, request->norm, request->normed, rows, length, request->eps};
     const GatedRequest gated_request = {request->normed, request->activated, request->gate, request->up,
                                         rows, length, request->neurons, threads};
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for
-        for (int64_t part = 0; part < threads; part++)
-            add_product(&request->projection, blocks * part / threads * RIGHT,
-                        min_of(blocks * (part + 1) / threads * RIGHT, length), request->attended, rows,
-                        request->attended_length, request->residual, request->joined, length);
-#pragma omp single
-        rms_norm(&norm);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t block = 0; block < gated_blocks; block++)
-            gated_block(&gated_request, block);
-#pragma omp for
-        for (int64_t part = 0; part < threads; part++)
-            add_product(&request->down, blocks * part / threads * RIGHT,
-                        min_of(blocks * (part + 1) / threads * RIGHT, length), request->activated, rows,
-                        request->neurons, request->joined, request->out, length);
-    }
+    share(join_task, request, parts_of(length, threads), threads);
+    rms_norm(&norm);
+    gated(&gated_request);
+    share(down_task, request, parts_of(length, threads), threads);
 }

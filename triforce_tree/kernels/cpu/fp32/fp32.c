@@ -3,7 +3,8 @@
 #include "vectors.h"
 
 #include <float.h>
-#include <omp.h>
+
+#include "../threads.h"
 
 enum { MOST_GATED = 64 }; /* rows of ``gated`` */
 

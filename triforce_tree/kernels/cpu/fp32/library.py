@@ -33,7 +33,7 @@ _HEADERS = [
     )
 ]
 _CPU = _SOURCE.parents[1]
-_SHARED = [_CPU / "cpu_shared.h"] + [
+_SHARED = [_CPU / "cpu_shared.h", _CPU / "threads.h"] + [
     _CPU / "step" / name for name in ("grow.h", "traversal.h", "select.h", "slots.h")
 ]
 _FUNCTIONS = (

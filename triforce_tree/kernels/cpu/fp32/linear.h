@@ -1,5 +1,7 @@
 /* Products of a few rows with weight matrices, read once from memory. */
 
+enum { PARTS = 4 }; /* of a matrix for each thread: one that begins late still takes a share */
+
 /* Rows of one weight matrix. */
 typedef struct {
     const char *weights; /* [outs, length], dense */
@@ -58,15 +60,26 @@ typedef struct {
     int64_t rows, length, outs, threads;
 } LinearRequest;
 
+/* Rows of a matrix are shared among threads as so many parts. */
+static int64_t parts_of(int64_t outs, int64_t threads) {
+    return threads < 2 ? 1 : min_of(PARTS * threads, (outs + 2 * RIGHT - 1) / (2 * RIGHT));
+}
+
+/* The first row of a part, a multiple of RIGHT, or ``outs``. */
+static int64_t begin_of(int64_t part, int64_t parts, int64_t outs) {
+    return min_of((outs + RIGHT - 1) / RIGHT * part / parts * RIGHT, outs);
+}
+
+static void linear_task(const void *argument, int64_t part, int64_t worker) {
+    const LinearRequest *request = argument;
+    const int64_t outs = request->outs, parts = parts_of(outs, request->threads), begin = begin_of(part, parts, outs);
+    multiply(&request->matrix, begin, begin_of(part + 1, parts, outs), request->x, request->rows, request->length,
+             request->out + begin, outs);
+}
+
 void linear(const void *argument) {
     const LinearRequest *request = argument;
-    const int64_t blocks = (request->outs + RIGHT - 1) / RIGHT, threads = request->threads;
-#pragma omp parallel for num_threads(threads) if (blocks >= 2 * threads)
-    for (int64_t part = 0; part < threads; part++) {
-        const int64_t begin = blocks * part / threads * RIGHT, end = blocks * (part + 1) / threads * RIGHT;
-        multiply(&request->matrix, begin, min_of(end, request->outs), request->x, request->rows, request->length,
-                 request->out + begin, request->outs);
-    }
+    share(linear_task, request, parts_of(request->outs, request->threads), request->threads);
 }
 
 typedef struct {
@@ -97,10 +110,9 @@ static void gated_block(const GatedRequest *request, int64_t block) {
         }
 }
 
+static void gated_task(const void *argument, int64_t block, int64_t worker) { gated_block(argument, block); }
+
 void gated(const void *argument) {
     const GatedRequest *request = argument;
-    const int64_t blocks = (request->outs + GATED_OUTS - 1) / GATED_OUTS;
-#pragma omp parallel for num_threads(request->threads) schedule(dynamic, 1)
-    for (int64_t block = 0; block < blocks; block++)
-        gated_block(request, block);
+    share(gated_task, request, (request->outs + GATED_OUTS - 1) / GATED_OUTS, request->threads);
 }

@@ -38,12 +38,12 @@ static inline float log_of(float x) {
     return f + y + 0.693359375f * e;
 }
 
-/* Exp(1), with the relative precision of fp32 down to 2^-63: -log(1 - u) for uniform u in (0, 1). */
-void exponential(const void *argument) {
+enum { NOISE_TASK = 16 }; /* blocks of a task */
+
+static void exponential_task(const void *argument, int64_t number, int64_t worker) {
     const NoiseRequest *request = argument;
     const int64_t blocks = (request->count + NOISE_BLOCK - 1) / NOISE_BLOCK;
-#pragma omp parallel for num_threads(request->threads) if (blocks >= 16)
-    for (int64_t block = 0; block < blocks; block++) {
+    for (int64_t block = number * NOISE_TASK; block < min_of((number + 1) * NOISE_TASK, blocks); block++) {
         float uniform[NOISE_BLOCK];
 #pragma omp simd
         for (int i = 0; i < NOISE_BLOCK; i++) {
@@ -60,4 +60,11 @@ void exponential(const void *argument) {
         const int64_t first = block * NOISE_BLOCK;
         memcpy(request->out + first, uniform, min_of(NOISE_BLOCK, request->count - first) * sizeof(float));
     }
+}
+
+/* Exp(1), with the relative precision of fp32 down to 2^-63: -log(1 - u) for uniform u in (0, 1). */
+void exponential(const void *argument) {
+    const NoiseRequest *request = argument;
+    const int64_t numbers = NOISE_TASK * NOISE_BLOCK;
+    share(exponential_task, request, (request->count + numbers - 1) / numbers, request->threads);
 }

@@ -20,6 +20,38 @@ typedef struct {
                   int64_t at);
 } Tasks;
 
+typedef struct {
+    const Tasks *tasks;
+    const int64_t *starts;  /* [batch + 1], first task of each sequence */
+    float *states, *scratch;
+} TasksInWork;
+
+enum { MERGED = 16 }; /* rows of a task of the merging */
+
+static void attend_task(const void *argument, int64_t number, int64_t worker) {
+    const TasksInWork *work = argument;
+    const Tasks *tasks = work->tasks;
+    int64_t b = 0;
+    while (number >= work->starts[b + 1])
+        b++;
+    const int64_t own = number - work->starts[b];
+    tasks->attend(tasks->request, b, own / tasks->runs[b], own % tasks->runs[b], work->states + number * tasks->state,
+                  work->scratch + worker * tasks->scratch);
+}
+
+static void merge_task(const void *argument, int64_t number, int64_t worker) {
+    const TasksInWork *work = argument;
+    const Tasks *tasks = work->tasks;
+    const int64_t heads = tasks->heads, rows = tasks->tokens * tasks->group, all = tasks->batch * heads * rows;
+    for (int64_t each = number * MERGED; each < min_of((number + 1) * MERGED, all); each++) {
+        const int64_t b = each / (heads * rows), head = each / rows % heads, row = each % rows;
+        const int64_t token = row / tasks->group, query_head = head * tasks->group + row % tasks->group;
+        const int64_t runs = tasks->runs[b], at = (b * tasks->tokens + token) * heads * tasks->group + query_head;
+        const float *states = work->states + (work->starts[b] + head * runs) * tasks->state;
+        tasks->merge(tasks->request, states, runs, tasks->state, row, query_head, at);
+    }
+}
+
 /* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
 static int64_t run_tasks(const Tasks *tasks) {
     const int64_t batch = tasks->batch, heads = tasks->heads, rows = tasks->tokens * tasks->group;
@@ -34,24 +66,8 @@ static int64_t run_tasks(const Tasks *tasks) {
     if (tasks->work_bytes < needed)
         return needed;
     float *states = (float *)(((intptr_t)tasks->work + LINE - 1) / LINE * LINE);
-#pragma omp parallel num_threads(tasks->threads) if (count > 1)
-    {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < count; task++) {
-            int64_t b = 0;
-            while (task >= starts[b + 1])
-                b++;
-            const int64_t own = task - starts[b];
-            tasks->attend(tasks->request, b, own / tasks->runs[b], own % tasks->runs[b], states + task * state,
-                          states + count * state + omp_get_thread_num() * scratch);
-        }
-#pragma omp for
-        for (int64_t each = 0; each < batch * heads * rows; each++) {
-            const int64_t b = each / (heads * rows), head = each / rows % heads, row = each % rows;
-            const int64_t token = row / tasks->group, query_head = head * tasks->group + row % tasks->group;
-            const int64_t runs = tasks->runs[b], at = (b * tasks->tokens + token) * heads * tasks->group + query_head;
-            tasks->merge(tasks->request, states + (starts[b] + head * runs) * state, runs, state, row, query_head, at);
-        }
-    }
+    const TasksInWork work = {tasks, starts, states, states + count * state};
+    share(attend_task, &work, count, tasks->threads);
+    share(merge_task, &work, (batch * heads * rows + MERGED - 1) / MERGED, tasks->threads);
     return 0;
 }

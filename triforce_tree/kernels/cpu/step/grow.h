@@ -87,31 +87,31 @@ typedef struct {
 
 enum { LEAST_SHARED = 65536 }; /* logits from which on threads share them */
 
-void expand_nodes(const void *argument) {
+static void expand_node(const void *argument, int64_t row, int64_t worker) {
     const ExpandRequest *request = argument;
     const int64_t vocabulary = request->vocabulary, count = request->count, most = min_of(count, vocabulary);
-    const int64_t rows = request->batch * request->nodes;
     const float temperature = request->temperature ? *request->temperature : 1;
-#pragma omp parallel for num_threads(request->threads) if (rows * vocabulary >= LEAST_SHARED)
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t b = row / request->nodes, node = row % request->nodes;
-        float *probs = request->probs + b * request->probs_batch + node * request->probs_node;
-        float *by_rank = request->by_rank + row * count, drawn[most];
-        int64_t *draws = request->draws + row * count;
-        softmax_of(request->logits + b * request->logits_batch + node * request->logits_node, temperature, vocabulary,
-                   probs);
-        largest_of(probs, NULL, vocabulary, most, draws, by_rank);
-        if (request->exponential) {
-            const float *noise =
-                request->exponential + b * request->exponential_batch + node * request->exponential_node;
-            largest_of(probs, noise, vocabulary, most, draws, drawn);
-            for (int64_t i = 0; i < most; i++)
-                if (!(drawn[i] > 0))
-                    draws[i] = -1;
-        }
-        for (int64_t i = most; i < count; i++)
-            draws[i] = -1, by_rank[i] = 0;
+    const int64_t b = row / request->nodes, node = row % request->nodes;
+    float *probs = request->probs + b * request->probs_batch + node * request->probs_node;
+    float *by_rank = request->by_rank + row * count, drawn[most];
+    int64_t *draws = request->draws + row * count;
+    softmax_of(request->logits + b * request->logits_batch + node * request->logits_node, temperature, vocabulary, probs);
+    largest_of(probs, NULL, vocabulary, most, draws, by_rank);
+    if (request->exponential) {
+        const float *noise = request->exponential + b * request->exponential_batch + node * request->exponential_node;
+        largest_of(probs, noise, vocabulary, most, draws, drawn);
+        for (int64_t i = 0; i < most; i++)
+            if (!(drawn[i] > 0))
+                draws[i] = -1;
     }
+    for (int64_t i = most; i < count; i++)
+        draws[i] = -1, by_rank[i] = 0;
+}
+
+void expand_nodes(const void *argument) {
+    const ExpandRequest *request = argument;
+    const int64_t rows = request->batch * request->nodes;
+    share(expand_node, request, rows, rows * request->vocabulary >= LEAST_SHARED ? request->threads : 1);
 }
 
 typedef struct {

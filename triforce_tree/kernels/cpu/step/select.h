@@ -92,50 +92,61 @@ static void join_group(float *scores, int64_t group, int64_t chunks, int64_t lim
     scores[0] = INFINITY;
 }
 
+/* A sequence's KV head: its queries [group, columns], scores [group, chunks] and a copy of one row of these. */
+static float *head_work(const SelectRequest *request, int64_t each) {
+    const int64_t own = request->group * (request->columns + request->chunks) + request->chunks;
+    return (float *)(((intptr_t)request->work + LINE - 1) / LINE * LINE) + each * own;
+}
+
+static void widen_queries(const SelectRequest *request, int64_t each) {
+    const int64_t b = each / request->heads, head = each % request->heads * request->group;
+    for (int64_t m = 0; m < request->group; m++) {
+        const float *q = request->q + b * request->q_batch + (head + m) * request->q_head;
+        float *to = head_work(request, each) + m * request->columns;
+        for (int64_t d = 0; d < request->dim; d++)
+            to[d] = q[d];
+        for (int64_t d = request->dim; d < request->columns; d++)
+            to[d] = (float)request->variance * (q[d - request->dim] * q[d - request->dim]);
+    }
+}
+
+static void score_task(const void *argument, int64_t number, int64_t worker) {
+    const SelectRequest *request = argument;
+    const int64_t parts = (request->chunks + SCORED - 1) / SCORED, each = number / parts, b = each / request->heads;
+    const int64_t begin = number % parts * SCORED, end = min_of(begin + SCORED, request->limit[b]);
+    float *queries = head_work(request, each);
+    if (begin < end)
+        score_chunks(request, b, each % request->heads, begin, end, queries, queries + request->group * request->columns);
+}
+
+static void choose_task(const void *argument, int64_t each, int64_t worker) {
+    const SelectRequest *request = argument;
+    const int64_t b = each / request->heads, limit = request->limit[b], slots = request->slots;
+    float *scores = head_work(request, each) + request->group * request->columns;
+    float *copy = scores + request->group * request->chunks;
+    int32_t *table = request->table + b * request->table_batch + each % request->heads * request->table_head;
+    join_group(scores, request->group, request->chunks, limit);
+    memcpy(copy, scores, limit * sizeof(float));
+    const float least = nth_largest(copy, limit, slots - 1);
+    int64_t equal = slots, found = 0;
+    for (int64_t i = 0; i < limit; i++)
+        equal -= scores[i] > least;
+    for (int64_t i = 0; i < limit && found < slots; i++)
+        if (scores[i] > least || (scores[i] == least && equal-- > 0))
+            table[found++] = i;
+}
+
 /* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
 int64_t select_chunks(const void *argument) {
     const SelectRequest *request = argument;
-    const int64_t heads = request->batch * request->heads, group = request->group, chunks = request->chunks;
-    const int64_t columns = request->columns, dim = request->dim, own = group * (columns + chunks) + chunks;
-    const int64_t needed = heads * own * sizeof(float) + LINE, parts = (chunks + SCORED - 1) / SCORED;
+    const int64_t heads = request->batch * request->heads, parts = (request->chunks + SCORED - 1) / SCORED;
+    const int64_t own = request->group * (request->columns + request->chunks) + request->chunks;
+    const int64_t needed = heads * own * sizeof(float) + LINE;
     if (request->work_bytes < needed)
         return needed;
-    float *work = (float *)(((intptr_t)request->work + LINE - 1) / LINE * LINE);
-#pragma omp parallel num_threads(request->threads) if (heads * parts > 1)
-    {
-#pragma omp for
-        for (int64_t each = 0; each < heads * group; each++) {
-            const int64_t b = each / (request->heads * group), head = each % (request->heads * group);
-            const float *q = request->q + b * request->q_batch + head * request->q_head;
-            float *to = work + each / group * own + each % group * columns;
-            for (int64_t d = 0; d < dim; d++)
-                to[d] = q[d];
-            for (int64_t d = dim; d < columns; d++)
-                to[d] = (float)request->variance * (q[d - dim] * q[d - dim]);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < heads * parts; task++) {
-            const int64_t each = task / parts, b = each / request->heads, begin = task % parts * SCORED;
-            const int64_t end = min_of(begin + SCORED, request->limit[b]);
-            if (begin < end)
-                score_chunks(request, b, each % request->heads, begin, end, work + each * own,
-                             work + each * own + group * columns);
-        }
-#pragma omp for
-        for (int64_t each = 0; each < heads; each++) {
-            const int64_t b = each / request->heads, limit = request->limit[b], slots = request->slots;
-            float *scores = work + each * own + group * columns, *copy = scores + group * chunks;
-            int32_t *table = request->table + b * request->table_batch + each % request->heads * request->table_head;
-            join_group(scores, group, chunks, limit);
-            memcpy(copy, scores, limit * sizeof(float));
-            const float least = nth_largest(copy, limit, slots - 1);
-            int64_t equal = slots, found = 0;
-            for (int64_t i = 0; i < limit; i++)
-                equal -= scores[i] > least;
-            for (int64_t i = 0; i < limit && found < slots; i++)
-                if (scores[i] > least || (scores[i] == least && equal-- > 0))
-                    table[found++] = i;
-        }
-    }
+    for (int64_t each = 0; each < heads; each++)
+        widen_queries(request, each);
+    share(score_task, request, heads * parts, request->threads);
+    share(choose_task, request, heads, request->threads);
     return 0;
 }
