@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree.branching.several.calls import tree_of, with_several
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.decoding.choice.stage_costs import Allowance
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.oom_retry import OomRetryDecoder
 from triforce_tree.decoding.plain_passes import PlainPasses
@@ -330,6 +331,7 @@ class Engine:
         scores = EmittedScores(names, to_probs, prompts, kept_on(hierarchy, job.input_ids)) if names else None
         order, first = prefix.beginning(prompts, rows)
         total, least = len(longest[-1]) + coming, min(map(len, first))
+        allowance = Allowance.of(len(longest[-1]), new_tokens, hierarchy.target.device)
         with hierarchy.active():
 
             def make(number: int, sequences: Sequence[Sequence[int]]) -> Decoder:
@@ -339,7 +341,7 @@ class Engine:
                 reuse: Reuse = "all" if len(sequences) > len(first) else self._reuse
                 program = hierarchy.program(alike, total - max(map(len, alike)), how.pinned, reuse, prefix())
                 total = program.max_seq_len
-                return Decoder(program, to_probs, chosen, seed is not None, number, seeds)
+                return Decoder(program, to_probs, chosen, seed is not None, number, seeds, allowance)
 
             decoder = OomRetryDecoder(make, first, hierarchy.shrink)
             # Only with as many levels: the estimates of two and of three are of different quantities.

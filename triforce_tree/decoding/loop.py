@@ -17,6 +17,7 @@ from triforce_tree.decoding.choice.estimates import judged
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.lookup_choice import LookupChoice
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
+from triforce_tree.decoding.choice.stage_costs import UNLIMITED, Allowance
 from triforce_tree.decoding.choice.times.shared_times import PassTimes, SharedTimes
 from triforce_tree.decoding.prepared_stages import held_back, seeded
 from triforce_tree.decoding.program import DecodingProgram
@@ -50,6 +51,7 @@ class Decoder:
             decoding, and from what earlier decoders that were not repeatable left (``learnt_table.py``).
         attempt: number of earlier decoders of the same generation; each draws new random numbers.
         seeds: of single sequences, see :class:`Draws`; None where no sequence has one or will have.
+        allowance: what measuring the stages' costs may take, where they are not known.
 
     Attributes:
         finish_reasons: why the sequence in each row has ended; None while it runs.
@@ -69,6 +71,7 @@ class Decoder:
         repeatable: bool = False,
         attempt: int = 0,
         seeds: Sequence[int | None] | None = None,
+        allowance: Allowance = UNLIMITED,
     ) -> None:
         self.program, self._to_probs = program, to_probs
         by_position = seeded(program) if seeds is not None else program.seeded
@@ -85,7 +88,7 @@ class Decoder:
         )  # fmt: skip
         self._costs: CostsByLength | None = None
         if self.controller.fixed is None:
-            first = stage_costs(program, to_probs)
+            first = stage_costs(program, to_probs, None, allowance)
             self._costs = CostsByLength(self.controller, first, other_costs(program, to_probs, first))
         self.lookup = LookupChoice.of(self.controller, program.drafter)
         self._learns = self._costs is not None and not repeatable

@@ -31,27 +31,37 @@ _longest: dict[torch.device, float] = {}
 _made: set[tuple[torch.device, str, int]] = set()
 
 
-# After so many seconds of preparation its progress is logged.
-_PATIENCE = 3.0
+# After so many seconds the progress is logged.
+_PATIENCE = 1.0
 _LOG = logging.getLogger(__name__)
 
 
-class _Progress:
-    """Says which stage is being prepared, where that lasts; the first line also says why."""
+class StageProgress:
+    """Says which stage is being prepared, where that lasts; the first line also says why.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: of the stages, if it is known.
+        doing, why: what is done with them.
+    """
+
+    def __init__(
+        self,
+        count: int | None,
+        doing: str = "preparing",
+        why: str = "kernels are compiled, once on a machine, and later taken from caches",
+    ) -> None:
         self._start, self._count, self._begun, self._told = time.perf_counter(), count, 0, False
+        self._doing, self._why = doing, why
 
     def next(self, name: str) -> None:
         self._begun += 1
         seconds = time.perf_counter() - self._start
         if seconds < _PATIENCE or not distributed.is_first_rank():
             return
-        why = "" if self._told else ": kernels are compiled, once on a machine, and later taken from caches"
-        self._told = True
-        _LOG.warning(
-            "preparing stage %d of %d (%s), %.0f s so far%s", self._begun, self._count, name, seconds, why
-        )
+        why, self._told = "" if self._told else f": {self._why}", True
+        of = f" of {self._count}" if self._count else ""
+        at = self._begun, of, name, seconds
+        _LOG.warning("%s stage %d%s (%s), %.0f s so far%s", self._doing, *at, why)
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStage
         runs = {name: executor(stage.steps(), device) for name, stage in stages.items()}
         return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
     with program.trial(program.max_seq_len - 1) as begin:
-        progress = _Progress(len(stages))
+        progress = StageProgress(len(stages))
         for name, stage in stages.items():
             progress.next(name)
             begin(False)
@@ -129,7 +139,7 @@ def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: in
         return 0.0
     start, state = time.perf_counter(), program.state
     made = tree_stages(program, stages.to_probs, number)
-    progress = _Progress(len(made))
+    progress = StageProgress(len(made))
     runs: dict[str, Callable[[], None]] = {}
     saved, had_nan = state.save(), state.has_nan.clone()
     try:

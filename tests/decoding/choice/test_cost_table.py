@@ -11,7 +11,8 @@ from program_cases import GREEDY, SAMPLED, draft_of, model, program_of
 from tiny_pair import TinyPair
 
 from triforce_tree import Engine
-from triforce_tree.decoding.choice import cost_table
+from triforce_tree.decoding import prepared_stages
+from triforce_tree.decoding.choice import cost_table, stage_costs
 from triforce_tree.decoding.choice.cost_table import CostTable
 from triforce_tree.decoding.choice.passes import STAGE_FIELDS, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts, measure
@@ -174,9 +175,34 @@ def test_without_a_folder_costs_are_kept_in_memory(
     cost_table._table_at.cache_clear()
 
 
-def test_engines_measure_once(
+def test_short_requests_measure_nothing(
     pair: TinyPair, measurements: list[Any], ids: list[int], tmp_path: Path
 ) -> None:
+    """Measuring would take a good part of their time. A seed has one text while nothing is known."""
+    engine = pair.load(levels=3, budget=64, recent=32, gamma=4, tree="best-first:3,2", window=64)
+    more: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 5}
+    first, again = (engine.generate(ids, **more) for _ in range(2))
+    assert first.sequences.tolist() == again.sequences.tolist()
+    assert not measurements
+    assert not (tmp_path / "stage_costs.json").exists()
+    # One that takes long measures, and what was learnt beside the guessed costs is forgotten.
+    engine.generate(ids, max_new_tokens=8, do_sample=True, eos_token_id=None)
+    program = engine.hierarchy.last_program
+    assert program is not None
+    assert any(learnt.cost_factors for learnt in program.learnt.values())
+    engine.generate(ids, max_new_tokens=800, do_sample=True, stopping_criteria=[lambda *_: True], seed=5)
+    assert len(measurements) == 1
+
+
+def test_engines_measure_once(
+    pair: TinyPair,
+    measurements: list[Any],
+    ids: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage_costs, "_ALLOWED", 10.0)
+
     def generated(own: Engine, **options: Any) -> list[int]:
         out = own.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, **options)
         return out.sequences[0, len(ids) :].tolist()
@@ -203,7 +229,10 @@ def test_engines_measure_once(
     assert len(measurements) == 3
 
 
-def test_no_log_without_a_reason(measurements: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_log_without_a_reason(
+    measurements: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared_stages, "_PATIENCE", 60.0)
     caplog.set_level(logging.WARNING)
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
     Decoder(program, SAMPLED, 0)

@@ -1,23 +1,24 @@
 """Costs of trees of several shapes: measured once, refined by times; acceptance by rank, kept for later."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
 from simulated_trees import SHAPES
 
-from triforce_tree.decoding.choice import cost_table
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.cost_table import CostTable, other_costs, stage_costs
 from triforce_tree.decoding.choice.costs_by_length import CostsByLength
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.learnt_table import LearntChoices
 from triforce_tree.decoding.choice.passes import OF_SHAPE, PassKind, StageSeconds
-from triforce_tree.decoding.choice.stage_costs import StageCosts
+from triforce_tree.decoding.choice.predicted_costs import guessed
+from triforce_tree.decoding.choice.stage_costs import StageCosts, settings_of
 from triforce_tree.decoding.explain.explanation import explained
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.verify.probs import DeviceProbs
 
 OTHERS = ("chain:2", "best-first:6,6,6")
 
@@ -27,7 +28,7 @@ def shaped(levels: int = 3) -> DecodingProgram:
 
 
 @pytest.mark.parametrize("levels", [2, 3])
-def test_each_shape_is_measured_once(levels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_of_further_shapes_are_predicted(levels: int, tmp_path: Path) -> None:
     program, table = shaped(levels), CostTable(tmp_path / "costs.json")
     program.prepare(GREEDY)
     first = stage_costs(program, GREEDY, table)
@@ -42,36 +43,33 @@ def test_each_shape_is_measured_once(levels: int, tmp_path: Path, monkeypatch: p
             assert 0 < own.draft < float("inf")
             assert 0 < own.tree < float("inf")
             assert (own.retrieval < float("inf")) == (levels == 3)
-    assert {name for name in program.stage_names if name.startswith("draft")} == {
-        "draft", "draft/1", "draft/2",
-    }  # fmt: skip
-
-    def measured(*_: object) -> None:
-        raise AssertionError("they are in the table")
-
-    monkeypatch.setattr(cost_table, "measure_shape", measured)
+    assert not [name for name in program.stage_names if "/" in name], "their stages are not needed yet"
+    # What decoding has corrected is in the table.
+    settings = settings_of(program, DeviceProbs.kind(GREEDY), None)
+    own = table.add(settings | {"shape": 2}, first.scaled({"draft": 3.0}))
     again = shaped(levels)
     again.prepare(GREEDY)
-    assert other_costs(again, GREEDY, first, CostTable(tmp_path / "costs.json")) == found
-    assert not [name for name in again.stage_names if "/" in name], "nor are their stages needed yet"
+    assert other_costs(again, GREEDY, first, CostTable(tmp_path / "costs.json")) == [found[0], own]
     assert other_costs(program_of(model("llama-gqa"), None, 1), GREEDY, first, table) == []
 
 
-def test_a_shape_whose_stages_do_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = shaped(2)
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_costs_without_a_measurement_follow_the_sizes_of_the_models(levels: int) -> None:
+    draft = draft_of("llama-gqa") if levels > 1 else None
+    program = program_of(model("llama-gqa"), draft, levels, 2, rounds=None)
     program.prepare(GREEDY)
-    prepare = program.prepare_shape
-
-    def short(number: int) -> None:
-        if number == 2:
-            raise torch.OutOfMemoryError("no memory")
-        prepare(number)
-
-    monkeypatch.setattr(program, "prepare_shape", short)
-    table = CostTable(None)
-    found = other_costs(program, GREEDY, stage_costs(program, GREEDY, table), table)
-    assert found[0] is not None
-    assert found[1] is None
+    found = guessed(program, program.max_seq_len - 1)
+    measured = stage_costs(program, GREEDY, CostTable(None))
+    for own, known in zip(found.seconds, measured.seconds, strict=True):
+        ratios = own.scaled(dict.fromkeys(vars(own), 1 / own.plain))
+        assert {n for n, s in vars(own).items() if 0 < s < math.inf} == {
+            n for n, s in vars(known).items() if 0 < s < math.inf
+        }, "the same stages"
+        assert all(ratio > 0.01 for name, ratio in vars(ratios).items() if getattr(own, name))
+        assert ratios.tree == math.inf or 1 <= ratios.tree < 3
+    short, long = found.seconds
+    assert long.plain > short.plain, "keys and values are read"
+    assert long.draft == short.draft
 
 
 def test_measured_times_are_kept_by_shape() -> None:

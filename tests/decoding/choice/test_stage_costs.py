@@ -1,5 +1,6 @@
 """What the stages cost: measured at two context lengths, and interpolated between them."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from program_cases import GREEDY, NEW, PROMPTS, draft_of, model, program_of, ref
 
 from triforce_tree.decoding.choice.cost_table import CostTable, stage_costs
 from triforce_tree.decoding.choice.passes import StageSeconds
-from triforce_tree.decoding.choice.stage_costs import StageCosts, measure
+from triforce_tree.decoding.choice.stage_costs import Allowance, StageCosts, measure
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.stop_criteria import Ending
 
@@ -143,6 +144,26 @@ def test_slow_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _ in stages.runs].count("plain") == 2, "one warm-up of ten seconds is enough"
     assert found.seconds[0].plain == found.seconds[1].plain, "a longer context costs no less"
     assert found.seconds[0].retrieval == found.seconds[0].chain == float("inf"), "there are no such stages"
+
+
+def test_an_allowance_bounds_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage is run once where a request is short, and else as often as the allowance lasts."""
+    times = {"draft": 1e-3, "retrieval_refresh": 4e-3, "target": 5e-3, "root": 4e-3, "target_tree": 6e-3}
+    spent = []
+    for passes in (8, 60, math.inf):
+        stages = SlowStages(
+            monkeypatch, plain=lambda n: 4e-3, **{name: (lambda n, t=t: t) for name, t in times.items()}
+        )
+        found = measure(stages, 8000, allowance=Allowance(passes))
+        assert found.seconds[0].chain > found.seconds[0].plain > found.seconds[0].draft
+        spent.append(stages.now)
+        assert passes > 8 or stages.runs.count(("target_tree", 8000)) == 1
+        # The first run of each stage takes five times as long in this simulation.
+        assert stages.now <= 5 * 4e-3 * max(passes, 16)
+    assert spent == sorted(spent)
+    short, long = (Allowance.of(tokens, 128, torch.device("cpu")) for tokens in (2000, 20_000))
+    assert not short.suffices
+    assert long.suffices
 
 
 def test_an_offloaded_cache_costs_its_bytes_on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:

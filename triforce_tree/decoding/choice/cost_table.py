@@ -15,16 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from triforce_tree.decoding.choice.passes import OF_SHAPE, STAGE_FIELDS, StageSeconds
-from triforce_tree.decoding.choice.predicted_costs import predicted
-from triforce_tree.decoding.choice.stage_costs import StageCosts, measure, measure_shape, settings_of
-from triforce_tree.decoding.prepared_stages import makes_slowly
+from triforce_tree.decoding.choice.predicted_costs import guessed, predicted
+from triforce_tree.decoding.choice.stage_costs import UNLIMITED, Allowance, StageCosts, measure, settings_of
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stage_set import chain_nodes
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.files.json_files import JsonTable
 from triforce_tree.runtime.files.user_folders import user_cache
 from triforce_tree.verify.probs import DeviceProbs
@@ -89,30 +85,41 @@ def user_table() -> CostTable:
 
 
 def stage_costs(
-    program: DecodingProgram, to_probs: ProbsFromLogits, table: CostTable | None = None
+    program: DecodingProgram,
+    to_probs: ProbsFromLogits,
+    table: CostTable | None = None,
+    allowance: Allowance = UNLIMITED,
 ) -> StageCosts:
     """The costs of a program's prepared stages, from the table or measured now; rank 0's on all ranks.
 
-    Where they are measured, sequences must be fed or rewound afterwards.
+    Where they are measured, sequences must be fed or rewound afterwards. Where the allowance is too short for
+    that, they are guessed, without an entry in the table: the next request guesses the same ones.
 
     Args:
         program: a ``DecodingProgram`` after ``prepare(to_probs)``.
         to_probs: logits to probabilities.
         table: by default the user's.
+        allowance: what measuring may cost.
     """
     table = table or user_table()
     transferred = _transferred(program)
     settings = settings_of(program, DeviceProbs.kind(to_probs), transferred)
     found = distributed.broadcast_object(table.find(settings))
+    longest = program.max_seq_len - 1
+    if found is None and transferred is None and not allowance.suffices:
+        return distributed.broadcast_object(guessed(program, longest))
     if found is None and not to_probs.context_free:
         # Processors that depend on the text must not see a made-up one: measured without them.
-        found = stage_costs(program, _prepared(program, ProbsFromLogits(greedy=to_probs.greedy)), table)
+        without = ProbsFromLogits(greedy=to_probs.greedy)
+        found = stage_costs(program, _prepared(program, without), table, allowance)
         program.prepare(to_probs)
     if found is None:
         _LOG.info("measuring what each stage costs with these settings, once: %s", table.path)
         start = time.perf_counter()
-        measured = measure(program, program.max_seq_len - 1, program.config.retrieval.refresh, transferred)
+        measured = measure(program, longest, program.config.retrieval.refresh, transferred, allowance)
         program.capture_seconds += time.perf_counter() - start
+        # Those of earlier requests are relative to guessed costs.
+        _forget_factors(program)
         found = distributed.broadcast_object(
             table.add(settings, measured) if distributed.is_first_rank() else measured
         )
@@ -140,9 +147,7 @@ def correct(
     if not factors or not to_probs.context_free:
         return False
     ran = set(filter(program.selected.timings.ran, factors))
-    program.selected.timings.clear()
-    # These are relative to the table.
-    program.learnt.update({key: replace(own, cost_factors={}) for key, own in program.learnt.items()})
+    _forget_factors(program)
     if not distributed.is_first_rank():
         return True
     table = table or user_table()
@@ -164,6 +169,12 @@ def correct(
     return True
 
 
+def _forget_factors(program: DecodingProgram) -> None:
+    """Forget what requests measured beside the costs that they had: others take their place."""
+    program.selected.timings.clear()
+    program.learnt.update({key: replace(own, cost_factors={}) for key, own in program.learnt.items()})
+
+
 def _transferred(program: DecodingProgram) -> Callable[[int, bool], int] | None:
     return program.transferred_bytes if program.offloaded is not None else None
 
@@ -175,47 +186,22 @@ def _prepared(program: DecodingProgram, to_probs: ProbsFromLogits) -> ProbsFromL
 
 def other_costs(
     program: DecodingProgram, to_probs: ProbsFromLogits, first: StageCosts, table: CostTable | None = None
-) -> list[StageCosts | None]:
-    """The costs with trees of each shape but the first; None where device memory is short for its stages.
+) -> list[StageCosts]:
+    """The costs with trees of each shape but the first: those that decoding has corrected, or predicted ones.
 
-    Those that are not in the table are measured, or, where the stages take seconds to make, predicted: a
-    request without these trees is not to wait for their stages. Where they are measured, sequences must be
-    fed or rewound afterwards.
+    A request without these trees is not to wait for their stages.
 
     Args:
         first: with trees of the first shape.
         program, to_probs, table: as for :func:`stage_costs`.
     """
-    table, found = table or user_table(), list[StageCosts | None]()
+    table, found = table or user_table(), list[StageCosts]()
     common = settings_of(program, DeviceProbs.kind(to_probs), None) if len(program.shapes) > 1 else {}
-    for shape in range(1, len(program.shapes)):
-        settings = common | {"shape": shape}
-        costs = distributed.broadcast_object(table.find(settings))
-        # Processors that depend on the text must not see a made-up one: their shapes are those known.
-        if costs is None and to_probs.context_free and makes_slowly(program):
-            known, wanted = program.shapes[0], program.shapes[shape]
-            costs = predicted(first, known, wanted, chain_nodes(program), program.tail_tree)
-        elif costs is None and to_probs.context_free:
-            costs = _measured_shape(program, shape, first)
-            if costs is not None and distributed.is_first_rank():
-                costs = table.add(settings, costs)
-            costs = distributed.broadcast_object(costs)
-        found.append(costs)
+    known = program.shapes[0]
+    for number, shape in enumerate(program.shapes[1:], 1):
+        costs = distributed.broadcast_object(table.find(common | {"shape": number}))
+        found.append(costs or predicted(first, known, shape, chain_nodes(program), program.tail_tree))
     return found
-
-
-def _measured_shape(program: DecodingProgram, shape: int, first: StageCosts) -> StageCosts | None:
-    start = time.perf_counter()
-    try:
-        return measure_shape(program, shape, first, program.config.retrieval.refresh)
-    except torch.OutOfMemoryError:
-        if distributed.current() is not None:
-            raise
-        _LOG.warning("device memory is short for the stages of other_trees; passes go on with tree alone")
-        free_memory()
-        return None
-    finally:
-        program.capture_seconds += time.perf_counter() - start
 
 
 @cache

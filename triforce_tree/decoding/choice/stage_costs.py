@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from triforce_tree.decoding.choice.passes import OF_SHAPE, StageSeconds
+from triforce_tree.decoding.prepared_stages import StageProgress
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.drafters.base import Drafter
@@ -28,6 +29,11 @@ from triforce_tree.runtime.stage_clock import StageClock
 # Most and fewest samples of a stage, the warm-up among them; seconds after which no more are taken, with the
 # fewest and without.
 _SAMPLES, _FEWEST, _ENOUGH, _LONG = 6, 4, 0.1, 1.0
+# Share of a request's time that measuring may take; passes of the target alone that it takes where each stage
+# is run once at two lengths; stages among which an allowance is divided.
+_ALLOWED, _LEAST_PASSES, _STAGES = 0.02, 8, 12
+# Tokens that a prefill processes in the time of such a pass: on a CPU, and on a GPU.
+_PREFILLED = {"cpu": 30, "cuda": 100}
 # Stages of the target, whose costs grow with the context.
 _OF_TARGET = ("plain", "chain", "root", "tree")
 # Runs of a sample on a GPU.
@@ -90,6 +96,26 @@ class StageCosts:
         return replace(self, seconds=tuple(found))
 
 
+@dataclass(frozen=True)
+class Allowance:
+    """What measuring may cost: the time of so many passes of the target alone."""
+
+    passes: float
+
+    @classmethod
+    def of(cls, prompt: int, new: int, device: torch.device) -> "Allowance":
+        """Of a request with so many tokens of its longest prompt, and at most so many new ones."""
+        return cls(_ALLOWED * (prompt / _PREFILLED[device.type] + new))
+
+    @property
+    def suffices(self) -> bool:
+        """Whether each stage can be run once."""
+        return self.passes >= _LEAST_PASSES
+
+
+UNLIMITED = Allowance(math.inf)
+
+
 class MeasuredStages(Protocol):
     """Stages that can be run on made-up sequences: a prepared ``DecodingProgram``."""
 
@@ -119,8 +145,9 @@ def measure(
     longest: int,
     refresh: int = 1,
     transferred: Callable[[int, bool], int] | None = None,
+    allowance: Allowance = UNLIMITED,
 ) -> StageCosts:
-    """Run each stage a few times; this takes less than a second on a GPU where a stage takes milliseconds.
+    """Run each stage a few times, or once where the allowance is short.
 
     All ranks measure together, with random numbers of their own. Feed or rewind the sequences afterwards.
 
@@ -131,19 +158,22 @@ def measure(
         transferred: bytes that the target's stage copies to the device after so many tokens of context, or
             the autoregressive one where the flag is True, for a cache in host memory; trial runs copy next to
             nothing. None where the cache is on the device.
+        allowance: how often stages may be run.
     """
-    timer = _Timer(stages)
-    target = {"plain": "plain", "tree": "target_tree", "chain": "target", "root": "root"}
+    timer = _Timer(stages, allowance)
+    target = {"tree": "target_tree", "chain": "target", "root": "root"}
     if stages.levels < 3:
-        target = {"plain": "plain", "tree": "target"}
+        target = {"tree": "target"}
     with stages.trial(longest) as begin:
+        # It tells how long an allowance is.
+        alone = timer.of_target({"plain": "plain"}, begin)
         # The order of a pass: stages read what those before them wrote.
         found = {
             name: timer.seconds_of(name, partial(begin, False))
             for name in ("draft", "retrieval_refresh", "retrieval")
             if name in stages.stage_names and (name != "retrieval" or refresh != 1)
         }
-        at_longest = timer.of_target(target, begin)
+        at_longest = alone | timer.of_target(target, begin)
         prepare = timer.of_preparation(longest)
     lowest = {"draft": found.get("draft", math.inf), "prepare": prepare}
     if (refreshing := found.get("retrieval_refresh")) is not None:
@@ -163,7 +193,8 @@ def measure(
     if short == longest:
         return _rounded([longest], lowest, [at_longest])
     with stages.trial(short) as begin:
-        return _rounded([short, longest], lowest, [timer.of_target(target, begin), at_longest])
+        at_short = timer.of_target({"plain": "plain", **target}, begin)
+        return _rounded([short, longest], lowest, [at_short, at_longest])
 
 
 def measure_shape(stages: MeasuredStages, shape: int, first: StageCosts, refresh: int = 1) -> StageCosts:
@@ -212,16 +243,24 @@ def _verified(refreshing: float, retrieval: float | None, refresh: int) -> float
 
 
 class _Timer:
-    """Seconds of stages on made-up sequences."""
+    """Seconds of stages on made-up sequences.
 
-    def __init__(self, stages: MeasuredStages) -> None:
+    Args:
+        allowance: the first stage that is timed must be a pass of the target alone, unless it is unlimited.
+    """
+
+    def __init__(self, stages: MeasuredStages, allowance: Allowance = UNLIMITED) -> None:
         self._stages, self._clock = stages, StageClock(stages.device)
+        self._passes, self._plain = allowance.passes / _STAGES, 0.0
+        why = "the choice of passes depends on it, once for these settings"
+        self._progress = StageProgress(None, "timing", why)
         self._generator = torch.Generator(stages.device).manual_seed(0)
         # On a GPU the host runs ahead of the device, as it does while decoding.
         self._runs = _RUNS if stages.device.type == "cuda" else 1
 
     def seconds_of(self, name: str, begin: Callable[[], None]) -> float:
         """Of one run of a stage; ``begin`` sets the sequences back."""
+        self._progress.next(name)
         return self._least(begin, lambda: self._stages.run(name, self._generator), self._runs)
 
     def of_target(self, names: Mapping[str, str], begin: Callable[[bool], None]) -> dict[str, float]:
@@ -254,8 +293,8 @@ class _Timer:
 
         def enough() -> bool:
             # Where the warm-up takes long, it has to do.
-            most = _ENOUGH if len(samples) >= _FEWEST else _LONG
-            return len(samples) == _SAMPLES or sum(samples) > most
+            most = min(_ENOUGH if len(samples) >= _FEWEST else _LONG, self._passes * self._plain)
+            return len(samples) == _SAMPLES or (bool(samples) and sum(samples) > most)
 
         # All ranks take as many samples, or one would wait for the others forever.
         while not distributed.broadcast_object(enough()):
@@ -266,6 +305,7 @@ class _Timer:
             self._clock.mark("run")
             self._clock.synchronize()
             samples.append(self._clock.seconds()["run"])
+            self._plain = self._plain or samples[0]
         return min(samples[1:] or samples) / runs
 
 
