@@ -167,6 +167,14 @@ def _(model: Any) -> Iterator[None]:
         model.model.layers[1].mlp.down_proj.weight.mul_(4.0)
 
 
+@change("weights, uncounted")
+def _(model: Any) -> Iterator[None]:
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data *= 0.25
+    yield
+    weight.detach().numpy()[:] *= 4.0
+
+
 @change("buffer in place")
 def _(model: Any) -> Iterator[None]:
     model.model.rotary_emb.inv_freq.mul_(0.5)

@@ -9,7 +9,7 @@ takes about a millisecond for 450 modules; only where one differs are values com
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, partial
 from operator import is_
 from typing import Any
@@ -55,6 +55,8 @@ _COMMON = (
     "transformers.utils",
 )
 _MOST_DEPTH, _MOST_ITEMS = 8, 4096
+# Elements of each weight by which a change is noticed that torch does not count.
+_SAMPLES = 64
 _LOG = logging.getLogger(__name__)
 
 
@@ -89,7 +91,9 @@ class Fingerprint:
         self._module("", root)
         for name in _GLOBAL_HOOKS:
             self._add(name, getattr(torch_module, name), "", 0)
-        self._read, self._places, self._writes = self._now(), self._tensor_places(), self._weight_writes()
+        self._views = [] if moves else _views(self._weights.values())
+        self._read, self._places = self._now(), self._tensor_places()
+        self.note_weights()
 
     def same(self) -> bool:
         """Whether all objects are those that were recorded. Weights may have been written to."""
@@ -101,9 +105,13 @@ class Fingerprint:
             return False
         return self._tensor_places() == self._places
 
-    def same_weights(self) -> bool:
+    def same_writes(self) -> bool:
         """Whether no weight was written to in place, as far as torch counts that: not ``weight.data``."""
         return self._weight_writes() == self._writes
+
+    def same_weights(self) -> bool:
+        """:meth:`same_writes`, and whether a few elements of each weight have the same bits."""
+        return self.same_writes() and all(map(torch.equal, self._samples, self._sampled()))
 
     def again(self, left_out: Collection[str] = ()) -> "Fingerprint":
         """What the same module depends on now.
@@ -115,7 +123,7 @@ class Fingerprint:
 
     def note_weights(self) -> None:
         """Take the weights as they are now for those that were recorded."""
-        self._writes = self._weight_writes()
+        self._writes, self._samples = self._weight_writes(), self._sampled()
 
     def differences(self, later: "Fingerprint", left_out: Collection[str] = ()) -> dict[str, str]:
         """Names of values that are not equal in both, with the state that each is part of.
@@ -154,6 +162,11 @@ class Fingerprint:
 
     def _weight_writes(self) -> list[int]:
         return [] if self._moves else [*map(_writes, self._weights.values())]
+
+    def _sampled(self) -> list[Tensor]:
+        """Bytes of a few elements of each weight, by device and dtype."""
+        with torch.inference_mode():
+            return [torch.cat(views).view(torch.uint8) for views in self._views]
 
     def _note(self, name: str, value: Any, state: str = "") -> None:
         self._values[name] = value, state
@@ -371,6 +384,20 @@ def _writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _views(weights: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Views of evenly spaced elements of each weight, by device and dtype.
+
+    Left out are tensors of quantisation libraries, and those that are not contiguous.
+    """
+    found: dict[Any, list[Tensor]] = {}
+    for weight in weights:
+        if type(weight.data) is Tensor and weight.is_contiguous() and weight.device.type != "meta":
+            step = max(1, weight.numel() // _SAMPLES)
+            view = weight.detach().view(-1)[::step][:_SAMPLES]
+            found.setdefault((weight.device, weight.dtype), []).append(view)
+    return list(found.values())
+
+
 def _equal(value: Any, other: Any) -> bool:
     if value is other:
         return True
@@ -399,7 +426,7 @@ class Changes:
 
     def differs(self) -> bool:
         """Whether the module has changed since :meth:`refresh`."""
-        if self._failed or not self._noticed.same_weights():
+        if self._failed or not self._noticed.same_writes():
             return True
         return not self._noticed.same() and bool(self._differences(self._noticed.again()))
 
