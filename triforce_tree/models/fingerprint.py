@@ -40,7 +40,7 @@ _BY_LENGTH = ("inv_freq", "max_seq_len_cached")
 # Of objects of these packages only the identity is compared: they may make state when it is first needed.
 # Modules, functions and configurations are looked into all the same.
 _OPAQUE = {
-    *("torch", "transformers", "triforce_tree", "accelerate"),
+    *("torch", "transformers", "triforce_tree", "accelerate", "peft"),
     *("logging", "threading", "builtins", "typing", "numpy"),
 }
 # Classes that all models have in common, whose methods read hundreds of globals.
