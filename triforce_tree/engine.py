@@ -238,7 +238,8 @@ class Engine:
             input_ids: token ids by transformers' own keyword, instead.
             attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
-                in transformers; ``stop_strings`` needs a tokenizer.
+                in transformers; ``stop_strings`` needs a tokenizer. Where they keep state, nothing is
+                drafted (``generation/kept_state.py``).
             streamer: as in transformers, or one for each sequence; see :class:`Streamers`.
             seed: of all draws, each sequence's own (``verify.draws.sequence_seed``); by default from torch's
                 global generator. A list has the seed of each sequence, or None: its text then depends on its
@@ -315,7 +316,8 @@ class Engine:
         seeds = None if to_probs.greedy else how.seeds
         alike = prompts, new_tokens, to_probs.greedy, seed is None, seeds, self._config
         distributed.check_equal("prompts or settings", alike)
-        if (why := job.why_in_step(hierarchy.target.vocab_size)) is not None:
+        why = distributed.broadcast_object(job.why_in_step(hierarchy.target.vocab_size))
+        if why is not None:
             return self._run_in_step(job, how, why)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         longest = sorted(prompts, key=len)[-most:]
@@ -350,7 +352,8 @@ class Engine:
             run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy, order, prefix)
             out = run.decode(self._reuse)
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
-        return self._described(out, to_probs)
+        out.lossy = None if to_probs.greedy else self._config.lossy
+        return self._described(out)
 
     def _run_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:
         """Decode by transformers' own loop (``generation/in_step.py``)."""
@@ -369,14 +372,13 @@ class Engine:
             out = decode_in_step(
                 job, how, hierarchy.target, passes, self.tokenizer, kept_on(hierarchy, job.input_ids)
             )
-        return self._described(out, job.to_probs)
+        return self._described(out)
 
-    def _described(self, out: GenerateOutput, to_probs: ProbsFromLogits) -> GenerateOutput:
-        """The output with what the settings say about it."""
+    def _described(self, out: GenerateOutput) -> GenerateOutput:
+        """The output with where its keys and values were."""
         hierarchy = self.hierarchy
         out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None
         out.ranks = distributed.shares(self._config.text_ranks)
-        out.lossy = None if to_probs.greedy else self._config.lossy
         return out
 
 

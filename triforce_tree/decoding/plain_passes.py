@@ -42,6 +42,7 @@ class PlainPasses:
         self.reused: list[int] | None = None
         self.prefill_seconds = self.capture_seconds = 0.0
         self._program: DecodingProgram | None = None
+        self._unused: torch.Generator  # nothing is drawn
 
     def logits(self, with_nan: bool = False) -> Tensor:
         """Logits after all sequences, fp32 ``[B, V]``; one token is appended to each before the next call.
@@ -56,7 +57,7 @@ class PlainPasses:
         while True:
             try:
                 program = self._program = self._program or self._begun()
-                program.run("plain", torch.Generator(program.device))
+                program.run("plain", self._unused)
                 found = program.verifier("plain").emitted_logits(1)[:, 0]
                 if not with_nan and bool(program.state.has_nan):
                     raise ValueError(NAN_LOGITS)
@@ -90,6 +91,7 @@ class PlainPasses:
         """A program that was fed with all tokens so far."""
         program = self._make(self.sequences)
         program.prepare(ProbsFromLogits(greedy=True))
+        self._unused = torch.Generator(program.device)
         self.capture_seconds = program.capture_seconds
         start = time.perf_counter()
         reused = program.prefill(self.sequences, self._progress, self._reuse)
