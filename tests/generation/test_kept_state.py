@@ -147,6 +147,24 @@ class RowByRow(LogitsProcessor):
         return torch.stack([moved(row, number + 1) for number, row in enumerate(scores)])
 
 
+class Late(LogitsProcessor):
+    """Changes only after a token that a trial need not have."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.stopped, self.seen = how, [False], set[int]()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        newest = int(input_ids[0, -1])
+        if input_ids.shape[1] == len(ONE[0]) + 5:
+            if self.how == "item":
+                self.stopped[0] = True
+            elif self.how == "method":
+                self.seen.add(newest)
+            else:
+                self.how = "attribute was set"
+        return moved(scores, 1 + 3 * self.stopped[0] + 5 * len(self.seen) + len(self.how))
+
+
 def closure() -> Callable[..., Tensor]:
     calls = 0
 
@@ -220,6 +238,7 @@ KEEPING: dict[str, Callable[[], Any]] = {
     "lambda": lambda: functools.partial(lambda made, *given: made(*given), Counter()),
     "partial": lambda: functools.partial(bound, Counter()),
     "method": lambda: Counter().__call__,
+    **{f"late {how}": functools.partial(Late, how) for how in ("item", "method", "attribute")},
 }
 
 
@@ -304,6 +323,18 @@ class Stateless(LogitsProcessor):
         return self.moved(scores) - 0.1 * self.places * (input_ids[:, -1:] % 3)
 
 
+class Local(Stateless):
+    """Changes what ends with the call."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        banned: list[int] = []
+        banned.append(3)
+        scores = torch.add(scores, 0.5).clone()
+        scores[:, banned] = -torch.inf
+        scores[:, self.by] -= 1.0
+        return scores.masked_fill_(self.places > 35, -torch.inf)
+
+
 class Derived(Stateless):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return super().__call__(input_ids, scores) * 2
@@ -323,6 +354,7 @@ STATELESS: dict[str, Any] = {
     "function": plain_function,
     "object": Stateless(3),
     "derived": Derived(2),
+    "local": Local(2),
     "partial": functools.partial(lambda by, input_ids, scores: moved(scores, by), 3),
     "method": Stateless(1).__call__,
     "declared": Declared(),
@@ -470,11 +502,13 @@ def test_a_pass_that_is_repeated_calls_nothing_again(monkeypatch: pytest.MonkeyP
 
 
 def test_sequences_that_cannot_be_decoded_together_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Counter keeps state.* 2 sequences .* max_batch=1; leave it out"):
+    with pytest.raises(
+        ValueError, match=r"Counter may keep state.* 2 sequences .* max_batch=1; leave it out"
+    ):
         engine(2).generate(TWO, logits_processor=[Counter()], max_batch=1, max_new_tokens=3)
     tree = engine(2).tree(ONE[0])
     leaves = tree.fork(tree.root, 2)
-    with pytest.raises(ValueError, match="2 leaves cannot be generated in one call: Counter keeps state"):
+    with pytest.raises(ValueError, match="2 leaves cannot be generated in one call: Counter may keep state"):
         tree.generate(leaves, logits_processor=[Counter()], do_sample=False, max_new_tokens=3)
     [branch] = tree.generate(leaves[0], logits_processor=[Counter()], do_sample=False, max_new_tokens=NEW)
     wanted = expected(ONE, logits_processor=[Counter()], do_sample=False, max_new_tokens=NEW)

@@ -43,6 +43,14 @@ _RANDOM = frozenset(
     normal_ uniform_ exponential_ random_ random cauchy_ geometric_ log_normal_ dropout manual_seed
     """.split()  # noqa: SIM905
 )
+# Functions that make an object, and methods that change one.
+_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
+_CHANGING = frozenset(
+    """
+    append appendleft add update pop popleft popitem setdefault extend extendleft insert remove discard clear
+    sort reverse rotate subtract
+    """.split()  # noqa: SIM905
+)
 # What a class has of its own that is made anew with it.
 _MADE_WITH_CLASS = frozenset(
     {"__dict__", "__weakref__", "__module__", "__slots__", "__abstractmethods__", "_abc_impl"}
@@ -286,12 +294,40 @@ def _check_code(code: types.CodeType, known: dict[str, Any]) -> None:
     for name in _global_names(code):
         if name not in known:
             _check_builtin(name)
+    if code.co_name not in _MAKING and (what := _assigned(code, known)) is not None:
+        raise NotIsolatedError(f"it may change {what}")
     for own in _codes(code):
         if drawing := _RANDOM.intersection(own.co_names):
             raise NotIsolatedError(f"it uses {min(drawing)}")
         for each in dis.get_instructions(own):
             if each.opname == "IMPORT_NAME":
                 _check_library(str(each.argval))
+
+
+def _assigned(code: types.CodeType, known: dict[str, Any]) -> str | None:
+    """What outlives a call and is changed in some calls, perhaps in none of a trial; None for nothing."""
+    for own in _codes(code):
+        before: list[dis.Instruction] = []
+        for each in dis.get_instructions(own):
+            name, at = str(each.argval), each.positions and each.positions[:1] + each.positions[2:3]
+            if each.opname in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"):
+                return name
+            if each.opname == "STORE_DEREF" and name in own.co_freevars:
+                return name
+            changes = each.opname in ("LOAD_METHOD", "LOAD_ATTR") and (
+                name in _CHANGING or (name.endswith("_") and not name.startswith("_"))
+            )
+            if changes or each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+                # What is changed begins where the expression does: a local variable, or more than that.
+                begun = [b for b in before if b.positions and b.positions[:1] + b.positions[2:3] == at]
+                root = next((str(b.argval) for b in begun if b.opname == "LOAD_GLOBAL"), None)
+                if root is not None and isinstance(known.get(root), types.ModuleType):
+                    continue
+                for part in begun:
+                    if part.opname in ("LOAD_ATTR", "LOAD_DEREF", "LOAD_GLOBAL"):
+                        return str(part.argval)
+            before.append(each)
+    return None
 
 
 def _content(cell: types.CellType) -> list[Any]:
