@@ -146,15 +146,19 @@ class SavedFiles:
             raise damaged(self.path(name), error) from error
         return self._described[name].kinds
 
-    def read(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a file.
+    def size(self, name: str) -> int:
+        """The bytes of a file."""
+        return self._described[name].size
+
+    def read(self, name: str, buffer: Tensor | None = None) -> dict[str, Tensor]:
+        """The tensors of a file, in ``buffer`` if it is given: uint8 of at least :meth:`size` bytes.
 
         Raises:
             ValueError: the file is damaged.
             OSError: it cannot be read.
         """
         try:
-            return read_tensors(self._files[name], self._described[name])
+            return read_tensors(self._files[name], self._described[name], buffer)
         except ValueError as error:
             raise damaged(self.path(name), error) from error
 

@@ -143,13 +143,16 @@ def fill(program: DecodingProgram, tokens: list[int], files: SavedFiles) -> None
     cache.forget()
     # Copies of rings and states are of the sequence that the cache held.
     cache.marks.prune(0, 0)
+    # One file is read, and its checksum computed, while the one before it is copied out of the other buffer.
+    largest = max((files.size(layer_name(layer)) for layer in layers), default=0)
+    buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
     with ThreadPoolExecutor(1) as reader:
-        # One file is read, and its checksum computed, while the one before it is copied.
-        coming = [reader.submit(files.read, layer_name(layer)) for layer in layers[:1]]
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        coming = [reader.submit(files.read, layer_name(layer), buffers[0]) for layer in layers[:1]]
+        for number, layer in enumerate(layers):
             parts = coming.pop().result()
-            if following is not None:
-                coming.append(reader.submit(files.read, layer_name(following)))
+            if number + 1 < len(layers):
+                name, buffer = layer_name(layers[number + 1]), buffers[(number + 1) % 2]
+                coming.append(reader.submit(files.read, name, buffer))
             _fill(cache, layer, count, list(parts.values()))
     if cache.states is not None:
         cache.states.restore([part[None] for part in files.read(STATES).values()])

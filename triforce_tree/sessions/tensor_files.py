@@ -107,15 +107,18 @@ def check_size(file: BinaryIO, described: Description) -> None:
         raise ValueError(f"it has {size:,} bytes and not {described.size:,}")
 
 
-def read_tensors(file: BinaryIO, described: Description) -> dict[str, Tensor]:
+def read_tensors(file: BinaryIO, described: Description, buffer: Tensor | None = None) -> dict[str, Tensor]:
     """The tensors in an open file, in host memory.
+
+    Args:
+        buffer: uint8 ``[n]`` of at least as many bytes as the file has, which the tensors then lie in.
 
     Raises:
         ValueError: a bit of it differs from what was written.
         OSError: it cannot be read.
     """
     check_size(file, described)
-    data = torch.empty(described.size, dtype=torch.uint8)
+    data = torch.empty(described.size, dtype=torch.uint8) if buffer is None else buffer[: described.size]
     whole = rest = _bytes_of(data)
     while rest and (count := file.readinto(rest)):  # type: ignore[attr-defined]
         rest = rest[count:]
@@ -124,7 +127,9 @@ def read_tensors(file: BinaryIO, described: Description) -> dict[str, Tensor]:
     found, start = {}, len(described.head)
     for name, (shape, dtype) in described.kinds.items():
         stop = start + math.prod(shape) * dtype.itemsize
-        found[name] = data[start:stop].view(dtype).view(shape)
+        # A tensor of larger elements may follow one of an odd number of bytes.
+        part = data[start:stop].clone() if start % dtype.itemsize else data[start:stop]
+        found[name] = part.view(dtype).view(shape)
         start = stop
     return found
 
