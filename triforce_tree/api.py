@@ -1,5 +1,6 @@
 """``load``, ``generate`` and the hook for transformers' own ``generate``."""
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -20,9 +21,16 @@ from triforce_tree.drafters.base import Drafter
 from triforce_tree.engine import Engine
 from triforce_tree.generation.batch.run import RunOptions
 from triforce_tree.generation.batch.streamers import Streamers
-from triforce_tree.generation.drafter_choice import Model, check_drafter_options, own_drafter
+from triforce_tree.generation.drafter_choice import Model, own_drafter
+from triforce_tree.generation.drafter_options import check_drafter_options
 from triforce_tree.generation.inputs import Inputs
-from triforce_tree.generation.keywords import checked_seed, checked_stop_strings, refuse_dropped
+from triforce_tree.generation.keywords import (
+    check_keywords,
+    checked_seed,
+    checked_stop_strings,
+    refuse_dropped,
+)
+from triforce_tree.generation.lengths import check_prompts, texts_of
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.generation.stop_strings import StopStrings
 from triforce_tree.loading.checkpoints import (
@@ -33,8 +41,9 @@ from triforce_tree.loading.checkpoints import (
     unwrapped,
     with_text_ranks,
 )
-from triforce_tree.loading.gguf import gguf_path
+from triforce_tree.loading.gguf_header import gguf_path
 from triforce_tree.loading.placement import on_one_device
+from triforce_tree.loading.reading import ModelFiles
 from triforce_tree.planning import profiles
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
@@ -106,10 +115,12 @@ def load(
         if draft is None and drafter in (None, "model"):
             draft = PAIR / "draft"
     check_drafter_options(drafter, draft, options)
+    if own is None and config.levels != 1:
+        config.matched_tokens(draft is not None)
+    profiles.given(profile)
     target = unwrapped(target, "target")
-    if gguf_file is not None:
-        target = gguf_path(target, gguf_file)
-    draft = None if draft is None else unwrapped(draft, "draft")
+    target = gguf_path(target, gguf_file)
+    draft = None if draft is None else gguf_path(unwrapped(draft, "draft"))
     tokenizer = tokenizer_of(tokenizer, target)
     if isinstance(target, PreTrainedModel):
         target = on_one_device(target)
@@ -125,6 +136,9 @@ def load(
     own_tokenizer = tokenizer_of(draft_tokenizer, draft, "draft_tokenizer")
     if group is not None:
         device = group.device
+    if isinstance(draft, str | Path):
+        # What cannot be used is refused before the target's weights are read.
+        ModelFiles.find(draft, device_of(device), dtype)
     loaded, streamed = load_target(target, config, device, dtype, grid, pinned)
     small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
     measured = profiles.find(profile, loaded, small)
@@ -142,6 +156,12 @@ def generate(
     names = {"drafter", "tokenizer", "draft_tokenizer", "gguf_file", "device", "dtype", "profile"}
     names |= HierarchyConfig().as_options().keys()
     loading = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
+    given = check_keywords(kwargs, inspect.signature(Engine.generate).parameters, names)
+    if isinstance(target, str | Path) or target is None:
+        source = gguf_path(PAIR / "target" if target is None else target, loading.get("gguf_file"))
+        loading["tokenizer"] = tokenizer_of(loading.get("tokenizer"), source)
+        new_tokens = given.get("max_new_tokens")
+        check_prompts(source, loading["tokenizer"], texts_of(inputs), 1 if new_tokens is None else new_tokens)
     return load(target, draft, **loading).generate(inputs, **kwargs)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from triforce_tree.memory_size import bytes_of
-from triforce_tree.option_checks import alone, one_of, within
+from triforce_tree.option_checks import alone, one_of, unknown_option, within
 from triforce_tree.trees.shapes import MOST_DEPTH, Shape, grown_alone, other_shapes, tree_shape
 from triforce_tree.trees.topology_files import SUFFIX
 
@@ -338,7 +338,7 @@ class HierarchyConfig:
         }
         for name, value in options.items():
             if name not in owners:
-                raise ValueError(f"unknown option {name!r}; known: {', '.join(sorted(owners))}")
+                raise unknown_option(name, owners)
             parts[owners[name]][name] = value
         return cls(
             streaming=StreamingConfig(**parts["streaming"]),

@@ -33,7 +33,7 @@ from triforce_tree.generation.batch.run import BatchRun, RunOptions
 from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.checkpoint_settings import without_settings
-from triforce_tree.generation.drafter_choice import check_drafter_options
+from triforce_tree.generation.drafter_options import check_drafter_options
 from triforce_tree.generation.explaining import explanation_of
 from triforce_tree.generation.in_step import check_in_step, decode_in_step
 from triforce_tree.generation.inputs import Ids, Inputs

@@ -1,9 +1,95 @@
 """Checks of single options, whose errors name the value, its limits and what to do."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 
 # Most tokens of a cache or a window.
 MOST_TOKENS = 2**20
+# Other names of dtypes that users of other programs type.
+DTYPE_NAMES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32",
+    "fp32": "float32", "f32": "float32",
+}  # fmt: skip
+
+
+# Arguments of ``load`` that are no fields of the settings.
+LOADING = (
+    "target", "draft", "drafter", "tokenizer", "draft_tokenizer", "gguf_file", "device", "dtype", "profile",
+    "pinned",
+)  # fmt: skip
+_QUANTISED = (
+    "load the model quantised by transformers' from_pretrained and give the object, or give a quantised "
+    "checkpoint; retrieval_weight_bits=4 quantises the retrieval level alone, and changes no text"
+)
+_DEVICES = (
+    "give device='cuda', or a model object that is already placed; offload_weights=True keeps a target that "
+    "is larger than the GPU in host memory"
+)
+_MEMORY = "gpu_memory='24GiB' and host_memory='48GiB' limit what is used"
+_OWN_FOLDER = "download it by huggingface_hub.snapshot_download and give the folder"
+_DRAFT = "give the draft as the second argument: load(target, draft)"
+_GENERATE = "give it to generate(...)"
+# What users of other libraries ask for, and what to do here.
+_ELSEWHERE = {
+    "model": "give the model first: load(model)",
+    "assistant_model": _DRAFT,
+    "draft_model": _DRAFT,
+    "speculative_config": _DRAFT,
+    "speculative_model": _DRAFT,
+    "num_speculative_tokens": "gamma=N bounds what a pass proposes",
+    "num_assistant_tokens": "gamma=N bounds what a pass proposes",
+    "prompt_lookup_num_tokens": "lookup=N proposes N tokens that followed the newest ones before",
+    "device_map": _DEVICES,
+    "n_gpu_layers": _DEVICES,
+    "load_in_4bit": _QUANTISED,
+    "load_in_8bit": _QUANTISED,
+    "quantization_config": _QUANTISED,
+    "quantization": _QUANTISED,
+    "torch_dtype": "its name is dtype here",
+    "trust_remote_code": "code of a checkpoint is never run; load the model yourself and give the object",
+    "attn_implementation": "attention runs on kernels of this package; leave it out",
+    "low_cpu_mem_usage": "weights are read straight to their device in any case; leave it out",
+    "max_memory": _MEMORY,
+    "gpu_memory_utilization": _MEMORY,
+    "use_safetensors": "weights are read from safetensors alone; leave it out",
+    "token": "set HF_TOKEN, or log in by hf auth login",
+    "use_auth_token": "set HF_TOKEN, or log in by hf auth login",
+    "revision": _OWN_FOLDER,
+    "subfolder": _OWN_FOLDER,
+    "cache_dir": "set HF_HOME, which names the hub's cache folder",
+    "local_files_only": "set HF_HUB_OFFLINE=1",
+    "tensor_parallel_size": "start the program by torchrun --nproc-per-node N, whose ranks share the target",
+    "max_model_len": "buffers are made for each prompt; leave it out",
+    "n_ctx": "buffers are made for each prompt; leave it out",
+    **dict.fromkeys(
+        (
+            "max_new_tokens", "max_tokens", "temperature", "top_p", "top_k", "min_p", "do_sample", "seed",
+            "repetition_penalty", "stop_strings", "num_beams", "num_return_sequences", "streamer",
+        ),
+        _GENERATE,
+    ),
+}  # fmt: skip
+
+
+def unknown_option(name: str, known: Collection[str]) -> ValueError:
+    """The error about an argument of ``load`` that there is not, with what to do instead.
+
+    Args:
+        known: the options of the settings.
+    """
+    near = get_close_matches(name, [*known, *LOADING], 1)
+    if name in _ELSEWHERE:
+        hint = _ELSEWHERE[name]
+    else:
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint += "help(triforce_tree.load) and docs/options.md list all, such as budget, gamma and levels"
+    return ValueError(f"unknown option {name!r}; {hint}")
+
+
+def did_you_mean(value: object, allowed: Collection[object]) -> str:
+    """A question about a mistyped word, to put behind it; empty where no allowed one is near."""
+    near = get_close_matches(str(value), list(map(str, allowed)), 1)
+    return f" (did you mean {near[0]!r}?)" if near and isinstance(value, str) else ""
 
 
 def within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
@@ -16,7 +102,9 @@ def one_of(name: str, value: object, *allowed: object) -> None:
     """Raise ValueError unless an option has one of two values or more; True is not 1."""
     if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in allowed):
         *first, last = map(repr, allowed)
-        raise ValueError(f"{name}={value!r} must be {', '.join(first)} or {last}")
+        raise ValueError(
+            f"{name}={value!r} must be {', '.join(first)} or {last}{did_you_mean(value, allowed)}"
+        )
 
 
 def alone(option: str, refused: Mapping[str, object]) -> None:
@@ -27,3 +115,13 @@ def alone(option: str, refused: Mapping[str, object]) -> None:
     """
     if named := [name for name, given in refused.items() if given]:
         raise ValueError(f"{option} does not work with {named[0]}; leave one of them out")
+
+
+def check_positions(prompt: int, new: int, positions: int | None) -> None:
+    """Raise ValueError where prompt and new tokens exceed a model's positions; None is without a limit."""
+    if positions is not None and prompt + new > positions:
+        remedy = f" or set max_new_tokens<={positions - prompt}" if prompt < positions else ""
+        raise ValueError(
+            f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
+            f"{positions} positions; shorten the prompt{remedy}"
+        )

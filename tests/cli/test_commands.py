@@ -18,7 +18,6 @@ from wrong_acceptance import accept_all_proposals
 from triforce_tree import __version__
 from triforce_tree.cli import console, entry
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.eval import results
 
 
 @pytest.mark.parametrize(
@@ -115,6 +114,24 @@ def test_sampling_with_a_seed_repeats(
     first, again, other = (run(capsys, *argv, "--seed", seed)[1] for seed in ("1", "1", "2"))
     assert first == again
     assert first != other
+
+
+def test_stops_and_penalties_are_those_of_python(
+    capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str
+) -> None:
+    argv = ["generate", prompt, *pair.options, "--max-new-tokens", "24", "--levels", "2"]
+    whole = run(capsys, *argv)[1].rstrip("\n")
+    stop = whole[6:9]
+    code, out, _ = run(capsys, *argv, "--stop", "no such words", "--stop", stop, "--dtype", "fp32")
+    assert code == 0
+    assert stop in out
+    assert whole.startswith(out.rstrip("\n"))
+    assert len(out) < len(whole)
+    penalised = run(capsys, *argv, "--repetition-penalty", "1.8")[1].rstrip("\n")
+    text = Path(prompt).read_text(encoding="utf-8")
+    expected = pair.load(levels=2).generate(text, max_new_tokens=24, do_sample=False, repetition_penalty=1.8)
+    assert penalised == expected.text.rstrip("\n")
+    assert penalised != whole
 
 
 BAD = {
@@ -247,7 +264,7 @@ def test_a_full_disk_is_noticed_before_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(results.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     code, _, err = run(capsys, "bench", "text", *pair.options, "--out", str(tmp_path / "r.jsonl"))
     assert code == 2
     assert "0.0 MB are free" in err

@@ -18,6 +18,7 @@ PYTHON_ONLY = {"select_chunks", "pinned"}
 # Of `generate` itself, and of the command line.
 NOT_OF_LOAD = {
     "prompt", "chat", "messages", "system", "max_new_tokens", "compare", "temperature", "top_p", "top_k",
+    "min_p", "repetition_penalty", "stop",
     "num_beams", "num_return_sequences", "length_penalty", "seed", "json", "traceback", "help",
 }  # fmt: skip
 # The words of the command line for None, and for what None means there.

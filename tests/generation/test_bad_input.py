@@ -171,7 +171,7 @@ BAD_OPTIONS = [
     ({"levels": 4}, ("levels=4", "1, 2, 3 or 'auto'")),
     ({"levels": "all"}, ("levels='all'", "auto")),
     ({"tree": "bush:3"}, ("tree='bush:3'", "chain:4")),
-    ({"gama": 3}, ("unknown option 'gama'", "budget", "gamma")),
+    ({"gama": 3}, ("unknown option 'gama'", "did you mean 'gamma'?")),
 ]
 
 

@@ -1,6 +1,9 @@
 """GGUF files: found, checked, unpacked, and decoded as transformers decodes them."""
 
 import json
+import logging
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +99,114 @@ def test_three_levels_decode_a_gguf_file_as_transformers_does(path: Path) -> Non
         expected = reference.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
         assert len(out.levels) == 3
         assert out.sequences[0, ids.shape[1] :].tolist() == expected.tolist()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("TRIFORCE_TREE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gguf"
+
+
+@pytest.fixture
+def unpackings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that the package gguf parses."""
+    gguf = pytest.importorskip("gguf")
+    parsed: list[str] = []
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc, name-defined]
+        def __init__(self, path: str, *args: object) -> None:
+            parsed.append(Path(path).name)
+            super().__init__(path, *args)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    return parsed
+
+
+def kept_files(cache: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+
+
+def weights_of(path: Path, **more: object) -> dict[str, torch.Tensor]:
+    return dict(triforce_tree.load(path, levels=1, device="cpu", **more).hierarchy.target.model.state_dict())
+
+
+def test_it_is_unpacked_once_for_its_contents_and_dtype(
+    path: Path, own_cache: Path, unpackings: list[str], tmp_path: Path
+) -> None:
+    first = weights_of(path)
+    assert unpackings == [NAME, NAME]  # the tokenizer with the configuration, and the weights
+    again = weights_of(path)
+    # A copy elsewhere has the same contents.
+    copied = shutil.copy(path, tmp_path / "copy.gguf")
+    os.link(path, tmp_path / NAME)
+    linked = weights_of(tmp_path / NAME)
+    assert unpackings == [NAME, NAME]
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name])
+        assert torch.equal(weight, linked[name])
+    half = weights_of(path, dtype="half")
+    assert unpackings == [NAME] * 3
+    assert {weight.dtype for weight in half.values()} == {torch.float16}
+    assert load_tokenizer(path)(PROMPT).input_ids == load_tokenizer(copied)(PROMPT).input_ids
+
+
+def test_a_file_that_changed_is_unpacked_again(path: Path, own_cache: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copy(path, tmp_path / "own.gguf"))
+    before, times = weights_of(own), own.stat()
+    content = bytearray(own.read_bytes())
+    content[-4:] = b"\x00\x00\x00\x00" if content[-4:] != bytes(4) else b"\x00\x00\x80\x3f"
+    own.write_bytes(content)
+    # As a copy that keeps times does.
+    os.utime(own, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = weights_of(own)
+    assert any(not torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "contents.json", "tokenizer.json"])
+def test_a_damaged_entry_is_made_again(
+    path: Path, own_cache: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = weights_of(path)
+    good = kept_files(own_cache)
+    for damaged in own_cache.rglob(file):
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        after = weights_of(path)
+    assert "is damaged, so tiny.gguf is unpacked again" in caplog.text
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+    assert kept_files(own_cache) == good
+
+
+def test_without_room_it_is_unpacked_in_every_run(
+    path: Path,
+    own_cache: Path,
+    unpackings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    usage = shutil.disk_usage(path.parent)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda where: usage)
+    with caplog.at_level(logging.WARNING):
+        first = weights_of(path)
+    assert "cannot be kept in" in caplog.text
+    assert "TRIFORCE_TREE_CACHE names another folder" in caplog.text
+    assert len(caplog.records) <= 2
+    assert not kept_files(own_cache)
+    once = len(unpackings)
+    again = weights_of(path)
+    assert len(unpackings) == 2 * once
+    assert all(torch.equal(weight, again[name]) for name, weight in first.items())
+
+
+def test_a_folder_with_one_file_is_that_file(path: Path, pair: TinyPair, tmp_path: Path) -> None:
+    assert weights_of(path.parent).keys() == weights_of(path).keys()
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(path, tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=says("GGUF files (a.gguf, b.gguf)", "gguf_file=")):
+        triforce_tree.load(tmp_path)
 
 
 def test_its_weights_can_be_copied_in_fewer_bits_and_streamed(path: Path) -> None:

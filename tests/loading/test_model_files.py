@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import triforce_tree
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
-from triforce_tree.loading.model_files import INDEX, WEIGHTS
+from triforce_tree.loading.model_folder import INDEX, WEIGHTS
 
 # Most KiB by which a test may raise the peak memory of the process (``ru_maxrss``).
 MOST_GROWTH = 64 << 10
@@ -166,7 +166,7 @@ def test_without_a_network_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch)
     def unreachable(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("Got: ConnectError. An error happened while trying to locate the files")
 
-    monkeypatch.setattr("triforce_tree.loading.model_files.snapshot_download", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(FileNotFoundError, match=says("'some/model'", "hub cannot be reached")) as error:
         triforce_tree.load("some/model")
     assert "Got:" not in str(error.value)

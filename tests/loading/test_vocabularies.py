@@ -120,6 +120,22 @@ def test_of_tokens_with_one_text_one_is_proposed() -> None:
     assert ids.proposals.tolist() == [0, -1, 1]
 
 
+def test_a_draft_that_mostly_has_other_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    """The target's tokens may be all among the draft's, and yet few of what it wants to propose."""
+
+    def pair(count: int) -> tuple[PreTrainedTokenizerFast, int]:
+        words = [*LETTERS, *(f"{a}{b}" for a in LETTERS for b in LETTERS)][:count]
+        return tokenizer(words), count
+
+    large, size = pair(100)
+    with caplog.at_level(logging.WARNING):
+        assert token_map(26, size, OF_LETTERS, large) is not None
+    assert "100 % of the target's tokens, which are 26 % of its own" in caplog.text
+    large, size = pair(700)
+    with pytest.raises(ValueError, match=says("26 of the 700 tokens", "at least 5%", "choose another draft")):
+        token_map(26, size, OF_LETTERS, large)
+
+
 def test_added_tokens_do_not_make_another_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     """Of a model and its chat version."""
     ids = token_map(64, 64, tokenizer([*LETTERS, "<call>"]), tokenizer([*LETTERS, "<tool>"]))

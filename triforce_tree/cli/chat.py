@@ -13,8 +13,8 @@ from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, PinningBar, PrefillBar, TextOut, json_line, screen
 from triforce_tree.engine import Engine
 from triforce_tree.eval.compare import ms_per_token, token_count
-from triforce_tree.eval.text import read_text
 from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.runtime.files.text_files import read_text
 from triforce_tree.runtime.stats import rate_text
 from triforce_tree.sessions.session import Session
 
@@ -23,11 +23,8 @@ COMMANDS = "/quit, /reset, /save FOLDER, /help"
 
 def run(args: argparse.Namespace) -> int:
     document = "" if args.file is None else read_text(args.file).rstrip()
-    if args.load is not None and (document or args.system is not None):
-        raise ValueError("--load continues a saved conversation; leave out --file and --system")
-    options.check_sampling(args)
     seed = options.seed_of(args)
-    engine = options.engine_of(args)
+    engine = options.engine_of(args, document, args.max_new_tokens)
     if args.system is not None and not _has_template(engine):
         raise ValueError("--system needs a tokenizer with a chat template; put the text into --file")
     more = {"max_new_tokens": args.max_new_tokens, **options.sampling_of(args, engine)}
@@ -166,7 +163,9 @@ def _has_template(engine: Engine) -> bool:
 def _lines() -> Iterator[str]:
     """What is typed, or the lines of stdin where it is no terminal, without empty ones."""
     if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin if line.strip())
+        # The first one may begin with a byte order mark.
+        lines = (line.strip().removeprefix("\ufeff") for line in sys.stdin)
+        yield from (line for line in lines if line)
         return
     show = screen()
     show.print(f"ask about the text; {COMMANDS}; Ctrl-C ends an answer")

@@ -8,6 +8,7 @@ from transformers import StoppingCriteriaList
 
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, results
+from triforce_tree.cli.texts import documents
 from triforce_tree.engine import Engine
 from triforce_tree.eval import check, overlap, text
 from triforce_tree.trees.shapes import sequoia
@@ -16,15 +17,11 @@ RANKS = 8
 
 
 def run(args: argparse.Namespace) -> int:
-    if not 0 < args.temperature < float("inf"):
-        raise ValueError(
-            f"temperature={args.temperature} must be above 0; greedy output is tested in any case"
-        )
     # Only in a prompt well above the budget does the retrieval cache leave chunks out.
     long = 2 * args.budget + 455
     args.lengths = args.lengths or [1, 67, 1021, long]
     args.context = args.context or long
-    _, texts = options.documents(args)
+    _, texts = documents(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     ids = text.token_ids(engine.tokenizer, next(iter(texts)))

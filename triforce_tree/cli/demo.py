@@ -36,7 +36,6 @@ from triforce_tree.eval.compare import difference_verdict, judged
 from triforce_tree.eval.needle import ANSWER_TOKENS
 from triforce_tree.eval.results import repeated_share
 from triforce_tree.eval.text import pydoc_text, token_ids
-from triforce_tree.generation.options import check_sampling_options
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.pair import needle as planted
 from triforce_tree.text.new_text import new_text
@@ -63,7 +62,6 @@ class HiddenNumber:
 
 def run(args: argparse.Namespace) -> int:
     show = results(args)
-    check_sampling_options({"temperature": args.temperature})
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     hidden = HiddenNumber.drawn(args.seed)

@@ -13,26 +13,31 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from triforce_tree.cli.arguments import parser
+from triforce_tree.cli.prompt import missing
+from triforce_tree.runtime.telling import shown, told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     nowhere = sys.stdout is None
     _open_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(words)
-    args.words = words
-    if nowhere:
-        return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
-    if (missing := _missing(args)) is not None:
-        return _failed(f"{missing}: No such file or directory", 2)
+    traceback = "--traceback" in words
     try:
-        return _run(args)
+        # Imported here, inside the handling of Ctrl-C, as are all modules that commands need.
+        from triforce_tree.cli.arguments import parser
+
+        args = parser().parse_args(words)
+        args.words = words
+        if nowhere:
+            return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
+        check(args)
+        with shown():
+            return _run(args)
     except KeyboardInterrupt:
         # Where Ctrl-C interrupts code in a string, as dataclasses run it, CPython sets a flag and later ends
         # `python -m` by the signal, not with our exit code; running another string clears the flag.
         exec("")
-        if args.json and os.environ.get("RANK", "0") == "0":
+        if "--json" in words and os.environ.get("RANK", "0") == "0":
             print(json.dumps({"interrupted": True}), flush=True)
         return _failed("interrupted", 130)
     except BrokenPipeError:
@@ -40,15 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, ImportError) as error:
-        if args.traceback:
+        if traceback:
             raise
         return _failed(_message(error), 2)
 
 
-def _missing(args: argparse.Namespace) -> str | None:
-    """A file to read that there is not: said before libraries are imported, which takes seconds."""
-    given = (getattr(args, name, None) for name in ("prompt", "file", "messages"))
-    return next((path for path in given if path not in (None, "-") and not os.path.exists(path)), None)
+def check(args: argparse.Namespace) -> None:
+    """Refuse what options and small files tell, before libraries are imported, which takes seconds.
+
+    Raises:
+        ValueError, OSError: naming the option or the file.
+    """
+    if said := missing(args):
+        raise FileNotFoundError(said)
+    getattr(import_module("triforce_tree.cli.early"), args.early)(args)
 
 
 def _open_closed_streams() -> None:
@@ -59,13 +69,16 @@ def _open_closed_streams() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # Imported here, inside the handling of Ctrl-C: these take seconds.
-    import torch
-    from transformers.utils import logging as transformers_logging
+    # These take seconds.
+    with told("importing torch and transformers"):
+        import torch
+        from transformers.utils import logging as transformers_logging
 
-    from triforce_tree.cli import console
-    from triforce_tree.kernels.device import KernelError
-    from triforce_tree.runtime import distributed
+        from triforce_tree.cli import console
+        from triforce_tree.kernels.device import KernelError
+        from triforce_tree.runtime import distributed
+
+        command = import_module(args.module)
 
     # Progress bars and notices of these libraries would mix with our own.
     transformers_logging.set_verbosity_error()
@@ -76,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError("this command runs in one process, without torchrun; only generate takes several")
     try:
         with console.first_rank_stdout():
-            code = int(import_module(args.module).run(args))
+            code = int(command.run(args))
         distributed.leave()
         return code
     except KernelError as error:

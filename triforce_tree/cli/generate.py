@@ -16,7 +16,6 @@ from triforce_tree.cli.console import (
     memory_table,
     screen,
 )
-from triforce_tree.cli.prompt import prompt_of
 from triforce_tree.engine import Engine
 from triforce_tree.eval.compare import compared, ms_per_token, summary
 from triforce_tree.generation.chat import encoded
@@ -27,15 +26,9 @@ _NOTABLE_SECONDS = 0.1
 
 
 def run(args: argparse.Namespace) -> int:
-    given = prompt_of(args)
-    options.check_sampling(args)
-    several = args.num_beams > 1 or args.num_return_sequences > 1
-    if several and args.compare:
-        raise ValueError("--compare decodes one text; leave out --num-beams and --num-return-sequences")
-    if args.length_penalty is not None and args.num_beams == 1:
-        raise ValueError("--length-penalty is read with --num-beams above 1 alone; leave it out")
+    several, given = args.num_beams > 1 or args.num_return_sequences > 1, args.given_prompt
     seed = options.seed_of(args)
-    engine = options.engine_of(args)
+    engine = options.engine_of(args, given, args.max_new_tokens)
     assert engine.tokenizer is not None
     prompt = encoded(engine.tokenizer, given, engine.hierarchy.target.max_positions)
     sampling = options.sampling_of(args, engine)

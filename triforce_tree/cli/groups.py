@@ -11,12 +11,14 @@ from triforce_tree.cli.parsing import (
     GivenSizeOrSwitch,
     GivenSwitch,
     HelpFormatter,
+    dtype,
     levels,
     positive,
     positive_or_auto,
     weight_bits,
 )
 from triforce_tree.config import HierarchyConfig
+from triforce_tree.generation.drafter_options import DRAFTERS as DRAFTERS
 
 DEFAULTS = HierarchyConfig().as_options()
 AUTO, NONE = "auto", "none"
@@ -45,22 +47,37 @@ ENGINE_OPTIONS = (
 )
 # An option of ``generate`` alone: benchmarks and checks are of lossless decoding.
 LOSSY_OPTION = "acceptance_method"
-DRAFTERS = ("model", "lookup")
+# Options of ``generate`` and ``chat`` that the checkpoint may have values of its own for.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MEMORY_OPTIONS = (
     "offload", "gpu_memory", "host_memory", "offload_weights", "host_attention", "context_parallel",
 )  # fmt: skip
 
 
-def add_parser(subparsers: Any, name: str, module: str, summary: str) -> argparse.ArgumentParser:
+def add_parser(
+    subparsers: Any, name: str, module: str, summary: str, early: str | None = None
+) -> argparse.ArgumentParser:
+    """A command.
+
+    Args:
+        module: its ``run(args)`` carries the command out.
+        early: the function of ``cli.early`` that checks its options; by default that of the command's name.
+    """
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, help=summary, description=summary, formatter_class=HelpFormatter
     )
-    parser.set_defaults(module=module, on_several_gpus=False)
+    parser.set_defaults(module=module, early=early or name, on_several_gpus=False)
     parser.add_argument(
         "--json", action="store_true", help="end with one JSON object, as the last line of stdout"
     )
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
     return parser
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``load`` that were given."""
+    names = (*ENGINE_OPTIONS, *MEMORY_OPTIONS, LOSSY_OPTION)
+    return {name: getattr(args, name) for name in names if name in args.given}
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +109,10 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, CUDA if available")
     group.add_argument(
         "--dtype",
+        type=dtype,
         choices=DTYPES,
-        help="without it, float32 on the CPU and the checkpoint's own elsewhere (bfloat16 for GGUF)",
+        help="or half, fp16, bf16, fp32; without it, float32 on the CPU and the checkpoint's own elsewhere "
+        "(bfloat16 for GGUF)",
     )
 
 
@@ -299,6 +318,22 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="sample from this many tokens; 0 for all, also where the checkpoint names none (transformers "
         "then takes 50)",
+    )
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="leave out tokens of less than P times the best probability"
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="divide the logits of tokens that the text has by X; 1 for none",
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end after this text, which stays in the output; give the option again for several",
     )
     group.add_argument(
         "--seed", type=int, help="of all draws; without it, a random one, which --json reports"

@@ -2,29 +2,33 @@
 
 import argparse
 import secrets
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from triforce_tree.api import load
+from triforce_tree.api import Tokenizer, load
 from triforce_tree.cli.console import PinningBar, screen
-from triforce_tree.cli.groups import AUTO, ENGINE_OPTIONS, LOSSY_OPTION, MEMORY_OPTIONS, NONE
+from triforce_tree.cli.groups import AUTO, ENGINE_OPTIONS, NONE, engine_options
+from triforce_tree.cli.prompt import Prompt
 from triforce_tree.engine import Engine
-from triforce_tree.eval import text
-from triforce_tree.eval.texts import registry
-from triforce_tree.generation.options import check_sampling_options
+from triforce_tree.generation.chat import chats_of
+from triforce_tree.generation.lengths import check_prompts
+from triforce_tree.loading.checkpoints import PAIR, tokenizer_of
+from triforce_tree.loading.gguf_header import gguf_path
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 
 
-def engine_of(args: argparse.Namespace) -> Engine:
-    """The engine that the options describe."""
-    names = (*ENGINE_OPTIONS, *MEMORY_OPTIONS, LOSSY_OPTION)
-    options = {name: getattr(args, name) for name in names if name in args.given}
+def engine_of(args: argparse.Namespace, prompt: Prompt | None = None, new_tokens: int = 0) -> Engine:
+    """The engine that the options describe.
+
+    Args:
+        prompt: what it will continue by so many new tokens: refused, where it is too long, before weights are
+            read.
+    """
+    options = engine_options(args)
     if args.device is not None:
         device_of(args.device)
     # From here on each process has a GPU of its own.
@@ -33,9 +37,16 @@ def engine_of(args: argparse.Namespace) -> Engine:
         # The limit is for the whole process.
         bound_memory(torch.device(args.device or "cuda"), bytes_of(args.gpu_memory, "gpu_memory"))
     profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
+    tokenizer: Tokenizer | None = args.tokenizer
+    if prompt:
+        if not isinstance(prompt, str):
+            _check_messages(args, prompt)
+        source = gguf_path(PAIR / "target" if args.target is None else args.target, args.gguf_file)
+        tokenizer = tokenizer_of(args.tokenizer, source)
+        check_prompts(source, tokenizer, [prompt], new_tokens)
     models = {
         "drafter": args.drafter,
-        "tokenizer": args.tokenizer,
+        "tokenizer": tokenizer,
         "draft_tokenizer": args.draft_tokenizer,
         "gguf_file": args.gguf_file,
         "device": args.device,
@@ -54,24 +65,34 @@ def engine_of(args: argparse.Namespace) -> Engine:
     return engine
 
 
-def check_sampling(args: argparse.Namespace) -> None:
-    """Raise ValueError for a temperature, top_p or top_k out of range."""
-    check_sampling_options({"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k})
+def _check_messages(args: argparse.Namespace, prompt: Prompt) -> None:
+    try:
+        chats_of(prompt)
+    except ValueError as error:
+        raise ValueError(f"--messages {args.messages}: {error}" if args.messages else str(error)) from error
 
 
 def sampling_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """temperature, top_p and top_k for ``generate``: as given, else the checkpoint's own; 0 is greedy."""
+    """Sampling options and stop strings for ``generate``: as given, else the checkpoint's own.
+
+    Temperature 0 is greedy.
+    """
     own = engine.hierarchy.target.model.generation_config
     found = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    more: dict[str, Any] = {"stop_strings": args.stop} if args.stop else {}
+    if args.repetition_penalty is not None:
+        more["repetition_penalty"] = args.repetition_penalty
     if args.temperature is None and not own.do_sample:
         found["temperature"] = 0.0
     if found["temperature"] == 0:
-        if args.top_k or (args.top_p is not None and args.top_p < 1):
+        if args.top_k or args.min_p or (args.top_p is not None and args.top_p < 1):
             screen().print(
-                "--top-k and --top-p change nothing at temperature 0, which takes the most probable token; "
-                "give --temperature"
+                "--top-k, --top-p and --min-p change nothing at temperature 0, which takes the most probable "
+                "token; give --temperature"
             )
-        return {"temperature": 0.0}
+        return {"temperature": 0.0, **more}
+    if args.min_p is not None:
+        more["min_p"] = args.min_p
     for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0)):
         if found[name] is None:
             held = getattr(own, name)
@@ -79,7 +100,7 @@ def sampling_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     if args.temperature is None:
         text = ", ".join(f"{name} {value:g}" for name, value in found.items())
         screen().print(f"sampling as the checkpoint's generation_config says: {text}")
-    return found
+    return {**found, **more}
 
 
 def seed_of(args: argparse.Namespace) -> int:
@@ -102,35 +123,3 @@ def recorded(args: argparse.Namespace, *omitted: str) -> dict[str, Any]:
         if getattr(args, name) is not None:
             settings[name] = getattr(args, name)
     return settings
-
-
-def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
-    """The name of the text, and its documents."""
-    if args.dataset:
-        name = f"{args.dataset}/{args.split}/{args.column}"
-        return name, text.dataset_texts(args.dataset, args.split, args.column)
-    if args.file:
-        if Path(args.file).suffix.lower() in text.ROWS:
-            raise ValueError(
-                f"--file {args.file}: its suffix is that of a data set, not of a text; use --dataset "
-                f"{args.file} --column NAME"
-            )
-        return args.file, [text.read_text(args.file)]
-    if args.text:
-        source, found = text_source(args)
-        if source.copies is not None:
-            raise ValueError(
-                f"--text {args.text}: passages are copied for prompts of one length, which bench text makes; "
-                f"use --text {source.copies} here"
-            )
-        return source.name, [found]
-    if args.texts:
-        raise ValueError(f"--texts {args.texts} holds texts by name; give --text NAME as well")
-    return text.PYDOC, [text.pydoc_text()]
-
-
-def text_source(args: argparse.Namespace) -> tuple[registry.TextSource, str]:
-    """The text that ``--text`` names, from ``--texts`` or from this machine."""
-    here = registry.Texts(args.texts)
-    source = here.first(args.text)
-    return source, here.read(source)

@@ -4,6 +4,18 @@ import argparse
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from triforce_tree.option_checks import DTYPE_NAMES, did_you_mean
+
+# Options of other programs, by the names that they have here.
+_ELSEWHERE = {
+    "--model": "--target", "-m": "--target", "--draft-model": "--draft", "--model-draft": "--draft",
+    "-md": "--draft", "--max-tokens": "--max-new-tokens", "--n-predict": "--max-new-tokens",
+    "-n": "--max-new-tokens", "--temp": "--temperature", "-t": "--temperature",
+    "--repeat-penalty": "--repetition-penalty", "--torch-dtype": "--dtype", "--key": "--api-key",
+    "--output": "--out", "-o": "--out", "--stop-strings": "--stop", "--beams": "--num-beams",
+}  # fmt: skip
+_TEXTS = ("--prompt", "--text", "-p")
+
 
 class Parser(argparse.ArgumentParser):
     """Reports a bad option in one line, without the usage."""
@@ -15,10 +27,25 @@ class Parser(argparse.ArgumentParser):
         """As argparse's, but what is not known is an error of the command that it was given to."""
         found, left = super().parse_known_args(args, namespace)
         if left:
-            near = get_close_matches(left[0].partition("=")[0], self._option_string_actions, n=1)
-            also = f" (did you mean {near[0]}?)" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(left)}{also}")
+            self.error(f"unrecognized arguments: {' '.join(left)}{self._instead_of(left[0])}")
         return found, left
+
+    def _instead_of(self, word: str) -> str:
+        """What an unknown option may mean, to put behind it."""
+        flag = word.partition("=")[0].replace("_", "-")
+        known = self._option_string_actions
+        near = [_ELSEWHERE.get(flag, flag)] if _ELSEWHERE.get(flag, flag) in known else []
+        near = near or get_close_matches(flag, known, n=1)
+        if flag in _TEXTS and "--chat" in known:
+            return " (name a file with the prompt, or pipe the text in: echo 'some text' | ...)"
+        return f" (did you mean {near[0]}?)" if near else ""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(value, list(action.choices or ()))
+            raise
 
 
 class Given(argparse.Action):
@@ -128,8 +155,12 @@ def weight_bits(text: str) -> int | str:
 
 def _one_of(text: str, *words: str) -> int | str:
     if text not in words:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}{did_you_mean(text, words)}")
     return text if text == "auto" else int(text)
+
+
+def dtype(text: str) -> str:
+    return DTYPE_NAMES.get(text, text)
 
 
 def depth(text: str) -> float:

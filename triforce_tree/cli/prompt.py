@@ -1,18 +1,24 @@
-"""The prompt of ``triforce-tree generate``: a text, a question about it, or messages from a file."""
+"""The prompt of ``triforce-tree generate``: a text, a question about it, or messages from a file.
+
+Nothing here imports torch, so that a prompt which cannot be read is refused at once.
+"""
 
 import argparse
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
-from triforce_tree.cli.console import screen
-from triforce_tree.eval.text import read_text
-from triforce_tree.generation.chat import Chat, chats_of
-from triforce_tree.runtime import distributed
 from triforce_tree.runtime.files.json_files import read_json
+from triforce_tree.runtime.files.text_files import read_stdin, read_text
+
+# Characters of a text that was given for a file.
+_SHOWN = 80
+Prompt = str | list[dict[str, Any]]
 
 
-def prompt_of(args: argparse.Namespace) -> str | Chat:
-    """A text to continue, or a chat to answer.
+def prompt_of(args: argparse.Namespace) -> Prompt:
+    """A text to continue, or the messages of a chat to answer, whose contents are not checked here.
 
     Raises:
         ValueError: options that contradict each other; an empty text, or no messages in the file.
@@ -36,31 +42,63 @@ def prompt_of(args: argparse.Namespace) -> str | Chat:
     return [*system, {"role": "user", "content": document + args.chat}]
 
 
-def _messages(path: str) -> Chat:
+def missing(args: argparse.Namespace) -> str | None:
+    """What to say of a file to read that there is not; None where all are there."""
+    given = {name: getattr(args, name, None) for name in ("prompt", "file", "messages", "mine", "results")}
+    for name, path in given.items():
+        if path in (None, "-") or _exists(path):
+            continue
+        said = f"{path}: No such file or directory"
+        if name == "prompt":
+            shown = path if len(path) <= _SHOWN else path[:_SHOWN] + "..."
+            said = f"{shown}: No such file or directory"
+            said += "; to continue a text itself, pipe it in: echo 'some text' | triforce-tree generate -"
+            if args.chat is None and args.messages is None:
+                said += ", or ask with --chat 'question'"
+        return said
+    return None
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.exists(path)
+    except ValueError:  # a zero byte
+        return False
+
+
+def characters(prompt: Prompt) -> str:
+    """The text in a prompt, without the template of a chat."""
+    if isinstance(prompt, str):
+        return prompt
+    parts = []
+    for message in prompt:
+        content = message.get("content")
+        listed = content if isinstance(content, list) else [{"text": content}]
+        parts += [part.get("text") for part in listed if isinstance(part, dict)]
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def _messages(path: str) -> list[dict[str, Any]]:
     try:
         given = read_json(Path(path))
     except ValueError as error:
         raise ValueError(f"--messages {path}: no JSON in UTF-8 ({error})") from error
-    try:
-        chats = chats_of(given)
-    except ValueError as error:
-        raise ValueError(f"--messages {path}: {error}") from error
-    if chats is None or isinstance(given[0], list):
+    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
         raise ValueError(
             f"--messages {path}: holds no list of messages; give one chat, as in "
             '[{"role": "user", "content": "..."}]'
         )
-    return chats[0]
+    return given
 
 
 def _text(path: str) -> str:
     if path != "-":
         return read_text(path)
-    if distributed.world_size() > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("under torchrun the processes have no stdin; name a file with the prompt")
     if sys.stdin.isatty():
-        screen().print("type the prompt; end it with Ctrl-D on an empty line")
-    text = sys.stdin.read()
+        print("type the prompt; end it with Ctrl-D on an empty line", file=sys.stderr)
+    text = read_stdin()
     if not text.strip():
         raise ValueError("the prompt on stdin is empty; pipe a text in, or name a file")
     return text

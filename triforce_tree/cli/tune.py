@@ -14,28 +14,22 @@ import triforce_tree
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, results, screen
 from triforce_tree.cli.groups import ENGINE_OPTIONS
+from triforce_tree.cli.texts import documents
 from triforce_tree.engine import Engine
-from triforce_tree.eval.results import Record, Records, check_writable, header
+from triforce_tree.eval.results import Record, Records, header
 from triforce_tree.eval.text import prompts
-from triforce_tree.generation.options import check_sampling_options
 from triforce_tree.planning import profiles
 from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.runtime import fingerprint
+from triforce_tree.runtime.files.writable import check_writable
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.shapes import save_shape
-from triforce_tree.trees.topology_files import check_shape_file
 from triforce_tree.tune.plan import Plan, Watch
 from triforce_tree.tune.tuner import Tuner
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.dry_run and (args.out or args.fresh):
-        raise ValueError("--dry-run measures and writes nothing; leave --out and --fresh out")
-    for temperature in args.temperature:
-        check_sampling_options({"temperature": temperature})
-    if args.save_tree is not None:
-        _check_save_tree(args)
-    source, texts = options.documents(args)
+    source, texts = documents(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     plan = Plan(
@@ -84,16 +78,6 @@ def run(args: argparse.Namespace) -> int:
         result |= {"complete": tuner.complete, "interrupted": interrupt.requested}
         json_line({**result, "entries": [asdict(entry) | {"speedup": entry.speedup} for entry in entries]})
     return 130 if interrupt.requested else 0
-
-
-def _check_save_tree(args: argparse.Namespace) -> None:
-    """Before a long run: there is one tree to write, and its file can be written."""
-    cells = len(set(args.context)) * len(set(args.temperature))
-    if args.dry_run or cells > 1:
-        why = "--dry-run finds none" if args.dry_run else f"these are settings for {cells} cases"
-        raise ValueError(f"--save-tree writes one tree, but {why}; give one --context and one --temperature")
-    check_shape_file(args.save_tree)
-    check_writable(args.save_tree)
 
 
 def _save_tree(path: str, entry: Entry) -> None:

@@ -31,6 +31,7 @@ from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.locks import generation, held
+from triforce_tree.runtime.telling import told
 from triforce_tree.trees.device_shapes import least_prompt
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -81,7 +82,8 @@ class Hierarchy:
         # The program whose state a user's drafter is bound to, shared by all configurations as well.
         self._bound: list[weakref.ref[DecodingProgram]] = []
         check_settings(target, config)
-        self.guard = compare_at_load(target)
+        with told("comparing the forward of a few tokens with transformers' own"):
+            self.guard = compare_at_load(target)
         self._made_of = self._revisions
 
     @property

@@ -1,13 +1,13 @@
-"""Long prompts of real text: Python's own help topics, a file, or a data set's documents."""
+"""Long prompts of real text: Python's own help topics, or a data set's documents."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+from triforce_tree.loading.model_folder import in_one_line
 
-from triforce_tree.generation.chat import encoded
-from triforce_tree.loading.model_files import in_one_line
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PYDOC = "pydoc"
 # Suffixes of data set files, and the datasets library's names of their formats.
@@ -19,24 +19,6 @@ def pydoc_text() -> str:
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def read_text(path: str | Path) -> str:
-    """A text file.
-
-    Raises:
-        ValueError: it is empty or not UTF-8.
-        OSError: it cannot be read.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); convert it first"
-        ) from error
-    if not text.strip():
-        raise ValueError(f"{str(path)!r} holds no text; give a file with a prompt in it")
-    return text
 
 
 def dataset_texts(name: str, split: str = "test", column: str = "text") -> Iterator[str]:
@@ -84,7 +66,7 @@ def dataset_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def surrounding(tokenizer: PreTrainedTokenizerBase, text: str, longest: int, what: str) -> list[int]:
+def surrounding(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int, what: str) -> list[int]:
     """Ids of a text, repeated where it is short, to cut prompts of up to ``longest`` tokens from.
 
     Args:
@@ -99,13 +81,16 @@ def surrounding(tokenizer: PreTrainedTokenizerBase, text: str, longest: int, wha
     return ids * (1 + (2 * longest) // len(ids))
 
 
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def token_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Ids of a text of any length, without the warning that it exceeds the model."""
+    # Imported here: the command line reads texts before torch is imported.
+    from triforce_tree.generation.chat import encoded
+
     return encoded(tokenizer, text)
 
 
 def prompts(
-    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, context: int, count: int
+    documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase", context: int, count: int
 ) -> list[list[int]]:
     """``count`` prompts of ``context`` tokens each: one of each document, or evenly spaced in a single one.
 

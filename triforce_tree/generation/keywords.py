@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from operator import index
 from types import FrameType
 from typing import Any
@@ -10,13 +10,27 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from triforce_tree.generation.options import REMEDY, check_sampling_options, supported
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.generation.option_values import check_sampling_options
+from triforce_tree.generation.options import REMEDY, SEVERAL, supported
+from triforce_tree.option_checks import unknown_option
 
 _REMEDIES = {
     "assistant_model": "give load(target, draft) a draft model",
     "messages": "give them first, as the prompt: generate(messages)",
     "tokenizer": "give it to load(..., tokenizer=...)",
+    "max_tokens": "its name is max_new_tokens here",
+    "max_length_tokens": "its name is max_new_tokens here",
+    "stop": "its name is stop_strings here",
+    "n": "its name is num_return_sequences here",
+    "prompt": "give it first: generate(prompt)",
+    **dict.fromkeys(
+        (*HierarchyConfig().as_options(), "target", "draft", "drafter", "device", "dtype", "profile"),
+        "give it to load(...), or to Engine.with_options",
+    ),
 }
+# Arguments of Engine.generate that are no options of GenerationConfig.
+_OWN = ("seed", "streamer", "logprobs", "stopping_criteria", "logits_processor", "attention_mask", "progress")
 # Keywords of transformers' generate that are no options of GenerationConfig; False has no effect.
 _SWITCHES = frozenset({"synced_gpus", "trust_remote_code"})
 
@@ -49,14 +63,44 @@ def generation_options(
         if name in known:
             kept[name] = supported(name, value)
         elif value is not None and not (value is False and name in _SWITCHES):
-            similar = difflib.get_close_matches(name, known, 1, 0.8)
-            hint = f"did you mean {similar[0]}?" if similar else _REMEDIES.get(name, REMEDY)
+            similar = difflib.get_close_matches(name, [*known, *_OWN], 1, 0.8)
+            near = f"did you mean {similar[0]}?" if similar else REMEDY
+            hint = _REMEDIES.get(name, near)
             raise ValueError(f"{name} is no option that triforce_tree supports; {hint}")
     if config is not None:
         for name, value in config.to_diff_dict().items():
             supported(name, value)
     check_sampling_options(kept)
     return config, kept
+
+
+def check_keywords(
+    given: Mapping[str, Any], own: Collection[str], of_load: Collection[str]
+) -> dict[str, Any]:
+    """Check keywords of ``generate`` before a model is there.
+
+    Args:
+        own: parameters of :meth:`Engine.generate`.
+        of_load: options of ``load``, which one that is not known may mean.
+
+    Returns:
+        Those that are options of GenerationConfig.
+
+    Raises:
+        ValueError: naming what is no keyword, or has an invalid value.
+    """
+    known = vars(GenerationConfig())
+    options = {name: value for name, value in given.items() if name not in (*own, *SEVERAL)}
+    for name in options.keys() - known.keys():
+        similar = difflib.get_close_matches(name, [*known, *own, *of_load], 1, 0.8)
+        if similar and similar[0] in of_load:
+            raise unknown_option(name, of_load)
+        if not similar and name not in _REMEDIES:
+            del options[name]  # a model's own input may be neutral for it
+    checked_stop_strings(given.get("stop_strings"))
+    if not isinstance(given.get("seed"), list | tuple):
+        checked_seed(given.get("seed"))
+    return generation_options(options, given.get("generation_config"))[1]
 
 
 # Parameters of transformers' generate that never reach a custom_generate callable.

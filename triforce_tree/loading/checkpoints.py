@@ -16,8 +16,10 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.bandwidth import read_bandwidth
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.kv.parallel.choice import BETWEEN, HOSTS, WITHIN, Ranks, chosen
-from triforce_tree.loading.gguf import gguf_tokenizer, is_gguf
-from triforce_tree.loading.model_files import configuration, folder_of, in_one_line, needs_code
+from triforce_tree.loading.gguf import gguf_tokenizer
+from triforce_tree.loading.gguf_header import is_gguf
+from triforce_tree.loading.model_files import configuration
+from triforce_tree.loading.model_folder import folder_of, in_one_line, needs_code
 from triforce_tree.loading.reading import ModelFiles
 from triforce_tree.models.experts.modules import expert_modules, fused_weights
 from triforce_tree.models.few_row import quantisation
@@ -27,6 +29,7 @@ from triforce_tree.planning.memory_map import tensor_bytes, weights_fit
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 from triforce_tree.runtime.distributed import Grid, local_size
+from triforce_tree.runtime.telling import told
 
 _PEFT_MODELS = {"PeftModel", "PeftMixedModel", "BaseTuner"}
 PAIR = Path(__file__).parents[1] / "pair"
@@ -273,7 +276,10 @@ def load_tokenizer(source: str | Path, option: str = "tokenizer") -> PreTrainedT
         # transformers reads config.json for the tokenizer too.
         configuration(source)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        with told(f"reading the tokenizer in {folder}"):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False
+            )
     except Exception as error:  # third-party code on files of unknown origin
         if not any((folder / name).exists() for name in _TOKENIZER_FILES):
             return None

@@ -1,11 +1,15 @@
-"""Models in GGUF files: found and checked here, read by transformers, their weights unpacked at load.
+"""Models in GGUF files: found and checked here, read by transformers, their weights unpacked once.
 
 Unpacked weights are plain ones: all that works for a 16-bit checkpoint works for them, at its size in memory.
 The output is lossless against the model of these weights.
 """
 
-import struct
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -18,40 +22,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from triforce_tree.loading.model_files import check_sizes, downloaded, in_one_line, skeleton
+from triforce_tree.loading import gguf_cache
+from triforce_tree.loading.gguf_header import tensor_count
+from triforce_tree.loading.model_files import check_sizes, skeleton
+from triforce_tree.loading.model_folder import in_one_line
 from triforce_tree.models.supported import attention_of
+from triforce_tree.runtime.telling import told
 
-SUFFIX = ".gguf"
 PACKAGE = "pip install 'triforce-tree[quant]', or gguf alone"
-# Magic bytes, version, and the numbers of tensors and of metadata entries.
-_HEADER = struct.Struct("<4sIQQ")
 # The fewest bits of a weight are about 1.6.
 _MOST_WEIGHTS_PER_BYTE = 8
-
-
-def is_gguf(source: object) -> bool:
-    """Whether a source of a model or a tokenizer is a path that ends in ``.gguf``."""
-    return isinstance(source, str | Path) and str(source).lower().endswith(SUFFIX)
-
-
-def gguf_path(source: Any, gguf_file: str) -> Path:
-    """The path of a GGUF file in a folder, or in a repository of the hub, from which it is downloaded.
-
-    Raises:
-        TypeError: ``source`` is not a path.
-        ValueError: ``gguf_file`` is not the name of a GGUF file.
-        FileNotFoundError: there is no such file.
-    """
-    if not isinstance(source, str | Path):
-        raise TypeError(
-            f"gguf_file={gguf_file!r} names a file of the target's folder, and the target is a model; give a "
-            "folder or a hub id, or leave it out"
-        )
-    if not is_gguf(gguf_file):
-        raise ValueError(f"gguf_file={gguf_file!r} does not end in {SUFFIX}; name a GGUF file")
-    if not Path(source).exists() and not str(source).startswith((".", "/", "~")):
-        source = downloaded(str(source), [gguf_file])
-    return Path(source) / gguf_file
+_PARSING = RLock()
 
 
 def gguf_configuration(path: str | Path) -> PreTrainedConfig:
@@ -62,11 +43,24 @@ def gguf_configuration(path: str | Path) -> PreTrainedConfig:
         ValueError: it is not a GGUF file, or transformers cannot run its architecture.
     """
     path = Path(path)
-    tensors = _tensors(path)
+    tensors = tensor_count(path)
+    folder = gguf_cache.kept(path, gguf_cache.CONFIG)
+    config: PreTrainedConfig
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        if folder is not None:
+            config = AutoConfig.from_pretrained(folder)
+        else:
+            with parsed_once(), told(f"reading the configuration in {path}"):
+                config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # third-party code on a file of unknown origin
         raise _unusable(path, "model", error) from error
+    checked = _checked(copy.deepcopy(config), path, tensors)
+    if folder is None:
+        gguf_cache.keep(path, gguf_cache.CONFIG, 0, config.save_pretrained)
+    return checked
+
+
+def _checked(config: PreTrainedConfig, path: Path, tensors: int) -> PreTrainedConfig:
     config._attn_implementation, config._experts_implementation = attention_of(config), None
     check_sizes(config.to_dict(), path)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -92,34 +86,73 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         FileNotFoundError, ValueError: as :func:`gguf_configuration`; transformers cannot use the tokenizer.
     """
     path = Path(path)
-    _tensors(path)
+    tensor_count(path)
+    folder = gguf_cache.kept(path, gguf_cache.TOKENIZER)
+    tokenizer: PreTrainedTokenizerBase
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        if folder is not None:
+            return AutoTokenizer.from_pretrained(folder)
+        with parsed_once(), told(f"reading the tokenizer in {path}"):
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            with suppress(ValueError):
+                # It is asked for next, and is kept then.
+                gguf_configuration(path)
     except Exception as error:  # third-party code on a file of unknown origin
         raise _unusable(path, "tokenizer", error) from error
+
+    def write(folder: Path) -> None:
+        tokenizer.save_pretrained(folder)
+        if _described(AutoTokenizer.from_pretrained(folder)) != _described(tokenizer):
+            raise ValueError("transformers reads it otherwise than it was written")
+
+    gguf_cache.keep(path, gguf_cache.TOKENIZER, 0, write)
     return tokenizer
 
 
-def _tensors(path: Path) -> int:
-    """The number of tensors by the header of a GGUF file; errors as of :func:`gguf_configuration`."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {str(path)!r}; give the path of a GGUF file")
-    with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size or head[:4] != b"GGUF":
-        raise ValueError(f"{str(path)!r} is no GGUF file (its header is missing); copy or download it again")
-    return int(_HEADER.unpack(head)[2])
+def _described(tokenizer: Any) -> tuple[Any, ...]:
+    """All that decides what a tokenizer does."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    return (
+        inner.to_str() if inner is not None else tokenizer.get_vocab(),
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        tokenizer.padding_side,
+    )
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Inside, a file that transformers opens again and again is parsed once, which takes seconds."""
+    try:
+        import gguf as package
+    except ImportError:  # transformers says so
+        yield
+        return
+    with _PARSING:
+        before = {name: getattr(package, name) for name in ("GGUFReader", "get_tensor_name_map")}
+        for name, function in before.items():
+            setattr(package, name, cache(function))
+        try:
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(package, name, function)
+
+
+def unpacked_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """The dtype of unpacked weights; without one float32 on a CPU, and bfloat16 elsewhere.
+
+    Packed weights have no dtype of their own, so "auto" is the same.
+    """
+    if dtype is None or dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    named: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return named
 
 
 def gguf_arguments(path: Path, dtype: torch.dtype | str | None, device: torch.device) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that make it unpack the file's weights.
-
-    Args:
-        dtype: None for float32 on a CPU, and bfloat16 elsewhere: packed weights have no dtype of their own.
-    """
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    arguments: dict[str, Any] = {"gguf_file": path.name, "dtype": dtype}
+    """Arguments of ``from_pretrained`` that make it unpack the file's weights, see :func:`unpacked_dtype`."""
+    arguments: dict[str, Any] = {"gguf_file": path.name, "dtype": unpacked_dtype(dtype, device)}
     # Older releases always unpack. Newer ones may multiply packed weights by kernels downloaded from the hub.
     if (settings := getattr(transformers, "GgufConfig", None)) is not None:
         arguments["quantization_config"] = settings(dequantize=True)

@@ -4,7 +4,9 @@ With a device given, transformers and accelerate copy each tensor of each file t
 never holds the model; what would not fit is refused before anything is allocated.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,15 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from triforce_tree.kv.offload.pinned import HostMemoryError, available
-from triforce_tree.loading.gguf import gguf_arguments, gguf_configuration, is_gguf
-from triforce_tree.loading.model_files import Checkpoint, auto_class, checked, in_one_line, skeleton
+from triforce_tree.loading import gguf_cache
+from triforce_tree.loading.gguf import gguf_arguments, gguf_configuration, parsed_once, unpacked_dtype
+from triforce_tree.loading.gguf_header import is_gguf, tensor_count
+from triforce_tree.loading.model_files import Checkpoint, auto_class, checked, skeleton
+from triforce_tree.loading.model_folder import in_one_line
 from triforce_tree.models.model_copy import text_decoder
+from triforce_tree.option_checks import DTYPE_NAMES
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.telling import told
 
 # What transformers asks for one after the other.
 _PACKAGES = {
@@ -61,27 +69,42 @@ class ModelFiles:
             OSError, ValueError: as :func:`checked` and :func:`gguf_configuration`.
             ValueError: an unknown dtype.
         """
+        if isinstance(dtype, str):
+            dtype = DTYPE_NAMES.get(dtype, dtype)
         if dtype not in (None, "auto") and not isinstance(_named_dtype(dtype), torch.dtype):
+            near = get_close_matches(str(dtype), ("float32", "bfloat16", "float16", "auto", *DTYPE_NAMES), 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(
-                f"dtype={dtype!r} is unknown; use float32, bfloat16, float16 or auto, or one of torch's"
+                f"dtype={dtype!r} is unknown{hint}; use float32, bfloat16, float16 or auto, or one of torch's"
             )
         if is_gguf(source):
-            config = gguf_configuration(source)
-            arguments = gguf_arguments(Path(source), dtype, device)
-            path, checkpoint, method = Path(source).parent, None, None
+            dtype = unpacked_dtype(dtype, device)
+            tensor_count(Path(source))
+            folder = gguf_cache.kept(Path(source), _kind(dtype))
+            if folder is None:
+                return cls._packed(Path(source), dtype, device)
+            checkpoint = checked(folder)
         else:
             checkpoint = checked(source)
-            path, config = checkpoint.folder, checkpoint.config
-            if dtype is None:
-                dtype = torch.float32 if device.type == "cpu" else "auto"
-            arguments = {"config": config, "dtype": dtype, "use_safetensors": True}
-            method = _method(config)
-        arguments = {"pretrained_model_name_or_path": path, **arguments}
-        if checkpoint is not None and method is not None:
-            size = checkpoint.stored
-        else:
-            size = sum(w.nbytes for w in _in_dtype(config, source, arguments["dtype"]).parameters())
-        return cls(source, config, arguments["dtype"], size, method, checkpoint, arguments)
+        config = checkpoint.config
+        if dtype is None:
+            dtype = torch.float32 if device.type == "cpu" else "auto"
+        arguments = {
+            "pretrained_model_name_or_path": checkpoint.folder,
+            "config": config,
+            "dtype": dtype,
+            "use_safetensors": True,
+        }
+        method = _method(config)
+        size = checkpoint.stored if method is not None else _bytes(config, source, dtype)
+        return cls(source, config, dtype, size, method, checkpoint, arguments)
+
+    @classmethod
+    def _packed(cls, path: Path, dtype: torch.dtype, device: torch.device) -> "ModelFiles":
+        """A GGUF file whose weights have to be unpacked."""
+        config = gguf_configuration(path)
+        arguments = {"pretrained_model_name_or_path": path.parent, **gguf_arguments(path, dtype, device)}
+        return cls(path, config, dtype, _bytes(config, path, dtype), None, None, arguments)
 
     def read(self, device: torch.device) -> PreTrainedModel:
         """The model on a device, in host memory where that is the CPU.
@@ -96,11 +119,17 @@ class ModelFiles:
         # Quantisation libraries would choose a GPU themselves.
         directly = device.type != "cpu" or self.quantised is not None
         place: dict[str, Any] = {"device_map": {"": device}} if directly else {}
+        packed = self._checkpoint is None
+        what = "unpacking" if packed else "reading"
         try:
-            # from_pretrained is typed to return a model; with output_loading_info it returns a pair.
-            loaded: Any = auto_class(self.config).from_pretrained(
-                **self._arguments, **place, output_loading_info=True, trust_remote_code=False
-            )
+            with (
+                told(f"{what} the weights of {self.source} ({self.bytes / 1e9:.1f} GB) to {device}"),
+                parsed_once() if packed else nullcontext(),
+            ):
+                # from_pretrained is typed to return a model; with output_loading_info it returns a pair.
+                loaded: Any = auto_class(self.config).from_pretrained(
+                    **self._arguments, **place, output_loading_info=True, trust_remote_code=False
+                )
         except torch.OutOfMemoryError:
             raise
         except ImportError as error:
@@ -131,6 +160,9 @@ class ModelFiles:
                 f"support ({method}); give a checkpoint of 16 bits"
             )
         ready: PreTrainedModel = model.eval()
+        if packed and distributed.is_first_rank():
+            assert isinstance(self.dtype, torch.dtype)
+            gguf_cache.keep(Path(self.source), _kind(self.dtype), self.bytes, ready.save_pretrained)
         _leave_out_encoders(ready)
         return ready
 
@@ -165,6 +197,15 @@ class ModelFiles:
 def _named_dtype(dtype: torch.dtype | str) -> Any:
     """What torch knows under this name, or the dtype itself."""
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """What ``gguf_cache`` calls weights of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(config: PreTrainedConfig, source: str | Path, dtype: torch.dtype | str | None) -> int:
+    return sum(weight.nbytes for weight in _in_dtype(config, source, dtype).parameters())
 
 
 def _in_dtype(config: PreTrainedConfig, source: str | Path, dtype: torch.dtype | str | None) -> Any:

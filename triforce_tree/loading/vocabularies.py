@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from triforce_tree.drafters.token_map import TokenMap
 
 LEAST_SHARED = 0.05
-"""Least share of the target's vocabulary that a draft of another tokenizer must have."""
+"""Least share of the target's vocabulary, and of its own, that a draft of another tokenizer must share."""
 # Sizes that differ are taken for paddings of one vocabulary where both are multiples of _PADDED_TO, and the
 # difference is at most this share of the larger (Pythia: 50,304 to 50,688; Qwen2.5: 151,936 and 152,064).
 _PADDED_TO, _MOST_PADDING = 64, 0.01
@@ -37,7 +37,7 @@ def token_map(
         target, draft: sizes of the models' vocabularies, padding included.
 
     Raises:
-        ValueError: the draft has too small a share of the target's vocabulary; without both tokenizers, sizes
+        ValueError: the two share too little of either vocabulary; without both tokenizers, sizes
             that padding does not explain.
     """
     own, others = _vocabulary(target_tokenizer), _vocabulary(draft_tokenizer)
@@ -86,18 +86,7 @@ def _shared(target: int, draft: int, target_tokenizer: Any, draft_tokenizer: Any
         token, counterpart = _role(target_tokenizer, role), _role(draft_tokenizer, role)
         if token in own and counterpart in others and token not in shared:
             shared[token] = counterpart
-    share = len(shared) / max(1, len(own))
-    if share < LEAST_SHARED:
-        raise ValueError(
-            f"the draft's tokenizer has {len(shared)} of the target's {len(own)} tokens ({share:.1%}), but a "
-            f"draft of another tokenizer needs at least {LEAST_SHARED:.0%} of them; {_OTHER}"
-        )
-    if share < _NEARLY_ALL:
-        _LOG.warning(
-            "the draft has another tokenizer, with %.0f %% of the target's tokens; it proposes these alone, "
-            "and reads others by their ends",
-            100 * share,
-        )
+    _check_share(len(shared), len(own), len(others))
     unknown = _role(draft_tokenizer, "unk_token_id")
     unknown = unknown if unknown in others else 0
     inputs, proposals, taken = [0] * target, [-1] * target, set[int]()
@@ -109,6 +98,31 @@ def _shared(target: int, draft: int, target_tokenizer: Any, draft_tokenizer: Any
             proposals[token] = counterpart
             taken.add(counterpart)
     return TokenMap(torch.tensor(inputs), torch.tensor(proposals))
+
+
+def _check_share(shared: int, own: int, others: int) -> None:
+    """Refuse a draft whose tokens are few of the target's, or mostly others; say so of one that lacks some.
+
+    Args:
+        shared, own, others: numbers of tokens of both, of the target and of the draft.
+    """
+    share, used = shared / max(1, own), shared / max(1, others)
+    if share < LEAST_SHARED:
+        raise ValueError(
+            f"the draft's tokenizer has {shared} of the target's {own} tokens ({share:.1%}), but a "
+            f"draft of another tokenizer needs at least {LEAST_SHARED:.0%} of them; {_OTHER}"
+        )
+    if used < LEAST_SHARED:
+        raise ValueError(
+            f"the target has {shared} of the {others} tokens of the draft's tokenizer ({used:.1%}), but of a "
+            f"draft of another tokenizer at least {LEAST_SHARED:.0%} must be the target's; {_OTHER}"
+        )
+    if min(share, used) < _NEARLY_ALL:
+        _LOG.warning(
+            "the draft has another tokenizer, with %.0f %% of the target's tokens, which are %.0f %% of its "
+            "own; it proposes these alone, and reads others by their ends, so fewer tokens are accepted",
+            100 * share, 100 * used,
+        )  # fmt: skip
 
 
 def _role(tokenizer: Any, name: str) -> int:

@@ -40,6 +40,7 @@ from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
 from triforce_tree.models.recurrent.running import running
 from triforce_tree.models.supported import UnsupportedModelError, max_positions, refuse_unsupported
 from triforce_tree.models.tensor_parallel import agreed_logits
+from triforce_tree.option_checks import check_positions
 from triforce_tree.runtime.cpu_threads import shared_cpus
 from triforce_tree.runtime.devices import plain_torch_modes, sent
 from triforce_tree.runtime.locks import held
@@ -242,13 +243,7 @@ class HFModel:
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
-        limit = self.max_positions
-        if limit is not None and prompt + new > limit:
-            remedy = f" or set max_new_tokens<={limit - prompt}" if prompt < limit else ""
-            raise ValueError(
-                f"{prompt} prompt tokens + {new} new ones = {prompt + new} exceed the model's "
-                f"{limit} positions; shorten the prompt{remedy}"
-            )
+        check_positions(prompt, new, self.max_positions)
         if self.length_rope is not None:
             self.length_rope.check(prompt, new)
 

@@ -227,9 +227,8 @@ def find(source: Source, target: PreTrainedModel, draft: PreTrainedModel | None)
                 _LOG.warning("%s", error)
                 return None
         source = path
-    if not isinstance(source, str | Path):
-        raise ValueError(f"profile={source!r} must be the path of a file, False for none, or None")
-    profile = read(source)
+    profile = given(source)
+    assert profile is not None
     current = Profile(hardware(target.device), shape_of(target), shape_of(draft) if draft else None, ())
     for name in ("hardware", "target", "draft"):
         measured, actual = getattr(profile, name), getattr(current, name)
@@ -237,6 +236,19 @@ def find(source: Source, target: PreTrainedModel, draft: PreTrainedModel | None)
             _LOG.warning("profile %s was measured with %s %s, this is %s", source, name, measured, actual)
     _LOG.info("settings of profile %s: %d measured", source, len(profile.entries))
     return profile
+
+
+def given(source: Source) -> Profile | None:
+    """The profile whose path was given; None where none was, or none is wanted.
+
+    Raises:
+        OSError, ValueError: see :func:`read`; it is no path.
+    """
+    if source is None or isinstance(source, bool):
+        return None
+    if not isinstance(source, str | Path):
+        raise ValueError(f"profile={source!r} must be the path of a file, False for none, or None")
+    return read(source)
 
 
 def default_path(target: PreTrainedModel, draft: PreTrainedModel | None) -> Path | None:

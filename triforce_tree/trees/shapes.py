@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import overload
 
+from triforce_tree.option_checks import did_you_mean
 from triforce_tree.trees.sequoia import Acceptance, Ranks, best_paths, vectors_by_depth
 from triforce_tree.trees.topology_files import SUFFIX, check_shape_file, read_topology, write_topology
 
@@ -215,8 +216,15 @@ def parse_shape(text: str | Shape, option: str = "tree") -> Shape:
         raise ValueError(f"{option}={shown!r} cannot be read: {error}") from error
     if shape is None:
         more = "" if option == "tree" else ", lookup:12 for matched tokens, or none alone"
-        raise ValueError(f"{option}={shown!r} is no known shape; {_KNOWN}{more}")
+        raise ValueError(f"{option}={shown!r} is no known shape{_near(text)}; {_KNOWN}{more}")
     return shape
+
+
+def _near(text: str) -> str:
+    """The kind of shape that a mistyped name may mean."""
+    return did_you_mean(
+        text.partition(":")[0], ("chain", "static", "sequoia", "best-first", "lookup", "none")
+    )
 
 
 MOST_OTHER_TREES = MOST_MATCHED = 2

@@ -31,13 +31,13 @@ from scripts.benchmarks.common.command import parser
 from scripts.benchmarks.common.results import RESULTS, Record, header, rounded, write
 from scripts.benchmarks.cpu.machine import cores, processor
 from scripts.benchmarks.cpu.tables import FILE
-from triforce_tree.eval.results import check_writable
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.attention.reference import tree_attention
 from triforce_tree.kernels.cpu.cpu_attention import CpuAttention, instructions, supports
 from triforce_tree.kernels.cpu.host_rows import State, flash, merged
 from triforce_tree.kv.offload.copy_stream import CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory
+from triforce_tree.runtime.files.writable import check_writable
 
 SHAPES = (Heads(32, 32, 128), Heads(32, 8, 128))
 Attend = Callable[[Tensor, Sequence[Tensor]], State]

@@ -29,9 +29,9 @@ from scripts.benchmarks.linear.tables import EARLY
 from scripts.checks.report import Report, in_shards, last_line, need_gpu
 from triforce_tree.eval.attention.problems import measure_ceilings
 from triforce_tree.eval.attention.timing import time_calls
-from triforce_tree.eval.results import check_writable
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear.configs import LinearConfig, choose
+from triforce_tree.runtime.files.writable import check_writable
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96)
 SINGLE = [*LAYERS["68M"], *LAYERS["7B"], LAYERS["8B"][0], LAYERS["8B"][2]]

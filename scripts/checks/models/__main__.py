@@ -34,7 +34,7 @@ from scripts.checks.models.paths import PATHS
 from scripts.checks.models.sample import SAMPLE
 from scripts.checks.report import last_line, parser
 from triforce_tree.eval.report.code_digest import code_alone
-from triforce_tree.eval.results import check_writable
+from triforce_tree.runtime.files.writable import check_writable
 
 FILE = "models.json"
 _ZOO = Path(workers.__file__).parent

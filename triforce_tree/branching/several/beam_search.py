@@ -13,7 +13,7 @@ from triforce_tree.branching.rows import TreeRows
 from triforce_tree.branching.several.beams import BeamTree, beam_pool
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.keywords import checked_seed
-from triforce_tree.generation.options import checked
+from triforce_tree.generation.option_values import checked
 from triforce_tree.generation.output import GenerateOutput, by_row
 from triforce_tree.generation.own_forward import seeded, with_own_forward
 from triforce_tree.kv.prefill import chunk_tokens

@@ -78,6 +78,7 @@ def _text(kinds: Any) -> None:
         "speed-ups over this engine's plain decoding, and over the fastest of transformers' static, dynamic "
         "and assisted decoding. Prompt lookup is timed too, but is no baseline: it copies what a small model "
         "repeats.",
+        "bench",
     )
     parser.add_argument("--context", type=positive, default=8192, help="tokens of each prompt")
     parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to generate")
@@ -109,6 +110,7 @@ def _public(kinds: Any, name: str, what: str, task: str | None) -> None:
         name,
         "triforce_tree.cli.bench.public",
         f"{what[0].upper()}{what[1:]}. Rows are fetched from the hub, or read from --data.",
+        "public",
     )
     parser.set_defaults(data_set=name, task="", templates=None, parts=["speed"])
     parser.add_argument(
@@ -223,6 +225,7 @@ def _needle(kinds: Any) -> None:
         "triforce_tree.cli.bench.needle",
         "Plant a six-digit number at some depth of a long text and ask for it at the end (greedy decoding, "
         "exact match).",
+        "bench",
     )
     parser.add_argument(
         "--lengths",
@@ -255,6 +258,7 @@ def _ruler(kinds: Any) -> None:
         "triforce_tree.cli.bench.ruler",
         "Ask for what was planted into a long text, in seven ways (after RULER): greedy decoding, share of "
         "the expected strings in the answer.",
+        "bench",
     )
     parser.add_argument(
         "--lengths", type=positive, nargs="+", default=[4096, 8192], metavar="N", help="tokens of each prompt"

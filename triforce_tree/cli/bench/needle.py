@@ -7,8 +7,9 @@ from typing import Any
 from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line, screen
+from triforce_tree.cli.texts import documents
 from triforce_tree.eval import needle
-from triforce_tree.eval.results import Record, check_picture, header
+from triforce_tree.eval.results import Record, header
 
 
 def _said(record: Record) -> str:
@@ -17,9 +18,7 @@ def _said(record: Record) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.plot:
-        check_picture("--plot", args.plot)
-    source, texts = options.documents(args)
+    source, texts = documents(args)
     settings = {
         "benchmark": "needle",
         "seed": args.seed,

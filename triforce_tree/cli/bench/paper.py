@@ -11,6 +11,7 @@ from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.cli.groups import ENGINE_OPTIONS, MEMORY_OPTIONS
+from triforce_tree.cli.texts import documents
 from triforce_tree.engine import Engine
 from triforce_tree.eval.paper import plan, published, tables
 from triforce_tree.eval.paper.cells import Cells
@@ -42,16 +43,14 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     usual = _Defaults.of(device, args.target is not None)
     shape = None if args.shape == "none" else args.shape or usual.shape
-    if shape is not None and (args.target or args.draft or args.drafter):
-        raise ValueError(
-            f"--shape {shape} inflates the embedded pair; leave out --target, --draft and --drafter"
-        )
+    if shape is not None and (args.draft or args.drafter):
+        raise ValueError(f"--shape {shape} inflates the embedded pair; leave out --draft and --drafter")
     sizes = plan.Sizes(
         args.context or usual.context, args.new_tokens or usual.new_tokens, args.prompts,
         args.budget if "budget" in args.given else None,
     )  # fmt: skip
     wanted = args.items or [name for name in published.items() if name not in plan.BY_NAME_ALONE]
-    source, texts = options.documents(args)
+    source, texts = documents(args)
     settings = {
         "benchmark": tables.BENCHMARK,
         "context": sizes.context,

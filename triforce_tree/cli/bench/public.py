@@ -13,7 +13,7 @@ from triforce_tree.eval.public import answers, rows
 from triforce_tree.eval.public.catalogue import DATA_SETS, task_of
 from triforce_tree.eval.public.prompts import Prompts, beginnings, template_of
 from triforce_tree.eval.report.tables import answers_of, speed_of
-from triforce_tree.eval.results import Record, check_writable, header
+from triforce_tree.eval.results import Record, header
 
 Cut = Mapping[int, Sequence[list[int]]]
 
@@ -22,8 +22,6 @@ def run(args: argparse.Namespace) -> int:
     data = DATA_SETS[args.data_set]
     task = task_of(data, args.task)
     template = None if task is None else template_of(args.templates, args.task, task)
-    if args.out:
-        check_writable(args.out)
     found = rows.examples(data, args.task, args.data, args.prompts)
     settings = {
         "benchmark": data.name,

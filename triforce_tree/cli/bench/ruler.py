@@ -8,13 +8,14 @@ from typing import Any
 from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line
+from triforce_tree.cli.texts import documents
 from triforce_tree.eval import ruler
 from triforce_tree.eval.ablations.through import answer_by
 from triforce_tree.eval.results import Record, Records, header
 
 
 def run(args: argparse.Namespace) -> int:
-    source, texts = options.documents(args)
+    source, texts = documents(args)
     settings = {
         "benchmark": "ruler",
         "seed": args.seed,

@@ -5,6 +5,7 @@ import argparse
 from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line
+from triforce_tree.cli.texts import documents, text_source
 from triforce_tree.eval import speed, text
 from triforce_tree.eval.baselines import usable_methods
 from triforce_tree.eval.results import Record, header
@@ -13,10 +14,10 @@ from triforce_tree.eval.texts import registry
 
 def run(args: argparse.Namespace) -> int:
     if args.text:
-        kind, content = options.text_source(args)
+        kind, content = text_source(args)
         source = kind.name
     else:
-        source, texts = options.documents(args)
+        source, texts = documents(args)
     settings = speed.settings(
         args.context,
         args.new_tokens,

@@ -31,6 +31,7 @@ def _by_bench(args: argparse.Namespace, out: str) -> tuple[int, str]:
     """The exit code of the file's ``bench`` command, and the results file that it wrote."""
     # Imported here: the parser names this module.
     from triforce_tree.cli.arguments import parser
+    from triforce_tree.cli.entry import check
 
     words = [*verify.command_of(args.results), *args.extra]
     if args.device:
@@ -39,6 +40,7 @@ def _by_bench(args: argparse.Namespace, out: str) -> tuple[int, str]:
     words = [*words, "--out", out]
     own = parser().parse_args(words)
     own.words, own.kept = words, bool(args.out)
+    check(own)
     return int(import_module(own.module).run(own)), out
 
 

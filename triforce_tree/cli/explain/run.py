@@ -7,24 +7,17 @@ from rich.console import Console
 
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, PrefillBar, json_line, plain_table, results, screen
-from triforce_tree.cli.prompt import prompt_of
 from triforce_tree.decoding.explain.drawing import as_lines, draw
 from triforce_tree.decoding.explain.explanation import Explanation, by_rank
 from triforce_tree.decoding.explain.matched import MatchedPasses
 from triforce_tree.drafters.suffix_index import LONGEST
-from triforce_tree.eval.results import check_picture
 from triforce_tree.generation.chat import encoded
-from triforce_tree.generation.options import check_sampling_options
 
 
 def run(args: argparse.Namespace) -> int:
-    given = prompt_of(args)
-    check_sampling_options({"temperature": args.temperature})
-    if args.png is not None:
-        check_picture("--png", args.png)
-    engine = options.engine_of(args)
+    engine = options.engine_of(args, args.given_prompt, args.max_new_tokens)
     assert engine.tokenizer is not None
-    prompt = encoded(engine.tokenizer, given, engine.hierarchy.target.max_positions)
+    prompt = encoded(engine.tokenizer, args.given_prompt, engine.hierarchy.target.max_positions)
     # Ctrl-C is not held back: of half an explanation nothing is kept.
     with PrefillBar(len(prompt) - 1, Interrupt()) as progress:
         found = engine.explain(prompt, args.max_new_tokens, args.temperature, args.seed, progress)

@@ -1,9 +1,7 @@
 """``triforce-tree serve``: an OpenAI-compatible server."""
 
 import argparse
-import importlib.util
 import os
-import socket
 import sys
 import threading
 from concurrent.futures import Future
@@ -11,20 +9,14 @@ from typing import Any
 
 from triforce_tree.cli import options
 from triforce_tree.cli.console import screen
+from triforce_tree.cli.early import no_listening
 from triforce_tree.engine import Engine
 from triforce_tree.memory_size import bytes_of
 
 KEY = "TRIFORCE_TREE_API_KEY"
-_LAST_PORT = 65535
-_NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 def run(args: argparse.Namespace) -> int:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"serve needs {', '.join(missing)}; pip install {' '.join(_NEEDED).replace('_', '-')}"
-        )
     # Imported here: the extra may be missing.
     import uvicorn
 
@@ -32,9 +24,6 @@ def run(args: argparse.Namespace) -> int:
     from triforce_tree.server.graceful import GracefulServer
     from triforce_tree.server.scheduler import Limits
 
-    if args.api_key is not None and not args.api_key.strip():
-        # As from an unset variable of the shell, "$KEY": the server would be open to anyone.
-        raise ValueError("--api-key is empty; give a key, or leave the option out to let anyone ask")
     name = args.model_name or str(args.target or "embedded")
     limits = Limits(args.max_waiting, args.max_batch, args.max_batch_tokens, args.max_new_tokens)
     key = args.api_key or os.environ.get(KEY) or None
@@ -42,8 +31,13 @@ def run(args: argparse.Namespace) -> int:
     served = Served(name, key, limits, most, tuple(args.allowed_origins), args.reading_timeout)
     loaded: Future[Engine] = Future()
     app = create_app(loaded, served)
-    listening = _bound(args.host, args.port)
+    # Bound before anything was loaded, see ``cli.early``.
+    listening = args.listening
     port = listening.getsockname()[1]
+    try:
+        listening.listen()
+    except OSError as error:  # another process was faster
+        raise no_listening(args.host, args.port, error) from error
     config = uvicorn.Config(app, log_config=_log_config(args.log_level))
     server = GracefulServer(config, app.state.stop, args.shutdown_timeout)
 
@@ -97,18 +91,3 @@ def _log_config(level: str) -> dict[str, Any]:
             "triforce_tree.server": {"handlers": ["stderr"], "level": level.upper(), "propagate": False},
         },
     }
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound before anything is loaded, so that a port in use ends in one line."""
-    if port > _LAST_PORT:  # the C library would take its last 16 bits
-        raise ValueError(f"--port {port} must be at most {_LAST_PORT}")
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family)
-    except OSError as error:
-        # Python's own addition names the address once more.
-        reason = (error.strerror or str(error)).partition(" (while")[0]
-        raise ValueError(
-            f"the server cannot listen at {host}:{port} ({reason}); give another --port or --host"
-        ) from error

@@ -6,10 +6,10 @@ from typing import Any
 
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.heads import eagle, medusa
-from triforce_tree.drafters.heads.files import CONFIG, weights_file
+from triforce_tree.drafters.heads.files import weights_file
+from triforce_tree.drafters.heads.names import EAGLE, MEDUSA, no_heads
 
 NAMES = ("tree", "other_trees", "sinks", "window")
-FILES = (CONFIG, *medusa.FILES, *eagle.FILES)
 
 
 def heads_in(folder: Path, options: Mapping[str, Any]) -> Drafter:
@@ -22,11 +22,8 @@ def heads_in(folder: Path, options: Mapping[str, Any]) -> Drafter:
         OSError, ValueError: there are no heads, or they cannot be used.
     """
     chosen = {name: options[name] for name in NAMES if options.get(name) is not None}
-    if weights_file(folder, medusa.FILES) is not None:
+    if weights_file(folder, MEDUSA) is not None:
         return medusa.Medusa(folder, chosen.get("tree"), chosen.get("other_trees", ()))
-    if weights_file(folder, eagle.FILES) is not None:
+    if weights_file(folder, EAGLE) is not None:
         return eagle.Eagle3(folder, **chosen)
-    raise FileNotFoundError(
-        f"{str(folder)!r} holds neither Medusa heads ({' or '.join(medusa.FILES)}) nor an EAGLE-3 head "
-        f"({' or '.join(eagle.FILES)}); give the folder of one"
-    )
+    raise FileNotFoundError(no_heads(folder))

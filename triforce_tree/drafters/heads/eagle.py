@@ -9,8 +9,9 @@ from torch import Tensor
 
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.eagle_layer import EagleLayer, attend, rotated
-from triforce_tree.drafters.heads.files import CONFIG, read_weights, settings
+from triforce_tree.drafters.heads.files import read_weights, settings
 from triforce_tree.drafters.heads.growth import TreeGrowth
+from triforce_tree.drafters.heads.names import CONFIG, EAGLE
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -18,7 +19,6 @@ from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Shape, other_shapes
 from triforce_tree.verify.probs import Sampler
 
-FILES = ("model.safetensors", "pytorch_model.bin")
 DEFAULT_TREE = "best-first:6,6,5,4,3"
 
 
@@ -68,7 +68,7 @@ class Eagle3:
             raise ValueError(
                 f"{str(self.folder)!r} has no {CONFIG} with a hidden_size; give the whole folder"
             )
-        self._weights = read_weights(self.folder, FILES)
+        self._weights = read_weights(self.folder, EAGLE)
         if "fc.weight" not in self._weights or not any(n.startswith("midlayer.") for n in self._weights):
             raise ValueError(
                 f"{str(self.folder)!r} holds no EAGLE-3 head: it has no fc and midlayer (heads of EAGLE 1 "

@@ -10,9 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from triforce_tree.drafters.heads.names import CONFIG
 from triforce_tree.runtime.files.json_files import read_json
-
-CONFIG = "config.json"
 
 
 def settings(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.files import read_weights, settings, take
 from triforce_tree.drafters.heads.growth import TreeGrowth
+from triforce_tree.drafters.heads.names import MEDUSA
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -17,8 +18,6 @@ from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.sequoia import Ranks
 from triforce_tree.trees.shapes import Shape, Static, other_shapes
 from triforce_tree.verify.probs import Sampler
-
-FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 # Medusa's tree of 63 nodes for Vicuna-7B (mc_sim_7b_63): how many children each node has.
 _CHILDREN: dict[Ranks, int] = {
@@ -67,7 +66,7 @@ class Medusa:
         other_trees: str | Sequence[str | Shape] = (),
     ) -> None:
         self.folder = Path(folder)
-        self._weights = read_weights(self.folder, FILES)
+        self._weights = read_weights(self.folder, MEDUSA)
         prefixed = [name for name in self._weights if name.startswith("medusa_head.")]
         for name in prefixed:
             self._weights[name.removeprefix("medusa_head.")] = self._weights.pop(name)

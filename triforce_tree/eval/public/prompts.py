@@ -1,14 +1,16 @@
 """Prompts of public data sets: a template around a text, which loses its middle where it is too long."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from triforce_tree.eval.public.catalogue import Task
 from triforce_tree.eval.public.rows import Example
 from triforce_tree.eval.text import token_ids
+from triforce_tree.runtime.files.json_files import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CONTEXT = "{context}"
 
@@ -23,7 +25,7 @@ def template_of(path: str | None, task: str, own: Task) -> str:
     if path is None:
         return own.prompt
     try:
-        templates = json.loads(Path(path).read_text(encoding="utf-8"))
+        templates = read_json(Path(path))
         template = templates[task]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -43,7 +45,7 @@ class Prompts:
         template: with ``{context}`` once; ``{input}`` and ``{options}`` where they are wanted.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: str) -> None:
         self._tokenizer, self._template = tokenizer, template
         self._ids: dict[str, list[int]] = {}
 
@@ -88,7 +90,7 @@ def _put(part: str, example: Example, options: str) -> str:
 
 
 def beginnings(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, length: int
+    examples: Sequence[Example], tokenizer: "PreTrainedTokenizerBase", length: int
 ) -> list[list[int]]:
     """The first ``length`` tokens of texts without questions.
 

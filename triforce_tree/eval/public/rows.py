@@ -13,7 +13,7 @@ from typing import Any
 from triforce_tree.eval.public.catalogue import DataSet
 from triforce_tree.eval.public.metrics import Expected
 from triforce_tree.eval.text import ROWS, dataset_rows
-from triforce_tree.loading.model_files import in_one_line
+from triforce_tree.loading.model_folder import in_one_line
 
 Row = dict[str, Any]
 _SUFFIXES = (*ROWS, ".zip")
@@ -177,7 +177,7 @@ def _of_file(path: Path) -> Iterator[Row]:
     if suffix in (".parquet", ".csv"):
         yield from dataset_rows(str(path), "test")
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         yield from _of_json(lines, str(path), whole=suffix == ".json")
 
 
@@ -190,7 +190,7 @@ def _of_archive(data: DataSet, path: Path, member: str) -> Iterator[Row]:
                     f"{str(path)!r} has no {Path(member).name} in it; give another --data or --task"
                 )
             with archive.open(names[0]) as file:
-                yield from _of_json(TextIOWrapper(file, "utf-8"), f"{path}:{names[0]}", whole=False)
+                yield from _of_json(TextIOWrapper(file, "utf-8-sig"), f"{path}:{names[0]}", whole=False)
     except zipfile.BadZipFile as error:
         raise ValueError(f"{str(path)!r} is no zip archive ({error}); fetch {data.name} again") from error
 

@@ -1,6 +1,5 @@
 """Another machine's results beside one's own: the same cells, with ratios."""
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from triforce_tree.eval import results
 from triforce_tree.eval.report.rows import Cells, Content, Figure, cells_of_rows, own_parts, told
 from triforce_tree.eval.report.tables import Table, cells
+from triforce_tree.runtime.files.json_files import read_json
 
 # Words of a recorded command that name files of the machine it ran on.
 _FILES = ("--out", "--plot")
@@ -46,7 +46,7 @@ def is_of_scripts(path: str | Path) -> bool:
 
 def _content(path: str | Path) -> Content:
     try:
-        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        content: Any = read_json(Path(path))
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error}); give another results file") from error
     if not isinstance(content, dict):

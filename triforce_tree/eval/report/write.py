@@ -14,6 +14,7 @@ from triforce_tree.eval.report.code_digest import digest
 from triforce_tree.eval.report.tables import Table, tables
 from triforce_tree.eval.results import Record, Records
 from triforce_tree.runtime.files.replacing import replace_file
+from triforce_tree.runtime.files.writable import check_writable
 
 PAGE = "report.html"
 _NO_PLOTS = "plots need matplotlib: pip install matplotlib"
@@ -65,7 +66,7 @@ def write(folder: str | Path) -> Report:
         raise FileNotFoundError(
             f"no such folder: {str(folder)!r}; give one with results files of bench --out"
         )
-    results.check_writable(folder / PAGE)
+    check_writable(folder / PAGE)
     found: dict[Path, Records] = {}
     passed_over = []
     for path in sorted(folder.glob("*.jsonl")):

@@ -4,8 +4,10 @@ import json
 import lzma
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.runtime.files.replacing import replace_file
 
@@ -19,7 +21,7 @@ def write(
     path: str | Path,
     texts: Mapping[str, str],
     licences: Mapping[str, str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     tokens: int = KEPT_TOKENS,
 ) -> int:
     """Write beginnings of the texts; return the file's bytes.
@@ -38,7 +40,7 @@ def write(
     return len(data)
 
 
-def beginning(text: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> str:
+def beginning(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int) -> str:
     """The characters of a text's first tokens."""
     # No token has more characters than this on average; encoding more would only take time.
     head = text[: 16 * tokens]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from triforce_tree.runtime.files.replacing import flush
 from triforce_tree.runtime.files.user_folders import user_cache
+from triforce_tree.runtime.telling import told
 
 _FLAGS = ("-O3", "-std=gnu11", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -55,7 +56,8 @@ def shared_library(
     with tempfile.TemporaryDirectory(dir=folder) as own:
         built = Path(own) / path.name
         command = [*compiler, *flags, str(source), "-o", str(built), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        with told(f"compiling {source.name} for this processor, once"):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise OSError(
                 f"the kernel cannot be compiled: {' '.join(command)} exited with {done.returncode}: "

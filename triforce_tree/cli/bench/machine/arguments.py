@@ -27,6 +27,7 @@ def _batch(kinds: Any) -> None:
         _MODULE + "batch",
         "Time batches of 1, 2, 4, 8 ... sequences, beside plain decoding of the same batch and beside the "
         "same sequences one by one.",
+        "bench",
     )
     parser.add_argument(
         "--batches", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="B", help="numbers of sequences"
@@ -42,6 +43,7 @@ def _offload(kinds: Any) -> None:
         _MODULE + "offload",
         "Time decoding with the cache in host memory (--gpu-memory, --offload), beside the fastest plain "
         "decoding of the same engine under the same limit.",
+        "bench",
     )
     parser.add_argument("--context", type=positive, default=8192, help="tokens of each prompt")
     parser.add_argument("--prompts", type=positive, default=2, help="number of different prompts")

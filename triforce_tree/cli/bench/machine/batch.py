@@ -6,6 +6,7 @@ from functools import partial
 from triforce_tree.cli import options
 from triforce_tree.cli.bench.machine.following import follow
 from triforce_tree.cli.bench.running import records_of
+from triforce_tree.cli.texts import documents
 from triforce_tree.eval import text
 from triforce_tree.eval.decoding import batch
 from triforce_tree.eval.report import machine
@@ -14,7 +15,7 @@ from triforce_tree.runtime.stats import rate_text
 
 
 def run(args: argparse.Namespace) -> int:
-    source, texts = options.documents(args)
+    source, texts = documents(args)
     settings = {
         "benchmark": "batch",
         "context": args.context,

@@ -7,6 +7,7 @@ from triforce_tree.cli import options
 from triforce_tree.cli.bench.machine.following import follow
 from triforce_tree.cli.bench.running import records_of
 from triforce_tree.cli.groups import MEMORY_OPTIONS
+from triforce_tree.cli.texts import documents
 from triforce_tree.eval import text
 from triforce_tree.eval.decoding import offload
 from triforce_tree.eval.report import machine
@@ -14,7 +15,7 @@ from triforce_tree.eval.results import Record
 
 
 def run(args: argparse.Namespace) -> int:
-    source, texts = options.documents(args)
+    source, texts = documents(args)
     settings = {
         "benchmark": "offload",
         "context": args.context,

@@ -6,6 +6,7 @@ from functools import partial
 from triforce_tree.cli import options
 from triforce_tree.cli.bench.machine.following import follow
 from triforce_tree.cli.bench.running import records_of
+from triforce_tree.cli.texts import documents
 from triforce_tree.eval import text
 from triforce_tree.eval.report import machine
 from triforce_tree.eval.results import Record, Records
@@ -19,7 +20,7 @@ _CPU_SCALE = 1 / 32
 
 def run(args: argparse.Namespace) -> int:
     named = chosen(args.workloads)
-    source, texts = options.documents(args)
+    source, texts = documents(args)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
     scale = args.scale or (1.0 if engine.hierarchy.target.device.type == "cuda" else _CPU_SCALE)

@@ -1,0 +1,379 @@
+"""What each command refuses before torch is imported and weights are read: by its options and small files.
+
+Nothing here imports torch or transformers, which take seconds. What these checks let pass is checked again
+where it is used: they know the least that is certain, such as a prompt's tokens without special ones.
+"""
+
+import argparse
+import importlib.util
+import os
+import re
+import socket
+from collections.abc import Callable, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from triforce_tree.cli.groups import AUTO, NONE, SAMPLING, engine_options
+from triforce_tree.cli.prompt import characters, prompt_of
+from triforce_tree.cli.texts import documents
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.eval.text import ROWS, pydoc_text
+from triforce_tree.generation.drafter_options import check_drafter_options, heads_folder, names_heads
+from triforce_tree.generation.option_values import check_sampling_options
+from triforce_tree.loading import gguf_cache, gguf_header, model_folder
+from triforce_tree.memory_size import bytes_of
+from triforce_tree.option_checks import check_positions
+from triforce_tree.runtime.files.json_files import read_json
+from triforce_tree.runtime.files.text_files import read_text
+from triforce_tree.runtime.files.writable import check_picture, check_writable
+from triforce_tree.trees.topology_files import check_shape_file
+
+PAIR = Path(__file__).parents[1] / "pair"
+_DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
+# More characters than a token of any text has, as in ``generation.chat.encoded``.
+_MANY_CHARACTERS = 16
+# Tokens that a tokenizer may add to a text.
+_SPECIAL = 16
+_MOST_DIGESTED = 1 << 29
+_LAST_PORT = 65535
+_SERVER = ("starlette", "uvicorn", "prometheus_client")
+Check = Callable[[argparse.Namespace], None]
+
+
+def generate(args: argparse.Namespace) -> None:
+    _sampling(args)
+    several = args.num_beams > 1 or args.num_return_sequences > 1
+    if several and args.compare:
+        raise ValueError("--compare decodes one text; leave out --num-beams and --num-return-sequences")
+    if args.length_penalty is not None and args.num_beams == 1:
+        raise ValueError("--length-penalty is read with --num-beams above 1 alone; leave it out")
+    _prompt(args)
+
+
+def explain(args: argparse.Namespace) -> None:
+    check_sampling_options({"temperature": args.temperature})
+    if args.png is not None:
+        check_picture("--png", args.png)
+    _prompt(args)
+
+
+def chat(args: argparse.Namespace) -> None:
+    document = "" if args.file is None else read_text(args.file).rstrip()
+    if args.load is not None and (document or args.system is not None):
+        raise ValueError("--load continues a saved conversation; leave out --file and --system")
+    if args.load is not None and not Path(args.load).is_dir():
+        raise FileNotFoundError(f"no such folder: {args.load!r}; give one that /save wrote")
+    _sampling(args)
+    _engine(args)
+    _fits(args, f"{args.system or ''}{document}", args.max_new_tokens)
+
+
+def serve(args: argparse.Namespace) -> None:
+    if missing := [name for name in _SERVER if importlib.util.find_spec(name) is None]:
+        packages = " ".join(_SERVER).replace("_", "-")
+        raise ValueError(f"serve needs {', '.join(missing)}; pip install {packages}")
+    if args.api_key is not None and not args.api_key.strip():
+        # As from an unset variable of the shell, "$KEY": the server would be open to anyone.
+        raise ValueError("--api-key is empty; give a key, or leave the option out to let anyone ask")
+    if args.port > _LAST_PORT:  # the C library would take its last 16 bits
+        raise ValueError(f"--port {args.port} must be at most {_LAST_PORT}")
+    if args.max_body is not None:
+        bytes_of(args.max_body, "--max-body")
+    _engine(args)
+    # Bound now, and kept: nobody else takes the port while the model loads.
+    args.listening = _bound(args.host, args.port)
+
+
+def check(args: argparse.Namespace) -> None:
+    if not 0 < args.temperature < float("inf"):
+        raise ValueError(
+            f"temperature={args.temperature} must be above 0; greedy output is tested in any case"
+        )
+    _engine(args)
+    _cut(args, args.lengths or [], args.new_tokens)
+    _cut(args, [args.context] if args.context else [], 1)
+
+
+def tune(args: argparse.Namespace) -> None:
+    if args.dry_run and (args.out or args.fresh):
+        raise ValueError("--dry-run measures and writes nothing; leave --out and --fresh out")
+    for temperature in args.temperature:
+        check_sampling_options({"temperature": temperature})
+    if args.save_tree is not None:
+        cells = len(set(args.context)) * len(set(args.temperature))
+        if args.dry_run or cells > 1:
+            why = "--dry-run finds none" if args.dry_run else f"these are settings for {cells} cases"
+            raise ValueError(
+                f"--save-tree writes one tree, but {why}; give one --context and one --temperature"
+            )
+        check_shape_file(args.save_tree)
+        check_writable(args.save_tree)
+    if args.out:
+        check_writable(args.out)
+    _engine(args)
+    _cut(args, args.context, args.new_tokens)
+
+
+def demo(args: argparse.Namespace) -> None:
+    check_sampling_options({"temperature": args.temperature})
+    _engine(args)
+    size = len(pydoc_text().encode())
+    if (args.start or 0) + args.prompt_tokens > size:
+        after = f" after --start {args.start}" if args.start is not None else ""
+        raise ValueError(
+            f"--prompt-tokens {args.prompt_tokens}{after} exceeds the help topics' {size} bytes; use less"
+        )
+    _positions(args, args.prompt_tokens, args.new_tokens)
+
+
+def bench(args: argparse.Namespace) -> None:
+    """For benchmarks that read a text: ``text``, ``batch``, ``offload``, ``needle``, ``ruler``."""
+    _measured(args)
+    lengths = [args.context] if hasattr(args, "context") else args.lengths
+    # Needles and questions are planted into a text that is repeated where it is short.
+    (_cut if hasattr(args, "context") else _fit)(args, lengths, getattr(args, "new_tokens", 1))
+
+
+def workloads(args: argparse.Namespace) -> None:
+    _measured(args)
+    documents(args)
+
+
+def paper(args: argparse.Namespace) -> None:
+    _measured(args)
+    if args.shape not in (None, "none") and (args.target or args.draft or args.drafter):
+        raise ValueError(
+            f"--shape {args.shape} inflates the embedded pair; leave out --target, --draft and --drafter"
+        )
+    _cut(args, [args.context] if args.context else [], args.new_tokens or 1)
+
+
+def public(args: argparse.Namespace) -> None:
+    from triforce_tree.eval.public.catalogue import DATA_SETS, task_of
+    from triforce_tree.eval.public.prompts import template_of
+
+    task = task_of(DATA_SETS[args.data_set], args.task)
+    if task is not None:
+        template_of(args.templates, args.task, task)
+    if args.data is not None and not Path(args.data).exists():
+        raise FileNotFoundError(f"no such file: {args.data!r}")
+    _measured(args)
+
+
+def kernels(args: argparse.Namespace) -> None:
+    _device(args.device)
+    if args.out:
+        check_writable(args.out)
+
+
+def verify(args: argparse.Namespace) -> None:
+    _device(args.device)
+    if args.out and Path(args.results).suffix != ".json":
+        check_writable(args.out)
+
+
+def report(args: argparse.Namespace) -> None:
+    if not Path(args.folder).is_dir():
+        raise FileNotFoundError(
+            f"no such folder: {args.folder!r}; give one with results files of bench --out"
+        )
+    check_writable(Path(args.folder) / "report.html")
+
+
+def _prompt(args: argparse.Namespace) -> None:
+    """Read the prompt, which stdin has only once, into ``args.given_prompt``."""
+    _engine(args)
+    args.given_prompt = prompt_of(args)
+    _fits(args, characters(args.given_prompt), args.max_new_tokens)
+
+
+def _measured(args: argparse.Namespace) -> None:
+    if getattr(args, "plot", None):
+        check_picture("--plot", args.plot)
+    if args.out:
+        check_writable(args.out)
+    _engine(args)
+
+
+def _sampling(args: argparse.Namespace) -> None:
+    check_sampling_options({name: getattr(args, name) for name in SAMPLING})
+    if not all(args.stop):
+        raise ValueError("--stop is empty; give strings of at least one character")
+
+
+def _engine(args: argparse.Namespace) -> None:
+    """Check the options that ``load`` takes, and the files that they name."""
+    options = engine_options(args)
+    config = HierarchyConfig.from_options(**options)
+    _device(args.device)
+    target = gguf_header.gguf_path(_target(args), args.gguf_file)
+    draft = args.draft
+    if args.target is None and draft is None and args.drafter in (None, "model"):
+        draft = str(PAIR / "draft")
+    check_drafter_options(args.drafter, draft, options)
+    if draft is not None and args.drafter not in (None, "model"):
+        raise ValueError(f"drafter={args.drafter!r} uses no draft model, and one was given; leave one out")
+    if names_heads(args.drafter):
+        heads_folder(args.drafter)
+    elif config.levels != 1:
+        config.matched_tokens(draft is not None)
+    if args.profile not in (AUTO, NONE):
+        read_json(Path(args.profile))
+    for source in (target, draft):
+        if source is None:
+            continue
+        source = gguf_header.gguf_path(source)
+        if gguf_header.is_gguf(source):
+            gguf_header.tensor_count(Path(source))
+            if importlib.util.find_spec("gguf") is None:
+                raise ValueError(
+                    f"{str(source)!r} needs the package gguf, which is not installed; pip install gguf"
+                )
+        else:
+            model_folder.check_folder(source)
+    for source in (args.tokenizer, args.draft_tokenizer):
+        if source is not None and not gguf_header.is_gguf(source):
+            model_folder.folder_of(source)
+
+
+def _target(args: argparse.Namespace) -> str | Path:
+    if args.target is None and args.gguf_file is not None:
+        raise ValueError(f"gguf_file={args.gguf_file!r} needs a target: the folder or hub id that holds it")
+    return args.target if args.target is not None else PAIR / "target"
+
+
+def _device(name: str | None) -> None:
+    if name is None:
+        return
+    if _DEVICE.fullmatch(name) is None:
+        raise ValueError(f"device={name!r} is unknown; use cpu or cuda")
+    if name.startswith("cuda") and (version := _torch_without_cuda()):
+        raise ValueError(
+            f"device={name!r}, but torch {version} is built without CUDA: install a build with it "
+            "(pytorch.org); or use device cpu"
+        )
+
+
+def _torch_without_cuda() -> str | None:
+    """The version of a torch that is built without CUDA; None for others, or where it is unknown."""
+    found = importlib.util.find_spec("torch")
+    places = list(found.submodule_search_locations or ()) if found is not None else []
+    path = Path(places[0]) / "version.py" if places else None
+    if (
+        path is None
+        or not path.is_file()
+        or (spec := spec_from_file_location("_torch_version", path)) is None
+    ):
+        return None
+    version: Any = module_from_spec(spec)
+    try:
+        assert spec.loader is not None
+        spec.loader.exec_module(version)
+        built = version.cuda or getattr(version, "hip", None)
+        return None if built else str(version.__version__)
+    except Exception:  # a file of another package, whose form may change: the refusal then comes later
+        return None
+
+
+def _model_positions(args: argparse.Namespace) -> int | None:
+    """At least the positions of the target; None where its small files do not tell them."""
+    source = gguf_header.gguf_path(_target(args), args.gguf_file)
+    if gguf_header.is_gguf(source):
+        return gguf_header.named_positions(Path(source))
+    return model_folder.named_positions(model_folder.settings_of(source)[1])
+
+
+def _positions(args: argparse.Namespace, tokens: int, new: int) -> None:
+    check_positions(tokens, new, _model_positions(args))
+
+
+def _fit(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
+    """Check prompts of so many tokens against the model's positions, and that their text can be read."""
+    if args.dataset is None:
+        documents(args)
+    elif Path(args.dataset).suffix.lower() in ROWS and not Path(args.dataset).exists():
+        raise FileNotFoundError(f"no such file: {args.dataset!r}")
+    for tokens in lengths:
+        _positions(args, tokens, new)
+
+
+def _cut(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
+    """As :func:`_fit`, and check that the text can have so many tokens: each has a byte or more."""
+    if args.dataset is None and args.text is None and lengths:
+        _, texts = documents(args)
+        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        if max(lengths) > size + _SPECIAL:
+            raise ValueError(
+                f"a prompt of {max(lengths)} tokens cannot be cut from a text of {size} bytes; give a longer "
+                "text or shorter prompts"
+            )
+    _fit(args, lengths, new)
+
+
+def _fits(args: argparse.Namespace, text: str, new: int) -> None:
+    """Refuse a text that has too many tokens for the target, by the tokenizer's file alone."""
+    positions = _model_positions(args)
+    if positions is None or len(text.encode("utf-8", "replace")) + _SPECIAL + new <= positions:
+        return
+    if (count := _counter(args)) is None:
+        check_positions(1, new, positions)
+        return
+    if len(text) > _MANY_CHARACTERS * positions:
+        tokens = count(text[: 3 * _MANY_CHARACTERS * positions // 8])
+        if tokens > positions:
+            raise ValueError(
+                f"the prompt of {len(text):,} characters has more than {tokens:,} tokens, and the model "
+                f"{positions:,} positions; shorten it"
+            )
+    check_positions(count(text), new, positions)
+
+
+def _counter(args: argparse.Namespace) -> Callable[[str], int] | None:
+    """Counts the tokens of a text, without special ones; None where no tokenizer.json is at hand."""
+    source = args.tokenizer or gguf_header.gguf_path(_target(args), args.gguf_file)
+    if gguf_header.is_gguf(source):
+        # A first load has yet to make it; the digest of a large file takes longer than a refusal may.
+        small = Path(source).stat().st_size <= _MOST_DIGESTED
+        folder = gguf_cache.kept(Path(source), gguf_cache.TOKENIZER) if small else None
+    else:
+        folder = model_folder.folder_of(source)
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except BaseException as error:  # the library panics on some files; the refusal then comes later
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return None
+    # What it is told to cut or to fill is for training.
+    made.no_truncation()
+    made.no_padding()
+    return lambda text: len(made.encode(text, add_special_tokens=False).ids)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has the address; until it listens, clients are refused and do not wait."""
+    found = None
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family)
+        if os.name == "posix":
+            # Else connections of an earlier server would hold the port for a minute.
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        found.bind(address)
+        return found
+    except (OSError, UnicodeError) as error:
+        if found is not None:
+            found.close()
+        raise no_listening(host, port, error) from error
+
+
+def no_listening(host: str, port: int, error: Exception) -> ValueError:
+    """The error about an address that cannot be had."""
+    reason = getattr(error, "strerror", None) or str(error)
+    return ValueError(f"the server cannot listen at {host}:{port} ({reason}); give another --port or --host")

@@ -1,0 +1,89 @@
+"""Options that the chosen drafter would ignore; nothing here imports torch, so they are refused at once."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from triforce_tree.drafters.heads.names import CONFIG, EAGLE, MEDUSA, no_heads
+from triforce_tree.loading.model_folder import downloaded
+
+if TYPE_CHECKING:
+    from triforce_tree.drafters.base import Drafter
+
+DRAFTERS = ("model", "lookup")
+
+
+def names_heads(drafter: "Drafter | str | Path | None") -> bool:
+    """Whether this is a folder or a hub id of heads, and not a name or an object."""
+    return isinstance(drafter, Path) or (isinstance(drafter, str) and drafter not in DRAFTERS)
+
+
+def heads_folder(source: str | Path) -> Path:
+    """The folder of heads; of a hub id the snapshot with their files, which is downloaded.
+
+    Raises:
+        ValueError: it is neither a folder nor a hub id.
+        FileNotFoundError: it holds no heads.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        is_id = str(source).count("/") == 1 and not str(source).startswith((".", "/", "~"))
+        if isinstance(source, Path) or not is_id:
+            near = get_close_matches(str(source), DRAFTERS, 1, 0.7)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(
+                f"drafter={str(source)!r} is not known{hint}; use {', '.join(DRAFTERS)} or an object of your "
+                "own, or a folder or hub id with Medusa heads or an EAGLE-3 head"
+            )
+        folder = downloaded(source, (CONFIG, *MEDUSA, *EAGLE))
+    if not any((folder / name).is_file() for name in (*MEDUSA, *EAGLE)):
+        raise FileNotFoundError(no_heads(folder))
+    return folder
+
+
+def check_drafter_options(
+    drafter: "Drafter | str | Path | None", draft: object | None, options: Mapping[str, Any]
+) -> None:
+    """Check that the drafter is there, and takes the options that were given.
+
+    Args:
+        drafter: a name, an object, or None for the draft model where there is one, and else suffix matching.
+        draft: the draft model; None without one.
+        options: those that the user has given.
+
+    Raises:
+        ValueError: ``drafter="model"`` without a draft; an option that the drafter would ignore.
+    """
+    if draft is None and drafter == "model":
+        raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
+    for name in ("tree", "other_trees") if draft is None else ():
+        if name in options and not names_heads(drafter):
+            _refuse_tree(name, options[name], drafter)
+    if (lookup := options.get("lookup")) is not None:
+        _check_lookup(lookup, drafter)
+
+
+def _refuse_tree(name: str, tree: object, drafter: "Drafter | str | Path | None") -> NoReturn:
+    if drafter is None or isinstance(drafter, str | Path):
+        raise ValueError(
+            f"{name}={tree!r} shapes a draft model's trees, but suffix matching proposes chains; set "
+            "lookup=N instead, or give a draft model"
+        )
+    raise ValueError(
+        f"{name}={tree!r} shapes a draft model's trees, but drafter {drafter.name!r} has a tree of its own; "
+        "change drafter.tree instead"
+    )
+
+
+def _check_lookup(lookup: object, drafter: "Drafter | str | Path | None") -> None:
+    if names_heads(drafter):
+        raise ValueError(
+            f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but the heads in "
+            f"{str(drafter)!r} propose here; leave lookup out, or use that name"
+        )
+    if drafter is not None and not isinstance(drafter, str | Path):
+        raise ValueError(
+            f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but drafter "
+            f"{drafter.name!r} is an object with settings of its own; leave lookup out, or use that name"
+        )

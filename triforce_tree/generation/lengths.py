@@ -1,0 +1,65 @@
+"""Prompts against the positions of a model whose weights have not been read."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from triforce_tree.generation.chat import Chat, chats_of, encoded
+from triforce_tree.generation.tokenized_texts import Tokenizer
+from triforce_tree.loading.gguf import gguf_configuration
+from triforce_tree.loading.gguf_header import is_gguf
+from triforce_tree.loading.model_files import configuration
+from triforce_tree.models.supported import max_positions
+from triforce_tree.option_checks import check_positions
+
+# More tokens than a tokenizer adds to a text.
+_SPECIAL = 16
+
+
+def texts_of(inputs: Any) -> list[str | Chat]:
+    """The texts and chats among the prompts of a call; none where these are token ids.
+
+    Raises:
+        ValueError: messages that cannot be used.
+    """
+    if isinstance(inputs, str):
+        return [inputs]
+    if isinstance(inputs, list | tuple) and inputs and all(isinstance(each, str) for each in inputs):
+        return list(inputs)
+    return list(chats_of(inputs) or ())
+
+
+def check_prompts(
+    source: PreTrainedModel | str | Path,
+    tokenizer: Tokenizer | None,
+    prompts: Iterable[str | Chat],
+    new_tokens: int,
+) -> None:
+    """Refuse prompts that are too long for a model, before its weights are read.
+
+    Args:
+        source: of the model.
+        tokenizer: None for none; then nothing is checked.
+        new_tokens: to continue each by.
+
+    Raises:
+        ValueError: a prompt has too many tokens; the tokenizer refuses it.
+        OSError: as :func:`configuration`.
+    """
+    if tokenizer is None:
+        return
+    config: Any
+    if isinstance(source, PreTrainedModel):
+        config = source.config
+    else:
+        config = gguf_configuration(source) if is_gguf(source) else configuration(source)[1]
+    positions = max_positions(config.get_text_config(decoder=True))
+    if positions is None:
+        return
+    for prompt in prompts:
+        # A token has at least a byte; a chat's template may add any number.
+        most = len(prompt.encode("utf-8", "replace")) + _SPECIAL if isinstance(prompt, str) else positions
+        if most + new_tokens > positions:
+            check_positions(len(encoded(tokenizer, prompt, positions)), new_tokens, positions)

@@ -1,0 +1,133 @@
+"""GGUF files by their headers, and where they are; nothing here imports torch or the package ``gguf``."""
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+from triforce_tree.loading.model_folder import CONFIG, downloaded
+
+SUFFIX = ".gguf"
+# Magic bytes, version, and the numbers of tensors and of metadata entries.
+_HEADER = struct.Struct("<4sIQQ")
+# Numbers by their type; strings and arrays have a length.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MOST_ENTRIES = 1 << 16
+
+
+def is_gguf(source: object) -> bool:
+    """Whether a source of a model or a tokenizer is a path that ends in ``.gguf``."""
+    return isinstance(source, str | Path) and str(source).lower().endswith(SUFFIX)
+
+
+def gguf_path(source: Any, gguf_file: str | None = None) -> Any:
+    """The path of a GGUF file in a folder, or in a repository of the hub, from which it is downloaded.
+
+    Args:
+        source: of a model; without ``gguf_file`` it is returned as it is, but for a folder whose only model
+            is one GGUF file.
+
+    Raises:
+        TypeError: ``gguf_file`` was given with a source that is no path.
+        ValueError: ``gguf_file`` is not the name of a GGUF file.
+    """
+    if gguf_file is None:
+        return _only_one(source)
+    if not isinstance(source, str | Path):
+        raise TypeError(
+            f"gguf_file={gguf_file!r} names a file of the target's folder, and the target is a model; give a "
+            "folder or a hub id, or leave it out"
+        )
+    if not is_gguf(gguf_file):
+        raise ValueError(f"gguf_file={gguf_file!r} does not end in {SUFFIX}; name a GGUF file")
+    if not Path(source).exists() and not str(source).startswith((".", "/", "~")):
+        source = downloaded(str(source), [gguf_file])
+    return Path(source) / gguf_file
+
+
+def _only_one(source: Any) -> Any:
+    if not isinstance(source, str | Path) or not (folder := Path(source)).is_dir():
+        return source
+    found = [path for path in folder.iterdir() if is_gguf(path)]
+    return found[0] if len(found) == 1 and not (folder / CONFIG).exists() else source
+
+
+def tensor_count(path: Path) -> int:
+    """The number of tensors by the header of a GGUF file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a GGUF file.
+    """
+    return _counts(path)[0]
+
+
+def named_positions(path: Path) -> int | None:
+    """Most positions that the metadata of a GGUF file name; None where they name none, or are damaged.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`tensor_count`.
+    """
+    _, entries = _counts(path)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        try:
+            found = _numbers(content, entries)
+        except (struct.error, KeyError, ValueError, IndexError):
+            return None
+    lengths = [value for name, value in found.items() if name.endswith(".context_length")]
+    factors = [value for name, value in found.items() if name.endswith(".rope.scaling.factor")]
+    return int(max(lengths) * max(1.0, *factors, 1.0)) if lengths else None
+
+
+def _counts(path: Path) -> tuple[int, int]:
+    """The numbers of tensors and of metadata entries."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {str(path)!r}; give the path of a GGUF file")
+    with path.open("rb") as file:
+        head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size or head[:4] != b"GGUF":
+        raise ValueError(f"{str(path)!r} is no GGUF file (its header is missing); copy or download it again")
+    _, _, tensors, entries = _HEADER.unpack(head)
+    return int(tensors), int(entries)
+
+
+def _numbers(content: mmap.mmap, entries: int) -> dict[str, float]:
+    """The metadata that are single numbers, by name; the others are passed over."""
+    found: dict[str, float] = {}
+    at = _HEADER.size
+    for _ in range(min(entries, _MOST_ENTRIES)):
+        name, at = _string(content, at)
+        (kind,) = struct.unpack_from("<I", content, at)
+        at += 4
+        if kind in _NUMBERS:
+            (found[name.decode("utf-8", "replace")],) = struct.unpack_from("<" + _NUMBERS[kind], content, at)
+        at = _after(content, at, kind)
+    return found
+
+
+def _string(content: mmap.mmap, at: int) -> tuple[bytes, int]:
+    (length,) = struct.unpack_from("<Q", content, at)
+    return content[at + 8 : at + 8 + length], at + 8 + length
+
+
+def _after(content: mmap.mmap, at: int, kind: int) -> int:
+    """The place behind a value."""
+    if kind in _NUMBERS:
+        return at + struct.calcsize("<" + _NUMBERS[kind])
+    if kind == _STRING:
+        return at + 8 + int(struct.unpack_from("<Q", content, at)[0])
+    if kind != _ARRAY:
+        raise ValueError(f"type {kind}")
+    of, count = struct.unpack_from("<IQ", content, at)
+    at += 12
+    if of in _NUMBERS:
+        return at + int(count) * struct.calcsize("<" + _NUMBERS[of])
+    length = struct.Struct("<Q").unpack_from
+    if of == _STRING:
+        for _ in range(count):
+            at += 8 + length(content, at)[0]
+        return at
+    for _ in range(count):
+        at = _after(content, at, of)
+    return at

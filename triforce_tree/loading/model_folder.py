@@ -1,0 +1,286 @@
+"""What the files of a model's folder say before anything is imported that computes.
+
+Nothing here imports torch or transformers, so that a folder which cannot be used is refused at once.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from triforce_tree.runtime.files.json_files import read_json
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# All files of a hub repository but weights and Python code.
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+CONFIG = "config.json"
+_POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions")
+# Where multimodal models describe their decoder.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "decoder", "thinker_config")
+# Bytes of a weight file's header that are looked through before anything is imported.
+_MOST_HEADER = 16 << 20
+
+
+def folder_of(source: str | Path) -> Path:
+    """The folder of a model; for a hub id the cached snapshot, whose weights may not be downloaded yet.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and no such model on the hub.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise FileNotFoundError(f"{str(source)!r} is a file, not a folder with a model in it")
+    if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
+        raise FileNotFoundError(f"no such folder: {str(source)!r}; give a folder with a model in it")
+    return downloaded(source, _SMALL_FILES)
+
+
+def settings_of(source: str | Path) -> tuple[Path, dict[str, Any]]:
+    """A model's folder, and the contents of its config.json.
+
+    Raises:
+        OSError: there is no such folder, or it has no config.json.
+        ValueError: config.json is corrupt, or the folder holds an adapter instead of a model.
+    """
+    folder = folder_of(source)
+    if not (folder / CONFIG).is_file():
+        refuse_adapter(folder, source)
+        named = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))[:4])
+        if named:
+            raise FileNotFoundError(
+                f"{str(source)!r} has no {CONFIG}, but GGUF files ({named}); name one, by "
+                "load(..., gguf_file=...) or --gguf-file"
+            )
+        raise FileNotFoundError(f"{str(source)!r} has no {CONFIG}; give a Hugging Face model folder")
+    return folder, json_object(folder / CONFIG)
+
+
+def check_folder(source: str | Path) -> dict[str, Any]:
+    """Refuse a model's folder or hub id by its small files and the names and sizes of its weight files.
+
+    Returns:
+        The contents of config.json.
+
+    Raises:
+        OSError: files are missing or cut off.
+        ValueError: what the folder holds is no causal LM.
+    """
+    folder, content = settings_of(source)
+    check_kind(content, source)
+    refuse_adapter(folder, source)
+    if folder == Path(source):  # a hub id's weights may not be downloaded yet
+        for name in weight_names(folder, content.get("transformers_weights")):
+            _check_whole(folder, name)
+    return content
+
+
+def check_kind(content: dict[str, Any], source: str | Path) -> None:
+    """Refuse a model that is no decoder, or whose kind transformers does not have, by its configuration.
+
+    Raises:
+        ValueError: naming the kind.
+    """
+    kind, known = content.get("model_type"), _kinds()
+    if content.get("is_encoder_decoder") is True:
+        raise ValueError(
+            f"{str(source)!r} is an encoder-decoder model ({kind}); hierarchical decoding needs a causal LM"
+        )
+    if isinstance(kind, str) and (known is None or kind in known):
+        return
+    raise unknown_kind(content, source)
+
+
+def unknown_kind(content: dict[str, Any], source: str | Path) -> ValueError:
+    """The error about a model of a type that transformers does not have."""
+    kind = content.get("model_type")
+    if content.get("auto_map"):
+        return ValueError(
+            f"{str(source)!r} (model_type {kind!r}) needs Python code of its own (auto_map), which is not "
+            "run; use a model of a family that transformers has itself, or load it yourself and give the "
+            "object"
+        )
+    return ValueError(
+        f"{str(source)!r} has model_type={kind!r}, which this release of transformers does not know; update "
+        "transformers, or give another model"
+    )
+
+
+def named_positions(content: dict[str, Any]) -> int | None:
+    """Most positions that a config.json names for text, extensions of rotary embeddings included.
+
+    None where it names none: the class in transformers has a default of its own. The configuration that
+    transformers makes of it never has more (``models.supported.max_positions``).
+    """
+    part = next((content[name] for name in _TEXT_PARTS if isinstance(content.get(name), dict)), content)
+    named = [part[name] for name in _POSITIONS if type(part.get(name)) is int]
+    rope = part.get("rope_parameters") or part.get("rope_scaling")
+    if named and isinstance(rope, dict) and isinstance(factor := rope.get("factor"), int | float):
+        original = rope.get("original_max_position_embeddings")
+        named += [int(factor * base) for base in [*named, *([original] if type(original) is int else [])]]
+    return max(named, default=None)
+
+
+def refuse_adapter(folder: Path, source: str | Path) -> None:
+    """Raise ValueError for a folder with an adapter, which is no model of its own."""
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{str(source)!r} holds an adapter (adapter_config.json); merge it into its model (peft's "
+            "merge_and_unload) and save that"
+        )
+
+
+@cache
+def _kinds() -> frozenset[str] | None:
+    """The model types of this release of transformers, whose import takes seconds; None if it moved them."""
+    found = find_spec("transformers")
+    places = list(found.submodule_search_locations or ()) if found is not None else []
+    path = Path(places[0]) / "models" / "auto" / "auto_mappings.py" if places else None
+    if path is None or not path.is_file() or (spec := spec_from_file_location("_model_types", path)) is None:
+        return None
+    module = module_from_spec(spec)
+    try:
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
+        names = module.CONFIG_MAPPING_NAMES
+    except Exception:  # a file of another package, whose form may change: the refusal then comes later
+        return None
+    return frozenset(names)
+
+
+def _check_whole(folder: Path, name: str) -> None:
+    """Raise OSError where a safetensors file is missing, or shorter than its own header says."""
+    path = folder / name
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(folder)!r} {lacks(folder, name)}")
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        size = path.stat().st_size
+        why = "" if len(head) == 8 and 8 + length <= size else "its header is cut off"
+        if not why and length <= _MOST_HEADER:
+            try:
+                parts = json.loads(file.read(length))
+                ends = [part["data_offsets"][1] for key, part in parts.items() if key != "__metadata__"]
+                if 8 + length + max(ends, default=0) > size:
+                    why = f"it has {size} bytes of {8 + length + max(ends)}"
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+                why = "its header is no JSON"
+    if why:
+        raise OSError(
+            f"the checkpoint in {str(folder)!r} is corrupt ({name}: {why}); copy or download it again"
+        )
+
+
+def downloaded(source: str, patterns: Iterable[str], revision: str | None = None) -> Path:
+    """The folder of a hub repository's snapshot with the files that match ``patterns``.
+
+    Raises:
+        FileNotFoundError: there is no such repository, or it cannot be reached.
+    """
+    # Imported here: it takes half a second.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
+    except LocalEntryNotFoundError as error:
+        # Its text is about the library's cache.
+        raise FileNotFoundError(
+            f"no such folder: {source!r}, and the Hugging Face hub cannot be reached to download it; give a "
+            "folder with a model in it, or a hub id like owner/name on a machine with a network"
+        ) from error
+    except HFValidationError as error:
+        # Its text describes ids, and a mistyped path is likelier.
+        raise FileNotFoundError(
+            f"no such folder: {source!r}, nor is it a hub id, which is like owner/name; give a folder with a "
+            "model in it, or the id of one"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"no such folder: {source!r}, and it cannot be downloaded from the Hugging Face hub "
+            f"({in_one_line(error)}); give a folder with a model in it, or a hub id like owner/name"
+        ) from error
+
+
+def in_one_line(error: Exception, most: int = 240) -> str:
+    """A library's error message without line breaks, cut to ``most`` characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:most]}{'...' * (len(text) > most)}" if text else repr(error)
+
+
+def needs_code(path: Path) -> bool:
+    """Whether a configuration names Python code of its own (``auto_map``)."""
+    try:
+        return bool(json_object(path).get("auto_map"))
+    except (OSError, ValueError):
+        return False
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it holds no object.
+    """
+    try:
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, not an object")
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is corrupt ({error}); copy or download it again") from error
+    return content
+
+
+def weight_names(folder: Path, main: str | None = None) -> list[str]:
+    """Names of the weight files that transformers will load; they need not exist yet.
+
+    Args:
+        main: the one that the configuration names (``transformers_weights``); None where it names none.
+
+    Raises:
+        ValueError: an index that cannot be used, a file that is no safetensors or outside the folder.
+    """
+    if main is None:
+        main = INDEX if (folder / INDEX).exists() and not (folder / WEIGHTS).exists() else WEIGHTS
+    if not str(main).endswith(".safetensors.index.json"):
+        return [_inside(main, folder / CONFIG)]
+    index = folder / _inside(main.removesuffix(".index.json"), folder / CONFIG)
+    index = index.with_name(index.name + ".index.json")
+    named = json_object(index)
+    weights = named.get("weight_map")
+    if not isinstance(weights, dict) or not weights or not isinstance(named.get("metadata"), dict):
+        raise ValueError(f"{str(index)!r} lacks its weight_map or its metadata; copy or download it again")
+    return [_inside(name, index) for name in sorted(set(map(str, weights.values())))]
+
+
+def _inside(name: Any, where: Path) -> str:
+    """Check that ``name``, a weight file named in ``where``, is a safetensors file inside the folder.
+
+    Only the name is checked: hub snapshots consist of links to files outside the folder.
+    """
+    if not isinstance(name, str) or not name.endswith(".safetensors"):
+        raise ValueError(
+            f"{str(where)!r} names {name!r} as a weight file; only .safetensors are loaded (a pickle may run "
+            "code): save the model with save_pretrained"
+        )
+    if any(part in ("", ".", "..") for part in re.split(r"[/\\]", name)) or re.search(r"[:\0]", name):
+        raise ValueError(
+            f"{str(where)!r} names {name!r} as a weight file, which is not inside the folder; download the "
+            "model again"
+        )
+    return name
+
+
+def lacks(folder: Path, name: str) -> str:
+    """Error text for a missing weight file: what is missing, and what the folder holds instead."""
+    pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt")))
+    if name != WEIGHTS:
+        return f"lacks {name}, which its index names; copy or download it again"
+    has = f"only {pickles[0]}, a pickle, which may run code when loaded" if pickles else "no weights"
+    return f"holds {has}; save the model with save_pretrained ({WEIGHTS})"
