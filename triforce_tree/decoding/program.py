@@ -27,6 +27,7 @@ from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, step_model
+from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, least_prompt
@@ -35,6 +36,9 @@ from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 from triforce_tree.verify.seeded import Seeded
 from triforce_tree.verify.verifier import Acceptance, Verifier
+
+# Kinds of sampling whose stages are kept. On a GPU it takes seconds to capture those of another one.
+_MOST_PREPARED = 16
 
 
 class DecodingProgram:
@@ -67,7 +71,8 @@ class DecodingProgram:
         tail_tree: whether it also verifies a tree of the first shape at the end of the chain.
         capture_seconds: spent on making stages, capturing them, and on a copy of the weights for level 1.
         two_levels: whether three levels may be exchanged for two in any pass: the number was not given.
-        prepared: stages by kind of sampling; selected: those prepared last; seeded: see ``prepared_stages``.
+        prepared: stages of at most ``_MOST_PREPARED`` kinds of sampling, the one selected last at the end.
+        selected: those prepared last; seeded: see ``prepared_stages``.
         learnt: what controllers of passes learnt, by kind of sampling (``choice/learnt_table.py``).
 
     Raises:
@@ -139,10 +144,16 @@ class DecodingProgram:
         Sequences must be fed or rewound after this: the trial runs of a capture use their buffers.
         """
         key = DeviceProbs.key(to_probs)
-        if key not in self.prepared:
-            self.prepared[key] = prepared(self, DeviceProbs(to_probs, self.device, self.noise))
-            self.capture_seconds += self.prepared[key].seconds
-        self.selected = self.prepared[key]
+        found = self.prepared.pop(key, None)
+        if found is None:
+            if len(self.prepared) >= _MOST_PREPARED:
+                # The one selected longest ago: clients ask for ever new settings, and each kind has buffers.
+                del self.prepared[next(iter(self.prepared))]
+                if self.device.type == "cuda":
+                    free_memory()
+            found = prepared(self, DeviceProbs(to_probs, self.device, self.noise))
+            self.capture_seconds += found.seconds
+        self.selected = self.prepared[key] = found
         self.selected.to_probs.set(to_probs)
         if self.seeded is not None:
             self.seeded.clear()

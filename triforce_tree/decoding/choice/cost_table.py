@@ -48,8 +48,15 @@ class CostTable:
         """The costs measured under these settings; None if there are none."""
         key = JsonTable.key(settings)
         if key not in self._known and (held := _costs(self._file.entries().get(key))) is not None:
-            self._known[key] = held
+            self._keep(key, held)
         return self._known.get(key)
+
+    def _keep(self, key: str, costs: StageCosts) -> None:
+        """Keep as many in this process as in the file, the newest ones."""
+        self._known.pop(key, None)
+        self._known[key] = costs
+        if len(self._known) > MOST_ENTRIES:
+            del self._known[next(iter(self._known))]
 
     def add(self, settings: Mapping[str, Any], costs: StageCosts) -> StageCosts:
         """Add ``costs``, unless another process has written its own in the meantime.
@@ -61,7 +68,7 @@ class CostTable:
         if held is None:
             self.replace(settings, costs)
             return costs
-        self._known[JsonTable.key(settings)] = held
+        self._keep(JsonTable.key(settings), held)
         return held
 
     def replace(self, settings: Mapping[str, Any], costs: StageCosts) -> None:
@@ -73,7 +80,7 @@ class CostTable:
             "settings": dict(settings),
         }
         self._file.put(key, entry)
-        self._known[key] = costs
+        self._keep(key, costs)
 
 
 def user_table() -> CostTable:

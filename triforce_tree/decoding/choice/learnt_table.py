@@ -36,6 +36,10 @@ def temperature_class(to_probs: ProbsFromLogits) -> str:
     return "low" if found and found[0] <= _LOW_TEMPERATURE else "high"
 
 
+# Kinds of sampling of which a program keeps what was learnt.
+_MOST_KINDS = 64
+
+
 class LearntChoices:
     """What requests of one program and kind of sampling leave to each other.
 
@@ -66,7 +70,12 @@ class LearntChoices:
 
     def keep(self, learnt: LearntChoice) -> None:
         """Leave this to the next request of this program, and, but for the seconds in it, of other ones."""
-        self._program.learnt[self._kind] = learnt
+        kept = self._program.learnt
+        kept.pop(self._kind, None)
+        kept[self._kind] = learnt
+        if len(kept) > _MOST_KINDS:
+            # The one learnt longest ago.
+            del kept[next(iter(kept))]
         if distributed.is_first_rank():
             named = {name: self._settings[name] for name in ("target", "drafter", "temperature", "context")}
             by_rank = [[round(a, 4) for a in row] for row in learnt.estimates.by_rank]

@@ -1,0 +1,36 @@
+"""Memory of many calls is that of the first ones: what is kept by settings is bounded."""
+
+import gc
+
+import torch
+from api_cases import CHUNKED_DRAFTED, TARGET
+from families import perturbed, prompt_of
+
+import triforce_tree
+
+TEXT = prompt_of(60)
+
+
+def kept() -> tuple[int, int]:
+    """Objects that the garbage collector follows, and bytes of all tensors."""
+    gc.collect()
+    found = gc.get_objects()
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (each.untyped_storage() for each in found if type(each) is torch.Tensor)
+    }
+    return len(found), sum(storages.values())
+
+
+def test_kinds_of_sampling_keep_no_more_and_more() -> None:
+    """Each call has settings that none had before, with stages of their own."""
+    options = {**CHUNKED_DRAFTED, "levels": 2, "rounds": 1}
+    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **options)
+    found = []
+    for number in range(60):
+        if number == 20:
+            found.append(kept())
+        engine.generate(TEXT[:50], max_new_tokens=4, do_sample=True, top_p=0.3 + 0.005 * number)
+    (objects, size), (after, later) = found[0], kept()
+    assert after - objects < 2000, found
+    assert later <= 1.05 * size, found
