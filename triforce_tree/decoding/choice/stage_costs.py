@@ -30,8 +30,8 @@ from triforce_tree.runtime.stage_clock import StageClock
 # fewest and without.
 _SAMPLES, _FEWEST, _ENOUGH, _LONG = 6, 4, 0.1, 1.0
 # Share of a request's time that measuring may take; passes of the target alone that it takes where each stage
-# is run once at two lengths; stages among which an allowance is divided.
-_ALLOWED, _LEAST_PASSES, _STAGES = 0.02, 8, 12
+# is run once at two lengths; parts of an allowance, one of which each stage has: the last run may exceed it.
+_ALLOWED, _LEAST_PASSES, _STAGES = 0.02, 8, 24
 # Tokens that a prefill processes in the time of such a pass: on a CPU, and on a GPU.
 _PREFILLED = {"cpu": 30, "cuda": 100}
 # Stages of the target, whose costs grow with the context.
