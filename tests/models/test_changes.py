@@ -311,6 +311,18 @@ def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
         assert engine.hierarchy.last_program is program
 
 
+def test_other_models_of_the_process_are_no_change() -> None:
+    """transformers keeps tables of the classes that it has made models of."""
+    model = tiny("gemma3")
+    engine = triforce_tree.load(model, levels=2, lookup=4, rounds=1, profile=False, **SMALL_LOOKUP)
+    text(engine, SECOND)
+    program = engine.hierarchy.last_program
+    other = type("OfAnotherClass", (type(model),), {})(model.config).eval()
+    text(triforce_tree.load(other, levels=2, lookup=4, rounds=1, profile=False, **SMALL_LOOKUP), SECOND)
+    text(engine, SECOND)
+    assert engine.hierarchy.last_program is program
+
+
 def test_hooks_that_change_their_own_state_do_not_make_all_anew_in_each_call() -> None:
     model = model_of()
     seen: list[float] = []

@@ -108,6 +108,8 @@ class Hierarchy:
         other = copy.copy(self)
         other.config = config
         other.memory = other._planned = other._program = None
+        # Nothing is made of the models yet; kept keys and values know by which state of the model they are.
+        other._made_of = self._revisions
         other.level_one = LevelOneCopy(self.target)
         return other
 

@@ -289,6 +289,9 @@ class Fingerprint:
             if at not in self._left_out:
                 self._cells.append(cell)
                 self._add(at, _held(cell), state or at, depth)
+        if str(function.__globals__.get("__name__")).startswith(_COMMON):
+            # It wraps a method, and reads what all models share, such as tables of their classes.
+            return
         names = _names_in(code)
         for key in names:
             if key not in function.__globals__:

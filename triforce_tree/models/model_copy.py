@@ -17,6 +17,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 # Kinds of most attributes, which copies share.
 _SHARED = {bool, int, float, str, type(None), dict, OrderedDict, set, tuple, list}
+# Modules of this package whose hooks copy weights from host memory.
+_STREAMING = {f"triforce_tree.kv.offload.weights.streamed_{name}" for name in ("experts", "weights")}
 ROTARY = "apply_rotary_pos_emb"
 """The name under which attention modules of transformers find their rotary embedding."""
 
@@ -130,9 +132,16 @@ def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether a call of a module runs a hook before or after its forward."""
-    own = module._forward_hooks or module._forward_pre_hooks
-    return bool(own or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+    """Whether a call of a module runs a user's hook before or after its forward.
+
+    The hooks by which weights are streamed from host memory change no result, and are not counted.
+    """
+    own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return (
+        any(getattr(hook, "__module__", None) not in _STREAMING for hook in own)
+        or bool(torch_module._global_forward_hooks)
+        or bool(torch_module._global_forward_pre_hooks)
+    )
 
 
 def class_forward(module: nn.Module) -> Any:
