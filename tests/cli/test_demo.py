@@ -11,7 +11,7 @@ from tiny_pair import TinyPair
 def test_demo(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
     code, out, err = run(
         capsys, "demo", *pair.options, "--prompt-tokens", "2100", "--new-tokens", "40", "--levels", "2",
-        "--budget", "64", "--recent", "32", "--json",
+        "--rounds", "1", "--budget", "64", "--recent", "32", "--json",
     )  # fmt: skip
     text, line = out.rstrip("\n").rsplit("\n", 1)
     result = json.loads(line)

@@ -17,6 +17,7 @@ from triforce_tree.eval.ablations.no_draft import without_draft
 from triforce_tree.eval.ablations.through import answer_by
 from triforce_tree.eval.baselines import LOSSY, METHODS, Job
 from triforce_tree.eval.compare import Comparison, compared, summary
+from triforce_tree.runtime.files.text_files import read_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,7 @@ def engine(pair: tiny_pair.TinyPair) -> Engine:
 @pytest.fixture(scope="module")
 def ids(engine: Engine, pair: tiny_pair.TinyPair) -> list[int]:
     assert engine.tokenizer is not None
-    return text.token_ids(engine.tokenizer, text.read_text(pair.text))
+    return text.token_ids(engine.tokenizer, read_text(pair.text))
 
 
 def test_one_document_is_cut_at_spread_positions(engine: Engine, ids: list[int]) -> None:

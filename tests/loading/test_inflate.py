@@ -176,7 +176,7 @@ def test_acceptance_is_the_same_under_grouped_queries() -> None:
     small = tiny("llama")
     big = inflate(small, "80x5x16/4x8x100")
     draft, results = tiny("llama", seed=1), []
-    options = {"levels": 3, "budget": 16, "chunk": 4, "recent": 8, "gamma": 4}
+    options = {"levels": 3, "budget": 16, "chunk": 4, "recent": 8, "gamma": 4, "rounds": 1}
     for model in (small, big):
         out = triforce_tree.load(model, draft, **options).generate(
             prompt_of(150), max_new_tokens=40, do_sample=False

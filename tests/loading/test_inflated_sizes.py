@@ -171,7 +171,7 @@ def test_chunks_are_chosen_as_by_the_small_heads() -> None:
     small = tiny("llama-gqa")
     big, draft, results = inflate(small, "96x5x12/4x16x100"), tiny("llama", seed=1), []
     for model in (small, big):
-        engine = triforce_tree.load(model, draft, levels=3, budget=16, chunk=4, recent=8, gamma=4)
+        engine = triforce_tree.load(model, draft, levels=3, budget=16, chunk=4, recent=8, gamma=4, rounds=1)
         out = engine.generate(prompt_of(150), max_new_tokens=30, do_sample=False)
         results.append((out.sequences.tolist(), [(s.forwards, s.proposed, s.accepted) for s in out.levels]))
     assert results[0] == results[1]

@@ -9,36 +9,29 @@ from program_cases import SMALL
 
 import triforce_tree
 from triforce_tree.kv import cached_tokens, shared_prefix
-from triforce_tree.models.hf_model import HFModel
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
 
 
-def test_a_turn_compares_and_checks_its_tokens_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_compares_its_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama-gqa")
     engine = triforce_tree.load(target, perturbed(target, 0.05), profile=False, **{**SMALL, "levels": 3})
     session = engine.session(prompt_of(700))
     session.generate(**GREEDY)
-    counts = {"compared": 0, "versions": 0}
-    common, versions = cached_tokens.common_prefix, HFModel.weight_versions.fget
-    assert versions is not None
+    counts = {"compared": 0}
+    common = cached_tokens.common_prefix
 
     def compared(a: Any, b: Any, *most: Any) -> int:
         counts["compared"] += min(len(a), len(b)) > 600
         return common(a, b, *most)
 
-    def read(model: HFModel) -> Any:
-        counts["versions"] += model is engine.hierarchy.target
-        return versions(model)
-
-    monkeypatch.setattr(HFModel, "weight_versions", property(read))
     for module in [m for name, m in sys.modules.items() if name.startswith("triforce_tree")]:
         if getattr(module, "common_prefix", None) is common:
             monkeypatch.setattr(module, "common_prefix", compared)
     out = session.generate(prompt_of(9), **GREEDY)
     assert out.reused_tokens >= 700
     # With what the cache holds alone.
-    assert counts == {"compared": 1, "versions": 1}
+    assert counts == {"compared": 1}
 
 
 def test_one_sequence_is_not_compared_with_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from triforce_tree.cli.groups import AUTO, NONE, SAMPLING, engine_options
 from triforce_tree.cli.prompt import characters, prompt_of
-from triforce_tree.cli.texts import documents
+from triforce_tree.cli.texts import documents, text_source
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval.text import ROWS, pydoc_text
 from triforce_tree.generation.drafter_options import check_drafter_options, heads_folder, names_heads
@@ -127,8 +127,18 @@ def demo(args: argparse.Namespace) -> None:
     _positions(args, args.prompt_tokens, args.new_tokens)
 
 
+def bench_text(args: argparse.Namespace) -> None:
+    if args.text is None:
+        bench(args)
+        return
+    # Passages may be copied for its prompts.
+    _measured(args)
+    text_source(args)
+    _positions(args, args.context, args.new_tokens)
+
+
 def bench(args: argparse.Namespace) -> None:
-    """For benchmarks that read a text: ``text``, ``batch``, ``offload``, ``needle``, ``ruler``."""
+    """For benchmarks that read a text: ``batch``, ``offload``, ``needle``, ``ruler``."""
     _measured(args)
     lengths = [args.context] if hasattr(args, "context") else args.lengths
     # Needles and questions are planted into a text that is repeated where it is short.

@@ -78,8 +78,6 @@ def _run(args: argparse.Namespace) -> int:
         from triforce_tree.kernels.device import KernelError
         from triforce_tree.runtime import distributed
 
-        command = import_module(args.module)
-
     # Progress bars and notices of these libraries would mix with our own.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -88,6 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     if distributed.world_size() > 1 and not args.on_several_gpus:
         raise ValueError("this command runs in one process, without torchrun; only generate takes several")
     try:
+        command = import_module(args.module)
         with console.first_rank_stdout():
             code = int(command.run(args))
         distributed.leave()

@@ -84,6 +84,7 @@ class FullCache:
         self.cached = CachedTokens(batch, self._prefill_chunk)
         self._computed_by: object = None
         self._exchange: PrefixExchange | None = None
+        self._given = store is not None
         self.store: KVStore | None = None
         self.offloaded: OffloadedCache | None = None
         self.split: SplitStore | None = None
@@ -344,8 +345,10 @@ class FullCache:
         Afterwards the sequences must be fed again, or :meth:`begin` called."""
         commit(self._on_device.memory)  # slots that were never written would be read in no time
         held = [len(tokens) for tokens in self.cached.held]
-        # Where positions are split over ranks, slots are not those of the positions.
-        self._on_device.initialise(held if self.split is None or not any(held) else [None] * len(held))
+        # A store that was given holds what is not known here; where positions are split over ranks, slots are
+        # not those of the positions.
+        unknown = self._given or (self.split is not None and any(held))
+        self._on_device.initialise([None] * len(held) if unknown else held)
         offloaded = self.offloaded.trial(length, held) if self.offloaded is not None else nullcontext()
         states = self.states.saved() if self.states is not None else nullcontext()
         count = self._limits.scratch_slots + 1

@@ -26,6 +26,9 @@ class StopStrings(StoppingCriteria):
         prompt_tokens: width of the prompts, for transformers' own beam search, which calls this itself.
     """
 
+    # See ``kept_state.py``: each text is searched by itself.
+    keeps_state = False
+
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_tokens: int = 0
     ) -> None:

@@ -11,15 +11,16 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree.engine import Engine
 from triforce_tree.generation.batch.joining import Fits, Joined
+from triforce_tree.generation.batch.streamers import TokenStreamer
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.server.text_stream import TextStream
 
@@ -118,11 +119,14 @@ class _NobodyWaitsError(Exception):
     """Raised in prefill."""
 
 
-class _OwnStream(BaseStreamer):
+class _OwnStream(TokenStreamer):
     """The stream of a sequence, whose errors end this sequence and no other of its batch."""
 
     def __init__(self, sequence: Sequence, stream: TextStream) -> None:
         self._sequence, self._stream = sequence, stream
+
+    def put_prompt(self, tokens: Sequences[int], end_tokens: Collection[int]) -> None:
+        self._tried(self._stream.put_prompt, tokens, end_tokens)
 
     def put(self, value: Tensor) -> bool:
         return self._tried(self._stream.put, value) is not False

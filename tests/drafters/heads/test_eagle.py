@@ -15,8 +15,9 @@ import triforce_tree
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.drafters.heads.eagle import FILES, Eagle3
+from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.files import read_weights
+from triforce_tree.drafters.heads.names import EAGLE
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
 
@@ -33,7 +34,7 @@ class Plain:
     """The head of a folder, computed from scratch for one path, without a cache."""
 
     def __init__(self, folder: Path, inputs: tuple[int, ...]) -> None:
-        self.weights = read_weights(folder, FILES)
+        self.weights = read_weights(folder, EAGLE)
         self.config = json.loads((folder / "config.json").read_text())
         self.inputs = inputs
         self.rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(self.config))

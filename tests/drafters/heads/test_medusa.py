@@ -13,7 +13,8 @@ from torch import Tensor
 import triforce_tree
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.files import read_weights
-from triforce_tree.drafters.heads.medusa import FILES, Medusa, medusa_tree
+from triforce_tree.drafters.heads.medusa import Medusa, medusa_tree
+from triforce_tree.drafters.heads.names import MEDUSA
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
 
@@ -27,7 +28,7 @@ WHOLE = {"gamma": 5, "budget": 256, "chunk": 32, "recent": 64}
 
 def reference(folder: Path, hidden: Tensor, head: int, layers: int) -> Tensor:
     """Logits of one head as the paper defines it."""
-    weights = read_weights(folder, FILES)
+    weights = read_weights(folder, MEDUSA)
     for layer in range(layers):
         linear = F.linear(
             hidden, weights[f"{head}.{layer}.linear.weight"], weights[f"{head}.{layer}.linear.bias"]

@@ -13,7 +13,7 @@ from scripts.train_pair.heads.evaluate import states
 from scripts.train_pair.heads.networks import EagleHead, MedusaHeads, restore, save
 from triforce_tree.drafters.heads.eagle_layer import EagleLayer, attend, rotated
 from triforce_tree.drafters.heads.files import read_weights, settings
-from triforce_tree.drafters.heads.medusa import FILES
+from triforce_tree.drafters.heads.names import MEDUSA
 from triforce_tree.loading.checkpoints import PAIR
 
 
@@ -62,7 +62,7 @@ def test_saved_medusa_heads_are_those_that_were_trained(target: LlamaForCausalLM
     for parameter in heads.parameters():
         parameter.copy_(torch.randn_like(parameter).bfloat16() / 16)
     save(heads, tmp_path)
-    weights = read_weights(tmp_path, FILES)
+    weights = read_weights(tmp_path, MEDUSA)
     x = torch.randn(1, 3, target.config.hidden_size)
     made = x
     for layer in range(2):

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from api_cases import Collect
 from families import tiny
@@ -46,7 +47,8 @@ class Wire(nn.Module):
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
         self.activation = activation
-        self._faults: list[Callable[..., None]] = [nothing]
+        # An array's content is not looked at for changes of the model, by which all would be made anew.
+        self._faults = np.array([nothing])
 
     def set(self, fault: Callable[..., None] = nothing) -> None:
         """Call ``fault`` in each forward from now on."""

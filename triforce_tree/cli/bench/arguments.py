@@ -78,7 +78,7 @@ def _text(kinds: Any) -> None:
         "speed-ups over this engine's plain decoding, and over the fastest of transformers' static, dynamic "
         "and assisted decoding. Prompt lookup is timed too, but is no baseline: it copies what a small model "
         "repeats.",
-        "bench",
+        "bench_text",
     )
     parser.add_argument("--context", type=positive, default=8192, help="tokens of each prompt")
     parser.add_argument("--new-tokens", type=positive, default=128, help="tokens to generate")
