@@ -139,6 +139,7 @@ def test_remedies_for_models_of_peft_work() -> None:
         tuned.generate(input_ids=torch.tensor([PROMPT]), custom_generate=run, max_new_tokens=3)
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # with a model on meta
 def test_a_model_that_accelerate_has_offloaded_is_gathered() -> None:
     model = cpu_offload(tiny("llama-gqa"))
     assert decoded(small(model)) == EXPECTED[:NEW]
