@@ -83,7 +83,7 @@ class OfAListOfTheClass(LogitsProcessor):
 
 
 class NewestTokens(LogitsProcessor):
-    """As processors of grammars: each call reads the newest token of each row, after a first call."""
+    """Reads the newest token of each row in every call but the first, as processors of grammars do."""
 
     def __init__(self) -> None:
         self.states: list[int] = []

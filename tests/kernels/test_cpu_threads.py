@@ -25,7 +25,7 @@ def _four_threads() -> Iterator[None]:
 
 
 def results(seed: int, repeats: int = 50) -> list[Tensor]:
-    """Of calls whose outputs are compared with those of one thread, all of other sizes."""
+    """Returns calls of other sizes each, whose outputs are compared with those of one thread."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for repeat in range(repeats):

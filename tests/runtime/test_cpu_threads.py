@@ -62,7 +62,7 @@ _OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THRE
 
 @contextmanager
 def limited(monkeypatch: pytest.MonkeyPatch, processes: int) -> Iterator[None]:
-    """As one of so many processes on this host."""
+    """Makes this process one of so many on this host."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     cpu_threads.usable_cpus.cache_clear()
     yield

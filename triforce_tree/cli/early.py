@@ -309,7 +309,7 @@ def _fit(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
 
 
 def _cut(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
-    """As :func:`_fit`, and check that the text can have so many tokens: each has a byte or more."""
+    """Do what :func:`_fit` does, and check that the text can have so many tokens, each of a byte or more."""
     if args.dataset is None and args.text is None and lengths:
         _, texts = documents(args)
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)

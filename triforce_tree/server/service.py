@@ -46,7 +46,7 @@ class Service:
     ) -> None:
         assert engine.tokenizer is not None
         self.engine, self.name, self.scheduler, self.metrics = engine, name, scheduler, metrics
-        self.tokenizer, self.readers = engine.tokenizer, readers
+        self.readers = readers
 
     async def answer(self, body: bytes, chat: bool, request: Request) -> Response:
         """A whole reply, or a stream of pieces.

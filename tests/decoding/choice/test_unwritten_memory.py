@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the first call on a machine; libraries that were compiled stay."""
+    """Makes a call the first one on a machine; libraries that were compiled stay."""
     for kept in Path(os.environ["TRIFORCE_TREE_CACHE"]).glob("*"):
         if kept.name != "stage_costs.json":
             (tmp_path / kept.name).symlink_to(kept)

@@ -39,7 +39,7 @@ def byte_level(**options: Any) -> PreTrainedTokenizerFast:
 
 
 def llama() -> PreTrainedTokenizerFast:
-    """As of Llama 2 and Mistral 7B: byte tokens, and a decoder that strips the text's first space."""
+    """Returns one as Llama 2 and Mistral 7B have: byte tokens, and a decoder that strips the first space."""
     trained = Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, max_token_length=8)
     words = f"▁{KNOWN}".replace(" ", " ▁").replace("\n", " ").split(" ")
@@ -59,7 +59,7 @@ def llama() -> PreTrainedTokenizerFast:
 
 
 def unigram(**options: Any) -> PreTrainedTokenizerFast:
-    """As of T5."""
+    """Returns one as T5 has."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -80,7 +80,7 @@ def word_piece(cleanup: bool = True, **options: Any) -> PreTrainedTokenizerFast:
 
 
 def suffixed() -> PreTrainedTokenizerFast:
-    """As of the first GPT: the end of a word is marked, and the text's last space is not shown."""
+    """Returns one as the first GPT has: the end of a word is marked, and the last space is not shown."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
