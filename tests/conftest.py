@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import quick_interpreter
 import torch
 
-if TYPE_CHECKING:
-    from tiny_pair import TinyPair
+from tests.support.kernels import quick_interpreter
 
+if TYPE_CHECKING:
+    from tests.support.models.tiny_pair import TinyPair
     from triforce_tree import Engine
 
 # Tests use tiny tensors, and two threads that meet after every such operation are hundreds of times
@@ -33,7 +33,7 @@ SAMPLED = 2
 
 # Helper modules whose assertions report values, as those of the tests do.
 for _name in ("api_cases", "program_cases"):
-    pytest.register_assert_rewrite(_name)
+    pytest.register_assert_rewrite(f"tests.support.models.{_name}")
 # Read once, when transformers, datasets and triton are first imported: by the tests, later.
 for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ.setdefault(_name, "1")
@@ -148,7 +148,7 @@ def generator() -> torch.Generator:
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> "TinyPair":
     """Model folders that are only read; made once, for whoever asks."""
-    import tiny_pair  # brings transformers, which most tests do without
+    from tests.support.models import tiny_pair  # brings transformers, which most tests do without
 
     return tiny_pair.make(tmp_path_factory.mktemp("pair"))
 
@@ -156,7 +156,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> "TinyPair":
 @pytest.fixture(scope="module")
 def engine(pair: "TinyPair") -> "Engine":
     """The pair under settings for short prompts; a module that needs others has its own."""
-    from tiny_pair import SMALL
+    from tests.support.models.tiny_pair import SMALL
 
     return pair.load(**SMALL)
 
@@ -164,8 +164,8 @@ def engine(pair: "TinyPair") -> "Engine":
 @pytest.fixture(scope="module")
 def ids(engine: "Engine") -> list[int]:
     """A prompt of ``CONTEXT`` tokens."""
-    import tiny_pair
-    from tune_cases import CONTEXT
+    from tests.support.models import tiny_pair
+    from tests.support.models.tune_cases import CONTEXT
 
     return tiny_pair.prompt(engine, CONTEXT)
 

@@ -13,9 +13,9 @@ import sys
 import time
 
 import torch
-from generation_cases import CASES
 
 from scripts.checks.report import Report, parser
+from tests.support.distributions.generation_cases import CASES
 
 
 def main() -> int:

@@ -13,15 +13,15 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import step_cases
 import torch
-from acceptance_cases import LIKENESS, acceptance, greedy, runner_up, traversal
-from grow_cases import beginning, expansion, placement, scattered
-from step_cases import Problem, selection
-from suffix_cases import graft, indexing, matching
 from torch import Tensor
 
 from scripts.checks.report import Report, need_gpu, parser
+from tests.support.kernels import step_cases
+from tests.support.kernels.acceptance_cases import LIKENESS, acceptance, greedy, runner_up, traversal
+from tests.support.kernels.grow_cases import beginning, expansion, placement, scattered
+from tests.support.kernels.step_cases import Problem, selection
+from tests.support.kernels.suffix_cases import graft, indexing, matching
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 BOTH = (HALF, SINGLE)

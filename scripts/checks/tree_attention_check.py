@@ -12,10 +12,10 @@ from itertools import product
 from typing import Any
 
 import torch
-from kernels_cases import ERROR_LIMIT, Case, build, enough_seeds, random_tree, run_case
 from torch import Tensor
 
 from scripts.checks.report import Report, in_shards, last_line, need_gpu, parser
+from tests.support.kernels.kernels_cases import ERROR_LIMIT, Case, build, enough_seeds, random_tree, run_case
 from triforce_tree.kernels.attention.configs import KernelConfig, choose
 from triforce_tree.kernels.attention.launch import run
 from triforce_tree.kernels.attention.plan import NODE, Heads, Plan, pack_mask, plan_trees

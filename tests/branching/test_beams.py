@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import Collect, characters
-from families import prompt_of, tiny
 from transformers import GenerationConfig, LogitsProcessor
 
 import triforce_tree
+from tests.support.models.api_cases import Collect, characters
+from tests.support.models.families import prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.several import beam_search, beams

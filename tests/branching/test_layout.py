@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import triton_ops
-from kernels_cases import poisoned_memory
 
+from tests.support.kernels import triton_ops
+from tests.support.kernels.kernels_cases import poisoned_memory
 from triforce_tree.branching.forward import Ahead
 from triforce_tree.branching.layout import Feed, Layout, arranged
 from triforce_tree.branching.node import Node

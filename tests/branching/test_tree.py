@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import characters, text_of
-from families import greedy, prompt_of, tiny
-from recurrent_families import recurrent
 
 import triforce_tree
+from tests.support.models.api_cases import characters, text_of
+from tests.support.models.families import greedy, prompt_of, tiny
+from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine, UnsupportedModelError
 from triforce_tree.branching import attention, forward, rows
 from triforce_tree.branching.node import Node

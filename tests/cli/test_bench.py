@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import last_object, run
-from tiny_pair import TinyPair
 
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import last_object, run
 from triforce_tree.cli.bench import arguments as bench_arguments
 from triforce_tree.eval import baselines
 from triforce_tree.eval.paper import published

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import last_object, run
-from tiny_pair import TinyPair
+
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import last_object, run
 
 SMALL = ["--budget", "64", "--recent", "32", "--chunk", "8", "--window", "64"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import last_object, run
-from tiny_pair import TinyPair
 
 import triforce_tree
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import last_object, run
 from triforce_tree.cli import chat
 from triforce_tree.sessions.session import Session
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import last_object, run
-from tiny_pair import TinyPair
-from wrong_acceptance import accept_all_proposals
 
+from tests.support.distributions.wrong_acceptance import accept_all_proposals
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import last_object, run
 from triforce_tree import __version__
 from triforce_tree.cli import console, entry
 from triforce_tree.config import HierarchyConfig

@@ -4,8 +4,9 @@ import json
 import re
 
 import pytest
-from command_line import run
-from tiny_pair import TinyPair
+
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import run
 
 
 def test_demo(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:

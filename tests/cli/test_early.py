@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_pair import TinyPair
+
+from tests.support.models.tiny_pair import TinyPair
 
 # A torch whose import fails, in the first place that Python looks at.
 TORCH = "raise RuntimeError('torch was imported')\n"

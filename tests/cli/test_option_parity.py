@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_pair import TinyPair
 
 import triforce_tree
+from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.cli import arguments, groups, options
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.generation import drafter_choice

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import prompt_of, tiny
-from tiny_pair import TinyPair
-from wrong_acceptance import accept_all_proposals
 
 import triforce_tree
+from tests.support.distributions.wrong_acceptance import accept_all_proposals
+from tests.support.models.families import prompt_of, tiny
+from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.cli import console, entry
 from triforce_tree.cli.entry import main
 from triforce_tree.eval.compare import compared, summary

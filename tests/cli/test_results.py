@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import run
-from processes import environment
-from tiny_pair import TinyPair
 
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import run
+from tests.support.processes.processes import environment
 from triforce_tree.cli import console
 from triforce_tree.runtime.stats import rate_text
 

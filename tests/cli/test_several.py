@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import run
-from tiny_pair import TinyPair
+
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

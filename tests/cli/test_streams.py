@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import last_object, run
 from rich.console import Console
-from tiny_pair import TinyPair
 
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import last_object, run
 from triforce_tree.cli import console, entry
 
 

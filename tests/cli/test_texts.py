@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import last_object, run
-from scripted import scripted
-from tokenizer_kinds import llama
+
+from tests.support.models.scripted import scripted
+from tests.support.models.tokenizer_kinds import llama
+from tests.support.processes.command_line import last_object, run
 
 PROMPT, ANSWER = "Once upon a", " time there\n  x🎉"
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}Once upon a"

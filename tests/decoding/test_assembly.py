@@ -1,9 +1,9 @@
 """How many levels a prompt gets, which buffers serve it, and memory plans that change nothing."""
 
 import pytest
-from families import perturbed, prompt_of, tiny, without_tree
-from program_cases import SMALL, draft_of, model, reference
 
+from tests.support.models.families import perturbed, prompt_of, tiny, without_tree
+from tests.support.models.program_cases import SMALL, draft_of, model, reference
 from triforce_tree import Engine, load
 
 AUTO = {**SMALL, "levels": "auto", "profile": False}

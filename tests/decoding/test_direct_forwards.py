@@ -2,9 +2,19 @@
 
 import pytest
 import torch
-from families import prompt_of
-from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, decoded, draft_of, model, program_of, references
 
+from tests.support.models.families import prompt_of
+from tests.support.models.program_cases import (
+    GREEDY,
+    NEW,
+    PROMPTS,
+    SAMPLED,
+    decoded,
+    draft_of,
+    model,
+    program_of,
+    references,
+)
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree

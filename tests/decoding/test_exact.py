@@ -9,12 +9,12 @@ from functools import cache
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny
-from recurrent_families import recurrent
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.cpu.fp32 import library

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from families import prompt_of
-from program_cases import GREEDY, SMALL, draft_of, model, program_of
 
+from tests.support.models.families import prompt_of
+from tests.support.models.program_cases import GREEDY, SMALL, draft_of, model, program_of
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.program import DecodingProgram

@@ -1,10 +1,15 @@
 """Generated sequences follow the target's own distribution exactly: every draw is enumerated."""
 
 import pytest
-from enumeration import NOISE, summed, total_variation
-from generation_cases import BOTH, CASES, Case
-from generation_distributions import SMALL, Generations, stranger, target_distribution
 
+from tests.support.distributions.enumeration import NOISE, summed, total_variation
+from tests.support.distributions.generation_cases import BOTH, CASES, Case
+from tests.support.distributions.generation_distributions import (
+    SMALL,
+    Generations,
+    stranger,
+    target_distribution,
+)
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.kernels.cpu.fp32 import library as fp32_library
 from triforce_tree.models.host import layers as host_layers

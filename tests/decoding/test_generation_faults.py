@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from enumerated_noise import CraftedDraws, EnumeratedNoise
-from enumeration import NOISE, Walk
-from generation_cases import BOTH, Case
 from torch import Tensor
 
+from tests.support.distributions.enumerated_noise import CraftedDraws, EnumeratedNoise
+from tests.support.distributions.enumeration import NOISE, Walk
+from tests.support.distributions.generation_cases import BOTH, Case
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step import accept, traversal
 from triforce_tree.kernels.step.draws import draw_tokens

@@ -5,8 +5,19 @@ until it is written.
 """
 
 import pytest
-from families import prompt_of, tiny
-from program_cases import NEW, PROMPTS, decoded, draft_of, exact, model, program_of, reference, references
+
+from tests.support.models.families import prompt_of, tiny
+from tests.support.models.program_cases import (
+    NEW,
+    PROMPTS,
+    decoded,
+    draft_of,
+    exact,
+    model,
+    program_of,
+    reference,
+    references,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

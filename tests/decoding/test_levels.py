@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import prompt_of
-from program_cases import (
+
+from tests.support.models.families import prompt_of
+from tests.support.models.program_cases import (
     COVERED,
     EVERYTHING,
     GREEDY,
@@ -23,7 +24,6 @@ from program_cases import (
     reference,
     references,
 )
-
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.loop import Decoder

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from enumeration import NOISE
-from families import greedy, prompt_of, tiny
-from generation_cases import Case
-from generation_distributions import Generations, stranger
-from program_cases import (
+
+from tests.support.distributions.enumeration import NOISE
+from tests.support.distributions.generation_cases import Case
+from tests.support.distributions.generation_distributions import Generations, stranger
+from tests.support.models.families import greedy, prompt_of, tiny
+from tests.support.models.program_cases import (
     GREEDY,
     NEW,
     PROMPTS,
@@ -19,7 +20,6 @@ from program_cases import (
     reference,
     references,
 )
-
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.verify.sampling import ProbsFromLogits

@@ -1,8 +1,6 @@
 """One program for many prompts, kinds of sampling and seeds: no request affects a later one."""
 
 import pytest
-from families import prompt_of
-from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, decoded, draft_of, model, program_of, references
 from transformers import (
     LogitsProcessorList,
     SuppressTokensLogitsProcessor,
@@ -10,6 +8,18 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from tests.support.models.families import prompt_of
+from tests.support.models.program_cases import (
+    GREEDY,
+    NEW,
+    PROMPTS,
+    SAMPLED,
+    decoded,
+    draft_of,
+    model,
+    program_of,
+    references,
+)
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits

@@ -8,11 +8,10 @@ from collections import Counter
 
 import pytest
 import torch
-from batched_ops import prefill_alike, share_windows, use_batched_ops
-from enumeration import chi_square_p
-from families import prompt_of
-from program_cases import decoded, program_of
-from sampled_cases import (
+
+from tests.support.distributions.batched_ops import prefill_alike, share_windows, use_batched_ops
+from tests.support.distributions.enumeration import chi_square_p
+from tests.support.distributions.sampled_cases import (
     BATCH,
     FAULTY,
     PLAIN,
@@ -29,7 +28,8 @@ from sampled_cases import (
     target,
     with_warpers,
 )
-
+from tests.support.models.families import prompt_of
+from tests.support.models.program_cases import decoded, program_of
 from triforce_tree.verify.noise import Noise
 
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from program_cases import (
+
+from tests.support.models.program_cases import (
     COVERED,
     EVERYTHING,
     GREEDY,
@@ -17,7 +18,6 @@ from program_cases import (
     reference,
     references,
 )
-
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.stop_criteria import Ending
 

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from processes import environment
 
 from scripts.benchmarks.registry import BENCHMARKS
 from scripts.checks.guides import BLOCK
+from tests.support.processes.processes import environment
 from triforce_tree.cli.arguments import parser
 
 ROOT = Path(__file__).parents[2]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from api_cases import TARGET, characters, text_of
-from families import greedy, perturbed, prompt_of, tiny
-from own_drafters import FixedSiblings, FixedThenDrawn, OwnDrafter, TableDraws
 from torch import Tensor
 
 import triforce_tree
+from tests.support.models.api_cases import TARGET, characters, text_of
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, OwnDrafter, TableDraws
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.controller import PassController

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from enumerated_noise import EnumeratedNoise
-from enumeration import NOISE, exact_distribution, summed, total_variation
-from generation_cases import BOTH, TOKENS, Case
-from generation_distributions import Generations, stranger
-from head_folders import eagle, medusa
-from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from torch import Tensor
 
+from tests.support.distributions.enumerated_noise import EnumeratedNoise
+from tests.support.distributions.enumeration import NOISE, exact_distribution, summed, total_variation
+from tests.support.distributions.generation_cases import BOTH, TOKENS, Case
+from tests.support.distributions.generation_distributions import Generations, stranger
+from tests.support.distributions.head_folders import eagle, medusa
+from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from triforce_tree.decoding.stages import ChainVerifyStage, DraftStage
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.suffix_matching import SuffixMatching

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from families import greedy, perturbed, tiny
-from own_drafters import FixedSiblings, TableDraws
 
 import triforce_tree
+from tests.support.models.families import greedy, perturbed, tiny
+from tests.support.models.own_drafters import FixedSiblings, TableDraws
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.merged import Merged
 from triforce_tree.drafters.suffix_matching import SuffixMatching

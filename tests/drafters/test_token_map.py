@@ -5,12 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import NOISE
-from generation_cases import CASES
-from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, SMALL, decoded, draft_of, model, references
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, SuppressTokensLogitsProcessor
 
+from tests.support.distributions.enumeration import NOISE
+from tests.support.distributions.generation_cases import CASES
+from tests.support.models.program_cases import (
+    GREEDY,
+    NEW,
+    PROMPTS,
+    SAMPLED,
+    SMALL,
+    decoded,
+    draft_of,
+    model,
+    references,
+)
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram

@@ -2,9 +2,19 @@
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny
-from program_cases import GREEDY, PROMPTS, SAMPLED, decoded, draft_of, exact, model, program_of, reference
 
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.program_cases import (
+    GREEDY,
+    PROMPTS,
+    SAMPLED,
+    decoded,
+    draft_of,
+    exact,
+    model,
+    program_of,
+    reference,
+)
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.runtime.sequence_state import SequenceState

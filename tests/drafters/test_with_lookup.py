@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny
-from program_cases import GREEDY, draft_of, model, program_of, reference
 
 import triforce_tree
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.program_cases import GREEDY, draft_of, model, program_of, reference
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.loop import Decoder

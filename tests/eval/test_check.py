@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import prompt_of, tiny
 from scipy import stats
-from tiny_pair import TinyPair, prompt
 
+from tests.support.models.families import prompt_of, tiny
+from tests.support.models.tiny_pair import TinyPair, prompt
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import assembly

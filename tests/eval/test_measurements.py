@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pair
 import torch
 
+from tests.support.models import tiny_pair
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval import needle, overlap, results, speed, text

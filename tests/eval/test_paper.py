@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import prompt_of, tiny
 
+from tests.support.models.families import prompt_of, tiny
 from triforce_tree.eval.paper import archived, attention, plan, plots, published, tables, values
 from triforce_tree.eval.paper.plan import HERE, Line, Sizes
 from triforce_tree.eval.report import plots as report_plots

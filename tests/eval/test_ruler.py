@@ -3,9 +3,9 @@
 from collections import Counter
 
 import pytest
-from messages import says
 
 import triforce_tree
+from tests.support.processes.messages import says
 from triforce_tree.cli.bench import arguments
 from triforce_tree.engine import Engine
 from triforce_tree.eval import ruler

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import prompt_of, tiny
 from transformers import LogitsProcessorList
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 import triforce_tree
+from tests.support.models.families import prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.eval import check
 from triforce_tree.eval.compare import judged

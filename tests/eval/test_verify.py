@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import last_object, run
 
+from tests.support.processes.command_line import last_object, run
 from triforce_tree.eval.report import rows, verify
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

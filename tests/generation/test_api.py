@@ -2,12 +2,22 @@
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, SMALL, TARGET, Collect, characters, new, small_engine, text_of
-from families import perturbed, prompt_of
 from transformers import TextStreamer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import triforce_tree
+from tests.support.models.api_cases import (
+    EXPECTED,
+    PROMPT,
+    SMALL,
+    TARGET,
+    Collect,
+    characters,
+    new,
+    small_engine,
+    text_of,
+)
+from tests.support.models.families import perturbed, prompt_of
 from triforce_tree import Engine
 
 

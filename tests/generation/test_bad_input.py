@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import characters
-from families import VOCABULARY, prompt_of, tiny
-from messages import says
-from own_drafters import FixedSiblings
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 import triforce_tree
+from tests.support.models.api_cases import characters
+from tests.support.models.families import VOCABULARY, prompt_of, tiny
+from tests.support.models.own_drafters import FixedSiblings
+from tests.support.processes.messages import says
 from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.trees.shapes import WithChain

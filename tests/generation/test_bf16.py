@@ -4,10 +4,10 @@ A forward over many positions and one over a single position differ there in the
 """
 
 import pytest
-from families import perturbed, prompt_of, tiny
-from wrong_acceptance import accept_all_proposals
 
 import triforce_tree
+from tests.support.distributions.wrong_acceptance import accept_all_proposals
+from tests.support.models.families import perturbed, prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.eval import check
 

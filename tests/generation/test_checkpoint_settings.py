@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, SMALL_LOOKUP, characters, new, text_of
-from families import tiny
 from transformers import GenerationConfig, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import triforce_tree
+from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL_LOOKUP, characters, new, text_of
+from tests.support.models.families import tiny
 from triforce_tree import Engine
 from triforce_tree.generation.notices import CostNotices, cost_of_processors
 

@@ -2,10 +2,19 @@
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, Collect, characters, text_of
-from families import greedy, perturbed
 
 import triforce_tree
+from tests.support.models.api_cases import (
+    EXPECTED,
+    PROMPT,
+    SMALL,
+    SMALL_LOOKUP,
+    TARGET,
+    Collect,
+    characters,
+    text_of,
+)
+from tests.support.models.families import greedy, perturbed
 
 
 def through_transformers(draft=None, hook: dict | None = None, **kwargs):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, new
-from families import perturbed
-from head_folders import eagle, medusa
 
 import triforce_tree
+from tests.support.distributions.head_folders import eagle, medusa
+from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, new
+from tests.support.models.families import perturbed
 from triforce_tree import Engine
 
 NEW = 14

@@ -4,9 +4,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from generation_cases import Case
-from generation_distributions import Generations, stranger, target_distribution
 
+from tests.support.distributions.generation_cases import Case
+from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.verify.sampling import ProbsFromLogits

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from api_cases import Collect
-from families import perturbed, prompt_of, tiny
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -25,6 +23,8 @@ from transformers import (
 )
 
 import triforce_tree
+from tests.support.models.api_cases import Collect
+from tests.support.models.families import perturbed, prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.output import GenerateOutput

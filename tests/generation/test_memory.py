@@ -3,10 +3,10 @@
 import gc
 
 import torch
-from api_cases import CHUNKED_DRAFTED, TARGET
-from families import perturbed, prompt_of
 
 import triforce_tree
+from tests.support.models.api_cases import CHUNKED_DRAFTED, TARGET
+from tests.support.models.families import perturbed, prompt_of
 
 TEXT = prompt_of(60)
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, SMALL_LOOKUP, TARGET, Collect, small_engine
 from transformers import CompileConfig, DynamicCache, GenerationConfig, GenerationMixin
 
 import triforce_tree
+from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL_LOOKUP, TARGET, Collect, small_engine
 from triforce_tree import Engine
 from triforce_tree.engine import Engine as OwnEngine
 from triforce_tree.generation import options

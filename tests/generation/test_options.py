@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, TARGET, new, ours, small_engine, text_of
-from families import greedy
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -18,6 +16,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
+from tests.support.models.api_cases import EXPECTED, PROMPT, TARGET, new, ours, small_engine, text_of
+from tests.support.models.families import greedy
 from triforce_tree import Engine
 
 

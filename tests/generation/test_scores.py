@@ -6,13 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, small_engine
-from families import VOCABULARY, perturbed, prompt_of
-from offloaded_engine import PROMPT as LONG_PROMPT
-from offloaded_engine import engine as offloaded_engine
-from offloaded_engine import models
-from own_drafters import FixedSiblings
-from program_cases import SMALL as PASSES
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -24,6 +17,13 @@ from transformers import (
 )
 
 import triforce_tree
+from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, small_engine
+from tests.support.models.families import VOCABULARY, perturbed, prompt_of
+from tests.support.models.offloaded_engine import PROMPT as LONG_PROMPT
+from tests.support.models.offloaded_engine import engine as offloaded_engine
+from tests.support.models.offloaded_engine import models
+from tests.support.models.own_drafters import FixedSiblings
+from tests.support.models.program_cases import SMALL as PASSES
 from triforce_tree import Engine
 from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.generation.output import GenerateOutput

@@ -5,10 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import NOISE
-from families import perturbed, prompt_of, tiny
-from generation_cases import Case
-from own_drafters import FixedSiblings
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -18,6 +14,10 @@ from transformers import (
 )
 
 import triforce_tree
+from tests.support.distributions.enumeration import NOISE
+from tests.support.distributions.generation_cases import Case
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.own_drafters import FixedSiblings
 from triforce_tree import Engine
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import scripted
-from tokenizer_kinds import tokenizer_of
 from transformers import TextIteratorStreamer
 
 import triforce_tree
+from tests.support.models.scripted import scripted
+from tests.support.models.tokenizer_kinds import tokenizer_of
 from triforce_tree import Engine
 
 PROMPT = "Once upon a"

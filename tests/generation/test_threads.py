@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, SMALL, TARGET, Collect, new
-from families import greedy, perturbed, prompt_of
 from transformers import LogitsProcessor, StoppingCriteria
 
 import triforce_tree
+from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL, TARGET, Collect, new
+from tests.support.models.families import greedy, perturbed, prompt_of
 from triforce_tree import Engine
 from triforce_tree.runtime.locks import generation, held
 

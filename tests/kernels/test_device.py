@@ -16,10 +16,10 @@ pytest.importorskip("triton", reason="the kernels need Triton; install triton to
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kernels_cases import ERROR_LIMIT, Case, run_case
 from triton import OutOfResources
 
 import triforce_tree
+from tests.support.kernels.kernels_cases import ERROR_LIMIT, Case, run_case
 from triforce_tree.kernels import fitting
 from triforce_tree.kernels.attention import configs
 from triforce_tree.kernels.attention.configs import KernelConfig

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import triton_ops
-from triton_ops import DEVICE
 
+from tests.support.kernels import triton_ops
+from tests.support.kernels.triton_ops import DEVICE
 from triforce_tree.kernels.norm import reference
 
 pytestmark = [

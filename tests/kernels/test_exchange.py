@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import triton_ops
 from torch import Tensor
-from triton_ops import DEVICE
 
+from tests.support.kernels import triton_ops
+from tests.support.kernels.triton_ops import DEVICE
 from triforce_tree.kernels import exchange
 from triforce_tree.kernels.attention.plan import Heads
 

@@ -5,10 +5,10 @@ The interpreter multiplies bf16 tiles wrongly, so these run fp16.
 
 import pytest
 import torch
-import triton_ops
 from torch import Tensor
-from triton_ops import DEVICE
 
+from tests.support.kernels import triton_ops
+from tests.support.kernels.triton_ops import DEVICE
 from triforce_tree.kernels.linear import experts, reference
 from triforce_tree.kernels.linear.experts import expert_linear, quantise_experts
 

@@ -7,8 +7,8 @@ from torch.nn import functional
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 from transformers.models.jamba import modeling_jamba as jamba
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
-from triton_ops import DEVICE, require_triton, runs_kernels
 
+from tests.support.kernels.triton_ops import DEVICE, require_triton, runs_kernels
 from triforce_tree.kernels.recurrent import linear_recurrence
 
 # Batch, rows, heads of queries and keys, heads, values, keys.

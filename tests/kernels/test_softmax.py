@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import triton_ops
-from triton_ops import DEVICE
 
+from tests.support.kernels import triton_ops
+from tests.support.kernels.triton_ops import DEVICE
 from triforce_tree.kernels.probs.softmax import softmax_rows
 
 pytestmark = [triton_ops.runs_kernels, pytest.mark.usefixtures("poisoned_empty")]

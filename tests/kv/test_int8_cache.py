@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import greedy, perturbed, prompt_of, tiny, with_rounded_kv
-from program_cases import SMALL, decoded, program_of
 
 import triforce_tree
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny, with_rounded_kv
+from tests.support.models.program_cases import SMALL, decoded, program_of
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.suffix_matching import SuffixMatching

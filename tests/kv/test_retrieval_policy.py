@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import greedy, perturbed, prompt_of, tiny
 
 import triforce_tree
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from triforce_tree.kernels import step
 
 SMALL = {

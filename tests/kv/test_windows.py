@@ -6,10 +6,18 @@ in small blocks; memory holds NaN until it is written.
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny
-from program_cases import COVERED, EVERYTHING, GREEDY, SAMPLED, decoded, program_of, reference
 from transformers import PreTrainedModel
 
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.program_cases import (
+    COVERED,
+    EVERYTHING,
+    GREEDY,
+    SAMPLED,
+    decoded,
+    program_of,
+    reference,
+)
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv import prefill as prefill_module

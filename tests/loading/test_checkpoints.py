@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import greedy, prompt_of, tiny
-from tiny_pair import TinyPair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import triforce_tree
+from tests.support.models.families import greedy, prompt_of, tiny
+from tests.support.models.tiny_pair import TinyPair
 
 MODEL = tiny("llama-gqa")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from messages import says
-from tiny_pair import SMALL, TinyPair
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import triforce_tree
+from tests.support.models.tiny_pair import SMALL, TinyPair
+from tests.support.processes.messages import says
 from triforce_tree.cli import arguments, options
 from triforce_tree.loading import gguf as loading_gguf
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import INFLATED_TOLERANCE as TOLERANCE
-from families import greedy, logits, prompt_of, relative_error, tiny
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import triforce_tree
+from tests.support.models.families import INFLATED_TOLERANCE as TOLERANCE
+from tests.support.models.families import greedy, logits, prompt_of, relative_error, tiny
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.loading.inflate import SHAPES, Shape, inflate, inflate_pair
 from triforce_tree.models.recurrent.pass_through import CACHE

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import INFLATED_TOLERANCE as TOLERANCE
-from families import greedy, logits, prompt_of, relative_error, tiny
 from transformers import LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 import triforce_tree
+from tests.support.models.families import INFLATED_TOLERANCE as TOLERANCE
+from tests.support.models.families import greedy, logits, prompt_of, relative_error, tiny
 from triforce_tree.loading import rounding
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.loading.inflate import SHAPES, Shape, inflate, inflate_pair, inflate_two

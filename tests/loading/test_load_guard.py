@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import CAPPED, FAMILIES_BY_LENGTH, prompt_of, tiny
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.models.families import CAPPED, FAMILIES_BY_LENGTH, prompt_of, tiny
 from triforce_tree import UnsupportedModelError
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading import rounding

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import prompt_of, tiny
 from huggingface_hub.errors import LocalEntryNotFoundError
-from messages import says
-from tiny_pair import Change, TinyPair, settings
 from transformers import AutoModelForCausalLM
 
 import triforce_tree
+from tests.support.models.families import prompt_of, tiny
+from tests.support.models.tiny_pair import Change, TinyPair, settings
+from tests.support.processes.messages import says
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 from triforce_tree.loading.model_folder import INDEX, WEIGHTS
 

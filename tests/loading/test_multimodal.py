@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny, without_tree
-from messages import says
-from multimodal import IMAGE, MULTIMODAL, TEXT, multimodal
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -19,6 +16,9 @@ from transformers import (
 )
 
 import triforce_tree
+from tests.support.models.families import SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny, without_tree
+from tests.support.models.multimodal import IMAGE, MULTIMODAL, TEXT, multimodal
+from tests.support.processes.messages import says
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import decoder_layers

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model
-from families import greedy, perturbed, prompt_of, tiny
-from messages import says
 from torch import nn
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from tests.support.processes.messages import says
 from triforce_tree.loading import placement
 from triforce_tree.loading.placement import on_one_device
 from triforce_tree.models.few_row import why_not_replaceable

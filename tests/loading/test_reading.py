@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny
-from messages import says
-from tiny_pair import settings
 from transformers import AutoModelForCausalLM
 
 import triforce_tree
+from tests.support.models.families import tiny
+from tests.support.models.tiny_pair import settings
+from tests.support.processes.messages import says
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.pinned import HostMemoryError
 from triforce_tree.loading import checkpoints, reading

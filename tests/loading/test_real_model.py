@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import logits, relative_error
 
 import triforce_tree
+from tests.support.models.families import logits, relative_error
 from triforce_tree import Engine
 from triforce_tree.loading.inflate import inflate
 

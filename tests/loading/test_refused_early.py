@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_pair import TinyPair
 
 import triforce_tree
+from tests.support.models.tiny_pair import TinyPair
 
 
 @pytest.fixture(scope="module")

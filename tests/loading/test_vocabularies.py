@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny
-from messages import says
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import triforce_tree
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.processes.messages import says
 from triforce_tree.eval.text import pydoc_text
 from triforce_tree.loading.vocabularies import LEAST_SHARED, token_map
 

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import SMALL, SMALL_LOOKUP, new
-from families import FAMILIES, greedy, perturbed, prompt_of, tiny
-from head_folders import eagle
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
@@ -16,6 +13,9 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 import triforce_tree
+from tests.support.distributions.head_folders import eagle
+from tests.support.models.api_cases import SMALL, SMALL_LOOKUP, new
+from tests.support.models.families import FAMILIES, greedy, perturbed, prompt_of, tiny
 from triforce_tree import Engine
 
 NEW = 12

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from model_sizes import extra_bytes
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.support.models.model_sizes import extra_bytes
 from triforce_tree.kernels.linear.configs import MOST_ROWS
 from triforce_tree.models import few_row
 from triforce_tree.models.few_row import (

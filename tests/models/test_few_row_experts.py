@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-import triton_ops
-from families import CAPPED, tiny
-from model_sizes import extra_bytes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tests.support.kernels import triton_ops
+from tests.support.models.families import CAPPED, tiny
+from tests.support.models.model_sizes import extra_bytes
 from triforce_tree.kernels.linear import experts as definition
 from triforce_tree.kernels.linear import reference
 from triforce_tree.models.experts import few_row

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import tiny
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.support.models.families import tiny
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import modules_of, parameter_bytes, parameters_of
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import greedy, perturbed, prompt_of
-from messages import says
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +20,8 @@ from transformers import (
 )
 
 import triforce_tree
+from tests.support.models.families import greedy, perturbed, prompt_of
+from tests.support.processes.messages import says
 from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.models.few_row import quantisation
 

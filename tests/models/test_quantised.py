@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import greedy, perturbed, prompt_of, small, tiny
-from messages import says
-from tiny_pair import settings
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +16,9 @@ from transformers import (
 )
 
 import triforce_tree
+from tests.support.models.families import greedy, perturbed, prompt_of, small, tiny
+from tests.support.models.tiny_pair import settings
+from tests.support.processes.messages import says
 from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.loading.inflate import inflate
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy, why_not_replaceable

@@ -6,12 +6,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import families
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.support.models import families
 from triforce_tree.models import step_model
 from triforce_tree.models.attention import keep_chunks
 from triforce_tree.models.step_model import StepModel

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, greedy, perturbed, prompt_of, small, tiny
-from program_cases import decoded, program_of
 
 import triforce_tree
+from tests.support.models.families import build, greedy, perturbed, prompt_of, small, tiny
+from tests.support.models.program_cases import decoded, program_of
 from triforce_tree import UnsupportedModelError
 from triforce_tree.kernels.device import KNOWN, emulated
 from triforce_tree.models.experts import few_row

@@ -9,12 +9,21 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module
-from api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, characters, new, text_of
-from families import greedy, perturbed, tiny
 from peft import LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 import triforce_tree
+from tests.support.models.api_cases import (
+    EXPECTED,
+    PROMPT,
+    SMALL,
+    SMALL_LOOKUP,
+    TARGET,
+    characters,
+    new,
+    text_of,
+)
+from tests.support.models.families import greedy, perturbed, tiny
 from triforce_tree import Engine
 from triforce_tree.models.model_copy import shallow_copy
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import perturbed, tiny
-from head_folders import eagle_folder, medusa_folder
 from torch import Tensor, nn
 
+from tests.support.distributions.head_folders import eagle_folder, medusa_folder
+from tests.support.models.families import perturbed, tiny
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.drafters.base import Drafter

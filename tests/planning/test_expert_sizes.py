@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from families import tiny
 
+from tests.support.models.families import tiny
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.models.hf_model import HFModel

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny
-from model_sizes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_1_8B, LONG, extra_bytes
-from program_cases import SMALL, draft_of, reference
 from torch import nn
 
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.model_sizes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_1_8B, LONG, extra_bytes
+from tests.support.models.program_cases import SMALL, draft_of, reference
 from triforce_tree import Engine, load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import assembly

@@ -1,9 +1,9 @@
 """Level 1 by weights of 8 bits on a CPU: where it gains, and that it is chosen by itself."""
 
 import pytest
-from families import greedy, prompt_of, tiny
-from program_cases import SMALL, draft_of
 
+from tests.support.models.families import greedy, prompt_of, tiny
+from tests.support.models.program_cases import SMALL, draft_of
 from triforce_tree import load
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.hf_model import HFModel

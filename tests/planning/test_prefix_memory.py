@@ -1,11 +1,11 @@
 """Memory plans of batches whose sequences begin alike count the common prefix once."""
 
 import pytest
-from api_cases import SMALL, TARGET
-from families import perturbed, prompt_of
-from model_sizes import LLAMA_3_1_8B
 
 import triforce_tree
+from tests.support.models.api_cases import SMALL, TARGET
+from tests.support.models.families import perturbed, prompt_of
+from tests.support.models.model_sizes import LLAMA_3_1_8B
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.generation.batch.run import RunOptions
 from triforce_tree.kv.shared import choice

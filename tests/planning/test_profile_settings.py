@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from tune_cases import CONTEXT
 
+from tests.support.models.tune_cases import CONTEXT
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.planning.device_defaults import chosen_settings

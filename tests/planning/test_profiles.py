@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_pair import TinyPair
-from tune_cases import CONTEXT, profile_of
 
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.models.tune_cases import CONTEXT, profile_of
 from triforce_tree import Engine, load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.planning import profiles

@@ -8,13 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import context_ranks
 import pytest
 import torch
-from context_ranks import NEW, OPEN, PROMPT, SAMPLED, SETUPS, THREE, WINDOWS
-from families import greedy, tiny
-from processes import PATIENCE, ROOT, Ended, environment, ranks_of
 
+from tests.support.models.families import greedy, tiny
+from tests.support.processes import context_ranks
+from tests.support.processes.context_ranks import NEW, OPEN, PROMPT, SAMPLED, SETUPS, THREE, WINDOWS
+from tests.support.processes.processes import PATIENCE, ROOT, Ended, environment, ranks_of
 from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.attention import prefill, reference

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from program_cases import model
 
+from tests.support.models.program_cases import model
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import cpu_threads
 

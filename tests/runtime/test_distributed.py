@@ -10,15 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import parallel_ranks
 import pytest
-import tiny_pair
 import torch
-from families import greedy, tiny, with_rounded_kv
-from processes import PATIENCE, ROOT, Ended, environment, ranks_of
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.support.models import tiny_pair
+from tests.support.models.families import greedy, tiny, with_rounded_kv
+from tests.support.processes import parallel_ranks
+from tests.support.processes.processes import PATIENCE, ROOT, Ended, environment, ranks_of
 from triforce_tree.cli.entry import main
 from triforce_tree.models import tensor_parallel
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy

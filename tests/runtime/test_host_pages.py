@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from program_cases import GREEDY, draft_of, model, program_of
 
+from tests.support.models.program_cases import GREEDY, draft_of, model, program_of
 from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.choice.stage_costs import measure
 from triforce_tree.runtime.devices import commit

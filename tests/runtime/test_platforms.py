@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run
-from families import tiny
-from messages import says
-from processes import environment
-from tiny_pair import TinyPair
 
 import triforce_tree
+from tests.support.models.families import tiny
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import run
+from tests.support.processes.messages import says
+from tests.support.processes.processes import environment
 from triforce_tree.kv.offload import pinned
 from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.runtime import devices

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ranks_of
+
+from tests.support.processes.processes import ranks_of
 
 COMMAND = ["-m", "scripts.benchmarks", "parallel", "--tiny", "--out"]
 

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from acceptance_trees import probs_of
 
 from scripts.benchmarks.verification import expected
+from tests.support.distributions.acceptance_trees import probs_of
 
 LENGTH = 3
 

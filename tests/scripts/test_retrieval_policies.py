@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import prompt_of, tiny
 
 from scripts.benchmarks.retrieval import run, tables
+from tests.support.models.families import prompt_of, tiny
 from triforce_tree.eval.ablations import policies
 from triforce_tree.kernels import step
 

@@ -2,9 +2,9 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from served import KEY, LIMITS, NAME, TEMPLATE, client_of, close_clients, serving
 
 import triforce_tree
+from tests.support.processes.served import KEY, LIMITS, NAME, TEMPLATE, client_of, close_clients, serving
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 

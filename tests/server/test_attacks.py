@@ -8,8 +8,9 @@ from contextlib import closing
 
 import openai
 import pytest
-from attacked import LOOPS, PANICS, SLOW, Health, Process, asking, hostile_target
-from served import KEY, NAME, PATIENCE, PROMPT, client_of, until
+
+from tests.support.processes.attacked import LOOPS, PANICS, SLOW, Health, Process, asking, hostile_target
+from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of, until
 
 # Seconds that a health check may take beside an attack, and without one; a quiet machine has less than 0.05.
 _MOST, _CALM = 0.25, 0.03

@@ -11,8 +11,8 @@ from urllib.request import urlopen
 
 import openai
 import pytest
-from served import NAME, PATIENCE, PROMPT, client_of, until
 
+from tests.support.processes.served import NAME, PATIENCE, PROMPT, client_of, until
 from triforce_tree.cli.entry import main
 
 COMMAND = ["serve", "--device", "cpu", "--levels", "1", "--model-name", NAME]

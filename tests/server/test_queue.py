@@ -8,14 +8,26 @@ from typing import Any
 import openai
 import pytest
 import torch
-from api_cases import CHUNKED, characters
-from ended_early import Fault, wired
-from families import greedy, prompt_of, tiny
-from served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of, expected, metric, released, serving, until
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.models.api_cases import CHUNKED, characters
+from tests.support.models.ended_early import Fault, wired
+from tests.support.models.families import greedy, prompt_of, tiny
+from tests.support.processes.served import (
+    KEY,
+    LIMITS,
+    NAME,
+    PATIENCE,
+    PROMPT,
+    client_of,
+    expected,
+    metric,
+    released,
+    serving,
+    until,
+)
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.scheduler import ClosedError, Limits, QueueFullError, Scheduler, Sequence, _Batch

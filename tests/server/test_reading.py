@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from served import NAME, PROMPT, TEMPLATE
 
+from tests.support.processes.served import NAME, PROMPT, TEMPLATE
 from triforce_tree.engine import Engine
 from triforce_tree.generation.prompt_error import PromptError
 from triforce_tree.generation.tokenized_texts import TokenizedTexts

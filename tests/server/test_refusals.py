@@ -6,8 +6,8 @@ from urllib.parse import urlparse
 
 import openai
 import pytest
-from served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of, serving
 
+from tests.support.processes.served import KEY, LIMITS, NAME, PATIENCE, PROMPT, client_of, serving
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 

@@ -5,8 +5,8 @@ import threading
 import openai
 import pytest
 import torch
-from served import NAME, PATIENCE, PROMPT, expected, metric, until
 
+from tests.support.processes.served import NAME, PATIENCE, PROMPT, expected, metric, until
 from triforce_tree.engine import Engine
 from triforce_tree.server.text_stream import TextStream
 

@@ -5,8 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from served import KEY, NAME, PATIENCE, PROMPT, client_of, expected, metric, released, serving, until
 
+from tests.support.processes.served import (
+    KEY,
+    NAME,
+    PATIENCE,
+    PROMPT,
+    client_of,
+    expected,
+    metric,
+    released,
+    serving,
+    until,
+)
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.scheduler import Limits

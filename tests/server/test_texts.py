@@ -8,11 +8,11 @@ from urllib.request import Request, urlopen
 import openai
 import pytest
 import torch
-from scripted import scripted
-from served import KEY, LIMITS, NAME, PATIENCE, client_of, serving
-from tokenizer_kinds import tokenizer_of
 
 import triforce_tree
+from tests.support.models.scripted import scripted
+from tests.support.models.tokenizer_kinds import tokenizer_of
+from tests.support.processes.served import KEY, LIMITS, NAME, PATIENCE, client_of, serving
 from triforce_tree.server.app import Served, create_app
 
 PROMPT = "Once upon a"

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import prompt_of
 from safetensors.torch import load_file
-from session_cases import NINE, PROMPT, cold, engine, made
-from session_files import REMOVED, change, fields, file_of, rewrite
+
+from tests.support.models.families import prompt_of
+from tests.support.models.session_cases import NINE, PROMPT, cold, engine, made
+from tests.support.models.session_files import REMOVED, change, fields, file_of, rewrite
 
 pytestmark = pytest.mark.usefixtures("small_rings")
 MESSAGES = [{"role": "user", "content": "Who"}]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny
-from program_cases import SMALL
 
 import triforce_tree
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv import kept_prefixes

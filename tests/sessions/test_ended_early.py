@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import CHUNKED, CHUNKED_DRAFTED
-from ended_early import PLACES, Fault, LeftError, Wire, faulty_options, some_error, wired
-from families import greedy, perturbed, prompt_of, tiny
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.models.api_cases import CHUNKED, CHUNKED_DRAFTED
+from tests.support.models.ended_early import PLACES, Fault, LeftError, Wire, faulty_options, some_error, wired
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.sessions.session import Session
 

@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from families import prompt_of
-from session_cases import NINE, PROMPT, cold, engine, made
-from session_files import contents, file_of
+
+from tests.support.models.families import prompt_of
+from tests.support.models.session_cases import NINE, PROMPT, cold, engine, made
+from tests.support.models.session_files import contents, file_of
 
 pytestmark = pytest.mark.usefixtures("small_rings")
 

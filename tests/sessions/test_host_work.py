@@ -4,10 +4,10 @@ import sys
 from typing import Any
 
 import pytest
-from families import perturbed, prompt_of, tiny
-from program_cases import SMALL
 
 import triforce_tree
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.program_cases import SMALL
 from triforce_tree.kv import cached_tokens, shared_prefix
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny, without_tree
-from program_cases import SMALL
-from recurrent_families import recurrent
 
 import triforce_tree
+from tests.support.models.families import perturbed, prompt_of, tiny, without_tree
+from tests.support.models.program_cases import SMALL
+from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
 from triforce_tree.kv import store as store_module
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache

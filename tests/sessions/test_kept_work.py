@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny, without_tree
-from program_cases import SMALL
 from torch import Tensor
 
 import triforce_tree
+from tests.support.models.families import perturbed, prompt_of, tiny, without_tree
+from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine
 from triforce_tree.drafters import suffix_matching
 from triforce_tree.kv.cached_tokens import common_prefix

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny
 from safetensors.torch import load_file
-from session_cases import NINE, PROMPT, cold, engine, made
-from session_files import change, file_of
 
 import triforce_tree
+from tests.support.models.families import tiny
+from tests.support.models.session_cases import NINE, PROMPT, cold, engine, made
+from tests.support.models.session_files import change, file_of
 
 pytestmark = pytest.mark.usefixtures("small_rings")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from session_cases import NINE, PROMPT, engine, made
-from session_files import contents
 
+from tests.support.models.session_cases import NINE, PROMPT, engine, made
+from tests.support.models.session_files import contents
 from triforce_tree.sessions.session import Session
 
 pytestmark = pytest.mark.usefixtures("small_rings")

@@ -6,11 +6,11 @@ import inspect
 from typing import Any
 
 import pytest
-from api_cases import characters
-from families import prompt_of
-from session_cases import NINE, PROMPT, TEMPLATE, cold, engine, made
 
 import triforce_tree
+from tests.support.models.api_cases import characters
+from tests.support.models.families import prompt_of
+from tests.support.models.session_cases import NINE, PROMPT, TEMPLATE, cold, engine, made
 
 pytestmark = pytest.mark.usefixtures("small_rings")
 

@@ -2,8 +2,7 @@
 
 import random
 
-from tokenizer_kinds import tokenizer_of
-
+from tests.support.models.tokenizer_kinds import tokenizer_of
 from triforce_tree.text.clean_up import CleanUp
 
 # What the rules are about, and what ends their places.

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizer_kinds import CORPUS, KINDS, llama, tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
+from tests.support.models.tokenizer_kinds import CORPUS, KINDS, llama, tokenizer_of
 from triforce_tree.server.text_stream import TextStream
 from triforce_tree.text.new_text import NewText, new_text
 from triforce_tree.text.vocabulary import Vocabulary

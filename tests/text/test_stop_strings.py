@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from tokenizer_kinds import tokenizer_of
 
+from tests.support.models.tokenizer_kinds import tokenizer_of
 from triforce_tree.text.new_text import NewText
 from triforce_tree.text.stop_strings import StopMatcher
 from triforce_tree.text.vocabulary import Vocabulary

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from tune_cases import CONTEXT, plan
 
+from tests.support.models.tune_cases import CONTEXT, plan
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval import overlap

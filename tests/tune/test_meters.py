@@ -4,8 +4,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from tune_cases import CONTEXT, FEW
 
+from tests.support.models.tune_cases import CONTEXT, FEW
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.controller import PassController

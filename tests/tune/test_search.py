@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tune_cases import FEW
 
+from tests.support.models.tune_cases import FEW
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees.shapes import WithChain, chain_shape
 from triforce_tree.tune.search import OutOfTime, Space, relevant, search

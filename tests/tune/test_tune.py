@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pair
-from tiny_pair import TinyPair
 
+from tests.support.models import tiny_pair
+from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.cli.entry import main
 from triforce_tree.planning.profiles import Entry
 from triforce_tree.trees.shapes import parse_shape

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pair import SMALL, TinyPair
-from tune_cases import CONTEXT, plan, profile_of
 
+from tests.support.models.tiny_pair import SMALL, TinyPair
+from tests.support.models.tune_cases import CONTEXT, plan, profile_of
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval.results import Records

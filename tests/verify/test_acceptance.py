@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from acceptance_trees import Tree, accepted
-from enumeration import EnumeratingRandom, outcomes
 
+from tests.support.distributions.acceptance_trees import Tree, accepted
+from tests.support.distributions.enumeration import EnumeratingRandom, outcomes
 from triforce_tree.kernels import step
 
 #        0

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from acceptance_trees import DRAWN, Tree, accepted, grown, paths_of, probs_of
-from enumeration import NOISE, EnumeratingRandom, Walk, exact_distribution, outcomes, total_variation
 from torch import Tensor
 
+from tests.support.distributions.acceptance_trees import DRAWN, Tree, accepted, grown, paths_of, probs_of
+from tests.support.distributions.enumeration import (
+    NOISE,
+    EnumeratingRandom,
+    Walk,
+    exact_distribution,
+    outcomes,
+    total_variation,
+)
 from triforce_tree.kernels.step import traversal
 from triforce_tree.kernels.step.accept import FIXED
 

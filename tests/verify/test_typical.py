@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from program_cases import PROMPTS, draft_of, model
 from torch import Tensor
 
 import triforce_tree
+from tests.support.models.program_cases import PROMPTS, draft_of, model
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.planning.memory_layout import levels_of
 from triforce_tree.verify.noise import Noise

@@ -3,8 +3,17 @@
 from dataclasses import replace
 
 import pytest
-from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, draft_of, model, program_of, references
 
+from tests.support.models.program_cases import (
+    GREEDY,
+    NEW,
+    PROMPTS,
+    SAMPLED,
+    draft_of,
+    model,
+    program_of,
+    references,
+)
 from triforce_tree.decoding import loop
 from triforce_tree.decoding.choice.budgets.loss_budget import START_BUDGET
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds

@@ -6,8 +6,18 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
-from simulated_passes import COSTS, DEPTH, MIXED, MOST, Cost, controller, costs_of, rounds_of, simulated
 
+from tests.support.distributions.simulated_passes import (
+    COSTS,
+    DEPTH,
+    MIXED,
+    MOST,
+    Cost,
+    controller,
+    costs_of,
+    rounds_of,
+    simulated,
+)
 from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.estimates import acceptance_of, tokens_of

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program_cases import GREEDY, SAMPLED, draft_of, model, program_of
-from tiny_pair import TinyPair
 
+from tests.support.models.program_cases import GREEDY, SAMPLED, draft_of, model, program_of
+from tests.support.models.tiny_pair import TinyPair
 from triforce_tree import Engine
 from triforce_tree.decoding import prepared_stages
 from triforce_tree.decoding.choice import cost_table, stage_costs

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from simulated_trees import Simulation
 
+from tests.support.distributions.simulated_trees import Simulation
 from triforce_tree.decoding.choice.budgets.trials import TRIALS
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.estimates import Estimates, Learnt, Tails, judged, tokens_of

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
+from tests.support.models.program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
 from triforce_tree.decoding import loop
 from triforce_tree.decoding.choice.budgets.loss_budget import START_BUDGET
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice

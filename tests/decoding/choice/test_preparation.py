@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from program_cases import GREEDY, NEW, PROMPTS, draft_of, model, program_of, reference
-from simulated_trees import Simulation
 
+from tests.support.distributions.simulated_trees import Simulation
+from tests.support.models.program_cases import GREEDY, NEW, PROMPTS, draft_of, model, program_of, reference
 from triforce_tree.decoding import prepared_stages
 from triforce_tree.decoding.choice import cost_table
 from triforce_tree.decoding.choice.budgets.loss_budget import START_BUDGET

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
-from simulated_trees import SHAPES
 
+from tests.support.distributions.simulated_trees import SHAPES
+from tests.support.models.program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.cost_table import CostTable, other_costs, stage_costs
 from triforce_tree.decoding.choice.costs_by_length import CostsByLength

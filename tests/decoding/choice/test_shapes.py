@@ -9,10 +9,19 @@ from zlib import crc32
 
 import pytest
 import torch
-from enumeration import NOISE
-from generation_cases import Case
-from program_cases import GREEDY, NEW, PROMPTS, SAMPLED, draft_of, model, program_of, references
 
+from tests.support.distributions.enumeration import NOISE
+from tests.support.distributions.generation_cases import Case
+from tests.support.models.program_cases import (
+    GREEDY,
+    NEW,
+    PROMPTS,
+    SAMPLED,
+    draft_of,
+    model,
+    program_of,
+    references,
+)
 from triforce_tree.decoding import loop, prepared_stages
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from program_cases import GREEDY, NEW, PROMPTS, draft_of, model, program_of, references
 
+from tests.support.models.program_cases import GREEDY, NEW, PROMPTS, draft_of, model, program_of, references
 from triforce_tree.decoding.choice.cost_table import CostTable, stage_costs
 from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.stage_costs import Allowance, StageCosts, measure

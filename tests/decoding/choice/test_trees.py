@@ -4,8 +4,8 @@ from collections import Counter
 from statistics import mean
 
 import pytest
-from simulated_trees import SHAPES, Simulation, path_lengths
 
+from tests.support.distributions.simulated_trees import SHAPES, Simulation, path_lengths
 from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET
 from triforce_tree.decoding.choice.budgets.trials import TRIALS
 from triforce_tree.decoding.choice.tree_acceptance import ByRank, TreeAcceptance, accepted_tokens

@@ -4,9 +4,9 @@ from itertools import pairwise
 from statistics import mean
 
 import pytest
-from simulated_passes import COSTS, MIXED, Cost, controller, rounds_of, simulated
-from simulated_trees import Simulation
 
+from tests.support.distributions.simulated_passes import COSTS, MIXED, Cost, controller, rounds_of, simulated
+from tests.support.distributions.simulated_trees import Simulation
 from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET, START_SHARE, LossBudget
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds

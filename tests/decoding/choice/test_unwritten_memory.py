@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import perturbed, prompt_of, tiny
 
 import triforce_tree
+from tests.support.models.families import perturbed, prompt_of, tiny
 
 V = 40
 TARGET = tiny("gemma3", vocab_size=V)

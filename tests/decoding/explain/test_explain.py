@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import run
-from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
-from tiny_pair import TinyPair
 
+from tests.support.models.program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import run
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind

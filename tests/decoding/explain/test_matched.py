@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import run
-from families import perturbed
-from program_cases import GREEDY, PROMPTS, model, program_of, reference
-from tiny_pair import TinyPair
 
+from tests.support.models.families import perturbed
+from tests.support.models.program_cases import GREEDY, PROMPTS, model, program_of, reference
+from tests.support.models.tiny_pair import TinyPair
+from tests.support.processes.command_line import run
 from triforce_tree.decoding.choice.lookup_choice import match_class
 from triforce_tree.decoding.choice.passes import PassKind
 from triforce_tree.decoding.explain.explanation import Explanation, explained

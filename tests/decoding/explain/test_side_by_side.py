@@ -5,12 +5,20 @@ from collections import Counter
 
 import pytest
 import torch
-from families import perturbed
-from program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of, reference
 from rich.console import Console
-from tiny_pair import TinyPair
-from wrong_acceptance import accept_all_proposals
 
+from tests.support.distributions.wrong_acceptance import accept_all_proposals
+from tests.support.models.families import perturbed
+from tests.support.models.program_cases import (
+    GREEDY,
+    PROMPTS,
+    SAMPLED,
+    draft_of,
+    model,
+    program_of,
+    reference,
+)
+from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.cli.console import LevelText
 from triforce_tree.decoding.explain.origins import OriginTally
 from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import greedy, prompt_of, tiny
-from head_folders import eagle_folder
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import triforce_tree
+from tests.support.distributions.head_folders import eagle_folder
+from tests.support.models.families import greedy, prompt_of, tiny
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.drafters.base import TokenTree

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from families import greedy, prompt_of, tiny
-from head_folders import medusa_folder
 from torch import Tensor
 
 import triforce_tree
+from tests.support.distributions.head_folders import medusa_folder
+from tests.support.models.families import greedy, prompt_of, tiny
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.files import read_weights
 from triforce_tree.drafters.heads.medusa import Medusa, medusa_tree

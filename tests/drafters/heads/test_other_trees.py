@@ -4,9 +4,9 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-from head_folders import eagle_folder, medusa_folder
-from program_cases import GREEDY, NEW, PROMPTS, SMALL, model, reference
 
+from tests.support.distributions.head_folders import eagle_folder, medusa_folder
+from tests.support.models.program_cases import GREEDY, NEW, PROMPTS, SMALL, model, reference
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PassKind
 from triforce_tree.decoding.loop import Decoder

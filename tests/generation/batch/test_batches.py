@@ -4,7 +4,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from api_cases import (
+from transformers import MaxLengthCriteria, StoppingCriteriaList
+
+import triforce_tree
+from tests.support.models.api_cases import (
     EXPECTED,
     PROMPT,
     SMALL,
@@ -15,10 +18,7 @@ from api_cases import (
     small_engine,
     text_of,
 )
-from families import greedy, perturbed, prompt_of, tiny
-from transformers import MaxLengthCriteria, StoppingCriteriaList
-
-import triforce_tree
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.verify.sampling import Stream, derived
 

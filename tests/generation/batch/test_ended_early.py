@@ -6,13 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import CHUNKED, CHUNKED_DRAFTED
-from ended_early import PLACES, Fault, LeftError, Wire, faulty_options, nothing, some_error, wired
-from families import perturbed, prompt_of, tiny
-from program_cases import reference
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.models.api_cases import CHUNKED, CHUNKED_DRAFTED
+from tests.support.models.ended_early import (
+    PLACES,
+    Fault,
+    LeftError,
+    Wire,
+    faulty_options,
+    nothing,
+    some_error,
+    wired,
+)
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.program_cases import reference
 from triforce_tree import Engine
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.output import GenerateOutput

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from api_cases import CHUNK, CHUNKED, SHARING, TARGET
-from families import prompt_of
-from program_cases import reference
 
 import triforce_tree
+from tests.support.models.api_cases import CHUNK, CHUNKED, SHARING, TARGET
+from tests.support.models.families import prompt_of
+from tests.support.models.program_cases import reference
 from triforce_tree import Engine
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.batch.joining import Fits, Joined

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import CHUNK, SHARING, TARGET
-from families import prompt_of
-from program_cases import reference
 
+from tests.support.models.api_cases import CHUNK, SHARING, TARGET
+from tests.support.models.families import prompt_of
+from tests.support.models.program_cases import reference
 from triforce_tree import Engine
 from triforce_tree.generation.batch import prefixes
 from triforce_tree.kv.shared.given import TreeStore

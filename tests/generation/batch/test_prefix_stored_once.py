@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import CHUNKED, CHUNKED_DRAFTED, SHARING, TARGET
-from families import greedy, perturbed, prompt_of, tiny
-from program_cases import reference
-from recurrent_families import recurrent
 
 import triforce_tree
+from tests.support.models.api_cases import CHUNKED, CHUNKED_DRAFTED, SHARING, TARGET
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from tests.support.models.program_cases import reference
+from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.batch import prefixes

@@ -6,15 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import PROMPT, SMALL, SMALL_LOOKUP, TARGET, Collect, characters, small_engine
-from families import perturbed, prompt_of, tiny
-from head_folders import eagle
-from own_drafters import OwnDrafter
-from program_cases import reference
-from recurrent_families import RECURRENT, recurrent
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.distributions.head_folders import eagle
+from tests.support.models.api_cases import (
+    PROMPT,
+    SMALL,
+    SMALL_LOOKUP,
+    TARGET,
+    Collect,
+    characters,
+    small_engine,
+)
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.own_drafters import OwnDrafter
+from tests.support.models.program_cases import reference
+from tests.support.models.recurrent_families import RECURRENT, recurrent
 from triforce_tree import Engine
 from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram

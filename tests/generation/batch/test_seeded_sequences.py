@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import SMALL, SMALL_LOOKUP, TARGET, characters
-from families import perturbed, prompt_of
 
 import triforce_tree
+from tests.support.models.api_cases import SMALL, SMALL_LOOKUP, TARGET, characters
+from tests.support.models.families import perturbed, prompt_of
 from triforce_tree import Engine
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.output import GenerateOutput

@@ -3,14 +3,14 @@
 from typing import Any
 
 import pytest
-from api_cases import SMALL, SMALL_LOOKUP, TARGET
-from families import perturbed, prompt_of, tiny
-from head_folders import eagle
-from program_cases import reference
-from recurrent_families import recurrent
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.distributions.head_folders import eagle
+from tests.support.models.api_cases import SMALL, SMALL_LOOKUP, TARGET
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.program_cases import reference
+from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
 from triforce_tree.decoding import full_cache
 from triforce_tree.generation.output import GenerateOutput

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from api_cases import TARGET, characters, new, small_engine, text_of
-from families import greedy
 from transformers import PreTrainedTokenizerFast, TextGenerationPipeline
 
 import triforce_tree
+from tests.support.models.api_cases import TARGET, characters, new, small_engine, text_of
+from tests.support.models.families import greedy
 from triforce_tree import Engine
 
 NEW = 6

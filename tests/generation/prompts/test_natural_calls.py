@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from api_cases import EXPECTED, PROMPT, TARGET, characters, new, small_engine, text_of
-from families import greedy, prompt_of
 from transformers import (
     BatchEncoding,
     GenerationConfig,
@@ -16,6 +14,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
+from tests.support.models.api_cases import EXPECTED, PROMPT, TARGET, characters, new, small_engine, text_of
+from tests.support.models.families import greedy, prompt_of
 from triforce_tree import Engine
 from triforce_tree.generation import chat, inputs
 

@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-from api_cases import characters
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.models.api_cases import characters
 from triforce_tree.generation.chat import chat_ids
 from triforce_tree.generation.tokenized_texts import TokenizedTexts
 

@@ -6,9 +6,9 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-import triton_ops
-from kernels_cases import poisoned_memory
 
+from tests.support.kernels import triton_ops
+from tests.support.kernels.kernels_cases import poisoned_memory
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.blocks import plan as block_plans
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-import triton_ops
+
+from tests.support.kernels import triton_ops
 
 if torch.cuda.is_available():
     pytest.skip("a GPU does not check addresses", allow_module_level=True)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import triton_ops
-from kernels_cases import tree_mask
 from torch import Tensor
 
+from tests.support.kernels import triton_ops
+from tests.support.kernels.kernels_cases import tree_mask
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.nodes import PrefixPlan, PrefixSegment
 from triforce_tree.kernels.attention.plan import Heads, pack_mask

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton_ops
 from torch import Tensor
-from triton_ops import DEVICE
 
+from tests.support.kernels import triton_ops
+from tests.support.kernels.triton_ops import DEVICE
 from triforce_tree.kernels.attention.exact import attention as exact
 from triforce_tree.kernels.attention.exact.request import ExactAttention
 from triforce_tree.kernels.attention.plan import pack_mask

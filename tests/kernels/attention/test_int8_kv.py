@@ -6,11 +6,11 @@ The kernels run in Triton's interpreter where there is no GPU.
 from types import SimpleNamespace
 
 import pytest
-import step_cases
 import torch
-import triton_ops
-from kernels_cases import ERROR_LIMIT, Case, run_case
-from triton_ops import DEVICE, runs_kernels
+
+from tests.support.kernels import step_cases, triton_ops
+from tests.support.kernels.kernels_cases import ERROR_LIMIT, Case, run_case
+from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 
 pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
 

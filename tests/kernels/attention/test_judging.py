@@ -2,8 +2,15 @@
 
 import pytest
 import torch
-from kernels_cases import ERROR_LIMIT, Case, build, enough_seeds, error_ratio, exact_attention
 
+from tests.support.kernels.kernels_cases import (
+    ERROR_LIMIT,
+    Case,
+    build,
+    enough_seeds,
+    error_ratio,
+    exact_attention,
+)
 from triforce_tree.kernels.attention.plan import Heads
 
 HALF, SINGLE = torch.bfloat16, torch.float32

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kernels_cases import tree_mask
 from torch import Tensor
 
+from tests.support.kernels.kernels_cases import tree_mask
 from triforce_tree.kernels.attention import planned, reference
 from triforce_tree.kernels.attention.plan import FirstVisible, Heads, plan_trees
 from triforce_tree.kernels.cpu import host

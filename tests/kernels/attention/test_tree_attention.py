@@ -8,10 +8,19 @@ import random
 
 import pytest
 import torch
-import triton_ops
-from kernels_cases import ERROR_LIMIT, Case, build, poisoned_memory, random_nodes, random_tree, run_case
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton_ops import DEVICE
+
+from tests.support.kernels import triton_ops
+from tests.support.kernels.kernels_cases import (
+    ERROR_LIMIT,
+    Case,
+    build,
+    poisoned_memory,
+    random_nodes,
+    random_tree,
+    run_case,
+)
+from tests.support.kernels.triton_ops import DEVICE
 
 pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_cases import poisoned_memory, tree_mask
 from torch import Tensor
 
+from tests.support.kernels.kernels_cases import poisoned_memory, tree_mask
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import Heads, pack_mask

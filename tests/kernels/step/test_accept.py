@@ -5,15 +5,13 @@ The kernels run in Triton's interpreter where there is no GPU; see ``test_kv_slo
 
 from types import SimpleNamespace
 
-import acceptance_cases
 import pytest
-import step_cases
 import torch
-import triton_ops
-from naive_acceptance import accept_one_tree
 from scipy import stats
-from triton_ops import DEVICE, runs_kernels
 
+from tests.support.kernels import acceptance_cases, step_cases, triton_ops
+from tests.support.kernels.naive_acceptance import accept_one_tree
+from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step.accept import FIXED
 

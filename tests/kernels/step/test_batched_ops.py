@@ -1,10 +1,10 @@
 """The batched operators that statistical tests use instead of the definitions give the same results."""
 
-import acceptance_cases
 import pytest
 import torch
-from batched_ops import append_kv, attention, move_kv, traverse_tree
 
+from tests.support.distributions.batched_ops import append_kv, attention, move_kv, traverse_tree
+from tests.support.kernels import acceptance_cases
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.plan import Heads, plan_trees

@@ -1,11 +1,9 @@
 """The C kernels of a decoding step against the definitions, on problems of the Triton kernels."""
 
-import acceptance_cases
-import grow_cases
 import pytest
-import step_cases
 import torch
 
+from tests.support.kernels import acceptance_cases, grow_cases, step_cases
 from triforce_tree.kernels import step
 from triforce_tree.kernels.cpu import cpu_attention
 from triforce_tree.kernels.cpu.fp32 import library as fp32_library

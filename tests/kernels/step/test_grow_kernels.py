@@ -2,14 +2,12 @@
 
 from types import SimpleNamespace
 
-import grow_cases
 import pytest
-import step_cases
 import torch
-import triton_ops
 from scipy import stats
-from triton_ops import DEVICE, runs_kernels
 
+from tests.support.kernels import grow_cases, step_cases, triton_ops
+from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step.draws import largest
 

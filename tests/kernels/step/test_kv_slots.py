@@ -9,11 +9,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import step_cases
 import torch
-import triton_ops
-from triton_ops import DEVICE, runs_kernels
 
+from tests.support.kernels import step_cases, triton_ops
+from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step import select
 from triforce_tree.kernels.step.kv_slots import key_moments

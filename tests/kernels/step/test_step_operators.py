@@ -7,14 +7,11 @@ from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
-import acceptance_cases
-import grow_cases
 import pytest
-import step_cases
 import torch
-import triton_ops
-from triton_ops import DEVICE, runs_kernels
 
+from tests.support.kernels import acceptance_cases, grow_cases, step_cases, triton_ops
+from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 from triforce_tree.kernels import step
 
 SINGLE = torch.float32

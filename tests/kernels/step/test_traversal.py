@@ -5,13 +5,12 @@ The kernel runs in Triton's interpreter where there is no GPU; see ``test_kv_slo
 
 from types import SimpleNamespace
 
-import acceptance_cases
 import pytest
-import step_cases
 import torch
-import triton_ops
-from naive_traversal import traverse_one_tree
-from triton_ops import DEVICE, runs_kernels
+
+from tests.support.kernels import acceptance_cases, step_cases, triton_ops
+from tests.support.kernels.naive_traversal import traverse_one_tree
+from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 
 KINDS = {"drawn": {}, "mixed": {"fixed": 0.5}, "fixed": {"fixed": 1.0}, "mixed siblings": {"both": 0.7}}
 

@@ -4,12 +4,10 @@ from inspect import signature
 from types import SimpleNamespace
 
 import pytest
-import step_cases
-import suffix_cases
 import torch
-import triton_ops
-from triton_ops import DEVICE, runs_kernels
 
+from tests.support.kernels import step_cases, suffix_cases, triton_ops
+from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 from triforce_tree.kernels import suffix
 from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.kernels.suffix.ngrams import KEPT, PRIOR_TOKENS

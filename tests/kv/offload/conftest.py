@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from offloaded_cases import PIECE
 
+from tests.support.models.offloaded_cases import PIECE
 from triforce_tree.kv.offload import layout
 from triforce_tree.planning import memory_plan
 from triforce_tree.planning.memory_plan import MemoryPlan

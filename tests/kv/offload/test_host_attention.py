@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import CAPPED, greedy
-from offloaded_cases import NEW, PIECE, PROMPTS, logits_of, program_of, references
-from program_cases import decoded
 from torch import Tensor
 
+from tests.support.models.families import CAPPED, greedy
+from tests.support.models.offloaded_cases import NEW, PIECE, PROMPTS, logits_of, program_of, references
+from tests.support.models.program_cases import decoded
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kernels.attention import planned

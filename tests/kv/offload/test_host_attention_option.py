@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 import pytest
-from families import CAPPED
-from offloaded_engine import NEW, PROMPT, engine, expected
-from tiny_pair import TinyPair
 
+from tests.support.models.families import CAPPED
+from tests.support.models.offloaded_engine import NEW, PROMPT, engine, expected
+from tests.support.models.tiny_pair import TinyPair
 from triforce_tree import load
 from triforce_tree.cli.console import memory_table
 from triforce_tree.cli.entry import main

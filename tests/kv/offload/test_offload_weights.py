@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import greedy, perturbed, prompt_of, tiny
-from program_cases import SMALL
-from tiny_pair import TinyPair
 from transformers import PreTrainedModel
 
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from tests.support.models.program_cases import SMALL
+from tests.support.models.tiny_pair import TinyPair
 from triforce_tree import load
 from triforce_tree.api import Engine
 from triforce_tree.cli.entry import main

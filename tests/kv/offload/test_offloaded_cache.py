@@ -9,12 +9,12 @@ import weakref
 
 import pytest
 import torch
-from families import CAPPED, greedy, prompt_of
-from offloaded_cases import NEW, PIECE, PROMPTS, logits_of, model, program_of, references
-from program_cases import SMALL, decoded
 from scipy import stats
 from torch import Tensor
 
+from tests.support.models.families import CAPPED, greedy, prompt_of
+from tests.support.models.offloaded_cases import NEW, PIECE, PROMPTS, logits_of, model, program_of, references
+from tests.support.models.program_cases import SMALL, decoded
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from families import perturbed, tiny
-from offloaded_cases import PIECE, PROMPTS, logits_of, program_of, references
-from program_cases import SMALL, decoded
 
+from tests.support.models.families import perturbed, tiny
+from tests.support.models.offloaded_cases import PIECE, PROMPTS, logits_of, program_of, references
+from tests.support.models.program_cases import SMALL, decoded
 from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import greedy
-from offloaded_engine import NEW, PROMPT, engine, expected, models
-from program_cases import SMALL
-from tiny_pair import TinyPair
 
+from tests.support.models.families import greedy
+from tests.support.models.offloaded_engine import NEW, PROMPT, engine, expected, models
+from tests.support.models.program_cases import SMALL
+from tests.support.models.tiny_pair import TinyPair
 from triforce_tree import load
 from triforce_tree.cli.entry import main
 from triforce_tree.decoding import assembly

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from offloaded_engine import NEW, PROMPT, engine, expected
 
+from tests.support.models.offloaded_engine import NEW, PROMPT, engine, expected
 from triforce_tree.decoding.program import DecodingProgram
 
 pytestmark = pytest.mark.usefixtures("small_pieces")

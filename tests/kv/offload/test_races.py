@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import prompt_of, tiny
-from offloaded_cases import PIECE, program_of
-from program_cases import GREEDY, decoded
-from races import Event, Stream, Watch, watched
 from torch import Tensor
 
+from tests.support.kernels.races import Event, Stream, Watch, watched
+from tests.support.models.families import prompt_of, tiny
+from tests.support.models.offloaded_cases import PIECE, program_of
+from tests.support.models.program_cases import GREEDY, decoded
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import CAPPED, greedy, perturbed, prompt_of, small, tiny
-from program_cases import SMALL, decoded
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tests.support.models.families import CAPPED, greedy, perturbed, prompt_of, small, tiny
+from tests.support.models.program_cases import SMALL, decoded
 from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram

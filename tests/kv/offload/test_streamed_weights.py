@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import greedy, perturbed, prompt_of, tiny
-from program_cases import SMALL, decoded
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from tests.support.models.program_cases import SMALL, decoded
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter

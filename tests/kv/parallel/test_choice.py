@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny
-from recurrent_families import recurrent
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.support.models.families import tiny
+from tests.support.models.recurrent_families import recurrent
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.parallel.choice import Link, Ranks, chosen, pass_seconds
 from triforce_tree.loading.llama_shapes import SHAPES

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import triton_ops
-from families import tiny
 from torch import nn
 
+from tests.support.kernels import triton_ops
+from tests.support.models.families import tiny
 from triforce_tree.models.exact.device import ExactLayerNorm, ExactLinear, ExactNorm, exact_copy
 from triforce_tree.models.fused_linears import fuse_linears
 from triforce_tree.models.model_copy import decoder_layers

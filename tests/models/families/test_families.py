@@ -9,7 +9,10 @@ from functools import cache
 
 import pytest
 import torch
-from families import (
+from transformers import PreTrainedModel
+
+import triforce_tree
+from tests.support.models.families import (
     FAMILIES,
     SMALL_SETTINGS,
     VOCABULARY,
@@ -20,9 +23,6 @@ from families import (
     tiny,
     without_tree,
 )
-from transformers import PreTrainedModel
-
-import triforce_tree
 from triforce_tree import UnsupportedModelError
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram

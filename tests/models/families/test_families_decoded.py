@@ -5,8 +5,9 @@ Families with windows are in ``tests/kv/test_windows.py``.
 
 import pytest
 import torch
-from families import CAPPED, perturbed, tiny
-from program_cases import (
+
+from tests.support.models.families import CAPPED, perturbed, tiny
+from tests.support.models.program_cases import (
     PROMPTS,
     decoded,
     model,

@@ -6,12 +6,20 @@ from functools import wraps
 
 import pytest
 import torch
-from families import FAMILIES_BY_LENGTH, SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny, without_tree
-from program_cases import decoded, program_of
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import triforce_tree
+from tests.support.models.families import (
+    FAMILIES_BY_LENGTH,
+    SMALL_SETTINGS,
+    greedy,
+    perturbed,
+    prompt_of,
+    tiny,
+    without_tree,
+)
+from tests.support.models.program_cases import decoded, program_of
 from triforce_tree.decoding import assembly
 from triforce_tree.loading import load_guard
 from triforce_tree.models.hf_model import HFModel

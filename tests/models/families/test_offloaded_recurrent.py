@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from families import greedy, prompt_of, tiny
-from offloaded_cases import PIECE
-from program_cases import GREEDY, decoded
-from recurrent_families import RECURRENT, Foreknowledge, recurrent
 
 import triforce_tree
+from tests.support.models.families import greedy, prompt_of, tiny
+from tests.support.models.offloaded_cases import PIECE
+from tests.support.models.program_cases import GREEDY, decoded
+from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, recurrent
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.offload import layout

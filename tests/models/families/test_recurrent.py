@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import NOISE, total_variation
-from families import greedy, perturbed, prompt_of, small, tiny
-from generation_distributions import Generations, stranger, target_distribution
-from program_cases import GREEDY, SAMPLED, decoded
-from recurrent_families import RECURRENT, Foreknowledge, recurrent
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.distributions.enumeration import NOISE, total_variation
+from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
+from tests.support.models.families import greedy, perturbed, prompt_of, small, tiny
+from tests.support.models.program_cases import GREEDY, SAMPLED, decoded
+from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, recurrent
 from triforce_tree import UnsupportedModelError
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import forced_tokens

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import SMALL_SETTINGS, greedy, perturbed, prompt_of, small, without_tree
-from offloaded_cases import PIECE
-from program_cases import SMALL, decoded
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.models.families import SMALL_SETTINGS, greedy, perturbed, prompt_of, small, without_tree
+from tests.support.models.offloaded_cases import PIECE
+from tests.support.models.program_cases import SMALL, decoded
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter

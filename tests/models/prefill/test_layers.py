@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton_ops
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +22,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from tests.support.kernels import triton_ops
 from triforce_tree.kernels.norm import reference as norms
 from triforce_tree.kernels.pointwise import reference as pointwise
 from triforce_tree.models.model_copy import shallow_copy

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import relative_error
 from transformers import LlamaForCausalLM
 
+from tests.support.models.families import relative_error
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
 
 TARGET = str(PAIR / "target")

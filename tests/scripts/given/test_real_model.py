@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import greedy, logits, prompt_of, relative_error, tiny
 from transformers import LlamaForCausalLM
 
+from tests.support.models.families import greedy, logits, prompt_of, relative_error, tiny
 from triforce_tree.eval.texts.registry import Texts
 from triforce_tree.loading.checkpoints import PAIR
 

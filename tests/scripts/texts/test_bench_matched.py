@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_pair import SMALL, TinyPair
 
+from tests.support.models.tiny_pair import SMALL, TinyPair
 from triforce_tree import Engine
 
 

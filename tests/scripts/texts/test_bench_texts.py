@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pair import SMALL, TinyPair
 
+from tests.support.models.tiny_pair import SMALL, TinyPair
 from triforce_tree.decoding.choice import controller, passes
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts import loaders, registry

@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tiny_pair import SMALL, TinyPair
+
+from tests.support.models.tiny_pair import SMALL, TinyPair
 
 
 def test_defaults_and_tuned_settings_decode_from_positions_that_the_search_did_not_see(

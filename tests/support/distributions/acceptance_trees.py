@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from enumerated_noise import WalkDraws
-from enumeration import Walk
 from torch import Tensor
 
+from tests.support.distributions.enumerated_noise import WalkDraws
+from tests.support.distributions.enumeration import Walk
 from triforce_tree.kernels.step.traversal import traverse_drawn
 
 DRAWN = None

@@ -1,9 +1,9 @@
 """Noise whose decisions are enumerated: the definitions of the ops, with decisions from scripts."""
 
 import torch
-from enumeration import Walk
 from torch import Tensor
 
+from tests.support.distributions.enumeration import Walk
 from triforce_tree.kernels.step import accept, grow, traversal
 from triforce_tree.verify.noise import Noise, NoiseFactory
 

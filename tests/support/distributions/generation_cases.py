@@ -6,11 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from enumeration import total_variation
-from families import perturbed, prompt_of, with_rounded_kv
-from generation_distributions import Generations, stranger, target_distribution
-from head_folders import eagle, medusa
-from own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from transformers import (
     LogitsProcessorList,
     SuppressTokensLogitsProcessor,
@@ -19,6 +14,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.support.distributions.enumeration import total_variation
+from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
+from tests.support.distributions.head_folders import eagle, medusa
+from tests.support.models.families import perturbed, prompt_of, with_rounded_kv
+from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.merged import Merged

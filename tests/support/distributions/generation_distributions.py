@@ -10,13 +10,13 @@ from itertools import cycle, islice
 from typing import Any, TypeVar
 
 import torch
-from batched_ops import share_first
-from enumerated_noise import EnumeratedNoise, enumerated
-from enumeration import Distribution, Script, Walk, summed
-from families import tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.support.distributions.batched_ops import share_first
+from tests.support.distributions.enumerated_noise import EnumeratedNoise, enumerated
+from tests.support.distributions.enumeration import Distribution, Script, Walk, summed
+from tests.support.models.families import tiny
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PassKind
 from triforce_tree.decoding.loop import Decoder

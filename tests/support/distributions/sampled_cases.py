@@ -10,10 +10,6 @@ from functools import cache
 
 import pytest
 import torch
-from batched_ops import prefill_alike, use_batched_ops
-from enumeration import chi_square_p
-from families import prompt_of, tiny
-from program_cases import decoded, program_of
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -21,6 +17,10 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
+from tests.support.distributions.batched_ops import prefill_alike, use_batched_ops
+from tests.support.distributions.enumeration import chi_square_p
+from tests.support.models.families import prompt_of, tiny
+from tests.support.models.program_cases import decoded, program_of
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.runtime.stats import LevelStats
 from triforce_tree.verify.sampling import ProbsFromLogits

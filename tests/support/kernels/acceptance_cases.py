@@ -4,9 +4,9 @@ import random
 from typing import Any
 
 import torch
-from step_cases import Problem
 from torch import Tensor
 
+from tests.support.kernels.step_cases import Problem
 from triforce_tree.kernels.step.accept import FIXED
 
 # How much draft and target agree: (sharp, likeness) of ``acceptance``, from not at all to almost always.

@@ -3,9 +3,9 @@
 import random
 
 import torch
-from step_cases import Problem
 from torch import Tensor
 
+from tests.support.kernels.step_cases import Problem
 from triforce_tree.kernels.attention.plan import pack_mask
 from triforce_tree.kernels.step.draws import NoiseDraws, draw_tokens
 

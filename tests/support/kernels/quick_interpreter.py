@@ -16,9 +16,9 @@ from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
-import bounds
 import numpy as np
-import quick_types
+
+from tests.support.kernels import bounds, quick_types
 
 
 class _Nothing:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kernels_cases import poisoned_memory
 from torch import Tensor
 
+from tests.support.kernels.kernels_cases import poisoned_memory
 from triforce_tree.kernels import step
 from triforce_tree.kernels.step.kv_slots import quantized
 from triforce_tree.kernels.step.select import chunk_scores

@@ -3,10 +3,10 @@
 import random
 
 import torch
-from acceptance_cases import random_parents
-from step_cases import Problem
 from torch import Tensor
 
+from tests.support.kernels.acceptance_cases import random_parents
+from tests.support.kernels.step_cases import Problem
 from triforce_tree.kernels import suffix
 from triforce_tree.kernels.suffix.ngrams import powers
 

@@ -4,9 +4,9 @@ import importlib
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import quick_interpreter
 import torch
 
+from tests.support.kernels import quick_interpreter
 from triforce_tree.kernels import step, suffix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,14 +6,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from families import greedy, perturbed, prompt_of, tiny, without_tree
-from head_folders import eagle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 import triforce_tree
+from tests.support.distributions.head_folders import eagle
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny, without_tree
 from triforce_tree import Engine
 
 SMALL = {

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from api_cases import Collect
-from families import tiny
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+
+from tests.support.models.api_cases import Collect
+from tests.support.models.families import tiny
 
 
 class LeftError(Exception):

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 import transformers as hf
-from families import VOCABULARY, tiny
 from transformers import PreTrainedModel
+
+from tests.support.models.families import VOCABULARY, tiny
 
 # Token ids of images, which prompts of text do not hold.
 IMAGE, VIDEO, START, END = range(VOCABULARY - 1, VOCABULARY - 5, -1)

@@ -3,11 +3,11 @@
 from functools import cache
 
 import torch
-from families import greedy, perturbed, prompt_of, tiny
-from program_cases import SMALL
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from tests.support.models.program_cases import SMALL
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter

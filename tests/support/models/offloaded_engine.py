@@ -4,10 +4,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from families import greedy, perturbed, prompt_of, tiny
-from program_cases import SMALL
 from transformers import PreTrainedModel
 
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from tests.support.models.program_cases import SMALL
 from triforce_tree import load
 from triforce_tree.engine import Engine
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from families import greedy, perturbed, prompt_of, tiny
 from transformers import PreTrainedModel
 
+from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from families import VOCABULARY, small
 from transformers import PreTrainedModel
 
+from tests.support.models.families import VOCABULARY, small
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler

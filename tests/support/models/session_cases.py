@@ -3,12 +3,11 @@
 from functools import cache
 from typing import Any
 
-from api_cases import characters
-from families import perturbed, prompt_of, tiny
-from program_cases import SMALL
-from recurrent_families import recurrent
-
 import triforce_tree
+from tests.support.models.api_cases import characters
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.program_cases import SMALL
+from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
 
 PROMPT = prompt_of(150)

@@ -15,7 +15,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from served import KEY, NAME, PATIENCE, TEMPLATE, until
+from tests.support.processes.served import KEY, NAME, PATIENCE, TEMPLATE, until
 
 PAIR = Path(__file__).parents[3] / "triforce_tree" / "pair"
 # Seconds that importing libraries takes on a busy machine.

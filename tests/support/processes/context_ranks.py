@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import perturbed, prompt_of, tiny
-from program_cases import SMALL
 from transformers import StoppingCriteria
 
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine, load
 from triforce_tree.models.tensor_parallel import mlp_shards_of, shards_of
 from triforce_tree.runtime import distributed

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from api_cases import characters
-from families import perturbed, prompt_of, tiny
-from program_cases import SMALL
 from torch import fx
 from transformers import PreTrainedModel, StoppingCriteria
 
+from tests.support.models.api_cases import characters
+from tests.support.models.families import perturbed, prompt_of, tiny
+from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine, load
 from triforce_tree.decoding.memory import level_one_copy
 from triforce_tree.eval.text import pydoc_text

@@ -28,14 +28,8 @@ class Ended(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a process that finds the package and ``tests/support``, and uses one core."""
-    helpers = (str(folder) for folder in Path(__file__).parents[1].iterdir())
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), *helpers)),
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
+    """The environment of a process that finds the package and ``tests``, and uses one core."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
 class _Launcher:

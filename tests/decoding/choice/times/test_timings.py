@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from program_cases import GREEDY, PROMPTS, draft_of, model, program_of
 
+from tests.support.models.program_cases import GREEDY, PROMPTS, draft_of, model, program_of
 from triforce_tree.decoding import loop
 from triforce_tree.decoding.choice.cost_table import CostTable, correct, stage_costs
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
