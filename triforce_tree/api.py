@@ -96,7 +96,7 @@ def load(
             measured nearest to its prompt's length and temperature; ``options`` take precedence.
         pinned: called with the bytes of host memory that offloaded weights allocate, as they do.
         options: levels, gamma, tree, runner_ups, lookup, retrieval_weight_bits, rounds, prefill_chunk,
-            kv_bits, exact, acceptance_method, context_parallel, offload, gpu_memory, host_memory,
+            kv_bits, exact, context_parallel, offload, gpu_memory, host_memory,
             offload_weights, host_attention (:class:`HierarchyConfig`), budget, chunk, recent, refresh,
             select_chunks (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
 

@@ -14,7 +14,6 @@ MOST_PROPOSED = 1024
 # With the root one tile of 16 rows in the target's forward.
 _MATCHED_ALONE = 15
 
-EXACT, TYPICAL = "exact", "typical"
 NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False and shorten the prompt"
 
 
@@ -125,10 +124,6 @@ class HierarchyConfig:
     verified with it: greedy text is that of plain decoding (``levels=1``) with ``exact``, ties of equal
     logits included, in 16 bits too (docs/losslessness.md).
 
-    ``acceptance_method`` "typical" is Medusa's typical acceptance, with two levels (``levels="auto"`` are
-    then two): where tokens are drawn, level 2 accepts those that it finds likely enough. The text is lossy,
-    it does not follow the target's distribution (``verify/typical.py``). Greedy text is not affected.
-
     ``context_parallel`` C splits the keys and values of every sequence by position over C of the W
     processes that torchrun started, where C divides W; W / C processes each split the target's heads. "auto"
     becomes, when models are loaded, the C that is possible and has the fastest passes by their bytes and
@@ -164,7 +159,6 @@ class HierarchyConfig:
     prefill_chunk: int | None = None
     kv_bits: int = 16
     exact: bool = False
-    acceptance_method: str = EXACT
     prefix_cache: bool | int | str = True
     context_parallel: int | str = "auto"
     offload: bool | str | None = None
@@ -231,12 +225,8 @@ class HierarchyConfig:
         split = {f"context_parallel={self.context_parallel}": self.text_ranks > 1}
         if self.text_ranks > 1:
             alone(next(iter(split)), {**refused, "select_chunks": self.retrieval.select_chunks})
-        one_of("acceptance_method", self.acceptance_method, EXACT, TYPICAL)
-        typical = {f"acceptance_method={TYPICAL!r}": self.acceptance_method == TYPICAL}
         if self.exact:
-            alone("exact=True", {**refused, **split, **typical})
-        if self.levels == 3:
-            alone("levels=3", typical)
+            alone("exact=True", {**refused, **split})
 
     def matched_tokens(self, draft_model: bool) -> int:
         """Most tokens that suffix matching proposes in a pass, alone or beside a draft model's trees.
@@ -251,11 +241,6 @@ class HierarchyConfig:
         if self.lookup is None:
             return 0 if draft_model else _MATCHED_ALONE
         return self.lookup
-
-    @property
-    def lossy(self) -> str | None:
-        """Why drawn text does not follow the target's own distribution; None where it does."""
-        return "typical acceptance" if self.acceptance_method == TYPICAL and self.levels != 1 else None
 
     @property
     def text_ranks(self) -> int:

@@ -352,7 +352,6 @@ class Engine:
             run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy, order, prefix)
             out = run.decode(self._reuse)
         out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
-        out.lossy = None if to_probs.greedy else self._config.lossy
         return self._described(out)
 
     def _run_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:

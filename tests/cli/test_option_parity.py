@@ -79,17 +79,8 @@ def test_every_command_has_the_options_of_the_hierarchy(command: list[str]) -> N
         "draft",
         "tokenizer",
     }
-    of_all = HierarchyConfig().as_options().keys() - PYTHON_ONLY - {groups.LOSSY_OPTION}
+    of_all = HierarchyConfig().as_options().keys() - PYTHON_ONLY
     assert set(groups.ENGINE_OPTIONS) | set(groups.MEMORY_OPTIONS) == of_all
-
-
-def test_generate_alone_may_be_lossy() -> None:
-    """Benchmarks, checks and servers are of lossless decoding."""
-    commands = (["generate"], ["chat"], ["bench", "text"], ["check"], ["tune"], ["demo"], ["serve"])
-    having = [command for command in commands if groups.LOSSY_OPTION in {a.dest for a in actions(*command)}]
-    assert having == [["generate"]]
-    args = arguments.parser().parse_args(["generate", "--acceptance-method", "typical"])
-    assert args.given == {groups.LOSSY_OPTION}
 
 
 def test_the_names_of_drafters_are_the_same() -> None:

@@ -38,9 +38,9 @@ def judged(change: Callable[..., tuple[Any, ...]], level: str = "all") -> Noisy:
     """Acceptance of changed arguments: at all levels, or where drafts are "trees", or level 1's "chain"."""
 
     class Faulty(EnumeratedNoise):
-        def accept_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        def traverse_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
             here = "chain" if args[3].shape[1] > TREE_PROBS else "trees"
-            return super().accept_tree(*(change(*args) if level in ("all", here) else args))
+            return super().traverse_tree(*(change(*args) if level in ("all", here) else args))
 
     return Faulty
 
@@ -64,10 +64,10 @@ def decided(draws: type[CraftedDraws], level: str = "all") -> Noisy:
     """Acceptance by faulty decisions."""
 
     class Faulty(EnumeratedNoise):
-        def accept_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        def traverse_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
             here = "chain" if args[3].shape[1] > TREE_PROBS else "trees"
             self.draws = draws if level in ("all", here) else CraftedDraws
-            return super().accept_tree(*args)
+            return super().traverse_tree(*args)
 
     return Faulty
 
@@ -155,12 +155,12 @@ def no_residual_at(level: str) -> Noisy:
     """TriForce's public code at one level: after a refusal the token is drawn from p."""
 
     class Faulty(EnumeratedNoise):
-        def accept_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        def traverse_tree(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
             here = "chain" if args[3].shape[1] > TREE_PROBS else "trees"
             with pytest.MonkeyPatch.context() as patch:
                 if here == level:
                     no_residual(patch)
-                return super().accept_tree(*args)
+                return super().traverse_tree(*args)
 
     return Faulty
 

@@ -117,14 +117,14 @@ def test_a_wrong_residual_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def residual_is_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault: after a refusal the next token is drawn from p itself instead of norm(max(p - q, 0))."""
-    sound = Noise.accept_tree
+    sound = Noise.traverse_tree
 
     def wrong(self: Noise, tokens: Any, parents: Any, p: torch.Tensor, *rest: Any) -> Any:
         path, count, _ = sound(self, tokens, parents, p, *rest)
         node = path.gather(1, count[:, None] - 1)[..., None].expand(-1, 1, p.shape[2])
         return path, count, (p.gather(1, node)[:, 0] / self.exponential[:, 0]).argmax(-1)
 
-    monkeypatch.setattr(Noise, "accept_tree", wrong)
+    monkeypatch.setattr(Noise, "traverse_tree", wrong)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -142,13 +142,13 @@ def test_a_wrong_residual_is_found_with_few_draws(
 
 
 def test_an_acceptance_that_is_too_likely_is_found_by_the_shift(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = Noise.accept_tree
+    sound = Noise.traverse_tree
 
     def eager(self: Noise, *arguments: Any) -> Any:
         self.uniform *= 0.5
         return sound(self, *arguments)
 
-    monkeypatch.setattr(Noise, "accept_tree", eager)
+    monkeypatch.setattr(Noise, "traverse_tree", eager)
     both = sharp_pair(3, tree="chain:1")
     [result] = check.sampling_checks(both, [prompt_of(61)], 100, 2, temperature=0.5)
     assert result.shift > 0

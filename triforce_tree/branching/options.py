@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from triforce_tree.config import EXACT
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.inputs import real_rows
@@ -36,11 +35,6 @@ def check_engine(engine: "Engine") -> None:
         raise ValueError(f"kv_bits={config.kv_bits} is not supported by a tree; leave it out")
     if config.exact:
         raise ValueError("exact=True is not supported by a tree, beams or several samples; leave it out")
-    if config.acceptance_method != EXACT:
-        raise ValueError(
-            f"acceptance_method={config.acceptance_method!r} verifies drafts, and a tree, beams and several "
-            "samples have none; leave it out"
-        )
     if config.offloads is True or config.streams is True:
         raise ValueError("a tree keeps its keys and values on the device; leave out offload")
     if distributed.current() is not None:

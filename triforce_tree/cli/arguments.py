@@ -17,9 +17,8 @@ from triforce_tree.cli.groups import (
     add_sampling,
     add_text_source,
 )
-from triforce_tree.cli.parsing import Given, HelpFormatter, Parser, above_zero, finite, not_negative, positive
+from triforce_tree.cli.parsing import HelpFormatter, Parser, above_zero, finite, not_negative, positive
 from triforce_tree.cli.serve import arguments as serve
-from triforce_tree.config import EXACT, TYPICAL
 
 
 def parser() -> Parser:
@@ -70,14 +69,6 @@ def _generate(subparsers: Any) -> None:
         type=finite,
         metavar="X",
         help="with beams: scores are divided by the length to the power of X; without it the checkpoint's",
-    )
-    parser.add_argument(
-        "--acceptance-method",
-        choices=(EXACT, TYPICAL),
-        default=EXACT,
-        action=Given,
-        help="typical: Medusa's typical acceptance, with two levels; more drafted tokens are accepted, and "
-        "the text does not follow the target's own distribution (lossy)",
     )
     parser.add_argument(
         "--compare",

@@ -66,8 +66,6 @@ def run(args: argparse.Namespace) -> int:
                 f"{heads * positions} ranks: heads split over {heads}, the text over {positions} "
                 f"(context_parallel {positions})"
             )
-        if out.lossy:
-            show.print(f"lossy: {out.lossy}, the text does not follow the target's own distribution")
         if out.profile:
             show.print(f"settings from the profile {out.profile}")
         last = engine.hierarchy.last_program

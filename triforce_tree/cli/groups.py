@@ -45,8 +45,6 @@ ENGINE_OPTIONS = (
     "exact",
     "prefix_cache",
 )
-# An option of ``generate`` alone: benchmarks and checks are of lossless decoding.
-LOSSY_OPTION = "acceptance_method"
 # Options of ``generate`` and ``chat`` that the checkpoint may have values of its own for.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MEMORY_OPTIONS = (
@@ -76,7 +74,7 @@ def add_parser(
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of ``load`` that were given."""
-    names = (*ENGINE_OPTIONS, *MEMORY_OPTIONS, LOSSY_OPTION)
+    names = (*ENGINE_OPTIONS, *MEMORY_OPTIONS)
     return {name: getattr(args, name) for name in names if name in args.given}
 
 

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from triforce_tree.config import TYPICAL
 from triforce_tree.decoding.stages import (
     ChainVerifyStage,
     DraftStage,
@@ -86,8 +85,7 @@ def tree_stages(program: "DecodingProgram", to_probs: DeviceProbs, shape: int) -
         for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
             stages[name] = RetrievalVerifyStage(draft, verifier, view, program.runner_ups, choosing)
     if view is None or program.two_levels:
-        typical = program.config.acceptance_method == TYPICAL
-        verifier = Verifier(program.full, to_probs, state, nodes, vocabulary, typical)
+        verifier = Verifier(program.full, to_probs, state, nodes, vocabulary)
         stages["target_tree" if view is not None else "target"] = TreeVerifyStage(
             draft, verifier, program.full_view
         )

@@ -146,7 +146,6 @@ def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[s
         "profile": out.profile,
         "memory": out.memory,
         "ranks": out.ranks,
-        "lossy": out.lossy,
         "levels": [level.as_dict() for level in out.levels or []],
     }
     if comparison is not None:

@@ -47,7 +47,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     that fit them; before prefill, or for further shapes of tree between two passes. ``profile``: the file
     whose settings were used; None for the engine's own. ``memory``: the memory map, where KV slots may be
     offloaded. ``ranks``: under torchrun, over how many processes ``heads`` and ``positions`` are split.
-    ``lossy``: why the text does not follow the target's own distribution; None where it does.
     """
 
     logprobs: Tensor | None = None
@@ -61,7 +60,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     profile: str | None = None
     memory: dict[str, Any] | None = None
     ranks: dict[str, int] | None = None
-    lossy: str | None = None
     reused_tokens: int | list[int] | None = None
     sequences_scores: Tensor | None = None
     beam_indices: Tensor | None = None

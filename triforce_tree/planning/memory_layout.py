@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from triforce_tree.config import TYPICAL, HierarchyConfig
+from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.layout import piece_slots, round_up, window_slots
 from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
@@ -337,8 +337,6 @@ def levels_of(config: HierarchyConfig, prompt: int, budget: int | None = None) -
     """The number of levels for a prompt of so many tokens."""
     if isinstance(config.levels, int):
         return config.levels
-    if config.acceptance_method == TYPICAL:
-        return 2
     return 3 if prompt >= 2 * (budget or config.retrieval.budget) else 2
 
 

@@ -57,24 +57,11 @@ class Noise:
             positions: int64 ``[B, N]``, of the tokens after each node of the tree that is verified or grown.
         """
 
-    def accept_tree(
+    def traverse_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``kernels.step.traverse_tree``; the tree has at most ``uniforms`` nodes."""
         return step.traverse_tree(tokens, parents, p, q, q_rows, self.uniform, self.exponential[:, 0], depth)
-
-    def token_after(self, p: Tensor, node: Tensor) -> Tensor:
-        """A draw from the distribution at one node of each tree, int64 ``[B]``.
-
-        Args:
-            p: fp32 ``[B, N, V]``, probs at all nodes.
-            node: int64 ``[B]``.
-        """
-        return (_at(p, node) / self._exponential_after(node)).argmax(-1)
-
-    def _exponential_after(self, node: Tensor) -> Tensor:
-        """Noise of the token after a node of each tree, fp32 ``[B, V]``."""
-        return self.exponential[:, 0]
 
     def expand_nodes(
         self, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int, first: int = 0
@@ -88,11 +75,6 @@ class Noise:
     def second_choice(self, probs: Tensor, chosen: Tensor) -> Tensor:
         """See ``kernels.step.second_choice``."""
         return step.second_choice(probs, chosen, self.exponential if self.exponential.numel() else None)
-
-
-def _at(rows: Tensor, node: Tensor) -> Tensor:
-    """Row ``node[b]`` of ``rows`` ``[B, N, V]`` for each b: ``[B, V]``."""
-    return rows.gather(1, node[:, None, None].expand(-1, 1, rows.shape[2]))[:, 0]
 
 
 class NoiseFactory(Protocol):

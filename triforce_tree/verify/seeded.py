@@ -96,10 +96,10 @@ class SeededNoise(Noise):
     def align(self, positions: Tensor) -> None:
         self._positions = positions
 
-    def accept_tree(
+    def traverse_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        drawn = super().accept_tree(tokens, parents, p, q, q_rows, depth)
+        drawn = super().traverse_tree(tokens, parents, p, q, q_rows, depth)
         noise = self._source.at(self._positions)
         best = torch.div(p, noise, out=noise).argmax(-1)
         decided = step.accept_greedy(tokens, parents, best, depth)
@@ -108,10 +108,6 @@ class SeededNoise(Noise):
             for own, other in zip(decided, drawn, strict=True)
         )
         return path, count, last
-
-    def _exponential_after(self, node: Tensor) -> Tensor:
-        noise = self._source.at(self._positions.gather(1, node[:, None]))[:, 0]
-        return torch.where(self._source.seeded[:, None], noise, self.exponential[:, 0])
 
     def expand_nodes(
         self, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int, first: int = 0

@@ -14,7 +14,6 @@ from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.executor import Cuts, Step
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import DeviceProbs
-from triforce_tree.verify.typical import accept_typical
 
 
 class Acceptance(NamedTuple):
@@ -43,7 +42,6 @@ class Verifier:
         state: the sequences.
         nodes: most nodes of a tree.
         vocabulary: V.
-        typical: by typical acceptance, where tokens are drawn (lossy).
 
     Attributes:
         acceptance: of the last verification.
@@ -56,10 +54,9 @@ class Verifier:
         state: SequenceState,
         nodes: int,
         vocabulary: int,
-        typical: bool = False,
     ) -> None:
         self.model, self.to_probs, self.state = model, to_probs, state
-        self.vocabulary, self._typical = vocabulary, typical
+        self.vocabulary = vocabulary
         self.noise = to_probs.noise(state.batch, 1, vocabulary, nodes)
         self.acceptance: Acceptance
         self._logits: Tensor
@@ -105,13 +102,9 @@ class Verifier:
             p = self.to_probs(self._logits, paths)
             self.state.check_nan(p[..., 0])
             self.noise.align(root[:, None] + 1 + tree.depths)
-            if self._typical:
-                path, count, node = accept_typical(tree.tokens, tree.parents, p, depth)
-                last = self.noise.token_after(p, node)
-            else:
-                path, count, last = self.noise.accept_tree(
-                    tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
-                )
+            path, count, last = self.noise.traverse_tree(
+                tree.tokens, tree.parents, p, tree.probs, tree.probs_rows, depth
+            )
         accepted = tree.tokens.gather(1, path[:, 1:].clamp_min(0))
         emitted = torch.cat([accepted, last[:, None]], 1).scatter(1, count[:, None] - 1, last[:, None])
         self.state.keep_features(self._hidden, path, root)

@@ -61,14 +61,14 @@ class Recording(Noise):
         super().__init__(*arguments)
         self.found: list[list[float]] = []
 
-    def accept_tree(
+    def traverse_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         tree = tokens, parents, p, q, q_rows
         if tokens.shape[1] > 1:
             both = expected.traversal(*tree, depth), expected.node_by_node(*tree, depth)
             self.found += (1 + torch.stack(both, 1)).tolist()
-        return super().accept_tree(*tree, depth)
+        return super().traverse_tree(*tree, depth)
 
 
 Found = dict[str, list[list[float]]]

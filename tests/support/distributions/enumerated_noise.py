@@ -101,7 +101,7 @@ class EnumeratedNoise(Noise):
     def draw(self, generator: torch.Generator) -> None:
         """Nothing is random."""
 
-    def accept_tree(
+    def traverse_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         draws = self.draws(self.walks, self.exponential[:, 0].cpu(), self.uniform.cpu())
@@ -109,7 +109,7 @@ class EnumeratedNoise(Noise):
         decided = traversal.traverse_drawn(draws, *on_host, depth)
         if self.operators:
             self.exponential[:, 0], self.uniform[:] = draws.exponential, draws.uniform
-            _equal(decided, super().accept_tree(tokens, parents, p, q, q_rows, depth))
+            _equal(decided, super().traverse_tree(tokens, parents, p, q, q_rows, depth))
         path, count, last = (x.to(p.device) for x in decided)
         return path, count, last
 

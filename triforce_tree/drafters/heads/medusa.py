@@ -40,7 +40,7 @@ class Medusa:
     Head k predicts the token at depth k of the tree (the root is the token that the target itself has drawn
     from that state). Its distribution does not depend on the tokens in between, so all nodes of a depth
     share it; the children of each are drawn from it without replacement, so that output is exact at any
-    temperature. The paper's "typical acceptance" is lossy, and another option (``verify/typical.py``).
+    temperature. The paper's "typical acceptance" is lossy, and left out.
 
     Args:
         folder: with ``medusa_lm_head.safetensors`` or ``.pt``, and ``config.json`` as
