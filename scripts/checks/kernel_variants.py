@@ -18,7 +18,7 @@ from scripts.checks.linears import variants as linears
 from scripts.checks.prefill import variants as prefill
 from triforce_tree.kernels.attention import launch, merge
 from triforce_tree.kernels.attention.configs import choose as choose_attention
-from triforce_tree.kernels.attention.plan import Heads, plan_nodes, plan_trees
+from triforce_tree.kernels.attention.plan import Heads, plan_trees
 from triforce_tree.kernels.device import Device
 from triforce_tree.kernels.exchange import chunks_kernels as exchange_kernels
 from triforce_tree.kernels.exchange import experts_kernels
@@ -90,7 +90,6 @@ def _attention(device: Device) -> Iterator[Variant]:
         for queries, kind in product(tiles.values(), kinds):
             name = f"{kind}, {NAMES[dtype]}, {_label(dim, value_dim)}, {queries} x {group} rows"
             yield Variant(name, partial(_attend, kind, dtype, heads, queries))
-    yield Variant("nodes, bf16, head_dim 128", partial(_attend, "nodes", BF16, Heads(8, 2, 128), 16))
 
 
 def _label(dim: int, value_dim: int) -> str:
@@ -105,8 +104,6 @@ def _attend(kind: str, dtype: torch.dtype, heads: Heads, queries: int, int8: boo
     plan = plan_trees(
         heads, [mask] * batch, [512] * batch, device="cpu", dtype=dtype, kv_dtype=stored, page=page
     )
-    if kind == "nodes":
-        plan = plan_nodes(heads, [(0, 64, 0, queries), (64, 64, 0, 1)], queries, device="cpu", split="node")
     q = torch.zeros(plan.queries, heads.query, heads.dim, dtype=dtype)
     slots = (8, 2, page) if page else (batch, 2, 1024)
     k, v = (torch.zeros(*slots, dim, dtype=stored) for dim in (heads.dim, heads.value_dim))
@@ -199,7 +196,6 @@ def _accept(nodes: int, vocabulary: int) -> None:
     tree, probs = _ints(1, nodes), torch.zeros(1, 2, vocabulary)
     p = probs[:, :1].expand(1, nodes, vocabulary)
     verified = tree, tree, p, probs, tree, torch.zeros(1, nodes), probs[:, 0], 12
-    accept.accept_tree(*verified)
     traversal.traverse_tree(*verified)
     accept.accept_greedy(tree, tree, tree, 12)
 

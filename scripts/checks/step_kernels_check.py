@@ -18,7 +18,7 @@ from torch import Tensor
 
 from scripts.checks.report import Report, need_gpu, parser
 from tests.support.kernels import step_cases
-from tests.support.kernels.acceptance_cases import LIKENESS, acceptance, greedy, runner_up, traversal
+from tests.support.kernels.acceptance_cases import LIKENESS, greedy, runner_up, traversal
 from tests.support.kernels.grow_cases import beginning, expansion, placement, scattered
 from tests.support.kernels.step_cases import Problem, selection
 from tests.support.kernels.suffix_cases import graft, indexing, matching
@@ -67,11 +67,6 @@ def problems() -> Iterator[Make]:
         yield partial(selection, *shape, HALF, GPU, variances=True)
     for seed in range(30):
         nodes, vocab = (1, 8, 16, 64, 256)[seed % 5], (4096, 4096, 32000, 100, 4095)[seed // 6]
-        for beside in (0.0, 0.5):
-            yield partial(
-                acceptance, 6, nodes, vocab, GPU, *LIKENESS[seed % 6], seed % 8 == 7, seed=seed,
-                beside=beside,
-            )  # fmt: skip
         kind: dict[str, float] = ({}, {"fixed": 0.5}, {"both": 0.7})[seed % 3]
         yield partial(
             traversal,
@@ -85,7 +80,6 @@ def problems() -> Iterator[Make]:
             **kind,
         )
     for nodes, vocab in [(16, 128256), (64, 128256), (32, 152064)]:
-        yield partial(acceptance, 2, nodes, vocab, GPU, 0.3, 10.0, seed=nodes)
         yield partial(traversal, 2, nodes, vocab, GPU, 0.3, 10.0, seed=nodes)
     for seed, nodes in enumerate((1, 2, 16, 63, 64, 65, 128, 256)):
         yield partial(greedy, 6, nodes, 3 + seed, GPU, seed=seed)
@@ -142,7 +136,6 @@ def captured() -> Iterator[Callable[..., Problem]]:
     yield partial(step_cases.means, 4, 3, 4, 300, 4, 128, 8, HALF, GPU)
     yield partial(selection, 3, 4, 1, 3000, 128, 100, HALF, GPU)
     yield partial(selection, 3, 4, 4, 20000, 128, 100, HALF, GPU)
-    yield partial(cut, partial(acceptance, 4, 16, 4096, GPU, 0.3, 10.0))
     yield partial(cut, partial(traversal, 4, 16, 4096, GPU, 0.3, 10.0))
     yield partial(cut, partial(greedy, 4, 16, 5, GPU))
     yield partial(runner_up, 4, 6, 4096, True, GPU)
@@ -154,7 +147,7 @@ def captured() -> Iterator[Callable[..., Problem]]:
     yield partial(indexing, 4, 300, GPU, 256)
     yield partial(matching, 4, 300, GPU, 15)
     yield partial(graft, 4, 16, 15, GPU)
-    yield partial(cut, partial(acceptance, 4, 32, 4096, GPU, 0.3, 10.0, beside=0.5))
+    yield partial(cut, partial(traversal, 4, 32, 4096, GPU, 0.3, 10.0, both=0.5))
 
 
 def replayed(make: Callable[..., Problem]) -> None:

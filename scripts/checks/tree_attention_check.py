@@ -18,7 +18,7 @@ from scripts.checks.report import Report, in_shards, last_line, need_gpu, parser
 from tests.support.kernels.kernels_cases import ERROR_LIMIT, Case, build, enough_seeds, random_tree, run_case
 from triforce_tree.kernels.attention.configs import KernelConfig, choose
 from triforce_tree.kernels.attention.launch import run
-from triforce_tree.kernels.attention.plan import NODE, Heads, Plan, pack_mask, plan_trees
+from triforce_tree.kernels.attention.plan import Heads, Plan, pack_mask, plan_trees
 from triforce_tree.kernels.device import describe
 
 SIZES = (1, 2, 7, 16, 63, 64, 65, 128, 257, 1024)
@@ -59,8 +59,8 @@ def cases() -> list[Case]:
         how = {"layout": layout, "window": window, "softcap": cap, "sinks": sinks}
         made.append(Case(Heads(8, 2, 64), ((1500, size),), **how))
     ragged = ((0, 5), (300, 7), (4097, 33), (63, 64), (20000, 1), (1, 128))
-    for layout, split, window in product(LAYOUTS, ("flatten", NODE), (None, 100)):
-        made.append(Case(GROUPED, ragged, layout=layout, split=split, window=window))
+    for layout, window in product(LAYOUTS, (None, 100)):
+        made.append(Case(GROUPED, ragged, layout=layout, window=window))
     for size, length in product((1, 16, 65), (0, 1, 63, 65, 4097, 20001)):
         made.append(Case(GROUPED, ((length, size),), config=OTHER))
     for layout, (query, kv), size in product(LAYOUTS, [(8, 2), (5, 1)], (1, 16, 65)):

@@ -33,7 +33,7 @@ def content() -> dict[str, Any]:
 
 
 def test_every_way_has_a_column() -> None:
-    assert tuple(tables._WAYS) == tuple(WAYS)
+    assert tables._WAYS.keys() >= WAYS.keys()
 
 
 def test_ways_stand_beside_each_other_and_absent_ones_are_left_out() -> None:

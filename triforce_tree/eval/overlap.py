@@ -13,7 +13,6 @@ from torch import Tensor
 from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.engine import Engine
-from triforce_tree.kernels.step.accept import accept_drawn
 from triforce_tree.kernels.step.draws import NoiseDraws
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -105,29 +104,6 @@ def greedy_by_position(p: Tensor, q: Tensor, ranks: int) -> Tensor:
     return (q.topk(ranks, dim=-1).indices == best).float()
 
 
-class _AcceptanceSums:
-    """Draws that keep the probabilities of acceptance by position and rank, and refuse every sibling."""
-
-    def __init__(self, positions: int, ranks: int) -> None:
-        self.accepted, self._refused = (
-            torch.zeros(positions, ranks, dtype=torch.float32),
-            torch.ones(positions, dtype=torch.float32),
-        )
-
-    def accept(self, probability: Tensor, *position: int) -> bool:
-        at, node = position
-        probability = probability.cpu().clamp(max=1)
-        self.accepted[at, node - 1] += self._refused[at] * probability
-        self._refused[at] *= 1 - probability
-        return False
-
-    def choose(self, weights: Tensor, *position: int) -> Tensor:
-        return torch.zeros((), dtype=torch.int64)
-
-    def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
-        raise NotImplementedError("siblings are drawn before they are verified")
-
-
 def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
     """Probability ``[ranks]`` that the r-th of siblings drawn from q without replacement is accepted.
 
@@ -138,16 +114,28 @@ def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator)
 
 
 def sampling_by_position(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
-    """fp32 ``[T, ranks]``: what :func:`sampling_ranks` is the mean of."""
+    """fp32 ``[T, ranks]`` on the CPU: what :func:`sampling_ranks` is the mean of.
+
+    A sibling x is accepted with the probability min(1, p(x) / q(x)); its rejection leaves max(p - q, 0) and q
+    without x, both renormalised, for the next sibling.
+    """
     count = min(ranks, q.shape[-1])
     exponential = torch.empty_like(q).exponential_(generator=generator)
     drawn = NoiseDraws(exponential[:, None]).choose_distinct(q[:, None], count)[:, 0]
-    tokens = torch.nn.functional.pad(drawn, (1, 0))
-    parents = torch.zeros_like(tokens)
-    parents[:, 0] = -1
-    sums = _AcceptanceSums(len(p), ranks)
-    accept_drawn(sums, tokens, parents, p[:, None], q[:, None], torch.zeros_like(tokens), depth=1)
-    return sums.accepted
+    accepted = torch.zeros(len(p), ranks, dtype=torch.float32, device=p.device)
+    refused = torch.ones(len(p), dtype=torch.float32, device=p.device)
+    for rank, token in enumerate(drawn.split(1, dim=1)):
+        proposed = q.gather(1, token.clamp_min(0))
+        # A token of probability 0 was not drawn.
+        present = (token >= 0) & (proposed > 0)
+        chance = torch.where(present, p.gather(1, token.clamp_min(0)) / proposed, 0.0).clamp(max=1)[:, 0]
+        accepted[:, rank] = refused * chance
+        refused = refused * (1 - chance)
+        left, others = (p - q).clamp_min(0), q.scatter(1, token.clamp_min(0), 0.0)
+        totals = left.sum(1, keepdim=True), others.sum(1, keepdim=True)
+        p = torch.where(present & (totals[0] > 0), left / totals[0], p)
+        q = torch.where(present, others / totals[1].clamp_min(torch.finfo(q.dtype).tiny), q)
+    return accepted.cpu()
 
 
 def by_depth(accepted: Tensor, depths: int, least: float = 0.0) -> list[list[float]]:

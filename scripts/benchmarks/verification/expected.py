@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.step.accept import refused
 from triforce_tree.kernels.step.traversal import residual, without
 
 Rejected = Callable[[float, Tensor, Tensor, int, bool], tuple[float, Tensor, Tensor]]
@@ -35,9 +34,18 @@ def node_by_node(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, rows: Te
     def rejected(
         weight: float, target: Tensor, draft: Tensor, token: int, fixed: bool
     ) -> tuple[float, Tensor, Tensor]:
-        return 1.0, *refused(target, draft, token, fixed)
+        return 1.0, *_refused(target, draft, token, fixed)
 
     return _expected(tokens, parents, p, q, rows, depth, rejected, weighted=False)
+
+
+def _refused(target: Tensor, draft: Tensor, token: int, fixed: bool) -> tuple[Tensor, Tensor]:
+    """norm(max(p - q, 0)), and q without the token, renormalised; a ``fixed`` child has q = 1."""
+    out = torch.tensor(token, device=draft.device)
+    left = target.index_fill(0, out, 0.0) if fixed else (target - draft).clamp_min(0)
+    total = left.sum()
+    others = draft.index_fill(0, out, 0.0) if fixed else without(draft, token)
+    return left / total if total > 0 else target, others
 
 
 def _expected(

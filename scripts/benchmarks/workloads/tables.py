@@ -15,7 +15,8 @@ from scripts.benchmarks.common.markdown import (
 )
 
 FILE, BYTES = "tree_workloads_h200.json", "tree_workload_bytes_h200.json"
-# Ways of attending, by their names in eval.workloads.attention, and the headings of their microseconds.
+# Ways of attending, by their names in eval.workloads.attention, and the headings of their microseconds. The
+# kernel no longer attends "by nodes" or "by chunks of nodes", which results of earlier commits have.
 _WAYS = {
     "by sequences": "by sequences", "by sequences, shared pages": "shared pages", "by nodes": "by nodes",
     "by chunks of nodes": "by chunks", "by nodes, flattened": "flattened",

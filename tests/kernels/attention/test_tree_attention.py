@@ -16,7 +16,6 @@ from tests.support.kernels.kernels_cases import (
     Case,
     build,
     poisoned_memory,
-    random_nodes,
     random_tree,
     run_case,
 )
@@ -27,7 +26,7 @@ pytest.importorskip("triton", reason="the kernels need Triton; install triton to
 from triforce_tree.kernels.attention import merge, reference
 from triforce_tree.kernels.attention.configs import KernelConfig, choose, key_parts, value_columns
 from triforce_tree.kernels.attention.launch import row_views, run
-from triforce_tree.kernels.attention.plan import NODE, Heads, pack_mask, plan_nodes, plan_pieces, plan_trees
+from triforce_tree.kernels.attention.plan import Heads, pack_mask, plan_pieces, plan_trees
 from triforce_tree.kernels.device import KNOWN
 
 triton_ops.require_triton()
@@ -102,39 +101,10 @@ def test_variants(how, layout):
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("split", ["flatten", NODE])
-def test_ragged_batch(window, split):
+def test_ragged_batch(window):
     trees = ((0, 3), (130, 9), (64, 1), (31, 20))
-    case = Case(Heads(4, 2, 64), trees, HALF, 16, window=window, split=split, config=SMALL)
+    case = Case(Heads(4, 2, 64), trees, HALF, 16, window=window, config=SMALL)
     assert run_case(case, DEVICE) <= ERROR_LIMIT
-
-
-@pytest.mark.parametrize(
-    "split, chunk",
-    [("flatten", None), (NODE, None), (NODE, 32)],
-    ids=["flatten", "node", "node-chunk"],
-)
-def test_tree_shaped_kv(split, chunk):
-    rng = random.Random(1)
-    heads = Heads(4, 2, 64)
-    nodes, positions = random_nodes(rng, (1, 3, 11), (150, 40, 9))
-    torch.manual_seed(1)
-    queries = nodes[-1][2] + nodes[-1][3]
-    q = torch.randn(queries, heads.query, heads.dim, dtype=HALF, device=DEVICE)
-    k, v = (torch.randn(1, heads.kv, positions, heads.dim, dtype=HALF, device=DEVICE) for _ in range(2))
-    plan = plan_nodes(
-        heads, nodes, queries, device=DEVICE, dtype=HALF, split=split, chunk=chunk, config=SMALL
-    )
-    with poisoned_memory():
-        out, lse = run(q, k, v, plan, scale=0.125)
-    sees = torch.zeros(queries, positions, dtype=torch.bool, device=DEVICE)
-    for start, size, first, count in nodes:
-        sees[first : first + count, start : start + size] = True
-    exact, exact_lse = reference.tree_attention(
-        q.transpose(0, 1)[None].float(), k.float(), v.float(), sees, scale=0.125
-    )
-    torch.testing.assert_close(out.float(), exact[0].transpose(0, 1), atol=2e-3, rtol=0)
-    torch.testing.assert_close(lse, exact_lse[0].T, atol=2e-3, rtol=0)
 
 
 def test_reference_is_the_definition():

@@ -1,7 +1,6 @@
 """Problems of acceptance over token trees, for kernels and their definitions."""
 
 import random
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ def honest_tokens(parents: list[list[int]], q: Tensor, q_rows: Tensor, absent: f
     return tokens
 
 
-def acceptance(
+def traversal(
     batch: int,
     nodes: int,
     vocab: int,
@@ -56,12 +55,12 @@ def acceptance(
     nan: bool = False,
     seed: int = 0,
     fixed: float = 0.0,
-    beside: float = 0.0,
+    both: float = 0.0,
 ) -> Problem:
     """A random tree drawn from q; ``sharp`` scales the logits, ``likeness`` the part that p and q share.
 
-    The children of a node are proposed deterministically with probability ``fixed``; of 1, q is empty. A node
-    without later siblings that were drawn is itself proposed deterministically with probability ``beside``.
+    The children of a node are proposed deterministically with probability ``fixed``; of 1, q is empty.
+    ``both`` is the part of the siblings after which all are deterministic.
     """
     rng = random.Random(seed)
     parents = [random_parents(nodes, rng) for _ in range(batch)]
@@ -77,38 +76,18 @@ def acceptance(
         q[at[0].to(device), at[1].to(device)] = torch.nan
         rows[certain] = -1
         q = q if fixed < 1 else q[:, :0]
-    for b, above in enumerate(parents):
-        drawn_after: set[int] = set()
-        for node in reversed(range(1, nodes)):
-            if above[node] in drawn_after or rng.random() >= beside:
-                drawn_after.add(above[node])
-                continue
-            if rows[b, node] >= 0:
-                q[b, rows[b, node]] = torch.nan
-            siblings = [i for i in range(1, nodes) if above[i] == above[node]]
-            repeated = int(tokens[b, rng.choice(siblings)])  # or the node's own draw
-            tokens[b, node], rows[b, node] = rng.choice([repeated, rng.randrange(vocab)]), FIXED
+    for b, above in enumerate(parents if both else []):
+        for node in range(2, nodes):
+            if above[node] in above[1:node] and random.Random(f"{b} {node}").random() < both:
+                later = [n for n in range(node, nodes) if above[n] == above[node]]
+                tokens[b, later] = torch.randint_like(tokens[b, later], vocab)
+                rows[b, later] = FIXED
     if nan:
         p[0] = torch.nan
     random_numbers = torch.rand(batch, nodes, device=device), torch.empty(batch, vocab, device=device)
     random_numbers[1].exponential_()
     tree = tokens.to(device), torch.tensor(parents, device=device)
-    return Problem("accept_tree", (*tree, p, q, rows.to(device), *random_numbers, depth_of(parents)))
-
-
-def traversal(*args: Any, both: float = 0.0, **options: Any) -> Problem:
-    """``acceptance`` from the leaves on; ``both``: part of the siblings after which all are deterministic."""
-    problem = acceptance(*args, **options)
-    tokens, parents, p, q, rows, *rest = problem.args
-    if both:
-        tokens, rows = tokens.clone(), rows.clone()
-        for b, above in enumerate(parents.tolist()):
-            for node in range(2, len(above)):
-                if above[node] in above[1:node] and random.Random(f"{b} {node}").random() < both:
-                    later = [n for n in range(node, len(above)) if above[n] == above[node]]
-                    tokens[b, later] = torch.randint_like(tokens[b, later], p.shape[2])
-                    rows[b, later] = FIXED
-    return Problem("traverse_tree", (tokens, parents, p, q, rows, *rest))
+    return Problem("traverse_tree", (*tree, p, q, rows.to(device), *random_numbers, depth_of(parents)))
 
 
 def greedy(batch: int, nodes: int, vocab: int, device: str, seed: int = 0) -> Problem:

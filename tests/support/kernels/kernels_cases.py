@@ -9,14 +9,13 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.configs import KernelConfig
-from triforce_tree.kernels.attention.plan import FLATTEN, Heads
+from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.step.kv_slots import quantized
 
 ERROR_LIMIT = 2.0
@@ -42,7 +41,6 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    split: str = FLATTEN
     config: KernelConfig | None = None
     int8: bool = False
 
@@ -56,7 +54,6 @@ class Case:
                 ("window", self.window),
                 ("softcap", self.softcap),
                 ("sinks", self.sinks or None),
-                ("split", self.split if self.split != FLATTEN else None),
                 ("int8", self.int8 or None),
             ]
             if value is not None
@@ -303,7 +300,6 @@ def _run(problem: Problem) -> tuple[Tensor, Tensor]:
             [length for length, _ in case.trees],
             device=device,
             dtype=case.dtype,
-            split=case.split,
             config=case.config,
             kv_dtype=problem.k.dtype,
         )
@@ -319,21 +315,6 @@ def _run(problem: Problem) -> tuple[Tensor, Tensor]:
             sinks=problem.sinks,
             scales=problem.scales,
         )
-
-
-def random_nodes(
-    rng: random.Random, levels: tuple[int, ...], sizes: tuple[int, ...]
-) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Tree-shaped KV: ``levels[i]`` nodes of up to ``sizes[i]`` positions at depth i, one query per leaf."""
-    queries, nodes, start = levels[-1], [], 0
-    for count, size in zip(levels, sizes, strict=True):
-        cuts = [queries * i // count for i in range(count + 1)]
-        for first, last in pairwise(cuts):
-            if last > first:
-                positions = rng.randrange(size // 2, size + 1)
-                nodes.append((start, positions, first, last - first))
-                start += positions
-    return nodes, start
 
 
 def tree_mask(queries: int, tail: int, seed: int) -> Tensor:

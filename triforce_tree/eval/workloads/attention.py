@@ -16,15 +16,13 @@ from triforce_tree.eval.workloads.storage import Problem, in_pages, page_table
 from triforce_tree.kernels.attention import planned
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.nodes import NodePlan, states
-from triforce_tree.kernels.attention.plan import NODE, config_for, plan_nodes, plan_trees
+from triforce_tree.kernels.attention.plan import config_for, plan_trees
 
 Calls = list[Callable[[], Tensor]]
 Way = Callable[[Problem, Tensor], Calls]
 
 BY_SEQUENCES, SHARED_PAGES = "by sequences", "by sequences, shared pages"
 FLATTEN, BLOCKS = "by nodes, flattened", "by blocks of queries"
-# Positions of a piece in DeFT-Node-Chunk.
-_CHUNK = 128
 
 
 def by_sequences(problem: Problem, q: Tensor) -> Calls:
@@ -130,42 +128,9 @@ def by_blocks(problem: Problem, q: Tensor) -> Calls:
     return made
 
 
-def node_ranges(problem: Problem) -> list[tuple[int, int, int, int]]:
-    """The nodes for ``plan_nodes``: first row, rows, first query, queries of each."""
-    return [
-        (problem.starts[segment.node], segment.length, segment.first, segment.queries)
-        for segment in problem.layout.segments
-    ]
-
-
-def by_nodes(problem: Problem, q: Tensor, chunk: int | None = None) -> Calls:
-    """Each node, or each ``chunk`` positions of one, by a program of its own (DeFT-Node, -Node-Chunk)."""
-    if problem.device.type != "cuda":
-        raise NotImplementedError("a CPU has no programs to divide nodes over")
-    from triforce_tree.kernels.attention import launch
-
-    plan = plan_nodes(
-        problem.heads,
-        node_ranges(problem),
-        len(q),
-        device=problem.device,
-        dtype=problem.dtype,
-        split=NODE,
-        chunk=chunk,
-    )
-
-    def call(k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = launch.run(q, k[None], v[None], plan, scale=problem.scale)[0]
-        return out
-
-    return [partial(call, *problem.rows(seed)) for seed in range(problem.copies(problem.workload.stored))]
-
-
 WAYS: dict[str, Way] = {
     BY_SEQUENCES: by_sequences,
     SHARED_PAGES: shared_pages,
-    "by nodes": by_nodes,
-    "by chunks of nodes": partial(by_nodes, chunk=_CHUNK),
     FLATTEN: flattened,
     BLOCKS: by_blocks,
     "FlashInfer cascade": published.cascade,

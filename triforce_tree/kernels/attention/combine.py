@@ -39,7 +39,6 @@ def combine_kernel(
     EDGE: tl.constexpr,
     ALIGN: tl.constexpr,
     WINDOW: tl.constexpr,
-    CUT: tl.constexpr,
     SINKS: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
@@ -56,7 +55,7 @@ def combine_kernel(
     else:
         owner = tl.load(owner_start_ptr + token)
         last_owner = tl.load(owner_start_ptr + token + 1)
-    if CUT:
+    if SINGLE:
         # Lengths were written before the main kernel started: the cut can be computed while it still runs.
         low, high = 0, 0
         if WINDOW:
@@ -85,7 +84,7 @@ def combine_kernel(
             queries = tl.load(segments_ptr + 4 * segments + segment)
             earlier_queries = tl.load(segments_ptr + 5 * segments + segment).to(tl.int64)
         unit = segment * KV_HEADS + kv_head
-        if CUT:
+        if SINGLE:
             first_part, last_part = from_part, to_part
         else:
             first_part = tl.load(bounds_ptr + 2 * unit)

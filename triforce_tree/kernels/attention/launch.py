@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.attention.combine import combine_kernel
 from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, key_parts, smaller, value_columns
-from triforce_tree.kernels.attention.plan import NODE, FirstVisible, Plan
+from triforce_tree.kernels.attention.plan import FirstVisible, Plan
 from triforce_tree.kernels.attention.tree_attention import tree_attention_kernel
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
@@ -43,7 +43,7 @@ def run(
         k: ``[B, H_kv, S, D]``, or with a ``table`` pages ``[pages, H_kv, page, D]``; any strides with the
             last dimension dense. ``[S, H_kv, D]`` storage is ``k.transpose(0, 1)[None]``.
         v: the same with D_v for D.
-        plan: from ``plan_trees`` or ``plan_nodes``.
+        plan: from ``plan_trees``, or that of a ``NodePlan`` or ``PrefixPlan``.
         scale: positive factor on the raw scores.
         table: int32 ``[B, pages of a sequence]``, or ``[B, H_kv, pages]`` where every KV head has a
             selection of its own (a retrieval view). Position r is slot ``r % page`` of page
@@ -79,7 +79,7 @@ def run(
         q, k, v, plan.lengths, plan.segments, plan.mask, plan.owner_start, plan.owners, table,
         first, low, high, sinks, k_scale, v_scale, plan.partial_out, plan.partial_lse, plan.bounds,
         scale, softcap or 0.0,
-        heads.kv, plan.slices, plan.max_queries, plan.split == NODE,
+        heads.kv, plan.slices, plan.max_queries,
         numbers(plan.config),
     )  # fmt: skip
 
@@ -121,7 +121,6 @@ def _run(
     kv_heads: int,
     slices: int,
     max_queries: int,
-    node: bool,
     config: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     exact = q.dtype == torch.float32
@@ -171,7 +170,7 @@ def _run(
             # Rounded up, so that different numbers of segments share a compiled kernel.
             SINGLE=count == 1, BLOCK_SEGMENTS=max(8, triton.next_power_of_2(count)), PAGE=page,
             TMA=views is not None,
-            WINDOW=first is not None, SOFTCAP=softcap > 0, NODE=node,
+            WINDOW=first is not None, SOFTCAP=softcap > 0,
             # Triton 3.6 cannot make operands of fp64 products from int8.
             EXACT=exact, NARROW=exact and (not device.fp64_products or k_scale is not None),
             STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align,
@@ -192,8 +191,7 @@ def _run(
         GROUP=group, KV_HEADS=kv_heads, DIM=value_dim, BLOCK_D=columns, SINGLE=count == 1,
         CHUNK=chunk,
         BLOCK_N=cfg.block_n, EDGE=EDGE, ALIGN=cfg.align, WINDOW=low is not None,
-        CUT=count == 1 and not node, SINKS=sinks is not None,
-        EXACT=exact, **early, **options,
+        SINKS=sinks is not None, EXACT=exact, **early, **options,
     )  # fmt: skip
     return out, lse
 

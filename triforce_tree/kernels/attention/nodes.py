@@ -3,7 +3,7 @@ definition in plain torch.
 
 Each node of the tree keeps its keys and values in pages of its own, once for all texts that go through it.
 The queries are in depth-first order, so that those which see a node are a range: DeFT-Flatten (arXiv
-2404.00242, section 3.3) over all nodes in one call. ``plan.plan_nodes`` plans one topology without pages.
+2404.00242, section 3.3) over all nodes in one call.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.plan import (
-    FLATTEN,
     Heads,
     Plan,
     _make,
@@ -95,7 +94,6 @@ class NodePlan:
         self.plan = Plan(
             heads=heads,
             config=config,
-            split=FLATTEN,
             queries=queries,
             lengths=lengths,
             segments=columns.view(6, count),
@@ -267,7 +265,7 @@ class PrefixPlan:
         nominal = [PrefixSegment(0, 0, 0, batch)] * depth
         zeros, own = [0] * (batch + depth * batch), [0] * batch
         columns = self._columns(nominal, own)
-        made = _make(heads, columns, zeros, *self._owners(nominal), rows, device, dtype, FLATTEN, config)
+        made = _make(heads, columns, zeros, *self._owners(nominal), rows, device, dtype, config)
         self.plan = replace(made, lengths=lengths, mask=words)
         self._host: HostPrefixPlan | None = None
         if device.type == "cpu":

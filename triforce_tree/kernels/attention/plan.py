@@ -18,8 +18,6 @@ from torch import Tensor
 from triforce_tree.kernels.attention.configs import EDGE, MOST_VALUES, KernelConfig, choose
 from triforce_tree.kernels.device import describe
 
-FLATTEN, NODE = "flatten", "node"
-
 
 @dataclass(frozen=True)
 class Heads:
@@ -84,7 +82,6 @@ class Plan:
 
     heads: Heads
     config: KernelConfig
-    split: str
     queries: int
     lengths: Tensor
     segments: Tensor
@@ -144,7 +141,6 @@ def plan_trees(
     *,
     device: torch.device | str,
     dtype: torch.dtype = torch.bfloat16,
-    split: str = FLATTEN,
     config: KernelConfig | None = None,
     slices: int | None = None,
     kv_dtype: torch.dtype | None = None,
@@ -157,10 +153,8 @@ def plan_trees(
         masks: per sequence, bool ``[T_b, N_b]`` over the sequence's last N_b positions (T_b may differ).
         lengths: ``[B]`` positions before the tail.
         device, dtype: of queries and KV.
-        split: ``"flatten"`` divides the whole list evenly; ``"node"`` gives each segment and head to one
-            program (DeFT-Node), for comparison.
         config: tile shapes; from the table when None.
-        slices: equal parts that "flatten" divides the list into; one per program of the device when None.
+        slices: equal parts that the list is divided into; one per program of the device when None.
         kv_dtype: of keys and values where it is not ``dtype``: int8.
         page: KV slots of a page, for which the tiles are chosen; 0 for none.
     """
@@ -173,53 +167,8 @@ def plan_trees(
     columns = [list(range(len(counts))), [0] * len(counts), tails, firsts, counts, firsts]
     owners = [s for s, count in enumerate(counts) for _ in range(count)]
     starts = list(range(total + 1))
-    made = _make(heads, columns, lengths, owners, starts, total, device, dtype, split, config, slices)
+    made = _make(heads, columns, lengths, owners, starts, total, device, dtype, config, slices)
     return replace(made, mask=packed[0] if len(packed) == 1 else torch.cat(packed))
-
-
-def plan_nodes(
-    heads: Heads,
-    nodes: Sequence[tuple[int, int, int, int]],
-    queries: int,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.bfloat16,
-    split: str = FLATTEN,
-    chunk: int | None = None,
-    config: KernelConfig | None = None,
-) -> Plan:
-    """Plan tree-shaped KV: every node holds KV positions that a range of queries sees without a mask.
-
-    Args:
-        nodes: ``(first KV position, positions, first query, queries)`` of each node.
-        queries: number of all queries; each sees the union of the nodes whose query range includes it.
-        chunk: cut nodes into pieces of at most this many positions (with ``split="node"``:
-            DeFT-Node-Chunk).
-
-    Other arguments as in ``plan_trees``.
-    """
-    most = max(count for *_, count in nodes)
-    config = config or config_for(most * heads.group, heads, dtype, device)
-    per_block = max(1, config.block_m // heads.group)
-    pieces = [
-        (row, min(chunk or size, start + size - row), query, min(per_block, first + count - query))
-        for start, size, first, count in nodes
-        for row in range(start, start + max(size, 1), max(chunk or size, 1))
-        for query in range(first, first + count, per_block)
-    ]
-    if len(pieces) == 1:
-        # The kernel treats a single segment as a whole sequence, so a single node gets an empty second one.
-        pieces.append((0, 0, 0, 0))
-    starts, sizes, firsts, counts = (list(column) for column in zip(*pieces, strict=True))
-    none = [0] * len(pieces)
-    columns = [none, starts, none, firsts, counts, _running(counts)]
-    seen: list[list[int]] = [[] for _ in range(queries)]
-    for piece, (first, count) in enumerate(zip(firsts, counts, strict=True)):
-        for query in range(first, first + count):
-            seen[query].append(piece)
-    owner_start = [0, *torch.tensor([len(s) for s in seen]).cumsum(0).tolist()]
-    owners = [piece for s in seen for piece in s]
-    return _make(heads, columns, sizes, owners, owner_start, queries, device, dtype, split, config)
 
 
 def plan_pieces(
@@ -276,18 +225,15 @@ def _make(
     queries: int,
     device: torch.device | str,
     dtype: torch.dtype,
-    split: str,
     config: KernelConfig | None,
     slices: int | None = None,
 ) -> Plan:
-    if split not in (FLATTEN, NODE):
-        raise ValueError(f"split={split!r} is not known; use {FLATTEN!r} or {NODE!r}")
     counts = columns[4]
     most = max(counts)
     query_rows = most * heads.group
     config = config or config_for(query_rows, heads, dtype, device)
     units = len(counts) * heads.kv
-    slices = units if split == NODE else slices or slices_for(query_rows, device, config)
+    slices = slices or slices_for(query_rows, device, config)
     pieces = (sum(counts) * heads.kv + slices * most) * heads.group
 
     # One transfer for all integers, so that a plan costs less than the launches that it saves.
@@ -305,7 +251,6 @@ def _make(
     return Plan(
         heads=heads,
         config=config,
-        split=split,
         queries=queries,
         lengths=device_lengths,
         segments=segments.view(6, len(counts)),

@@ -94,7 +94,6 @@ def tree_attention_kernel(
     TMA: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    NODE: tl.constexpr,
     EXACT: tl.constexpr,
     NARROW: tl.constexpr,  # fp32 is multiplied in fp32, not in fp64
     STAGES: tl.constexpr,
@@ -127,10 +126,6 @@ def tree_attention_kernel(
         tiles = full + edges
         total = tiles * KV_HEADS
         segment, before = part * 0, part * 0
-    elif NODE:
-        segment = part // KV_HEADS
-        before = part * 0
-        total = before
     else:
         all_segments = tl.arange(0, BLOCK_SEGMENTS)
         exists = all_segments < segments
@@ -144,15 +139,11 @@ def tree_attention_kernel(
         sizes = tl.where(exists, fulls + edges_of, 0) * KV_HEADS
         total = tl.sum(sizes)
 
-    if NODE:
-        at = part % KV_HEADS
-        stop = at + 1
-    else:
-        at, stop = share_of(part, total, slices, KV_HEADS, ALIGN if SINGLE else 0)
-        if not SINGLE:
-            ends = tl.cumsum(sizes, 0)
-            segment = tl.sum(((ends <= at) & exists).to(tl.int32))
-            before = tl.sum(tl.where(all_segments < segment, sizes, 0))
+    at, stop = share_of(part, total, slices, KV_HEADS, ALIGN if SINGLE else 0)
+    if not SINGLE:
+        ends = tl.cumsum(sizes, 0)
+        segment = tl.sum(((ends <= at) & exists).to(tl.int32))
+        before = tl.sum(tl.where(all_segments < segment, sizes, 0))
 
     tile_row = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
@@ -184,12 +175,9 @@ def tree_attention_kernel(
                 length, tail, low, high, BLOCK_N, EDGE, WINDOW
             )
             tiles = full + edges
-        if NODE:
-            head, begin, end = at, at * 0, tiles
-        else:
-            head = (at - before) // tiles
-            begin = at - before - head * tiles
-            end = tl.minimum(tiles, begin + stop - at)
+        head = (at - before) // tiles
+        begin = at - before - head * tiles
+        end = tl.minimum(tiles, begin + stop - at)
         last = end
         if not SINGLE:  # A program whose rows are all after those of this segment reads nothing of it.
             last = tl.where(block * BLOCK_M < queries * GROUP, end, begin)
@@ -340,11 +328,8 @@ def tree_attention_kernel(
             if end == tiles:
                 tl.store(bounds_ptr + 2 * unit + 1, part)
 
-        if NODE:
-            at = stop
-        else:
-            at += end - begin
-            if not SINGLE:  # noqa: SIM102 - the outer condition is a compile-time constant
-                if at - before >= tiles * KV_HEADS:
-                    before += tiles * KV_HEADS
-                    segment += 1
+        at += end - begin
+        if not SINGLE:  # noqa: SIM102 - the outer condition is a compile-time constant
+            if at - before >= tiles * KV_HEADS:
+                before += tiles * KV_HEADS
+                segment += 1

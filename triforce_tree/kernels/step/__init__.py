@@ -6,7 +6,7 @@ are plain torch and may loop in Python; the Triton kernels (``*_kernels``) that 
 synchronise with the host and can be captured in CUDA graphs.
 """
 
-from triforce_tree.kernels.step.accept import accept_greedy, accept_tree, second_choice
+from triforce_tree.kernels.step.accept import accept_greedy, second_choice
 from triforce_tree.kernels.step.grow import begin_tree, expand_nodes, place_nodes
 from triforce_tree.kernels.step.kv_slots import append_kv, chunk_means, move_kv
 from triforce_tree.kernels.step.select import select_chunks
@@ -14,7 +14,6 @@ from triforce_tree.kernels.step.traversal import traverse_tree
 
 __all__ = [
     "accept_greedy",
-    "accept_tree",
     "append_kv",
     "begin_tree",
     "chunk_means",

@@ -44,94 +44,6 @@ def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> 
     return _packed(paths, emitted, depth, tokens)
 
 
-@operator("accept_tree", triton=".accept_kernels")
-def accept_tree(
-    tokens: Tensor,
-    parents: Tensor,
-    p: Tensor,
-    q: Tensor,
-    q_rows: Tensor,
-    uniforms: Tensor,
-    exponential: Tensor,
-    depth: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Recursive rejection sampling over siblings (SpecInfer, Sequoia), for trees drawn without replacement.
-
-    A child with zero draft probability (after its rejected siblings are removed) cannot have been drawn and
-    counts as absent. Children that were proposed deterministically, as by suffix matching, have q(x) = 1: the
-    i-th is accepted with probability p_i(x), and its rejection leaves p_{i+1}, which is p_i without x,
-    renormalised, or p_i where that leaves nothing. A token that was already rejected counts as absent. Both
-    kinds of nodes may occur in one tree, and a node may have both kinds of children: drawn ones, and after
-    them deterministic ones, whose own ``q_rows`` is ``FIXED``. The latter are judged by what the rejection of
-    the former left: with the residual p_i of the drawn children as the first p of the rule above. A token may
-    be proposed by both; it then counts for the drawn child alone.
-
-    Args:
-        tokens, parents, depth: as for ``accept_greedy``; siblings are in draw order.
-        p: fp32 ``[B, N, V]``, the target's probs at each node.
-        q: fp32 ``[B, M, V]``, draft probs; M may be 0 where all proposals are deterministic.
-        q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from, -1 where they
-            were proposed deterministically; read for nodes with drawn children only. ``FIXED``: as -1, and
-            the node itself was proposed deterministically too, whatever its parent's other children are.
-        uniforms: fp32 ``[B, N]`` in [0, 1); node x is accepted where ``uniforms[x] < p(x) / q(x)``.
-        exponential: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of the residual
-            probs / exponential, the lowest id among equals. Probs that are NaN emit token 0.
-
-    Returns:
-        path, count, next: as ``accept_greedy``; next follows the residual where a child was rejected.
-    """
-    return accept_drawn(NoiseDraws(exponential, uniforms), tokens, parents, p, q, q_rows, depth)
-
-
-def accept_drawn(
-    draws: Draws, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``accept_tree`` with any source of random decisions, indexed by (sequence, node) and (sequence,)."""
-    paths, emitted = [], []
-    trees = zip(tokens.tolist(), parents.tolist(), q_rows.tolist(), strict=True)
-    for b, (token, parent, row) in enumerate(trees):
-        path, accepted = [0], True
-        while accepted:
-            node, accepted = path[-1], False
-            target = p[b, node]
-            children = [i for i in range(node + 1, len(token)) if parent[i] == node and token[i] >= 0]
-            certain = torch.ones_like(target)  # without the rejected tokens
-            drawn = row[node] >= 0 and any(row[child] != FIXED for child in children)
-            draft = q[b, row[node]] if drawn else certain
-            for child in children if len(path) <= depth else ():
-                x = token[child]
-                deterministic = row[node] < 0 or row[child] == FIXED
-                draft = certain if deterministic else draft
-                if not draft[x] > 0:
-                    continue
-                if draws.accept(target[x] / draft[x], b, child):
-                    path.append(child)
-                    accepted = True
-                    break
-                target, draft = refused(target, draft, x, deterministic)
-                certain = certain.index_fill(0, torch.tensor(x, device=target.device), 0.0)
-        paths.append(path)
-        emitted.append(max(0, int(draws.choose(target, b))))
-    return _packed(paths, emitted, depth, tokens)
-
-
-def refused(target: Tensor, draft: Tensor, token: int, deterministic: bool) -> tuple[Tensor, Tensor]:
-    """The residual of the target's probs ``[V]`` after a rejection, and the draft probs of the next sibling.
-
-    norm(max(p - q, 0)), and q without the token, renormalised. For a child that was proposed
-    deterministically q is 1 at its token and 0 elsewhere.
-    """
-    out = torch.tensor(token, device=target.device)
-    left = target.index_fill(0, out, 0.0) if deterministic else (target - draft).clamp_min(0)
-    others = draft.index_fill(0, out, 0.0)
-    return _normalised(left, target), others if deterministic else _normalised(others, others)
-
-
-def _normalised(weights: Tensor, fallback: Tensor) -> Tensor:
-    total = weights.sum()
-    return weights / total if total > 0 else fallback
-
-
 def _packed(
     paths: list[list[int]], emitted: list[int], depth: int, like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +84,6 @@ def empty_results(tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @fake("accept_greedy")
-@fake("accept_tree")
 def _(tokens: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return empty_results(tokens, rest[-1])
 
