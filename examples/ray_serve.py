@@ -25,7 +25,7 @@ def replicas(args: argparse.Namespace) -> serve.Application:
 
     def app() -> Starlette:
         # Called in each replica's process, where the models are loaded.
-        engine = triforce_tree.load(args.target, args.draft, profile=False)
+        engine = triforce_tree.load(args.target, args.draft)
         return create_app(engine, Served(args.model_name, args.api_key))
 
     @serve.deployment(

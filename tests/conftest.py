@@ -38,7 +38,6 @@ for _name in ("api_cases", "program_cases"):
 for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ.setdefault(_name, "1")
 # Whatever was measured on this machine, tests choose their settings themselves.
-os.environ["TRIFORCE_TREE_PROFILES"] = ""
 # Nothing is read from the user's cache folder or written there. Workers of xdist inherit the folder.
 _OWN_CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="triforce-tree-tests-")
 if _OWN_CACHE:
@@ -163,11 +162,10 @@ def engine(pair: "TinyPair") -> "Engine":
 
 @pytest.fixture(scope="module")
 def ids(engine: "Engine") -> list[int]:
-    """A prompt of ``CONTEXT`` tokens."""
+    """A prompt of 200 tokens."""
     from tests.support.models import tiny_pair
-    from tests.support.models.tune_cases import CONTEXT
 
-    return tiny_pair.prompt(engine, CONTEXT)
+    return tiny_pair.prompt(engine, 200)
 
 
 @pytest.fixture
@@ -183,13 +181,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports a module of ``scripts`` by its name below it."""
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
     return lambda name: importlib.import_module(f"scripts.{name}")
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder where profiles are looked for and written."""
-    monkeypatch.setenv("TRIFORCE_TREE_PROFILES", str(tmp_path))
-    return tmp_path
 
 
 @pytest.fixture

@@ -44,7 +44,6 @@ from triforce_tree.loading.checkpoints import (
 from triforce_tree.loading.gguf_header import gguf_path
 from triforce_tree.loading.placement import on_one_device
 from triforce_tree.loading.reading import ModelFiles
-from triforce_tree.planning import profiles
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 
@@ -61,7 +60,6 @@ def load(
     gguf_file: str | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
-    profile: profiles.Source = None,
     pinned: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Engine:
@@ -91,9 +89,6 @@ def load(
             tokenizer; its weights are unpacked.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default float32 on the CPU, and on CUDA the checkpoint's own, bfloat16 for GGUF.
-        profile: a file that ``triforce-tree tune`` wrote, or False for none; by default the one for this
-            machine and models of this shape, if there is one. Each generation takes the settings that were
-            measured nearest to its prompt's length and temperature; ``options`` take precedence.
         pinned: called with the bytes of host memory that offloaded weights allocate, as they do.
         options: levels, gamma, tree, runner_ups, lookup, retrieval_weight_bits, rounds, prefill_chunk,
             kv_bits, exact, context_parallel, offload, gpu_memory, host_memory,
@@ -101,7 +96,7 @@ def load(
             select_chunks (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
 
     Raises:
-        ValueError: an option, a profile or a pair of models that cannot work;
+        ValueError: an option or a pair of models that cannot work;
             :class:`UnsupportedModelError` for a model family that cannot.
         TypeError: a model or a tokenizer that is neither an object of transformers nor a path.
         OSError: a model folder without its files, or not in safetensors; too little host memory.
@@ -117,7 +112,6 @@ def load(
     check_drafter_options(drafter, draft, options)
     if own is None and config.levels != 1:
         config.matched_tokens(draft is not None)
-    profiles.given(profile)
     target = unwrapped(target, "target")
     target = gguf_path(target, gguf_file)
     draft = None if draft is None else gguf_path(unwrapped(draft, "draft"))
@@ -130,9 +124,6 @@ def load(
     group = distributed.join(device)
     config = with_text_ranks(config, target, dtype)
     grid = distributed.arrange(config.text_ranks)
-    if profile is None and (group is not None or own is not None):
-        # Profiles are measured on one GPU, with a draft model or suffix matching.
-        profile = False
     own_tokenizer = tokenizer_of(draft_tokenizer, draft, "draft_tokenizer")
     if group is not None:
         device = group.device
@@ -141,8 +132,7 @@ def load(
         ModelFiles.find(draft, device_of(device), dtype)
     loaded, streamed = load_target(target, config, device, dtype, grid, pinned)
     small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
-    measured = profiles.find(profile, loaded, small)
-    return Engine(loaded, own or small, tokenizer, config, measured, options, streamed, own_tokenizer)
+    return Engine(loaded, own or small, tokenizer, config, options, streamed, own_tokenizer)
 
 
 def generate(
@@ -153,7 +143,7 @@ def generate(
     Raises:
         ValueError, OSError: as these two do.
     """
-    names = {"drafter", "tokenizer", "draft_tokenizer", "gguf_file", "device", "dtype", "profile"}
+    names = {"drafter", "tokenizer", "draft_tokenizer", "gguf_file", "device", "dtype"}
     names |= HierarchyConfig().as_options().keys()
     loading = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
     given = check_keywords(kwargs, inspect.signature(Engine.generate).parameters, names)
@@ -174,14 +164,12 @@ def custom_generate(
     streamer: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
     seed: int | None = None,
-    profile: profiles.Source = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """A value for transformers' ``model.generate(input_ids, custom_generate=...)``.
 
     ``streamer``, ``tokenizer`` and ``stop_strings`` are given here, because transformers does not pass
-    them on to a callable. ``drafter``, ``draft_tokenizer``, ``profile`` and ``options`` are those of
-    :func:`load`.
+    them on to a callable. ``drafter``, ``draft_tokenizer`` and ``options`` are those of :func:`load`.
 
     Raises:
         ValueError: an option, a tokenizer or a draft that cannot be used.
@@ -213,9 +201,8 @@ def custom_generate(
                 small = None
                 if source is not None:
                     small = on_one_device(load_model(source, model.device, model.dtype), model.device)
-                measured = profiles.find(False if own is not None else profile, model, small)
                 engines[id(model)] = Engine(
-                    model, own or small, own_tokenizer, config, measured, options, draft_tokenizer=others
+                    model, own or small, own_tokenizer, config, options, draft_tokenizer=others
                 )
         engine = engines[id(model)]
         criteria = kwargs.pop("stopping_criteria")

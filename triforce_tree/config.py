@@ -113,7 +113,7 @@ class HierarchyConfig:
 
     Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which changes what is
     proposed, but not the distribution of the output; "auto" is 8 for large layers where there is memory to
-    spare, else 16, where neither a profile nor a memory plan decides (docs/defaults.md).
+    spare, else 16, where no memory plan decides (docs/options.md).
     ``prefill_chunk`` tokens of a prompt are prefilled in one forward; None: 1024, on a GPU 4096.
 
     ``kv_bits`` 8 stores the target's keys and values in 8 bits, with a scale for each vector; 16 is the

@@ -48,7 +48,6 @@ from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.device_defaults import chosen_settings
 from triforce_tree.planning.memory_plan import MemoryPlan
-from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.sessions.session import RESERVE, Session
@@ -63,8 +62,7 @@ class Engine:
         draft: another one, or any :class:`~triforce_tree.drafters.base.Drafter`; None for suffix matching.
         tokenizer: for text prompts and ``stop_strings``.
         config: settings of all levels.
-        profile: measured settings, used for prompts like those that they were measured with.
-        given: names of options that a profile must not change.
+        given: names of options that stay as they are, even at their defaults.
         streamed: the weights of the target's layers, where they are in host memory.
         draft_tokenizer: the draft model's own, to compare; None where it is not at hand.
 
@@ -78,13 +76,11 @@ class Engine:
         draft: PreTrainedModel | Drafter | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: HierarchyConfig | None = None,
-        profile: Profile | None = None,
         given: Collection[str] = (),
         streamed: StreamedWeights | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.profile = profile
         self._given = frozenset(given)
         self._notices = CostNotices()
         self._in_session, self._capacity = False, 0
@@ -164,29 +160,25 @@ class Engine:
             return self.hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
     def _choose_settings(
-        self, temperature: float, prompts: list[list[int]], new_tokens: int, prefix: PrefixSize = NO_PREFIX
-    ) -> Entry | None:
-        """Plan the memory; apply the device's defaults, and the profile's entry for these prompts if any."""
+        self, prompts: list[list[int]], new_tokens: int, prefix: PrefixSize = NO_PREFIX
+    ) -> None:
+        """Plan the memory, and apply the device's defaults for these prompts where it is not short."""
         hierarchy, self.hierarchy.config = self.hierarchy, self._config
         hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given, prefix)
-        # Both are measured with the full cache and all weights on the device.
+        # The defaults are measured with the full cache and all weights on the device.
         if hierarchy.offloads or hierarchy.target.streamed is not None:
-            return None
+            return
         longest, models = max(map(len, prompts)), (hierarchy.target, hierarchy.draft)
-        hierarchy.config, entry = chosen_settings(
-            self._config, self._given, *models, longest, temperature, self.profile, len(prompts)
-        )
-        return entry
+        hierarchy.config = chosen_settings(self._config, self._given, *models, longest, len(prompts))
 
     @contextmanager
     def program(
-        self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None, temperature: float
+        self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None
     ) -> Iterator[DecodingProgram]:
         """A context with the buffers and stages that :meth:`generate` would run for these prompts.
 
         Args:
             to_probs: logits to distributions, for the stages; None where only forwards are run.
-            temperature: by which a profile's entry is chosen.
 
         Raises:
             ValueError: a prompt is too long, or memory is short.
@@ -194,7 +186,7 @@ class Engine:
         for prompt in prompts:
             self.hierarchy.target.check_length(len(prompt), new_tokens)
         with self.hierarchy.generation():
-            self._choose_settings(temperature, prompts, new_tokens)
+            self._choose_settings(prompts, new_tokens)
             with self.hierarchy.active():
                 program = self.hierarchy.program(prompts, new_tokens, reuse=self._reuse)
                 if to_probs is not None:
@@ -323,7 +315,7 @@ class Engine:
         longest = sorted(prompts, key=len)[-most:]
         coming = max(new_tokens, self._capacity - len(longest[-1]))
         hierarchy.config, prefix = self._config, how.prefixes(hierarchy, prompts, coming, self._reuse)
-        entry = self._choose_settings(job.temperature, longest, coming, prefix().size)
+        self._choose_settings(longest, coming, prefix().size)
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
         whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
         if whole or not hierarchy.together(to_probs, prompts):
@@ -346,12 +338,8 @@ class Engine:
                 return Decoder(program, to_probs, chosen, seed is not None, number, seeds, allowance)
 
             decoder = OomRetryDecoder(make, first, hierarchy.shrink)
-            # Only with as many levels: the estimates of two and of three are of different quantities.
-            if entry and (estimates := entry.estimates(decoder.controller.levels, self._given)):
-                decoder.controller.expect(**estimates)
             run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy, order, prefix)
             out = run.decode(self._reuse)
-        out.profile = str(self.profile.path) if entry is not None and self.profile is not None else None
         return self._described(out)
 
     def _run_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:
@@ -359,7 +347,7 @@ class Engine:
         hierarchy, prompts, longest = self.hierarchy, job.prompts, max(map(len, job.prompts))
         coming = max(job.new_tokens, self._capacity - longest)
         check_in_step(hierarchy.target, prompts, how, why)
-        self._choose_settings(job.temperature, prompts, coming)
+        self._choose_settings(prompts, coming)
         self._notices.tell_in_step(why)
         with hierarchy.active():
 

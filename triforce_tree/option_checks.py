@@ -14,8 +14,7 @@ DTYPE_NAMES = {
 
 # Arguments of ``load`` that are no fields of the settings.
 LOADING = (
-    "target", "draft", "drafter", "tokenizer", "draft_tokenizer", "gguf_file", "device", "dtype", "profile",
-    "pinned",
+    "target", "draft", "drafter", "tokenizer", "draft_tokenizer", "gguf_file", "device", "dtype", "pinned",
 )  # fmt: skip
 _QUANTISED = (
     "load the model quantised by transformers' from_pretrained and give the object, or give a quantised "

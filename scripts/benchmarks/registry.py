@@ -86,24 +86,6 @@ BENCHMARKS = {
         "the same by context, beside plain decoding",
         "never_slower_{machine}.json",
     ),
-    "budgets": Benchmark(
-        "benchmarks.retrieval.budgets",
-        "expected time of a token by budget and chunk of level 1, along given texts: docs/defaults.md",
-        "budgets_{machine}.json",
-        once=True,
-    ),
-    "variants": Benchmark(
-        "benchmarks.on_chip.variants",
-        "settings side by side on the same texts and seeds: docs/defaults.md",
-        "variants_{machine}.json",
-        once=True,
-    ),
-    "tuned": Benchmark(
-        "benchmarks.texts.tuned",
-        "default settings beside those that tune finds for the cell: docs/defaults.md",
-        "tuned_{machine}.json",
-        once=True,
-    ),
     "real_model": Benchmark(
         "benchmarks.texts.real_model",
         "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",

@@ -196,7 +196,7 @@ class Checks:
         target.generation_config.eos_token_id = None
         with torch.inference_mode():
             whole = target(ids).logits
-        engine = load(target, draft, profile=False, offload_weights=True, **self.options)
+        engine = load(target, draft, offload_weights=True, **self.options)
         with torch.inference_mode():
             same = torch.equal(whole, engine.hierarchy.target.model(ids).logits)
         self.add("streamed weights give the same bits", same and engine.hierarchy.target.streamed is not None)

@@ -140,7 +140,7 @@ def main(words: Sequence[str] | None = None) -> int:
     report = Report()
     dtype = getattr(torch, args.dtype)
     # Two copies of the models: host memory holds one offloaded cache of a model at a time.
-    warm, cold = (load(device=args.device, dtype=dtype, levels=3, profile=False) for _ in range(2))
+    warm, cold = (load(device=args.device, dtype=dtype, levels=3) for _ in range(2))
     assert warm.tokenizer is not None
     text = token_ids(warm.tokenizer, pydoc_text())
     for name, options in CACHES.items():

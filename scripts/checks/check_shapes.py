@@ -139,14 +139,14 @@ def main(arguments: list[str] | None = None) -> int:
     def decoded(engine: Engine) -> GenerateOutput:
         return engine.generate(prompt, max_new_tokens=args.new, do_sample=False)
 
-    whole = load(target, draft, profile=False, levels=1)
+    whole = load(target, draft, levels=1)
     expected = decoded(whole)
     whole.hierarchy.release()
     del whole
     if args.host != "nothing":
         options = options | {"offload": "auto", "gpu_memory": int(args.cap * GIB)}
         options |= {"offload_weights": True} if args.host == "weights" else {}
-    engine = load(target, draft, profile=False, device=device if args.host == "weights" else None, **options)
+    engine = load(target, draft, device=device if args.host == "weights" else None, **options)
     gc.collect()
     if args.host != "nothing":
         bound_memory(device, int(args.cap * GIB))

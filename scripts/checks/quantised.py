@@ -113,7 +113,7 @@ def main(words: list[str] | None = None) -> int:
             bound_memory(device, bytes_of(args.memory, "--memory"))
     text = token_ids(tokenizer, pydoc_text())
     prompt = (text * -(-args.context // len(text)))[: args.context]
-    engine = load(target, draft, tokenizer=tokenizer, levels=3, profile=False, kv_bits=args.kv_bits)
+    engine = load(target, draft, tokenizer=tokenizer, levels=3, kv_bits=args.kv_bits)
     asked: dict[str, Any] = {"max_new_tokens": args.new, "do_sample": False}
     out = engine.generate(prompt, **asked)
     captured = engine.hierarchy.target.capturable

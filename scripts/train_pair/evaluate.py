@@ -86,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     results.check_writable(args.out)
-    engine = triforce_tree.load(device=args.device, dtype=torch.float32, profile=False)
+    engine = triforce_tree.load(device=args.device, dtype=torch.float32)
     assert engine.tokenizer is not None
     source = text.pydoc_text()
     ids = text.token_ids(engine.tokenizer, source)

@@ -29,7 +29,7 @@ def _poisoned(poisoned_empty: None) -> None:
 
 @cache
 def engine(family: str = "llama-gqa", seed: int = 0, **settings: Any) -> Engine:
-    return triforce_tree.load(tiny(family, seed, **settings), profile=False, tokenizer=characters())
+    return triforce_tree.load(tiny(family, seed, **settings), tokenizer=characters())
 
 
 def check(made: Engine, ids: torch.Tensor = BATCH, mask: torch.Tensor = MASK, **options: Any) -> Any:

@@ -29,7 +29,7 @@ def _poisoned(poisoned_empty: None) -> None:
 
 @cache
 def engine(family: str = "llama-gqa", **settings: Any) -> Engine:
-    return triforce_tree.load(tiny(family, **settings), profile=False)
+    return triforce_tree.load(tiny(family, **settings))
 
 
 def grown(made: Engine) -> tuple[TextTree, list[Node]]:
@@ -179,7 +179,7 @@ def test_options_mean_what_they_do_for_each_text_alone() -> None:
 
 
 def test_stop_strings_end_each_leaf_by_itself() -> None:
-    made = triforce_tree.load(tiny("llama-gqa"), profile=False, tokenizer=characters())
+    made = triforce_tree.load(tiny("llama-gqa"), tokenizer=characters())
     tree, leaves = grown(made)
     texts = [leaf.text_tokens for leaf in leaves]
     stop = text_of(greedy(made.hierarchy.target.model, texts[0], 9)[3:5])
@@ -240,7 +240,7 @@ def test_nan_leaves_a_tree_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu(family: str) -> None:
     """Forwards of several sizes, captured, beside transformers in fp32."""
     model = tiny(family).cuda()
-    made = triforce_tree.load(model, profile=False)
+    made = triforce_tree.load(model)
     tree, leaves = grown(made)
     leaves += tree.fork(tree.root, 13)
     texts = [leaf.text_tokens for leaf in leaves]
@@ -329,14 +329,14 @@ def test_what_a_tree_refuses() -> None:
 
 
 def test_recurrent_targets_are_refused() -> None:
-    made = triforce_tree.load(recurrent("lfm2"), profile=False, levels=1)
+    made = triforce_tree.load(recurrent("lfm2"), levels=1)
     with pytest.raises(UnsupportedModelError, match="recurrent layers, whose states cannot be shared"):
         made.tree(PROMPT)
 
 
 def test_other_weights_are_noticed() -> None:
     model = tiny("llama-gqa", seed=5)
-    tree = triforce_tree.load(model, profile=False).tree(PROMPT)
+    tree = triforce_tree.load(model).tree(PROMPT)
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     with pytest.raises(ValueError, match="the target's weights have changed since the tree was made"):

@@ -27,7 +27,6 @@ from triforce_tree.config import HierarchyConfig
         ["explain"],
         *(["bench", kind] for kind in ("text", "needle", "ruler", "longbench")),
         ["check"],
-        ["tune"],
         ["demo"],
     ],
 )
@@ -149,7 +148,6 @@ BAD = {
         "other_trees='bush' is no known shape; use chain:4",
     ),
     "nan length penalty": (["generate", "PROMPT", "--length-penalty", "nan"], "nan must be a finite number"),
-    "nan seconds": (["tune", "--seconds", "nan"], "--seconds: nan must be above 0"),
     "budget": (["generate", "PROMPT", "--budget", "1001"], "budget=1001"),
     "tree": (["generate", "PROMPT", "--tree", "oak"], "tree='oak'"),
     "levels": (["generate", "PROMPT", "--levels", "4"], "'4' is none of"),

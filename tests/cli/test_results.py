@@ -2,11 +2,9 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -34,13 +32,12 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ["--prompt-tokens", "300", "--new-tokens", "8", "--levels", "2", *SMALL],
         ["what each level did", "speed-up: ", "and goes on"],
     ),
-    "tune": (["--dry-run", "--context", "90", "--new-tokens", "4"], ["begins at"]),
 }  # fmt: skip
 
 
 def words_of(command: str, pair: TinyPair, prompt: str) -> list[str]:
     words = [prompt if word == "TEXT" else word for word in COMMANDS[command][0]]
-    more = ["--file", pair.text] if command.startswith("bench") or command in ("check", "tune") else []
+    more = ["--file", pair.text] if command.startswith("bench") or command == "check" else []
     return [*command.split(), *words, *pair.options, *more]
 
 
@@ -102,23 +99,3 @@ def test_progress_in_a_log_is_not_silent(capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_small_rates_are_not_zero(rate: float, text: str) -> None:
     assert rate_text(rate) == text
-
-
-def test_an_interrupted_search_writes_no_profile(pair: TinyPair, tmp_path: Path) -> None:
-    home = {**environment(), "TRIFORCE_TREE_PROFILES": str(tmp_path)}
-    words = ["tune", *pair.options, *SMALL, "--file", pair.text, "--context", "150", "--new-tokens", "5"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "triforce_tree", *words, "--prompts", "1", "--temperature", "0", "--json"],
-        env=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    measured: list[str] = []
-    while len(measured) < 5 and process.poll() is None:
-        measured = [line for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    result = json.loads(out.splitlines()[-1])
-    assert (result["interrupted"], result["profile"]) == (True, None)
-    assert "no profile was written; the same command continues from here" in " ".join(err.split())
-    assert not [path for path in tmp_path.iterdir() if path.suffix == ".json"]

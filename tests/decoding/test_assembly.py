@@ -6,7 +6,7 @@ from tests.support.models.families import perturbed, prompt_of, tiny, without_tr
 from tests.support.models.program_cases import SMALL, draft_of, model, reference
 from triforce_tree import Engine, load
 
-AUTO = {**SMALL, "levels": "auto", "profile": False}
+AUTO = {**SMALL, "levels": "auto"}
 # Twice the budget.
 PROMPT = prompt_of(48)
 
@@ -51,7 +51,7 @@ def test_a_plan_for_windows_alone_keeps_its_buffers() -> None:
 
 
 def test_planning_takes_nothing_up() -> None:
-    engine = load(model("llama-gqa"), draft_of("llama-gqa"), profile=False, offload=True)
+    engine = load(model("llama-gqa"), draft_of("llama-gqa"), offload=True)
     before = engine.hierarchy.config
     plan = engine.memory_plan(600, 20)
     assert plan is not None

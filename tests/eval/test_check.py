@@ -169,10 +169,10 @@ def test_nan_logits_are_reported(engine: Engine) -> None:
 def test_it_runs_on_the_buffers_that_generation_uses(engine: Engine) -> None:
     tokens = prompt(engine, 150)
     own = engine.with_options(levels=3)
-    with own.program([tokens], 8, ProbsFromLogits.at(1.0), 1.0) as program:
+    with own.program([tokens], 8, ProbsFromLogits.at(1.0)) as program:
         pass
     own.generate(tokens, do_sample=True, max_new_tokens=8, seed=0)
-    with own.program([tokens], 8, None, 1.0) as again:
+    with own.program([tokens], 8, None) as again:
         assert again is program
 
 
@@ -243,7 +243,7 @@ def test_the_retrieval_levels_distribution_does_not_depend_on_the_tree_it_verifi
     tokens = prompt(engine, 300)
     sharp = sharpened(engine).with_options(levels=3, budget=48, recent=16, chunk=8)
     generator = torch.Generator().manual_seed(0)
-    with sharp.program([tokens], 1, ProbsFromLogits.at(2.0), 2.0) as program:
+    with sharp.program([tokens], 1, ProbsFromLogits.at(2.0)) as program:
         program.prefill([tokens])
         at_root, drawn = [], set()
         for _ in range(4):

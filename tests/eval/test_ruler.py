@@ -14,7 +14,7 @@ from triforce_tree.eval.ablations.through import answer_by
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return triforce_tree.load(device="cpu", levels=1, profile=False)
+    return triforce_tree.load(device="cpu", levels=1)
 
 
 @pytest.fixture(scope="module")

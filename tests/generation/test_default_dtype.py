@@ -19,7 +19,7 @@ EAGLE, MEDUSA = eagle(TARGET, "chain:3"), medusa(TARGET, "chain:3")
 
 
 def drafting(**options: Any) -> Callable[[], Engine]:
-    return lambda: triforce_tree.load(TARGET, DRAFT, profile=False, **{**SMALL, **options})
+    return lambda: triforce_tree.load(TARGET, DRAFT, **{**SMALL, **options})
 
 
 ENGINES: dict[str, Callable[[], Engine]] = {

@@ -485,7 +485,7 @@ def test_a_pass_that_is_repeated_calls_nothing_again(monkeypatch: pytest.MonkeyP
             raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(DecodingProgram, "run", failing)
-    made = triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=2, offload=True, profile=False, **SMALL)
+    made = triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=2, offload=True, **SMALL)
     ours, theirs, criteria = Recorded(Counter()), Recorded(Counter()), [Recorded(Stops()) for _ in range(2)]
     options: dict[str, Any] = {
         "do_sample": False,

@@ -242,7 +242,7 @@ def test_criteria_do_not_see_a_pass_that_is_repeated(monkeypatch: pytest.MonkeyP
     target = models()[0]
     # A draft that is always right: passes bring several tokens.
     own = {**PASSES, "tree": "chain:5", "window": 200, "levels": 2, "offload": True}
-    out = triforce_tree.load(target, copy.deepcopy(target), profile=False, **own).generate(
+    out = triforce_tree.load(target, copy.deepcopy(target), **own).generate(
         LONG_PROMPT, do_sample=False, max_new_tokens=NEW, logprobs=True, stopping_criteria=[Stop()]
     )
     text = out.sequences[0].tolist()

@@ -35,7 +35,7 @@ def engine_of(kind: str, *names: str, eos: str | None = None, levels: int = 2) -
     target = scripted(tokenizer, [prompt[-1], *new], eos and tokenizer.convert_tokens_to_ids(eos))
     # The target drafts for itself: a pass brings several tokens.
     drafting: dict[str, Any] = {"draft": target, "tree": "chain:3", "rounds": 1} if levels > 1 else {}
-    return triforce_tree.load(target, tokenizer=tokenizer, levels=levels, profile=False, **drafting)
+    return triforce_tree.load(target, tokenizer=tokenizer, levels=levels, **drafting)
 
 
 def shown(kind: str, prompt: list[int], new: list[int]) -> str:

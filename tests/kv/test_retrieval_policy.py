@@ -41,7 +41,7 @@ def test_a_custom_policy_selects_the_chunks(offload: bool | None) -> None:
     rates = []
     for policy in (None, oldest):
         engine = triforce_tree.load(
-            target, perturbed(target, 0.02), profile=False, select_chunks=policy, offload=offload, **options
+            target, perturbed(target, 0.02), select_chunks=policy, offload=offload, **options
         )
         out = engine.generate(prompt, max_new_tokens=20, do_sample=False)
         assert out.sequences[0, len(prompt) :].tolist() == expected
@@ -84,12 +84,12 @@ class ByItsKeys:
 def test_a_policy_may_ask_for_the_layer_and_its_keys() -> None:
     target, prompt = tiny("llama-gqa"), prompt_of(120)
     draft, policy = perturbed(target, 0.02), ByItsKeys()
-    engine = triforce_tree.load(target, draft, profile=False, select_chunks=policy, **SMALL)
+    engine = triforce_tree.load(target, draft, select_chunks=policy, **SMALL)
     engine.generate(prompt, max_new_tokens=20, do_sample=False)
     assert set(policy.layers) == set(range(target.config.num_hidden_layers))
     # The first forwards measure costs, on keys of no text.
     assert all(policy.same[-16:])
-    engine = triforce_tree.load(target, draft, profile=False, select_chunks=policy, offload=True, **SMALL)
+    engine = triforce_tree.load(target, draft, select_chunks=policy, offload=True, **SMALL)
     with pytest.raises(ValueError, match="needs all keys, which an offloaded cache has in host memory"):
         engine.generate(prompt, max_new_tokens=4, do_sample=False)
 
@@ -104,7 +104,7 @@ def test_variances_of_keys_enter_the_selection(offload: bool | None) -> None:
 
     target, prompt = tiny("llama-gqa"), prompt_of(120)
     engine = triforce_tree.load(
-        target, perturbed(target, 0.02), profile=False, select_chunks=recorded, offload=offload,
+        target, perturbed(target, 0.02), select_chunks=recorded, offload=offload,
         key_variance=True, **SMALL,
     )  # fmt: skip
     out = engine.generate(prompt, max_new_tokens=20, do_sample=False)

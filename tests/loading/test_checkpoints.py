@@ -47,7 +47,7 @@ def test_yarn_in_config_json_extends_a_model(edit: dict[str, Any], tmp_path: Pat
     tiny("llama-gqa", max_position_embeddings=64).save_pretrained(tmp_path)
     ids, options = prompt_of(150), {"max_new_tokens": 12, "do_sample": False}
     with pytest.raises(ValueError, match="exceed the model's 64 positions"):
-        triforce_tree.load(tmp_path, profile=False).generate(ids, **options)
+        triforce_tree.load(tmp_path).generate(ids, **options)
     plain = greedy(AutoModelForCausalLM.from_pretrained(tmp_path), ids, 12)
     arguments = edit if "max_position_embeddings" in edit else {}
     as_arguments = greedy(AutoModelForCausalLM.from_pretrained(tmp_path, **arguments), ids, 12)
@@ -57,7 +57,7 @@ def test_yarn_in_config_json_extends_a_model(edit: dict[str, Any], tmp_path: Pat
     expected = greedy(AutoModelForCausalLM.from_pretrained(tmp_path), ids, 12)
     assert expected != plain
     assert as_arguments == (expected if arguments else plain)
-    engine = triforce_tree.load(tmp_path, levels=3, budget=64, recent=32, profile=False)
+    engine = triforce_tree.load(tmp_path, levels=3, budget=64, recent=32)
     assert engine.generate(ids, **options).sequences[0, 150:].tolist() == expected
     assert engine.hierarchy.target.max_positions == 256
     with pytest.raises(ValueError, match="exceed the model's 256 positions"):

@@ -27,7 +27,7 @@ from triforce_tree.models.step_model import step_model
 NEW = 12
 PROMPTS = [[token % TEXT for token in prompt_of(length)] for length in (70, 61)]
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
-SMALL = {**SMALL_SETTINGS, "profile": False}
+SMALL = {**SMALL_SETTINGS}
 
 model = cache(multimodal)
 
@@ -146,7 +146,7 @@ EMPTY: dict[str, Any] = {
 @pytest.mark.parametrize("given", EMPTY.values(), ids=EMPTY)
 def test_empty_inputs_of_images_pass(given: dict[str, Any]) -> None:
     """As keywords, and in what a processor returns."""
-    engine = triforce_tree.load(model("qwen3-vl"), levels=1, profile=False)
+    engine = triforce_tree.load(model("qwen3-vl"), levels=1)
     assert new(engine.generate(PROMPTS[0], **given, **GREEDY)) == expected("qwen3-vl")
     batch = BatchEncoding({"input_ids": torch.tensor([PROMPTS[0]]), **given})
     assert new(engine.generate(batch, **GREEDY)) == expected("qwen3-vl")
@@ -166,7 +166,7 @@ GIVEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_images_are_refused_by_name(name: str) -> None:
-    engine = triforce_tree.load(model("qwen3-vl"), levels=1, profile=False)
+    engine = triforce_tree.load(model("qwen3-vl"), levels=1)
     with pytest.raises(ValueError, match=says(name, "continues text alone")):
         engine.generate(PROMPTS[0], **{name: GIVEN[name]}, **GREEDY)
     with pytest.raises(ValueError, match=says(name, "continues text alone")):
@@ -174,7 +174,7 @@ def test_images_are_refused_by_name(name: str) -> None:
 
 
 def through_transformers(target: PreTrainedModel, **inputs: Any) -> torch.Tensor:
-    own = triforce_tree.custom_generate(levels=1, profile=False)
+    own = triforce_tree.custom_generate(levels=1)
     ids = torch.tensor([PROMPTS[0]])
     return target.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=own, **inputs, **GREEDY)
 
@@ -190,7 +190,7 @@ def test_through_transformers_own_generate(name: str) -> None:
 
 
 def test_images_through_transformers_own_generate_are_refused() -> None:
-    own = triforce_tree.custom_generate(levels=1, profile=False)
+    own = triforce_tree.custom_generate(levels=1)
     prompt = torch.tensor([[1, IMAGE, 2, 3]])
     types = (prompt == IMAGE).long()
     pictures = {"pixel_values": PICTURE, "image_grid_thw": torch.tensor([[1, 2, 2]])}
@@ -202,6 +202,6 @@ def test_images_through_transformers_own_generate_are_refused() -> None:
 
 def test_types_of_tokens_of_a_model_of_text_are_not_dropped() -> None:
     """Zeros are types there, as in GPT-2."""
-    engine = triforce_tree.load(tiny("llama-gqa"), levels=1, profile=False)
+    engine = triforce_tree.load(tiny("llama-gqa"), levels=1)
     with pytest.raises(ValueError, match="token_type_ids"):
         engine.generate(PROMPTS[0], token_type_ids=torch.zeros(1, 70, dtype=torch.int64), **GREEDY)

@@ -38,7 +38,6 @@ def weightless(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path
         ({"tree": "cahin:3"}, "did you mean 'chain'?"),
         ({"dtype": "bf17"}, "did you mean 'bf16'?"),
         ({"lookup": 0}, "lookup=0 proposes nothing"),
-        ({"profile": "/nowhere.json"}, "/nowhere.json"),
         ({"draft": "./nowhere"}, "no such folder: './nowhere'"),
     ],
 )

@@ -157,7 +157,7 @@ def test_load_compares_the_tokenizers_of_the_folders(tmp_path: Path) -> None:
     draft.save_pretrained(tmp_path / "draft")
     tokenizer([words[n] for n in order]).save_pretrained(tmp_path / "draft")
     tokenizer(words).save_pretrained(tmp_path / "wrong")
-    small = {"budget": 24, "chunk": 4, "recent": 8, "window": 32, "profile": False, "rounds": 1}
+    small = {"budget": 24, "chunk": 4, "recent": 8, "window": 32, "rounds": 1}
     call = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     prompt = prompt_of(60)
     rates = []

@@ -223,17 +223,15 @@ def _(model: Any) -> Iterator[None]:
 
 
 def lookup(model: Any) -> Engine:
-    return triforce_tree.load(model, levels=2, lookup=4, rounds=1, profile=False, **SMALL_LOOKUP)
+    return triforce_tree.load(model, levels=2, lookup=4, rounds=1, **SMALL_LOOKUP)
 
 
 ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
-    "plain": lambda m: triforce_tree.load(m, levels=1, profile=False, **SMALL_LOOKUP),
+    "plain": lambda m: triforce_tree.load(m, levels=1, **SMALL_LOOKUP),
     "lookup": lookup,
-    "draft": lambda m: triforce_tree.load(m, DRAFT, levels=2, rounds=1, profile=False, **SMALL),
-    "retrieval": lambda m: triforce_tree.load(m, DRAFT, levels=3, rounds=2, profile=False, **SMALL),
-    "8 bits": lambda m: triforce_tree.load(
-        m, DRAFT, levels=3, rounds=2, profile=False, retrieval_weight_bits=8, **SMALL
-    ),
+    "draft": lambda m: triforce_tree.load(m, DRAFT, levels=2, rounds=1, **SMALL),
+    "retrieval": lambda m: triforce_tree.load(m, DRAFT, levels=3, rounds=2, **SMALL),
+    "8 bits": lambda m: triforce_tree.load(m, DRAFT, levels=3, rounds=2, retrieval_weight_bits=8, **SMALL),
     "EAGLE": lambda m: triforce_tree.load(m, drafter=eagle(m, "chain:3"), levels=2, rounds=1, **SMALL_LOOKUP),
 }
 DRAFT = perturbed(tiny("llama-gqa"), 0.05)
@@ -262,7 +260,7 @@ def test_in_a_session_a_batch_and_kept_prefixes(name: str) -> None:
     """What was kept of the model before the change is computed anew."""
     model = model_of()
     options: Any = {**SMALL, "prefill_chunk": 16, "prefix_cache": "64MiB"}
-    engine = triforce_tree.load(model, DRAFT, levels=2, rounds=1, profile=False, **options)
+    engine = triforce_tree.load(model, DRAFT, levels=2, rounds=1, **options)
     session = engine.session(FIRST, reserve=200)
 
     def turn() -> None:
@@ -294,7 +292,7 @@ STILL = [*FAMILIES, "phi3-longrope", "llama-longrope", "llama-dynamic", "llama4"
 def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
     """What forwards, transformers' generate and training write is no change."""
     model = tiny(family)
-    engine = triforce_tree.load(model, levels=2, lookup=4, rounds=1, profile=False, **SMALL_LOOKUP)
+    engine = triforce_tree.load(model, levels=2, lookup=4, rounds=1, **SMALL_LOOKUP)
     text(engine, SECOND)
     program = engine.hierarchy.last_program
     assert program is not None
@@ -314,11 +312,11 @@ def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
 def test_other_models_of_the_process_are_no_change() -> None:
     """transformers keeps tables of the classes that it has made models of."""
     model = tiny("gemma3")
-    engine = triforce_tree.load(model, levels=2, lookup=4, rounds=1, profile=False, **SMALL_LOOKUP)
+    engine = triforce_tree.load(model, levels=2, lookup=4, rounds=1, **SMALL_LOOKUP)
     text(engine, SECOND)
     program = engine.hierarchy.last_program
     other = type("OfAnotherClass", (type(model),), {})(model.config).eval()
-    text(triforce_tree.load(other, levels=2, lookup=4, rounds=1, profile=False, **SMALL_LOOKUP), SECOND)
+    text(triforce_tree.load(other, levels=2, lookup=4, rounds=1, **SMALL_LOOKUP), SECOND)
     text(engine, SECOND)
     assert engine.hierarchy.last_program is program
 
@@ -363,7 +361,7 @@ def test_other_sizes_are_refused_with_the_remedy(name: str, of: str) -> None:
     change, words = RESIZED[name]
     target = tiny("llama-gqa")
     draft = perturbed(target, 0.05)
-    engine = triforce_tree.load(target, draft, levels=3, rounds=2, profile=False, **SMALL)
+    engine = triforce_tree.load(target, draft, levels=3, rounds=2, **SMALL)
     session = engine.session(FIRST, reserve=100)
     session.generate(do_sample=False, max_new_tokens=3)
     change(target if of == "target" else draft)

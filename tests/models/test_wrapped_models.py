@@ -84,7 +84,7 @@ HOOKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", HOOKED)
 @pytest.mark.filterwarnings("ignore")  # peft's own, about names and deleted adapters
 def test_adapters_may_change_between_calls(path: str) -> None:
-    run = triforce_tree.custom_generate(profile=False, **{**SMALL_LOOKUP, **HOOKED[path]})
+    run = triforce_tree.custom_generate(**{**SMALL_LOOKUP, **HOOKED[path]})
     model = adapted(tiny("llama-gqa"))
     model.add_adapter("b", adapter())
     model.set_adapter("a")

@@ -20,10 +20,9 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import batch_size, device_defaults
 from triforce_tree.planning.batch_size import bytes_beside_models
-from triforce_tree.planning.device_defaults import chosen_settings, gains_from_few_bits, level_one_bits
+from triforce_tree.planning.device_defaults import gains_from_few_bits, level_one_bits
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, Sizes
-from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.runtime import distributed
 
 NEW = 12
@@ -53,7 +52,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 def engine_of(**options: Any) -> Engine:
-    own = {**SMALL, "profile": False, "retrieval_weight_bits": "auto", **options}
+    own = {**SMALL, "retrieval_weight_bits": "auto", **options}
     return load(tiny("llama-gqa"), draft_of("llama-gqa"), **own)
 
 
@@ -113,21 +112,6 @@ def test_a_copy_that_exists_counts_as_free_and_stays_with_half_of_the_reserve() 
 
     assert [found(unused, 0) for unused in (15, 14.9)] == [8, 16]
     assert [found(unused, copied) for unused in (14.9, 7.5, 7.4)] == [8, 8, 16]
-
-
-def test_bits_of_a_profile_are_kept() -> None:
-    """Where "auto" is given, 16 too; numbers that are given are above them."""
-    target, how = HFModel(tiny("llama-gqa")), (None, 1000, 0.0)
-
-    def found(given: int | str, **measured: int) -> int | str:
-        config = HierarchyConfig.from_options(retrieval_weight_bits=given)
-        profile = Profile("", "", None, (Entry(1000, 0.0, {"levels": 3, **measured}, 1.0, 2.0),))
-        names = {"retrieval_weight_bits"}
-        return chosen_settings(config, names, target, *how, profile)[0].retrieval_weight_bits
-
-    assert found("auto") == "auto"
-    assert [found("auto", retrieval_weight_bits=bits) for bits in (16, 8, 4)] == [16, 8, 4]
-    assert [found(given, retrieval_weight_bits=8) for given in (16, 4)] == [16, 4]
 
 
 def test_bits_are_chosen_with_auto_alone(memory: Memory) -> None:
@@ -335,6 +319,6 @@ def test_explanations_name_the_bits_that_were_chosen(memory: Memory) -> None:
 def test_without_a_gpu_nothing_is_copied() -> None:
     target = tiny("llama-gqa")
     options = {**SMALL, "retrieval_weight_bits": "auto"}
-    engine = load(target, perturbed(target, 0.05), profile=False, **options)
+    engine = load(target, perturbed(target, 0.05), **options)
     assert bits(engine, SHORT) == 16
     assert engine.hierarchy.level_one.nbytes == 0

@@ -33,7 +33,7 @@ def test_a_cpu_takes_eight_bits_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device_defaults, "_UNUSED", 0.0)
     settings = {name: value for name, value in SMALL.items() if name != "retrieval_weight_bits"}
     target = tiny("llama-gqa")
-    engine = load(target, draft_of("llama-gqa"), **settings, profile=False)
+    engine = load(target, draft_of("llama-gqa"), **settings)
     out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == greedy(target, PROMPT, NEW)
     assert out.levels[1].accepted > 0

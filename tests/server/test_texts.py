@@ -40,7 +40,7 @@ class Script:
         bias[0:5] = -torch.inf
         model.lm_head.register_forward_hook(lambda m, a, out: out + bias)
         self.engine = triforce_tree.load(
-            model, model, tokenizer=self.tokenizer, tree="chain:3", levels=2, rounds=1, profile=False
+            model, model, tokenizer=self.tokenizer, tree="chain:3", levels=2, rounds=1
         )
         before, whole = (
             self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -190,9 +190,7 @@ def test_impossible_tokens_have_a_least_logprob() -> None:
     bias = torch.full((len(script.tokenizer),), -torch.inf)
     bias[script.new] = 0
     script.engine.hierarchy.target.model.lm_head.register_forward_hook(lambda m, a, out: out + bias)
-    engine = triforce_tree.load(
-        script.engine.hierarchy.target.model, tokenizer=script.tokenizer, levels=1, profile=False
-    )
+    engine = triforce_tree.load(script.engine.hierarchy.target.model, tokenizer=script.tokenizer, levels=1)
     with serving(create_app(engine, Served(NAME, KEY, LIMITS))) as (script.url, _):
         found = choices(script, False, False, logprobs=20)[0].logprobs
         assert min(value for own in found.top_logprobs for value in own.values()) == -9999.0

@@ -21,7 +21,7 @@ HOW: dict[str, Any] = {"max_new_tokens": 5, "output_logits": True, "do_sample": 
 def engine(family: str = "llama-gqa", **options: Any) -> Engine:
     target = tiny(family)
     own = {**SMALL, "levels": 3, "window": 40, "prefix_cache": "1GiB", **options}
-    return triforce_tree.load(target, perturbed(target, 0.05), profile=False, **own)
+    return triforce_tree.load(target, perturbed(target, 0.05), **own)
 
 
 def check(warm: Engine, prompt: Any, kept: Any) -> None:

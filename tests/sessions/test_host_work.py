@@ -15,7 +15,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
 
 def test_a_turn_compares_its_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama-gqa")
-    engine = triforce_tree.load(target, perturbed(target, 0.05), profile=False, **{**SMALL, "levels": 3})
+    engine = triforce_tree.load(target, perturbed(target, 0.05), **{**SMALL, "levels": 3})
     session = engine.session(prompt_of(700))
     session.generate(**GREEDY)
     counts = {"compared": 0}

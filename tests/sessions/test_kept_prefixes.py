@@ -24,19 +24,19 @@ def _of(family: str, **options: Any) -> Callable[[], Engine]:
     def made() -> Engine:
         target = tiny(family)
         own = {**SMALL, "window": 40, **options}
-        return triforce_tree.load(target, perturbed(target, 0.05), profile=False, **own)
+        return triforce_tree.load(target, perturbed(target, 0.05), **own)
 
     return made
 
 
 def _recurrent(family: str, levels: int = 1) -> Callable[[], Engine]:
     own = {"prefill_chunk": CHUNK, "levels": levels, "rounds": 1}
-    return lambda: triforce_tree.load(recurrent(family), profile=False, **own)
+    return lambda: triforce_tree.load(recurrent(family), **own)
 
 
 def _looked_up() -> Engine:
     own = without_tree({**SMALL, "levels": 3})
-    return triforce_tree.load(tiny("llama-gqa"), profile=False, **own)
+    return triforce_tree.load(tiny("llama-gqa"), **own)
 
 
 KINDS: dict[str, Callable[[], Engine]] = {
@@ -244,7 +244,7 @@ def test_frequencies_that_depend_on_the_length() -> None:
     """Nothing is kept of a text that uses the other set."""
     target = tiny("phi3-longrope")
     limit = target.config.rope_parameters["original_max_position_embeddings"]
-    own = triforce_tree.load(target, profile=False, levels=1, prefill_chunk=CHUNK)
+    own = triforce_tree.load(target, levels=1, prefill_chunk=CHUNK)
     text = prompt_of(limit + 40)
     how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     own.generate(text[: limit - 5], **how)
@@ -270,7 +270,7 @@ def test_equal_settings_share_buffers() -> None:
 
 def test_changed_weights_are_noticed() -> None:
     target = tiny("llama-gqa")
-    own = triforce_tree.load(target, profile=False, levels=1, prefill_chunk=CHUNK)
+    own = triforce_tree.load(target, levels=1, prefill_chunk=CHUNK)
     own.generate(PROMPT, max_new_tokens=3, do_sample=False)
     assert own.generate(PROMPT, max_new_tokens=3, do_sample=False).reused_tokens == 144
     with torch.no_grad():

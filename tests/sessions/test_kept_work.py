@@ -22,7 +22,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9}
 def engine(**options: Any) -> Engine:
     target = tiny("llama-gqa")
     own = {**SMALL, "levels": 3, "window": 40, **options}
-    return triforce_tree.load(target, perturbed(target, 0.05), profile=False, **own)
+    return triforce_tree.load(target, perturbed(target, 0.05), **own)
 
 
 def chunk_means(made: Engine, length: int) -> list[Tensor]:
@@ -82,7 +82,7 @@ def test_the_index_of_ngrams_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         index(table, tokens, lengths, powers, *rest)
 
     monkeypatch.setattr(suffix_matching, "index_ngrams", indexed)
-    own = triforce_tree.load(tiny("llama-gqa"), profile=False, **without_tree({**SMALL, "levels": 2}))
+    own = triforce_tree.load(tiny("llama-gqa"), **without_tree({**SMALL, "levels": 2}))
     cold = own.with_options(prefix_cache=False)
     session = own.session(PROMPT)
     session.generate(**GREEDY)

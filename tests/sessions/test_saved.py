@@ -103,7 +103,7 @@ def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         target = tiny("llama-gqa")
         target.lm_head.weight.mul_(1.01)
-    changed = triforce_tree.load(target, profile=False, levels=1)
+    changed = triforce_tree.load(target, levels=1)
     cases = {
         "model='LlamaForCausalLM llama-2x32.* load that model": made("gemma3"),
         "weights='.* load the weights that it was saved with": changed,

@@ -234,7 +234,7 @@ def test_a_fork_reads_its_own_question_again() -> None:
 
 def test_a_conversation_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn tokenizes what is new; forks know the same text."""
-    own = triforce_tree.load(device="cpu", levels=1, profile=False)
+    own = triforce_tree.load(device="cpu", levels=1)
     assert own.tokenizer is not None
     own.tokenizer.chat_template = TEMPLATE
     session = own.session([{"role": "user", "content": inspect.getsource(argparse)[:20_000]}])

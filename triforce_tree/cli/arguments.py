@@ -9,7 +9,6 @@ from typing import Any
 from triforce_tree import __version__
 from triforce_tree.cli.bench import arguments as bench
 from triforce_tree.cli.groups import (
-    AUTO,
     add_hierarchy,
     add_models,
     add_parser,
@@ -17,7 +16,7 @@ from triforce_tree.cli.groups import (
     add_sampling,
     add_text_source,
 )
-from triforce_tree.cli.parsing import HelpFormatter, Parser, above_zero, finite, not_negative, positive
+from triforce_tree.cli.parsing import HelpFormatter, Parser, finite, not_negative, positive
 from triforce_tree.cli.serve import arguments as serve
 
 
@@ -34,7 +33,6 @@ def parser() -> Parser:
     _chat(commands)
     bench.add(commands)
     _check(commands)
-    _tune(commands)
     serve.add(commands)
     _demo(commands)
     return top
@@ -78,7 +76,7 @@ def _generate(subparsers: Any) -> None:
     )
     add_sampling(parser)
     add_models(parser)
-    add_hierarchy(parser, AUTO)
+    add_hierarchy(parser)
     parser.set_defaults(on_several_gpus=True)
 
 
@@ -96,7 +94,7 @@ def _explain(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument("--png", metavar="FILE", help="also draw the last tree; needs matplotlib")
     add_models(parser)
-    add_hierarchy(parser, AUTO)
+    add_hierarchy(parser)
 
 
 def _chat(subparsers: Any) -> None:
@@ -114,7 +112,7 @@ def _chat(subparsers: Any) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="most tokens of an answer")
     add_sampling(parser)
     add_models(parser)
-    add_hierarchy(parser, AUTO)
+    add_hierarchy(parser)
 
 
 def _check(subparsers: Any) -> None:
@@ -160,53 +158,6 @@ def _check(subparsers: Any) -> None:
     add_hierarchy(parser)
 
 
-def _tune(subparsers: Any) -> None:
-    parser = add_parser(
-        subparsers,
-        "tune",
-        "triforce_tree.cli.tune",
-        "Measure which settings are fastest on this machine, with these models and this kind of text, and "
-        "write them into a profile that load and generate use. Options of the hierarchy that are given are "
-        "not varied.",
-    )
-    parser.add_argument(
-        "--context", type=positive, nargs="+", default=[8192], metavar="N", help="tokens of the prompts"
-    )
-    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens of each generation")
-    parser.add_argument(
-        "--temperature", type=float, nargs="+", default=[0.0, 0.6], metavar="T", help="0 is greedy"
-    )
-    parser.add_argument(
-        "--prompts",
-        type=positive,
-        default=3,
-        help="generations for each setting, at different positions of the text",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=above_zero,
-        default=900.0,
-        help="start no measurement after this time; the same command continues",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    parser.add_argument(
-        "--out",
-        help="the profile; without it, the one that load looks for. Measurements go into a file in the same "
-        "folder, from which an interrupted run continues",
-    )
-    parser.add_argument(
-        "--save-tree",
-        metavar="FILE",
-        help="also write the tree of the fastest settings into a JSON file, which --tree FILE reads; for one "
-        "context and one temperature",
-    )
-    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements of this profile")
-    parser.add_argument("--dry-run", action="store_true", help="show what would be tried, without measuring")
-    add_text_source(parser)
-    add_models(parser)
-    add_hierarchy(parser, profile=None)
-
-
 def _demo(subparsers: Any) -> None:
     parser = add_parser(
         subparsers,
@@ -226,5 +177,5 @@ def _demo(subparsers: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of the hidden number, and of all draws")
     add_models(parser)
-    add_hierarchy(parser, AUTO)
+    add_hierarchy(parser)
     parser.set_defaults(levels=3, given=frozenset({"levels"}))

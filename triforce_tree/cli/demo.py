@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         screen().print(memory_table(plan))
     with (
         Interrupt() as interrupt,
-        engine.program([prompt], new_tokens, to_probs, args.temperature) as program,
+        engine.program([prompt], new_tokens, to_probs) as program,
     ):
         with PrefillBar(len(prompt) + len(question) - 1, interrupt) as progress:
             program.prefill([[*prompt, *question]], progress)

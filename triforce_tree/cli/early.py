@@ -14,7 +14,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from triforce_tree.cli.groups import AUTO, NONE, SAMPLING, engine_options
+from triforce_tree.cli.groups import SAMPLING, engine_options
 from triforce_tree.cli.prompt import characters, prompt_of
 from triforce_tree.cli.texts import documents, text_source
 from triforce_tree.config import HierarchyConfig
@@ -24,10 +24,8 @@ from triforce_tree.generation.option_values import check_sampling_options
 from triforce_tree.loading import gguf_cache, gguf_header, model_folder
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.option_checks import check_positions
-from triforce_tree.runtime.files.json_files import read_json
 from triforce_tree.runtime.files.text_files import read_text
 from triforce_tree.runtime.files.writable import check_picture, check_writable
-from triforce_tree.trees.topology_files import check_shape_file
 
 PAIR = Path(__file__).parents[1] / "pair"
 _DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
@@ -93,26 +91,6 @@ def check(args: argparse.Namespace) -> None:
     _engine(args)
     _cut(args, args.lengths or [], args.new_tokens)
     _cut(args, [args.context] if args.context else [], 1)
-
-
-def tune(args: argparse.Namespace) -> None:
-    if args.dry_run and (args.out or args.fresh):
-        raise ValueError("--dry-run measures and writes nothing; leave --out and --fresh out")
-    for temperature in args.temperature:
-        check_sampling_options({"temperature": temperature})
-    if args.save_tree is not None:
-        cells = len(set(args.context)) * len(set(args.temperature))
-        if args.dry_run or cells > 1:
-            why = "--dry-run finds none" if args.dry_run else f"these are settings for {cells} cases"
-            raise ValueError(
-                f"--save-tree writes one tree, but {why}; give one --context and one --temperature"
-            )
-        check_shape_file(args.save_tree)
-        check_writable(args.save_tree)
-    if args.out:
-        check_writable(args.out)
-    _engine(args)
-    _cut(args, args.context, args.new_tokens)
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -228,8 +206,6 @@ def _engine(args: argparse.Namespace) -> None:
         heads_folder(args.drafter)
     elif config.levels != 1:
         config.matched_tokens(draft is not None)
-    if args.profile not in (AUTO, NONE):
-        read_json(Path(args.profile))
     for source in (target, draft):
         if source is None:
             continue

@@ -66,8 +66,6 @@ def run(args: argparse.Namespace) -> int:
                 f"{heads * positions} ranks: heads split over {heads}, the text over {positions} "
                 f"(context_parallel {positions})"
             )
-        if out.profile:
-            show.print(f"settings from the profile {out.profile}")
         last = engine.hierarchy.last_program
         if last is not None and last.levels == 3 and last.config.retrieval_weight_bits != 16:
             show.print(f"retrieval level on weights in {last.config.retrieval_weight_bits} bits")

@@ -21,7 +21,6 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.generation.drafter_options import DRAFTERS as DRAFTERS
 
 DEFAULTS = HierarchyConfig().as_options()
-AUTO, NONE = "auto", "none"
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ENGINE_OPTIONS = (
     "levels",
@@ -114,8 +113,8 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -> None:
-    """Options of the engine; ``profile``: default of ``--profile``, None to leave out that option."""
+def add_hierarchy(parser: argparse.ArgumentParser) -> None:
+    """Options of the engine."""
     group = parser.add_argument_group("hierarchy")
     options: dict[str, tuple[Any, str]] = {
         "levels": (
@@ -217,16 +216,8 @@ def add_hierarchy(parser: argparse.ArgumentParser, profile: str | None = NONE) -
             group.add_argument(*switch, dest=name, default=DEFAULTS[name], action=action, help=text)
         else:
             group.add_argument(f"--{flag}", type=kind, default=DEFAULTS[name], action=Given, help=text)
-    parser.set_defaults(given=frozenset(), profile=NONE, **dict.fromkeys(MEMORY_OPTIONS))
-    if profile is not None:
-        add_memory(parser)
-        group.add_argument(
-            "--profile",
-            default=profile,
-            metavar="PATH",
-            help="settings that triforce-tree tune has measured: a file, auto for that of this machine and "
-            "these models, or none; options that are given take precedence",
-        )
+    parser.set_defaults(given=frozenset(), **dict.fromkeys(MEMORY_OPTIONS))
+    add_memory(parser)
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:

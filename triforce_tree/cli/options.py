@@ -8,7 +8,7 @@ import torch
 
 from triforce_tree.api import Tokenizer, load
 from triforce_tree.cli.console import PinningBar, screen
-from triforce_tree.cli.groups import AUTO, ENGINE_OPTIONS, NONE, engine_options
+from triforce_tree.cli.groups import ENGINE_OPTIONS, engine_options
 from triforce_tree.cli.prompt import Prompt
 from triforce_tree.engine import Engine
 from triforce_tree.generation.chat import chats_of
@@ -36,7 +36,6 @@ def engine_of(args: argparse.Namespace, prompt: Prompt | None = None, new_tokens
     if args.gpu_memory is not None and torch.cuda.is_available():
         # The limit is for the whole process.
         bound_memory(torch.device(args.device or "cuda"), bytes_of(args.gpu_memory, "gpu_memory"))
-    profile = {AUTO: None, NONE: False}.get(args.profile, args.profile)
     tokenizer: Tokenizer | None = args.tokenizer
     if prompt:
         if not isinstance(prompt, str):
@@ -51,7 +50,6 @@ def engine_of(args: argparse.Namespace, prompt: Prompt | None = None, new_tokens
         "gguf_file": args.gguf_file,
         "device": args.device,
         "dtype": args.dtype,
-        "profile": profile,
     }
     with PinningBar(None, what="weights into host memory") as pinned:
         engine = load(args.target, args.draft, **models, pinned=pinned, **options)
@@ -113,12 +111,10 @@ def pair_names(args: argparse.Namespace) -> dict[str, str]:
 
 
 def recorded(args: argparse.Namespace, *omitted: str) -> dict[str, Any]:
-    """What a benchmark keeps of its options: the engine's but ``omitted``, profile and tokenizers."""
+    """What a benchmark keeps of its options: the engine's but ``omitted``, and tokenizers."""
     settings: dict[str, Any] = {
         "options": {name: getattr(args, name) for name in ENGINE_OPTIONS if name not in omitted}
     }
-    if args.profile != NONE:
-        settings["profile"] = args.profile
     for name in ("tokenizer", "draft_tokenizer"):
         if getattr(args, name) is not None:
             settings[name] = getattr(args, name)

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Given(argparse.Action):
-    """Stores a value, and that it was given: options that were not may come from a profile."""
+    """Stores a value, and that it was given: other options are chosen by the device."""
 
     def __call__(
         self,

@@ -223,7 +223,7 @@ def sampling_checks(
     generator.manual_seed(seed)
     found: dict[str, list[_FirstTokens]] = {}
     for prompt in contexts:
-        with runner.program([list(prompt)], 1, to_probs, temperature) as program:
+        with runner.program([list(prompt)], 1, to_probs) as program:
             program.prefill([prompt])
             for level, tokens in _first_tokens(program, prompt, draws, generator, each).items():
                 found.setdefault(level, []).append(tokens)

@@ -143,7 +143,6 @@ def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[s
         "prefill_seconds": out.prefill_seconds,
         "capture_seconds": out.capture_seconds,
         "ms_per_token": ms_per_token(out),
-        "profile": out.profile,
         "memory": out.memory,
         "ranks": out.ranks,
         "levels": [level.as_dict() for level in out.levels or []],

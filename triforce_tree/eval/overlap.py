@@ -59,7 +59,7 @@ def teacher_forced(
     generator = torch.Generator(engine.hierarchy.target.device)
     generator.manual_seed(seed)
     at = prompt_tokens
-    with engine.with_options(levels=3).program([text[:at]], len(text) - at, to_probs, temperature) as program:
+    with engine.with_options(levels=3).program([text[:at]], len(text) - at, to_probs) as program:
         program.prefill([text[:at]], progress)
         yield from forced_passes(program, text, at, to_probs, generator)
 

@@ -102,6 +102,6 @@ def forward_noise(engine: Engine, tokens: Sequence[int], to_scores: ProbsFromLog
 
 def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> Tensor:
     """``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the engine's level 2."""
-    with engine.program([list(prompt)], len(more) + 1, None, 0.0) as program:
+    with engine.program([list(prompt)], len(more) + 1, None) as program:
         program.prefill([prompt])
         return target_logits(program, [prompt[-1], *more])

@@ -11,7 +11,6 @@ from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.decoding.explain.reasons import reasons
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.inputs import Inputs, prompt_of
-from triforce_tree.planning.profiles import Profile
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -21,14 +20,13 @@ class Explained(Protocol):
 
     hierarchy: Hierarchy
     tokenizer: PreTrainedTokenizerBase | None
-    profile: Profile | None
 
     @property
     def asked(self) -> tuple[HierarchyConfig, frozenset[str]]:
         """The settings before the device's defaults, and the names of those that were given."""
 
     def program(
-        self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None, temperature: float
+        self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None
     ) -> AbstractContextManager[DecodingProgram]:
         """The program that would decode these prompts."""
 
@@ -48,8 +46,8 @@ def explanation_of(
     """
     target, to_probs = engine.hierarchy.target, ProbsFromLogits.at(temperature)
     prompt = prompt_of(target, engine.tokenizer, inputs)
-    with engine.program([prompt], max_new_tokens, to_probs, temperature) as program:
-        why = reasons(program, *engine.asked, engine.profile, len(prompt), temperature)
+    with engine.program([prompt], max_new_tokens, to_probs) as program:
+        why = reasons(program, *engine.asked, len(prompt))
         return explained(
             program, to_probs, prompt, max_new_tokens, seed, engine.tokenizer, progress, reasons=why
         )

@@ -25,7 +25,7 @@ _REMEDIES = {
     "n": "its name is num_return_sequences here",
     "prompt": "give it first: generate(prompt)",
     **dict.fromkeys(
-        (*HierarchyConfig().as_options(), "target", "draft", "drafter", "device", "dtype", "profile"),
+        (*HierarchyConfig().as_options(), "target", "draft", "drafter", "device", "dtype"),
         "give it to load(...), or to Engine.with_options",
     ),
 }

@@ -44,9 +44,9 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     ``levels``: statistics of each level over all sequences, level 0 first. ``prefill_seconds`` and
     ``decode_seconds``: host time. ``capture_seconds``, in neither of them: making stages, which on a GPU
     compiles and captures CUDA graphs, and level 1's copy of the weights, if it has one, once for all prompts
-    that fit them; before prefill, or for further shapes of tree between two passes. ``profile``: the file
-    whose settings were used; None for the engine's own. ``memory``: the memory map, where KV slots may be
-    offloaded. ``ranks``: under torchrun, over how many processes ``heads`` and ``positions`` are split.
+    that fit them; before prefill, or for further shapes of tree between two passes. ``memory``: the memory
+    map, where KV slots may be offloaded. ``ranks``: under torchrun, over how many processes ``heads`` and
+    ``positions`` are split.
     """
 
     logprobs: Tensor | None = None
@@ -57,7 +57,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     new_tokens: int | list[int] | None = None
     text: str | list[str] | None = None
     capture_seconds: float | None = None
-    profile: str | None = None
     memory: dict[str, Any] | None = None
     ranks: dict[str, int] | None = None
     reused_tokens: int | list[int] | None = None

@@ -27,9 +27,8 @@ from triforce_tree.planning.batch_size import bytes_beside_models
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, MIB, Sizes
 from triforce_tree.planning.pass_time import pass_tokens
-from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.trees.device_shapes import tree_shapes
-from triforce_tree.trees.shapes import Shape, grown_alone, other_shapes
+from triforce_tree.trees.shapes import Shape, grown_alone
 
 # (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps:
 # buffers and graphs are made anew for other settings.
@@ -212,53 +211,13 @@ def chosen_settings(
     target: HFModel,
     draft: HFModel | None,
     prompt: int,
-    temperature: float,
-    profile: Profile | None,
     batch: int = 1,
-) -> tuple[HierarchyConfig, Entry | None]:
-    """The settings for prompts of so many tokens: the device's defaults, and a profile's entry above them.
-
-    Args:
-        batch: sequences.
-
-    Returns:
-        the settings, and the entry; None where the profile has none for such prompts.
-    """
+) -> HierarchyConfig:
+    """Returns ``config`` with the device's defaults for ``batch`` prompts of at most ``prompt`` tokens."""
     trees = draft is not None and target.states is None
     gpu, group = target.device.type == "cuda", target.heads.group
     read = partial(bytes_read, target, draft, config, batch)
-    config = device_defaults(config, given, gpu, prompt, group, trees, batch, read)
-    entry = profile.nearest(prompt, temperature) if profile is not None else None
-    if entry is None:
-        return config, None
-    if config.retrieval_weight_bits == "auto":
-        # Bits that were measured are better than those chosen by memory.
-        given = frozenset(given) - {"retrieval_weight_bits"}
-    measured = _without_conflicts(entry.options_for(given), config, given)
-    return HierarchyConfig.from_options(**{**config.as_options(), **measured}), entry
-
-
-def _without_conflicts(
-    measured: dict[str, Any], config: HierarchyConfig, given: Collection[str]
-) -> dict[str, Any]:
-    """The options of an entry for a user's ``config``, with ``other_trees`` that go with them and with it.
-
-    An entry with a tree that names no other ones was measured with that tree alone, one that does not name
-    ``tail_tree`` without trees behind chains.
-    """
-    if "tail_tree" not in given:
-        measured.setdefault("tail_tree", False)
-    if "other_trees" in given:
-        own = config.other_trees or ()
-        if len(grown_alone(own)) < len(own):
-            # They have matched tokens, which the entry has beside every tree.
-            measured.pop("lookup", None)
-    elif "tree" in measured or measured.get("lookup"):
-        # Shapes that were measured beside the entry's own ``lookup`` go with it.
-        lookup = None if "lookup" in measured else config.lookup
-        shapes = other_shapes(measured.get("other_trees") or ())
-        measured["other_trees"] = _beside(shapes, config, lookup, given)
-    return measured
+    return device_defaults(config, given, gpu, prompt, group, trees, batch, read)
 
 
 def gains_from_few_bits(target: HFModel) -> bool:

@@ -212,7 +212,7 @@ class Session:
     def buffers(self) -> Iterator[DecodingProgram]:
         """A context with the engine's buffers, made for the session's tokens and those in reserve."""
         engine = self._continuing(len(self.tokens))
-        with engine.program([self.tokens], max(1, self._capacity - len(self.tokens)), None, 0.0) as program:
+        with engine.program([self.tokens], max(1, self._capacity - len(self.tokens)), None) as program:
             yield program
 
     @property

@@ -21,7 +21,7 @@ _WARM_UP = 8
 def decoded(engine: Engine, name: str, prompt: Sequence[int], new_tokens: int, plain_tokens: int) -> Record:
     """Greedy decoding after a prompt that is prefilled, by the engine's settings and then plainly."""
     greedy, ids = ProbsFromLogits.at(0.0), list(prompt)
-    with torch.no_grad(), engine.program([ids], new_tokens, greedy, 0.0) as program:
+    with torch.no_grad(), engine.program([ids], new_tokens, greedy) as program:
         _, prefill = timed(program.device, lambda: program.prefill([ids]))
         for rounds in (None, 0):
             _continued(program, ids, _WARM_UP, rounds)

@@ -119,9 +119,9 @@ def measure(
 ) -> Record:
     """One row's measurements of stages."""
     parallel = cards if way == POSITION else 1
-    engine = load(*models, profile=False, prefix_cache=False, context_parallel=parallel, **options)
+    engine = load(*models, prefix_cache=False, context_parallel=parallel, **options)
     try:
-        with torch.no_grad(), engine.program([[0] * context], 64, ProbsFromLogits.at(0.0), 0.0) as program:
+        with torch.no_grad(), engine.program([[0] * context], 64, ProbsFromLogits.at(0.0)) as program:
             fill(program)
             found = stages(program, context, runs)
             split, target = program.cache.split, program.target
@@ -165,7 +165,7 @@ def measure_texts(
     use_yarn(models[0], factor, TRAINED, attention_factor=1.0)
     options: Record = dict(TINY_OPTIONS) if args.tiny else {}
     options |= {"offload": True} if offloaded else {"context_parallel": parallel}
-    engine = load(*models, profile=False, prefix_cache=False, levels=3, **options)
+    engine = load(*models, prefix_cache=False, levels=3, **options)
     try:
         return [
             decoded(engine, name, prompt, args.new_tokens, args.plain_tokens)

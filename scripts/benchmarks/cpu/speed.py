@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> None:
     settings = speed.settings(args.context, args.new_tokens, args.seed, text.PYDOC, "embedded", "default")
     settings["threads"] = args.threads
     records = results.Records(out.with_suffix(".jsonl"), settings)
-    engine = triforce_tree.load(device="cpu", dtype=torch.float32, profile=False)
+    engine = triforce_tree.load(device="cpu", dtype=torch.float32)
     assert engine.tokenizer is not None
     prompts = text.prompts([text.pydoc_text()], engine.tokenizer, args.context, args.prompts)
 

@@ -56,7 +56,7 @@ class Comparison:
         self.shape, self.args, self.records, self.limit = shape, args, records, limit
         self.modes = [Mode(levels, exact) for exact in (True, False) for levels in (1, *args.levels)]
         self.count = -(-args.tokens // args.new)
-        self._options: dict[str, Any] = {"profile": False, "prefix_cache": False}
+        self._options: dict[str, Any] = {"prefix_cache": False}
         self._models: tuple[Any, Any, Any] | None = None
 
     def jobs(self, mode: Mode) -> Iterator[range]:

@@ -17,7 +17,7 @@ from scripts.benchmarks.common.markdown import (
 from scripts.benchmarks.common.results import PLAIN
 
 FILE, PREFILL_FILE = "on_chip_h200.json", "prefill_h200.json"
-ABLATIONS_FILE, VARIANTS_FILE = "ablations_h200.json", "variants_{machine}.json"
+ABLATIONS_FILE = "ablations_h200.json"
 HEADLINES = ("7b", "8b", "batch")
 # Speed-ups that TriForce (arXiv 2404.11912) reports for Llama-2-7B on an A100, by batch,
 # context and temperature.
@@ -40,13 +40,6 @@ ALONE: Columns = {
     "positions before them": "{before:,}", "attention": lambda row: PREFILL_PATHS[row["path"]],
     "**TFLOP/s**": "**{tflops:.0f}**", "ms": "{ms:.2f}", "first call, s": "{first_seconds:.1f}",
     "error": "{error:.1e}",
-}  # fmt: skip
-VARIANTS: Columns = {
-    "model": "{model}", "context": "{context:,}", "T": "{temperature:g}",
-    "settings": lambda row: row["variant"] if row["variant"] == "defaults" else f"`{row['variant']}`",
-    "texts": "{texts}", "runs": "{runs}", "ms/token, mean": "{mean_ms_per_token:.2f}",
-    "median": "{median_ms_per_token:.2f}", "tokens a pass": "{tokens_per_pass:.2f}",
-    "**speed, that of the defaults is 1**": lambda row: _beside_defaults(row),
 }  # fmt: skip
 STAGES = {
     "draft": "0: draft grows a tree",
@@ -205,37 +198,12 @@ def _prefill_caption(content: Record, rows: Sequence[Record]) -> str:
     return noted(f"{_PREFILL_NOTE}{entries}. ", PREFILL_FILE)(content, rows)
 
 
-def _beside_defaults(row: Record) -> str:
-    return "1" if row["variant"] == "defaults" else f"**{row['speed']:.2f}** ± {row['error']:.2f}"
-
-
-def _variants(content: Record, setting: str) -> list[Record]:
-    rows = [row for row in content["rows"] if setting in row["varied"].split()]
-    return sorted(rows, key=lambda row: (row["part"], row["temperature"]))
-
-
-def _variants_table(machine: str, setting: str, words: str) -> Table:
-    """Of the parts that vary this setting, by a command with these arguments."""
-    file = VARIANTS_FILE.format(machine=machine)
-    caption = partial(
-        origin, file=file, measured=lambda part: f"{part['settings']['new_tokens']} new tokens a run"
-    )
-    return Table(
-        file,
-        listing(VARIANTS, partial(_variants, setting=setting), caption, left=4),
-        f"python -m scripts.benchmarks variants {words}",
-    )
-
-
 TABLES = {
     "ablations": Table(
         ABLATIONS_FILE,
         listing(ABLATIONS, _rows("7b"), _ablations_note),
         "python -m scripts.benchmarks ablations --part 7b",
     ),
-    "variants": _variants_table("h200", "tree", "--shapes 8b --variants tree=..."),
-    "variants_budget": _variants_table("h200", "budget", "--shapes 7b 8b --variants budget=..."),
-    "variants_cpu": _variants_table("cpu", "budget", "--shapes pair --contexts 65536 --variants budget=..."),
     "prefill": Table(
         PREFILL_FILE,
         listing(PREFILL, caption=_prefill_caption),

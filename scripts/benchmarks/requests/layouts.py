@@ -44,7 +44,7 @@ class Setup:
         self.draft: Any
         self.clock: Callable[[], float] = time.process_time if args.tiny else time.perf_counter
         if args.tiny:
-            loaded = triforce_tree.load(device="cpu", profile=False)
+            loaded = triforce_tree.load(device="cpu")
             assert loaded.hierarchy.draft is not None
             self.target, self.draft = loaded.hierarchy.target.model, loaded.hierarchy.draft.model
             self.tokenizer = loaded.tokenizer
@@ -54,9 +54,7 @@ class Setup:
 
     def engine(self, levels: int) -> triforce_tree.Engine:
         """An engine that holds nothing yet."""
-        return triforce_tree.load(
-            self.target, self.draft, tokenizer=self.tokenizer, profile=False, levels=levels
-        )
+        return triforce_tree.load(self.target, self.draft, tokenizer=self.tokenizer, levels=levels)
 
     def head(self, args: argparse.Namespace) -> Record:
         """Header of the results file."""

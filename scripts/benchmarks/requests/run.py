@@ -149,12 +149,12 @@ def main(words: Sequence[str]) -> int:
     head["dtype"] = "fp32" if on_cpu else "bf16"
     for shape in [PAIR] if args.pair else args.shapes:
         if args.pair:
-            engine = triforce_tree.load(device=device, dtype=dtype, profile=False, **options)
+            engine = triforce_tree.load(device=device, dtype=dtype, **options)
             tokenizer, target = engine.tokenizer, engine.hierarchy.target.model
         else:
             sizes = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
             target, draft, tokenizer = inflate_pair(sizes[0], device, dtype, sizes[1], args.seed)
-            engine = triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **options)
+            engine = triforce_tree.load(target, draft, tokenizer=tokenizer, **options)
             del draft
         plain = engine.with_options(levels=1)
         ids = token_ids(tokenizer, text)

@@ -37,7 +37,7 @@ def session_of(tokens: int, layers: int) -> Session:
         max_position_embeddings=2 * tokens + 8192, pad_token_id=0,
     )  # fmt: skip
     target = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    engine = triforce_tree.load(target, levels=1, profile=False)
+    engine = triforce_tree.load(target, levels=1)
     session = engine.session([1 + n % 500 for n in range(tokens)], reserve=64)
     with session.buffers() as program:
         program.cache.forget()

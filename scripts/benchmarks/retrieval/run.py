@@ -57,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     wanted = [p for p in POLICIES if not args.only or p.name in args.only or p == Policy("mean keys")]
-    source: dict[str, Any] = {"device": args.device, "dtype": torch.float32, "profile": False}
+    source: dict[str, Any] = {"device": args.device, "dtype": torch.float32}
     if args.gguf:
         load = partial(triforce_tree.load, args.gguf.parent, gguf_file=args.gguf.name, lookup=4, **source)
     else:

@@ -139,7 +139,7 @@ def _row(
     args: argparse.Namespace,
 ) -> Record:
     # Rounds that are given need no stage costs, and speed is not measured.
-    engine = load(target, draft, tokenizer=tokenizer, profile=False, levels=3, rounds=2, **options)
+    engine = load(target, draft, tokenizer=tokenizer, levels=3, rounds=2, **options)
     try:
         found = measured(engine, ids, context)
         free_memory()
@@ -148,7 +148,7 @@ def _row(
         engine.close()
     found |= {"needles": args.needles, "found": share}
     if args.speed:
-        engine = load(target, draft, tokenizer=tokenizer, profile=False, levels=3, **options)
+        engine = load(target, draft, tokenizer=tokenizer, levels=3, **options)
         try:
             found |= {"speed": decoded(engine, "", ids[:context], _DECODED, _DECODED // 4)}
         finally:

@@ -113,38 +113,6 @@ GPU = (
         "never-slower-pair", f"never_slower --shapes pair --texts {TEXTS}", 5, timed=True, tiny=_TINY_GRID
     ),
     _bench(
-        "tuned-8b",
-        "tuned --shapes 8b --contexts 122880 --kinds prose --temperatures 0 0.6 --tune-seconds 150 "
-        f"--texts {TEXTS}",
-        8,
-        timed=True,
-        tiny=f"{_TINY_GRID} --tune-seconds 0 --pairs 1",
-    ),
-    _bench(
-        "budgets",
-        f"budgets --shapes 7b 8b --contexts 16384 32768 65536 122880 --chunks 8 32 --texts {TEXTS}",
-        15,
-        timed=True,
-        tiny=f"{_TINY_GRID} --budgets 384 512 --chunks 8",
-    ),
-    _bench(
-        "variants-8b",
-        'variants --shapes 8b --temperatures 0.6 1 --variants tree=chain:4 "tree=static:2;0.1;0.0.1;0.0.0.0;'
-        '0.0.0.0.0;0.0.1.0;0.1.0;0.1.0.0;1.0;1.0.0;1.0.0.0" '
-        f"--texts {TEXTS}",
-        7,
-        timed=True,
-        tiny=f"{_TINY_GRID} --variants tree=chain:3",
-    ),
-    _bench(
-        "variants-budget",
-        "variants --shapes 7b 8b --temperatures 0.6 1 --variants budget=4096 budget=8192 budget=16384 "
-        f"--texts {TEXTS}",
-        16,
-        timed=True,
-        tiny=f"{_TINY_GRID} --variants budget=384",
-    ),
-    _bench(
         "real-model",
         f"real_model --draft {OUT}/smollm2/draft --contexts 7168 --seeds 1 --texts {TEXTS}",
         8,
@@ -224,15 +192,6 @@ GPU = (
 """Measured on one GPU, or side by side on several; those on all cards last."""
 
 CPU = (
-    _bench(
-        "variants-cpu",
-        'variants --shapes pair --contexts 65536 --temperatures 0 0.8 --variants "budget=1536 chunk=8" '
-        f"--texts {TEXTS}",
-        12,
-        timed=True,
-        tiny=None,
-    ),
-    _bench("budgets-cpu", f"budgets --shapes pair --chunks 8 16 --texts {TEXTS}", 15, timed=True, tiny=None),
     _bench("cpu-prefill", "cpu_prefill --contexts 1024 4096 --rounds 4 --threads 1", 5, tiny=None),
     _bench("cpu", "cpu", 25, tiny=None),
     _bench("verification", "verification --tokens 40 --prompts 4 --context 1536", 20, tiny=None),
@@ -269,14 +228,6 @@ CPU = (
         30,
         timed=True,
         tiny=_TINY_GRID,
-    ),
-    _bench(
-        "tuned-cpu",
-        "tuned --shapes pair --contexts 16384 --kinds prose code --temperatures 0 0.8 --tune-seconds 180 "
-        f"--texts {TEXTS}",
-        25,
-        timed=True,
-        tiny=f"{_TINY_GRID} --tune-seconds 0 --pairs 1",
     ),
     _bench("pair", "pair", 60, tiny=None),
     _bench("host-attention-cpu", "host_attention", 20, tiny=None),

@@ -1,11 +1,10 @@
 """The command lines of ``any_text`` and ``never_slower``: shapes, texts, contexts, a time limit."""
 
 import argparse
-import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,13 @@ from scripts.benchmarks.common.results import (
 )
 from scripts.benchmarks.texts.grid import Grid, GridRun, TimeLimit
 from scripts.benchmarks.texts.rows import rows
-from triforce_tree import Engine
-from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.registry import (
     SOURCES,
     MissingTextError,
     Texts,
     TextSource,
     named,
-    prompts,
 )
-from triforce_tree.runtime.executor import free_memory
 
 PAIR = "pair"
 SHAPES = {"7b": "llama-2-7b", "8b": "llama-3.1-8b", "13b": "llama-2-13b", PAIR: None}
@@ -86,16 +81,10 @@ def files_by_shape(
     device: torch.device,
     sources: Sequence[TextSource],
     make_rows: Rows,
-    label: str = "",
-    **more: Any,
 ) -> Iterator[tuple[Grid, ResultsFile]]:
     """For each of the command line's shapes its grid, and the part of the results file that it goes to.
 
     What is measured with other options than the defaults is a part of its own.
-
-    Args:
-        label: of the parts, beside their shape and options.
-        more: what else must agree for measurements to be put together.
     """
     file_name = f"{name}_{machine_of(device)}.json"
     path = results_folder(args.out, args.tiny) / file_name
@@ -104,10 +93,9 @@ def files_by_shape(
         grid = grid_of(args, wide, sources, args.contexts, dict(args.set))
         model = "embedded pair" if wide is None else f"{wide} inflated"
         entries = PAIR_VOCABULARY if wide is None else inflated_vocabulary(wide)
-        plan = {"shape": shape, "model": model, "options": grid.options, "vocabulary": entries, **more}
+        plan = {"shape": shape, "model": model, "options": grid.options, "vocabulary": entries}
         settings = settings_of(plan, args.seed, device.type == "cpu")
         named = [shape, *(f"{name}-{value}" for name, value in sorted(grid.options.items()))]
-        named += [label] if label else []
         part = re.sub(r"[^\w.-]+", "_", "-".join(named))
         yield grid, ResultsFile(path, part, settings, make_rows, None if args.tiny else RESULTS / file_name)
 
@@ -244,78 +232,3 @@ def chosen_sources(
     if not found:
         raise ValueError(f"no text is here: {missing[0]}")
     return found, missing
-
-
-Measure = Callable[[Engine, list[int], Record, ResultsFile, TimeLimit], Iterable[Record]]
-"""Measures after one text's tokens: the engine, they, what tells the cell apart, its file, the time limit."""
-
-
-def measure_by_text(
-    made: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    name: str,
-    make_rows: Rows,
-    cells: Sequence[Record],
-    measure: Measure,
-    one_a_kind: bool,
-    further: int = 0,
-    **more: Any,
-) -> int:
-    """Measure each text in each cell that the results file lacks; the exit code is 3 where the time is up.
-
-    Args:
-        cells: what tells measurements of a text apart, each with its ``context``.
-        one_a_kind: as for :func:`measure`.
-        further: tokens of a text beyond the context.
-        more: as for :func:`files_by_shape`.
-    """
-    device = device_for_shapes(made, args)
-    limit = TimeLimit(args.seconds)
-    texts, sources, missing = found_texts(made, args, one_a_kind)
-    for grid, file in files_by_shape(args, name, device, sources, make_rows, **more):
-        for text in missing:
-            file.note(text)
-        engine = grid.engine(device, args.seed)
-        try:
-            places = itertools.product(sources, cells)
-            complete = all(
-                _measured(engine, file, texts, limit, source, cell, further, measure)
-                for source, cell in places
-            )
-        finally:
-            engine.close()
-            free_memory()
-        print_rows(file, limit, complete)
-        if not complete:
-            return 3
-    return 0
-
-
-def _measured(
-    engine: Engine,
-    file: ResultsFile,
-    texts: Texts,
-    limit: TimeLimit,
-    source: TextSource,
-    cell: Record,
-    further: int,
-    measure: Measure,
-) -> bool:
-    """Measure a cell unless it is measured; False where the time is up."""
-    key = {"text": source.name, "kind": source.kind, **cell}
-    if file.find(**key) is not None:
-        return True
-    if limit.reached():
-        return False
-    try:
-        ids = token_ids(engine.tokenizer, texts.read(source))
-        [tokens] = prompts(source, ids, cell["context"] + further)
-    except ValueError as error:
-        limit.say(str(error))
-        file.note(str(error))
-        return True
-    at = f", T={cell['temperature']:g}" if "temperature" in cell else ""
-    limit.say(f"{source.name}, {cell['context']:,} tokens{at}")
-    for sample in measure(engine, tokens, key, file, limit):
-        file.add(key | sample)
-    return True

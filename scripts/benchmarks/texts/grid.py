@@ -87,10 +87,10 @@ class Grid:
         """The embedded pair's; bf16 on a GPU, else fp32. ``seed``: of the weights without effect."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         if self.shape is None:
-            return triforce_tree.load(device=device, dtype=dtype, profile=False, **self.options)
+            return triforce_tree.load(device=device, dtype=dtype, **self.options)
         draft_shape = self.draft_shape or "llama-68m"
         target, draft, tokenizer = inflate_pair(self.shape, device, dtype, draft_shape, seed)
-        return triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **self.options)
+        return triforce_tree.load(target, draft, tokenizer=tokenizer, **self.options)
 
 
 class TimeLimit:
@@ -199,7 +199,7 @@ class GridRun:
                     continue
                 if self.limit.reached():
                     return False
-                with engine.program([prompt], self.grid.new_tokens, to_probs, temperature) as program:
+                with engine.program([prompt], self.grid.new_tokens, to_probs) as program:
                     self._feed(program, prompt)
                     self._sample(engine, program, prompt, key)
         return True

@@ -61,7 +61,7 @@ def explanations(
     """Of ``count`` new tokens with each seed; with one where nothing is drawn."""
     to_probs, found = ProbsFromLogits.at(temperature), []
     for seed in range(seeds if temperature else 1):
-        with engine.program([prompt], count, to_probs, temperature) as program:
+        with engine.program([prompt], count, to_probs) as program:
             found.append(explained(program, to_probs, prompt, count, seed))
     return found
 
@@ -98,7 +98,7 @@ def main(words: Sequence[str] | None = None) -> int:
         made.error(str(error))
     # Neither stage costs nor estimates of other runs.
     os.environ |= {"TRIFORCE_TREE_CACHE": tempfile.mkdtemp(), "TRIFORCE_TREE_ESTIMATES": ""}
-    engine = triforce_tree.load(device="cpu", dtype=torch.float32, profile=False)
+    engine = triforce_tree.load(device="cpu", dtype=torch.float32)
     content: Record = {
         **header(args.seed, "api on a CPU"),
         "new_tokens": args.new_tokens, "seeds": args.seeds, "missing": missing,

@@ -107,7 +107,7 @@ class Models:
         if self.shape is not None and draft is not None:
             target, draft = inflate_two(target, draft, self.shape, self.draft_shape, seed=seed)
         tokenizer = load_tokenizer(self.target)
-        return triforce_tree.load(target, draft, tokenizer=tokenizer, profile=False, **options)
+        return triforce_tree.load(target, draft, tokenizer=tokenizer, **options)
 
 
 def packaged() -> str:

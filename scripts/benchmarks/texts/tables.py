@@ -1,4 +1,4 @@
-"""Tables and plots of ``any_text``, ``never_slower``, ``trees``, ``real_model`` and ``tuned``."""
+"""Tables and plots of ``any_text``, ``never_slower``, ``trees`` and ``real_model``."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -201,32 +201,6 @@ def _real_model(file: str) -> Table:
     return Table(file, listing(REAL_MODEL_COLUMNS, _sorted, _caption(file), left=2), REAL_MODEL_COMMAND)
 
 
-# Default settings beside those of a search; see ``tuned.py``.
-TUNED, TUNED_CPU = "tuned_h200.json", "tuned_cpu.json"
-TUNED_COMMAND = "python -m scripts.benchmarks tuned --texts texts.json.xz"
-
-
-def _share(row: Record) -> str:
-    error = "" if row["share_error"] is None else f" ± {row['share_error']:.2f}"
-    return f"**{row['share']:.2f}**{error}"
-
-
-def _changed(row: Record) -> str:
-    return ", ".join(f"`{name}={value}`" for name, value in row["changed"].items()) or "nothing"
-
-
-TUNED_COLUMNS: Columns = {
-    "model": "{model}", "kind of text": "{kind}", "context": "{context:,}", "T": "{temperature:g}",
-    "speed of the defaults, that of `tune` is 1": _share, "runs": "{runs}", "`tune` changed": _changed,
-    "settings tried": lambda row: f"{row['tried']}{'' if row['complete'] else ', time was up'}",
-    "its seconds": "{tune_seconds:,}", "repeated 8-grams": "{repeated_8grams:pct}",
-}  # fmt: skip
-
-
-def _tuned(file: str) -> Table:
-    return Table(file, listing(TUNED_COLUMNS, _sorted, _caption(file), left=2), TUNED_COMMAND)
-
-
 def _any_text(file: str, command: str) -> Table:
     return Table(file, listing(ANY_TEXT_COLUMNS, _sorted, _caption(file), left=2), command)
 
@@ -237,8 +211,6 @@ TABLES = {
     "any_text_summary": Table(ANY_TEXT, listing(SUMMARY, summary, _caption(ANY_TEXT)), COMMAND),
     "any_text": _any_text(ANY_TEXT, COMMAND),
     "any_text_cpu": _any_text(ANY_TEXT_CPU, f"{COMMAND} --shapes pair --contexts 16384 --temperatures 0 0.8"),
-    "tuned": _tuned(TUNED),
-    "tuned_cpu": _tuned(TUNED_CPU),
     "real_model_summary": Table(
         REAL_MODEL, listing(SUMMARY, summary, _caption(REAL_MODEL)), REAL_MODEL_COMMAND
     ),

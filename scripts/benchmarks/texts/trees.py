@@ -61,7 +61,7 @@ def cpu_ms(engine: Engine, prompt: list[int]) -> Record:
     """Milliseconds of a draft step and of a target pass over one token, in turns on this machine."""
     generator = torch.Generator().manual_seed(0)
     to_probs = ProbsFromLogits.at(1.0)
-    with engine.with_options(levels=2).program([prompt], 1, to_probs, 1.0) as program:
+    with engine.with_options(levels=2).program([prompt], 1, to_probs) as program:
         program.prefill([prompt])
         forced_tokens.offer(program, prompt, [])
         depth = PassLimits.of(program.config, 2).depth
@@ -206,7 +206,7 @@ def main(words: Sequence[str] | None = None) -> int:
         sources, missing = chosen_sources(texts, args.kinds, one_a_kind=True)
     except (ValueError, OSError) as error:
         made.error(str(error))
-    engine = triforce_tree.load(device="cpu", dtype=torch.float32, profile=False)
+    engine = triforce_tree.load(device="cpu", dtype=torch.float32)
     content = {
         **header(args.seed, "api on a CPU"),
         "context": args.context, "positions": args.positions, "missing": missing,

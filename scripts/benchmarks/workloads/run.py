@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
     named = [workload.scaled(scale) for workload in chosen(args.workloads)]
     path = results_folder(args.out, args.tiny) / f"tree_workloads_{machine_of(device)}.json"
     target, drafted, tokenizer = inflate_pair(shape, device, dtype, draft, args.seed)
-    engine = triforce_tree.load(target, drafted, tokenizer=tokenizer, profile=False)
+    engine = triforce_tree.load(target, drafted, tokenizer=tokenizer)
     longest = max(max(workload.lengths) for workload in named)
     [tokens] = prompts([pydoc_text()], tokenizer, longest, 1)
     torch.manual_seed(args.seed)

@@ -25,7 +25,7 @@ PROMPTS = (171, 103, 139)
 # Caches far smaller than the prompts; rounds are fixed, as the controller would not draft with tiny models.
 OPTIONS: dict[str, Any] = {
     "gamma": 3, "budget": 48, "chunk": 4, "recent": 16, "sinks": 2, "window": 24, "prefill_chunk": 40,
-    "rounds": 2, "profile": False,
+    "rounds": 2,
 }  # fmt: skip
 TREE = {"tree": "best-first:3,2,1", "runner_ups": True}
 _NOISE = 0.05  # of a draft's weights, relative to the target's: proposals are accepted and rejected
@@ -111,7 +111,7 @@ class Trial:
 
     def refusal(self) -> Outcome | None:
         """What ``load`` says to the class alone, where it raises."""
-        return _raised(lambda: triforce_tree.load(self.model, levels=1, profile=False))
+        return _raised(lambda: triforce_tree.load(self.model, levels=1))
 
     def run(self, name: str) -> Outcome:
         """The outcome of one path."""
@@ -151,7 +151,7 @@ class Trial:
                 if difference is None or not difference.tie:
                     return Outcome(DIFFERS, f"from new token {at} on, after {len(prompt)} tokens")
         if path.gpu:
-            with engine.program(prompts, NEW_TOKENS, None, 0.0) as program:
+            with engine.program(prompts, NEW_TOKENS, None) as program:
                 models = [program.full] if self.recurrent else [program.full, program.retrieval_model]
                 if not all(model.capturable for model in models):
                     return Outcome(REFUSED, "equal, but its forwards run step by step")

@@ -125,7 +125,6 @@ class _Worker:
 
 def _serve(pipe: Connection, device: str) -> None:
     """The other process: gets a class, a feature set and paths; sends an outcome and a reason for each."""
-    os.environ["TRIFORCE_TREE_PROFILES"] = ""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Some families print; the last line of the command is JSON.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -157,7 +157,7 @@ class Distillation:
 def measured(args: argparse.Namespace, run: Run) -> dict[str, float | None]:
     """Overlaps of draft and retrieval level with the target, by the engine, on held-out text."""
     engine = triforce_tree.load(
-        args.target, args.out / "draft", tokenizer=load_tokenizer(args.data), device=run.device, profile=False
+        args.target, args.out / "draft", tokenizer=load_tokenizer(args.data), device=run.device
     )
     ids = token_ids(engine.tokenizer, pydoc_text()[: 12 * args.evaluate * args.windows])
     retrieval, draft = overlaps(engine, ids, args.evaluate, args.budget, args.windows)

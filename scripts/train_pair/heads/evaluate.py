@@ -99,7 +99,7 @@ def engine_figures(folder: Path, text: list[int], context: int, new: int, device
         ("heads", {"levels": 2, "drafter": folder, "rounds": 1}),
         ("draft", {"levels": 2, "rounds": 1}),
     ):
-        engine = triforce_tree.load(device=device, dtype=torch.float32, profile=False, **how)
+        engine = triforce_tree.load(device=device, dtype=torch.float32, **how)
         out = engine.generate(prompt, max_new_tokens=new, do_sample=False)
         tokens = out.sequences[0, context:].tolist()
         expected = expected or tokens

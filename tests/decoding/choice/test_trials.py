@@ -96,8 +96,8 @@ def test_a_draft_that_becomes_useful_is_used_by_later_requests() -> None:
     assert speed > 1.8
 
 
-def test_resumed_estimates_take_precedence_over_a_profiles() -> None:
-    """A profile's are those of other requests; later trials begin from them."""
+def test_resumed_estimates_take_precedence_over_expected_ones() -> None:
+    """Expected ones are of other requests; later trials begin from them."""
     source = controller()
     source.expect(0.6, 2.0)
     learnt = source.learnt({"plain": 2.0})

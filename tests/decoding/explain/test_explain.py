@@ -14,7 +14,6 @@ from tests.support.models.program_cases import GREEDY, PROMPTS, SAMPLED, draft_o
 from tests.support.models.tiny_pair import TinyPair
 from tests.support.processes.command_line import run
 from triforce_tree import Engine
-from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.explain.drawing import as_lines, draw
 from triforce_tree.decoding.explain.explanation import Explanation, explained
@@ -24,7 +23,6 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.step.accept import FIXED
-from triforce_tree.planning.profiles import Entry, Profile
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape, with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -150,21 +148,17 @@ def test_the_engine_explains_a_prompt(engine: Engine, ids: list[int]) -> None:
         engine.explain(torch.tensor([ids[:20], ids[:20]]))
 
 
-def test_reasons_name_profile_plan_and_step() -> None:
+def test_reasons_name_plan_and_step() -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
-    asked, final = HierarchyConfig(), program.config.as_options()
-    entry = Entry(2000, 0.6, {"gamma": final["gamma"]}, 1.0, 2.0)
-    profile = Profile("this machine", "target", None, (entry,))
 
-    def why(given: frozenset[str] = frozenset(), profile: Profile | None = None) -> dict[str, str]:
-        return reasons(program, asked, given, profile, 2000, 0.6)
+    def why(*given: str) -> dict[str, str]:
+        return reasons(program, program.config, given, 2000)
 
-    assert why(profile=profile)["gamma"] == "measured by tune for 2,000 tokens, temperature 0.6"
-    assert not why(frozenset({"gamma"}), profile)["gamma"].startswith("measured")
     program.device = torch.device("cuda")
-    assert why()["budget"] == "default on a GPU for prompts of 0 tokens and more (docs/defaults.md)"
+    assert why()["budget"] == "default on a GPU for prompts of 0 tokens and more"
+    assert why("recent")["recent"] == "given"
     program.offloaded = object()  # type: ignore[assignment]
-    assert why(profile=profile)["budget"] == "chosen by the memory plan"
+    assert why()["budget"] == "chosen by the memory plan"
 
 
 def test_the_command_shows_it(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_family_that_the_cpu_cannot_attend_for_is_streamed_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _with_kernel(monkeypatch, True)
-    own = load(CAPPED["gemma2"](), profile=False, offload=True, levels=1)
+    own = load(CAPPED["gemma2"](), offload=True, levels=1)
     plan = own.memory_plan(len(PROMPT), NEW)
     assert plan is not None
     assert plan.offload is not None

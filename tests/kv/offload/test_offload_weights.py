@@ -41,7 +41,7 @@ def expected() -> list[int]:
 
 def engine_of(**options: Any) -> Engine:
     target, draft = models()
-    return load(copy.deepcopy(target), draft, profile=False, device="cpu", **{**SMALL, **options})
+    return load(copy.deepcopy(target), draft, device="cpu", **{**SMALL, **options})
 
 
 def weights_of(engine: Engine) -> StreamedWeights:
@@ -79,15 +79,15 @@ def test_an_engine_with_streamed_weights() -> None:
 
 
 def test_weights_are_offloaded_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, pair: TinyPair) -> None:
-    assert pair.load(profile=False, gpu_memory="2GiB").hierarchy.target.streamed is None
+    assert pair.load(gpu_memory="2GiB").hierarchy.target.streamed is None
     monkeypatch.setattr(
         checkpoints, "weights_fit", lambda weights, max_seq_len: (weights, max_seq_len) == (0, 0)
     )
-    assert pair.load(profile=False).hierarchy.target.streamed is None
+    assert pair.load().hierarchy.target.streamed is None
     # Without a bound a CPU has one memory.
-    assert pair.load(profile=False, offload="auto").hierarchy.target.streamed is None
+    assert pair.load(offload="auto").hierarchy.target.streamed is None
     for options in ({"offload": True, "offload_weights": False}, {}):
-        own = pair.load(profile=False, gpu_memory="2GiB", **options)
+        own = pair.load(gpu_memory="2GiB", **options)
         assert (own.hierarchy.target.streamed is None) == bool(options)
         assert own.generate([5, 6, 7, 8] * 20, max_new_tokens=4, do_sample=False).new_tokens == 4
     on_device = own.with_options(offload=False, gpu_memory=None)

@@ -93,7 +93,7 @@ def test_layers_without_a_window_of_different_heads_are_refused() -> None:
 
 def test_through_load_and_generate() -> None:
     target = tiny("gemma3")
-    engine = load(target, perturbed(target, 0.05), profile=False, **{**SMALL, "offload": True})
+    engine = load(target, perturbed(target, 0.05), **{**SMALL, "offload": True})
     out = engine.generate(PROMPTS[1], max_new_tokens=14, do_sample=False)
     assert out.sequences[0, len(PROMPTS[1]) :].tolist() == references(PROMPTS[1:2], [14], "gemma3")[0]
     assert out.memory is not None

@@ -129,7 +129,7 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
 def test_prompt_lookup_drafts_for_an_offloaded_cache(levels: int) -> None:
     prompt = [*PROMPT[:100], *PROMPT[20:70]]
     small = {name: value for name, value in SMALL.items() if name != "tree"}
-    own = load(models()[0], profile=False, **{**small, "offload": True, "levels": levels})
+    own = load(models()[0], **{**small, "offload": True, "levels": levels})
     out = own.generate(prompt, max_new_tokens=16, do_sample=False)
     assert out.sequences[0, len(prompt) :].tolist() == greedy(models()[0], prompt, 16)
     assert out.memory is not None

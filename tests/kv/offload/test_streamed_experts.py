@@ -314,7 +314,7 @@ def test_device_memory_that_is_short_keeps_no_experts(monkeypatch: pytest.Monkey
 def test_an_engine_plans_for_experts(device: str, kv_on_host: bool) -> None:
     target = copy.deepcopy(whole())
     options = {"offload": "auto", "offload_weights": True, "gpu_memory": device, **SMALL}
-    engine = load(target, perturbed(whole(), 0.05), profile=False, device="cpu", **options)
+    engine = load(target, perturbed(whole(), 0.05), device="cpu", **options)
     if kv_on_host:
         engine = engine.with_options(offload=True)
     weights = engine.hierarchy.target.streamed

@@ -49,7 +49,7 @@ def models() -> dict[str, tuple[PreTrainedModel, PreTrainedModel]]:
 
 def generated(target: PreTrainedModel, draft: PreTrainedModel | None, prompt: list[int], new: int, **options):
     settings = SMALL_SETTINGS if draft else without_tree(SMALL_SETTINGS)
-    engine = triforce_tree.load(target, draft, profile=False, **{**settings, **options})
+    engine = triforce_tree.load(target, draft, **{**settings, **options})
     out = engine.generate(prompt, max_new_tokens=new, do_sample=False)
     engine.close()
     return out.sequences[0, len(prompt) :].tolist()

@@ -21,7 +21,7 @@ def test_settings_are_those_of_transformers(script: Any) -> None:
 
 
 def test_needles_are_in_one_text_at_even_depths(script: Any) -> None:
-    engine = triforce_tree.load(profile=False)
+    engine = triforce_tree.load()
     ids = token_ids(engine.tokenizer, "All the world is a stage. " * 200)
     text, numbers = script("benchmarks.rope.needles").planted_in(engine, ids, 4, seed=3)
     assert len(text) == len(ids)

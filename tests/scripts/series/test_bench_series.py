@@ -16,7 +16,7 @@ _OLD = "its script is no more; the file names the commit that has it"
 _BY_HAND = {
     "cpu_tree_forward.json": _OLD, "host_attention_in_place_h200.json": _OLD,
     "tiles_h200.json": _OLD, "tree_attention_archive_h200.json": _OLD, "view_or_copy_h200.json": _OLD,
-    "tune_h200.json": _OLD,
+    "budgets_cpu.json": _OLD, "variants_cpu.json": _OLD, "variants_h200.json": _OLD,
     "default_steps_h200.json": "put together from runs at several commits",
     "draft_kinds.json": "compares the draft with one of an earlier commit",
     "heads.json": "written by trainings: python -m scripts.train_pair.heads",

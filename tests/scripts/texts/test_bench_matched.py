@@ -19,7 +19,7 @@ def test_a_tiny_run_counts_passes(
     monkeypatch.setenv("TRIFORCE_TREE_ESTIMATES", "")
 
     def load(**options: Any) -> Engine:
-        return pair.load(profile=False, **{k: v for k, v in SMALL.items() if k != "tree"})
+        return pair.load(**{k: v for k, v in SMALL.items() if k != "tree"})
 
     monkeypatch.setattr(matched.triforce_tree, "load", load)
     out = tmp_path / "m.json"

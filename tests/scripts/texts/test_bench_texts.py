@@ -36,7 +36,7 @@ def run_of(script: Any, folder: Path, pair: TinyPair, monkeypatch: Any, seconds:
     file = results.ResultsFile(folder / "any_text_cpu.json", "pair", settings, rows)
     limit = grids.TimeLimit(seconds)
     run = grids.GridRun(grid, file, Shortened(), torch.device("cpu"), limit, 0)
-    monkeypatch.setattr(run, "_engine", lambda: pair.load(profile=False, **SMALL))
+    monkeypatch.setattr(run, "_engine", lambda: pair.load(**SMALL))
     return run
 
 
@@ -53,7 +53,7 @@ def test_every_cell_is_measured_and_shorter_contexts_are_decoded_from_a_longer_o
     assert len(samples) == 4 * (1 + 2 + 2 + 1)
     assert run.measure(), "nothing is missing"
     assert len(run.file.samples) == len(samples)
-    fresh = pair.load(profile=False, levels=1)
+    fresh = pair.load(levels=1)
     for sample in samples:
         if sample["temperature"] == 0 and sample["method"] != "transformers-static":
             source = BY_NAME[sample["text"]]
@@ -93,8 +93,8 @@ def test_rounds_are_those_of_passes_with_drafts_whatever_their_trees(
     run, to_probs = run_of(script, tmp_path, pair, monkeypatch), ProbsFromLogits.at(0.0)
     kinds = cycle([passes.PassKind(3, 2, 1), passes.PLAIN])
     monkeypatch.setattr(controller.PassController, "choose", lambda self: next(kinds))
-    engine, prompt = pair.load(profile=False, other_trees="chain:1", **SMALL), list(range(1, 201))
-    with engine.program([prompt], 12, to_probs, 0.0) as program:
+    engine, prompt = pair.load(other_trees="chain:1", **SMALL), list(range(1, 201))
+    with engine.program([prompt], 12, to_probs) as program:
         run._feed(program, prompt)
         chosen = run.decode(program, prompt, 0.0, 0, 12)["chosen"]
     assert (chosen["rounds"], 0.3 < chosen["plain_passes"] <= 0.5) == (2, True)
@@ -320,7 +320,7 @@ def test_acceptance_of_trees_is_measured_at_each_temperature(
     script: Any, pair: TinyPair, tmp_path: Path
 ) -> None:
     trees = script("benchmarks.texts.trees")
-    engine = pair.load(profile=False, **SMALL)
+    engine = pair.load(**SMALL)
     ids = token_ids(engine.tokenizer, Shortened().read(BY_NAME["python-topics"]))[:180]
     found = trees.acceptances(engine, ids, 160, (0.0, 0.5, 1.0))
     assert {key: tuple(value.shape) for key, value in found.items()} == {

@@ -27,4 +27,4 @@ def expected() -> list[int]:
 
 def engine(**options: Any) -> Engine:
     target, draft = models()
-    return load(target, draft, profile=False, **{**SMALL, "offload": True, **options})
+    return load(target, draft, **{**SMALL, "offload": True, **options})

@@ -21,12 +21,12 @@ TEMPLATE = (
 @cache
 def made(family: str, **options: Any) -> Engine:
     if family == "lfm2":
-        return triforce_tree.load(recurrent(family), profile=False, levels=1, prefill_chunk=16)
+        return triforce_tree.load(recurrent(family), levels=1, prefill_chunk=16)
     target = tiny(family)
     tokenizer = characters()
     tokenizer.chat_template = TEMPLATE
     own = {**SMALL, "window": 40, **options}
-    return triforce_tree.load(target, perturbed(target, 0.05), tokenizer=tokenizer, profile=False, **own)
+    return triforce_tree.load(target, perturbed(target, 0.05), tokenizer=tokenizer, **own)
 
 
 def engine(**options: Any) -> Engine:

@@ -43,7 +43,6 @@ def engine(family: str, **options: Any) -> Engine:
         target,
         draft,
         device="cpu",
-        profile=False,
         **{**SMALL, "runner_ups": True, "tail_tree": True, **options},
     )
 
@@ -75,11 +74,11 @@ def two() -> dict[str, Any]:
     session.generate(max_new_tokens=NEW, do_sample=False)
     out = session.generate([1, 2, 3], max_new_tokens=8, do_sample=False)
     result["session"] = [session.tokens, out.reused_tokens]
-    with made.program([PROMPT], NEW, None, 0.0) as program:
+    with made.program([PROMPT], NEW, None) as program:
         assert program.cache.split is not None
         split, most = program.cache.split, program.max_seq_len
         result["slots"] = [split.part.rows, most, split.whole.groups == []]
-    with torch.no_grad(), made.program([PROMPT], NEW, None, 0.0) as program:
+    with torch.no_grad(), made.program([PROMPT], NEW, None) as program:
         program.prefill([PROMPT])
         view = program.full_view(3, None, [0, 1, 2])
         view.begin(torch.tensor([len(PROMPT) - 1]))
@@ -154,7 +153,7 @@ def open_split() -> dict[str, Any]:
 
 def load_open(family: str, options: dict[str, Any]) -> Engine:
     target = tiny(family, **(THREE if family == "llama" else {}))
-    return load(target, perturbed(target, 0.05), device="cpu", profile=False, **{**SMALL, **options})
+    return load(target, perturbed(target, 0.05), device="cpu", **{**SMALL, **options})
 
 
 def killed() -> dict[str, Any]:

@@ -59,7 +59,6 @@ def engine(**options: Any) -> Engine:
         target,
         draft,
         device="cpu",
-        profile=False,
         **{**SMALL, "runner_ups": True, "tail_tree": True, **options},
     )
 
@@ -219,7 +218,7 @@ def pair() -> dict[str, list[int]]:
     result = {}
     for name in ("on the device", "offloaded"):
         options = {**SETUPS[name], "levels": 3, "budget": 512, "gamma": 8, "tree": "best-first:4,3"}
-        parallel = load(target, draft, tokenizer=tokenizer, profile=False, **options)
+        parallel = load(target, draft, tokenizer=tokenizer, **options)
         out = parallel.generate(prompt, max_new_tokens=NEW, do_sample=False)
         result[name] = out.sequences[0, len(prompt) :].tolist()
     return result

@@ -111,7 +111,7 @@ def _inflated(args: argparse.Namespace, shape: str, device: torch.device) -> Eng
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     target, draft, tokenizer = inflate_pair(shape, device, getattr(torch, args.dtype or dtype))
     given = {name: getattr(args, name) for name in (*ENGINE_OPTIONS, *MEMORY_OPTIONS) if name in args.given}
-    return load(target, draft, tokenizer=tokenizer, profile=False, **given)
+    return load(target, draft, tokenizer=tokenizer, **given)
 
 
 def _described(record: Record) -> str:

@@ -102,7 +102,7 @@ def measure(
     found: list[list[float]] = [[] for _ in chosen]
     made = engine.with_options(**options)
     text = list(tokens)
-    with made.program([text[:at]], len(tokens) - at, to_probs, 1.0) as program:
+    with made.program([text[:at]], len(tokens) - at, to_probs) as program:
         program.prefill([text[:at]], None)
         of_policies = list(views(program, budget, chosen, received, recent))
         while at < len(tokens):

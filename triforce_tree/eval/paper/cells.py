@@ -85,7 +85,7 @@ class Cells:
             prompts = [self._prompts(key["context"], self._sizes.prompts)[key["prompt"]]]
         new, seed = key["new_tokens"], self._seed + key["prompt"]
         to_probs = ProbsFromLogits.at(key["temperature"])
-        with engine.program(prompts, new, to_probs, key["temperature"]) as program:
+        with engine.program(prompts, new, to_probs) as program:
             program.prefill(prompts)
             timing = _Timing(program, to_probs, prompts, seed, self._wanted)
             # Plain decoding takes the same time for every token, and few are enough.

@@ -1,1 +1,0 @@
-"""Measures the fastest settings for a machine, a pair of models and a kind of text: a profile."""
