@@ -36,9 +36,6 @@ BENCHMARKS = {
         "benchmarks.series.run",
         "the benchmarks of a GPU one after another, within a time limit",
     ),
-    "remeasure": Benchmark(
-        "benchmarks.remeasure", "no benchmark: a published file's cells on this machine, for bench verify"
-    ),
     "texts": Benchmark("benchmarks.texts.pack", "no benchmark: packs texts of seven kinds into one file"),
     "on_chip": Benchmark(
         "benchmarks.on_chip.run",
@@ -207,12 +204,3 @@ BENCHMARKS = {
         once=True,
     ),
 }
-
-
-def is_record(file: str) -> bool:
-    """Whether a results file holds what settled a choice, or what no benchmark measures any more.
-
-    Figures of such a file keep the commit that they were measured at; all others are measured again when the
-    code under them has changed.
-    """
-    return all(known.once for known in BENCHMARKS.values() if known.wrote(file))

@@ -12,12 +12,13 @@ from scripts.benchmarks import front
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import Record, Table, grid
+from scripts.benchmarks.common.results import ROOT
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.exact import tables as exact
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
-from scripts.benchmarks.registry import is_record
+from scripts.benchmarks.registry import BENCHMARKS
 from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.retrieval import tables as retrieval
 from scripts.benchmarks.rope import tables as rope
@@ -28,7 +29,6 @@ from scripts.benchmarks.workloads import tables as workloads
 from scripts.checks.models import table as models_table
 from scripts.train_pair.heads import results as heads
 from scripts.train_pair.kinds import results as kinds
-from triforce_tree.eval.report.code_digest import ROOT, mark
 from triforce_tree.runtime.files.replacing import replace_file
 
 RESULTS = ROOT / "docs" / "results"
@@ -41,31 +41,29 @@ def held(file: str) -> Record | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def code_states() -> dict[str, str]:
-    """By results file: commits of the figures that are not known to be of today's code."""
-    found = {}
+# What files hold that no benchmark of the registry writes.
+_OTHERS: dict[str, str] = {}
+
+
+def files(_: Record) -> str:
+    """Returns a line for each results file: what it measures, and commit, date and hardware of its runs."""
+    lines = []
     for path in sorted(RESULTS.glob("*.json")):
         content = held(path.name) or {}
-        if told := mark(content.get("parts") or content.get("evaluated") or {"": content}):
-            found[path.name] = told[2:-1]
-    return found
-
-
-def which_code(content: Record) -> str:
-    """Files of which some figures are of older code; all others hold figures of today's."""
-    states = code_states()
-    again = [[f"`{file}`", told] for file, told in states.items() if not is_record(file)]
-    once = [[f"`{file}`", told] for file, told in states.items() if is_record(file)]
-    headings = ("to be measured again", "measured once")
-    return "\n".join(
-        grid([heading, "older figures in it"], rows, 2)
-        for heading, rows in zip(headings, (again, once), strict=True)
-        if rows
-    )
+        runs = (content.get("parts") or content.get("evaluated") or {"": content}).values()
+        about = [known.about for known in BENCHMARKS.values() if known.wrote(path.name)]
+        columns = (
+            ", ".join(dict.fromkeys(str(run[name]) for run in runs if run.get(name)))
+            for name in ("commit", "date", "hardware")
+        )
+        lines.append(
+            [f"[{path.name}]({path.name})", about[0] if about else _OTHERS.get(path.name, ""), *columns]
+        )
+    return grid(["file", "what it measures", "commit", "date", "hardware"], lines, 5)
 
 
 TABLES = {
-    "which_code": Table(on_chip.FILE, which_code, f"{on_chip.COMMAND} 7b"),
+    "files": Table(on_chip.FILE, files, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES, **matched_tables.TABLES, **retrieval.TABLES, **verification.TABLES,
     **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES, **exact.TABLES,
@@ -111,7 +109,4 @@ def main(words: Sequence[str] | None = None) -> int:
                 replace_file(path, fresh)
             done = "out of date; run python -m scripts.benchmarks tables" if args.check else "written"
             print(f"{path.relative_to(ROOT)}: {done}")
-    for name, told in code_states().items():
-        if not is_record(name):
-            print(f"docs/results/{name}: {told}")
     return int(args.check and old)

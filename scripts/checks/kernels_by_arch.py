@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = list(faults(kernels))
     if args.out and part:
         choices = {arch: digest(KNOWN[arch]) for arch in args.arch}
-        result = header(0, "kernels") | {"triton": triton.__version__, "choices": choices}
+        result = header(0) | {"triton": triton.__version__, "choices": choices}
         write(args.out, result | {"kernels": kernels})
         part.unlink()
     for line in wrong:

@@ -160,7 +160,7 @@ def test_public_data_continues_is_reported_and_measured_again(
     lines = out_file.read_text().splitlines(keepends=True)
     assert len(lines) == 1 + 2 * (3 + 2)
     first = json.loads(lines[0])
-    assert {"command", "commit", "engine", "versions", "hardware", "seed"} <= first["about"].keys()
+    assert {"command", "commit", "date", "versions", "hardware", "seed"} <= first["about"].keys()
     assert {"data_digest", "template", "metric"} <= first["settings"].keys()
     # A run that was ended measures what is missing.
     out_file.write_text("".join(lines[:4]) + lines[4][:9])
@@ -175,15 +175,6 @@ def test_public_data_continues_is_reported_and_measured_again(
     assert code == 2
     assert "was made with data_digest=" in err
     rows.write_text(rows.read_text().replace("Eve", "Bob1"))
-    code, out, _ = run(capsys, "report", str(tmp_path), "--json")
-    assert code == 0
-    assert last_object(out)["results"] == [str(out_file)]
-    code, out, err = run(capsys, "bench", "verify", str(out_file), "--json")
-    assert code == 0
-    figures = last_object(out)["rows"]
-    assert len(figures) == 3 + 3 + 2  # times, speed-ups, scores
-    assert all(row["here"] is not None for row in figures)
-    assert "ratio" in err
 
 
 def test_books_have_speed_alone(capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """Results files as tables, plots and reports, and beside one's own."""
 
-import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from triforce_tree.eval import results
-from triforce_tree.eval.report import plots, verify, write
-from triforce_tree.eval.report.tables import cells, tables
+from triforce_tree.eval.report import plots
+from triforce_tree.eval.report.beside import write_beside
+from triforce_tree.eval.report.tables import tables
 from triforce_tree.eval.results import Record, Records
 
 
@@ -87,7 +85,6 @@ def test_needles_and_tasks_have_a_column_a_length() -> None:
     tasks = Records(None, {"benchmark": "ruler"})
     tasks.add({"through": "hierarchy", "length": 100, "task": "single", "trial": 0, "score": 0.25})
     assert tables(tasks)[0].rows == [("single", "hierarchy", "0.25")]
-    assert list(cells(tasks).values()) == [{"accuracy": 0.25}]
     if plots.available():
         for made in (records, tasks):
             image = plots.png(made)
@@ -95,86 +92,14 @@ def test_needles_and_tasks_have_a_column_a_length() -> None:
             assert image.startswith(b"\x89PNG")
 
 
-def test_a_report_is_one_file_without_links(tmp_path: Path) -> None:
-    public(tmp_path / "a.jsonl", **write.about(3, ["bench", "narrativeqa"]))
-    (tmp_path / "other.jsonl").write_text('{"id": 1}\n')
-    Records(tmp_path / "empty.jsonl", {"benchmark": "text"})
-    made = write.write(tmp_path)
-    assert made.shown == [tmp_path / "a.jsonl"]
-    assert {path.name for path in made.passed_over} == {"other.jsonl", "empty.jsonl"}
-    page = made.page.read_text("utf-8")
-    assert "3 x 399" in page
-    assert "&lt;b&gt;&amp;" in page  # a text's own markup is text
-    assert "<b>" not in page
-    assert not re.search(r"(src|href)\s*=\s*[\"'](?!data:image/png;base64,)", page)
-    assert "url(" not in page
-    assert page.count("data:image/png;base64,") == plots.available()
-    assert results.header(3)["versions"]["torch"] in page
-
-
-def test_a_folder_without_results_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no results file with measurements; make one with"):
-        write.write(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        write.write(tmp_path / "none")
-
-
-RECORDS = ['{"decode_seconds": 1}', '{"kind": "batch"}', "5", '{"depth": 1, "found": true}']
-
-
-@pytest.mark.parametrize("record", RECORDS)
-def test_records_of_another_form_are_left_out(tmp_path: Path, record: str) -> None:
-    """Results of other versions, or changed by hand."""
-    public(tmp_path / "good.jsonl", **results.header(0))
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"settings": {"benchmark": "text"}}\n' + record + "\n")
-    made = write.write(tmp_path)
-    assert [path.name for path in made.shown] == ["good.jsonl"]
-    assert made.passed_over == [other]
-    with pytest.raises(ValueError, match=r"other\.jsonl'.* (this version's form|not a results file)"):
-        verify.cells_of(other)
-
-
 def test_a_run_leaves_a_table_and_a_plot_beside_its_results(tmp_path: Path) -> None:
-    records = public(tmp_path / "run.jsonl", **write.about(3, ["bench", "narrativeqa"]))
-    written = write.write_beside(tmp_path / "run.jsonl", records)
+    records = public(tmp_path / "run.jsonl", **results.header(3))
+    written = write_beside(tmp_path / "run.jsonl", records)
     assert [path.name for path in written] == ["run.md", "run.png"][: 1 + plots.available()]
     text = written[0].read_text("utf-8")
     assert "| triforce-3-level | 3 x 399 | 0 | 3.00 |" in text
     assert "to plain: to this engine without drafts" in text
     assert "seed 3" in text
-    assert write.write_beside(tmp_path / "none.jsonl", Records(None, {})) == []
+    assert write_beside(tmp_path / "none.jsonl", Records(None, {})) == []
     again = Records(tmp_path / "run.jsonl", records.settings)
     assert again.about == records.about
-    assert again.about["arguments"] == ["bench", "narrativeqa"]
-
-
-def test_the_readers_figures_stand_beside_the_files(tmp_path: Path) -> None:
-    public(tmp_path / "theirs.jsonl")
-    theirs = verify.cells_of(tmp_path / "theirs.jsonl")
-    mine = cells(public(factor=2.0))
-    mine.pop(next(place for place in mine if ("method", "streaming-llm") in place))
-    shown, overall = verify.compared(theirs, mine)
-    rows = {(row[0], row[1]): row[2:] for row in shown.rows}
-    assert rows["tokens 400, T=0, triforce-3-level", "ms/token"] == ("3", "6", "2.00")
-    assert rows["tokens 400, T=0, triforce-3-level", "speed-up"] == ("3", "1.5", "0.50")
-    assert rows["tokens 400, T=0, through hierarchy", "ROUGE-L"] == ("0.75", "0.75", "1.00")
-    assert shown.note.startswith("not measured here, 1 of ")
-    assert "tokens 800, T=0, streaming-llm" in shown.note
-    assert overall.rows[0][0] == "ms/token"
-    assert overall.rows[0][3:] == ("1.00", "2.00")
-    with pytest.raises(
-        ValueError, match=r"none of the file's \d+ cells was measured here: .*; measure the same"
-    ):
-        verify.compared(theirs, {(("method", "other"),): {"ms": 1.0}})
-
-
-def test_only_a_bench_command_is_run_again(tmp_path: Path) -> None:
-    words = ["bench", "text", "--out", "x.jsonl", "--json", "--plot=y.png", "--context", "90"]
-    Records(tmp_path / "a.jsonl", {}, {"arguments": words})
-    assert verify.command_of(tmp_path / "a.jsonl") == ["bench", "text", "--context", "90"]
-    for number, other in enumerate((["generate", "/etc/passwd"], ["bench", "verify", "a.jsonl"], [])):
-        path = tmp_path / f"{number}.jsonl"
-        Records(path, {}, {"arguments": other} if other else None)
-        with pytest.raises(ValueError, match="does not name the bench command that made it; give"):
-            verify.command_of(path)

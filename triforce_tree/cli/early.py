@@ -155,20 +155,6 @@ def kernels(args: argparse.Namespace) -> None:
         check_writable(args.out)
 
 
-def verify(args: argparse.Namespace) -> None:
-    _device(args.device)
-    if args.out and Path(args.results).suffix != ".json":
-        check_writable(args.out)
-
-
-def report(args: argparse.Namespace) -> None:
-    if not Path(args.folder).is_dir():
-        raise FileNotFoundError(
-            f"no such folder: {args.folder!r}; give one with results files of bench --out"
-        )
-    check_writable(Path(args.folder) / "report.html")
-
-
 def _prompt(args: argparse.Namespace) -> None:
     """Read the prompt, which stdin has only once, into ``args.given_prompt``."""
     _engine(args)

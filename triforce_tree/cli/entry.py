@@ -27,7 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         from triforce_tree.cli.arguments import parser
 
         args = parser().parse_args(words)
-        args.words = words
         if nowhere:
             return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
         check(args)

@@ -114,7 +114,7 @@ def started() -> Record:
     except PackageNotFoundError:
         flashinfer = None
     versions = {"torch": torch.__version__, "triton": triton.__version__, "flashinfer": flashinfer}
-    return header(0, "attention") | {"gpu": torch.cuda.get_device_name(), **versions}
+    return header(0) | {"gpu": torch.cuda.get_device_name(), **versions}
 
 
 def main(words: Sequence[str] | None = None) -> None:

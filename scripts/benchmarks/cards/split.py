@@ -36,7 +36,7 @@ from scripts.benchmarks.common.command import (
     results_folder,
 )
 from scripts.benchmarks.common.long_texts import long_prompts
-from scripts.benchmarks.common.results import Record, content_at, header, on_this, write
+from scripts.benchmarks.common.results import Record, content_at, header, write
 from scripts.benchmarks.common.rope import TRAINED, factor_for, use_yarn
 from triforce_tree import load
 from triforce_tree.decoding.program import DecodingProgram
@@ -206,7 +206,7 @@ def main(words: Sequence[str]) -> int:
     dtype = torch.float32 if args.tiny else torch.bfloat16
     path = results_folder(args.out, args.tiny) / FILE
     known = content_at(path)
-    rows, parts, mine = known["rows"], known["parts"], header(args.seed, on_this("engine"))
+    rows, parts, mine = known["rows"], known["parts"], header(args.seed)
     for shape in shapes:
         small = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
         for way in (POSITION, HEADS) if cards > 1 else (ONE,):

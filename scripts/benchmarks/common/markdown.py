@@ -6,12 +6,8 @@ from string import Formatter
 from typing import Any
 
 from scripts.benchmarks.common.results import PAIR_VOCABULARY
-from scripts.benchmarks.registry import is_record
-from triforce_tree.eval.report.code_digest import mark
 
 Record = dict[str, Any]
-# Behind the name of a file whose figures are not known to be of today's code.
-_OLDER, _ONCE = " (older code)", " (measured once)"
 # Heading -> "{ms_per_token:.2f}" over a row, or a function of the row. A leading "?" lets a figure be absent.
 Columns = Mapping[str, str | Callable[[Record], str]]
 # The rows that a table shows of a results file's content, and the caption below them.
@@ -110,25 +106,21 @@ def vocabulary_note(settings: Record) -> str:
 
 
 def file_note(file: str, runs: Mapping[str, Record]) -> str:
-    """The end of a caption: :func:`file_named`.
+    """Returns the last sentence of a caption, which names the file.
 
     Args:
-        file: in docs/results.
-        runs: headers with ``commit`` and ``code``, by the name of the part; "" where there is one run.
+        file: name in docs/results.
+        runs: headers with ``commit`` and ``date`` by the name of the part;
+            a file with one run has one header of the name "".
     """
     return f"File: {file_named(file, runs)}.\n"
 
 
 def file_named(file: str, runs: Mapping[str, Record]) -> str:
-    """A file's name, and whether some of its figures are of older code, or settled a choice once.
-
-    The commits are in the table ``which_code`` of docs/measurements.md.
-
-    Args:
-        runs: see :func:`file_note`.
-    """
-    older = (_ONCE if is_record(file) else _OLDER) if mark(runs) else ""
-    return f"`docs/results/{file}`{older}"
+    """Returns the file's name, and the commit and date of each of its runs."""
+    origins = dict.fromkeys((run.get("commit", ""), run.get("date", "")) for run in runs.values())
+    told = ", ".join(f"{commit} of {date}" for commit, date in origins if commit)
+    return f"`docs/results/{file}`" + (f" ({told})" if told else "")
 
 
 def noted(template: str, file: str) -> Caption:
@@ -161,7 +153,7 @@ def origin(
     for name, part in parts.items():
         run = (
             f"{part['hardware']}, {measured(part)}, torch {part['versions']['torch']}, transformers "
-            f"{part['versions']['transformers']}, engine {part['settings']['engine']}, "
+            f"{part['versions']['transformers']}, commit {part['commit']}, "
             f"{vocabulary_note(part['settings'])}, {part['date']}."
         )
         runs.setdefault(run, []).append(name)

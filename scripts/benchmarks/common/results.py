@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from triforce_tree.eval import results
-from triforce_tree.eval.report.code_digest import ROOT, digest, digests
 from triforce_tree.loading.llama_shapes import Shape
 from triforce_tree.runtime.distributed import world_size
 from triforce_tree.runtime.files.replacing import replace_file
@@ -24,6 +21,7 @@ Record = dict[str, Any]
 # Rows of a part from its name, header and measurements.
 Rows = Callable[[str, Record, list[Record]], list[Record]]
 
+ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
 # Methods: our engine, ours without drafts, transformers' static cache, and ours without drafts where the
 # cache is in host memory: all of it streamed, or with attention on the CPU.
@@ -32,17 +30,15 @@ STREAMED, ATTENDED = "streamed autoregressive", "autoregressive with attention o
 METHODS = (PLAIN, STATIC, STREAMED, ATTENDED)
 # The embedded pair's. Results that name no vocabulary were measured with it, in models of any shape.
 PAIR_VOCABULARY = 4096
-# Settings that parts with a cache in host memory have.
-_OFFLOADED = {"resident", "gpu_memory", "offload"}
 # What a row is about; the key of a measurement holds the rest as well.
 CELL = ("batch", "context", "new_tokens", "temperature", "setting")
 _KEYS = ("method", "prompt", "start", "sources", "exact")
 _PLANNED = ("memory_plan", "options")
 
 
-def header(seed: int, area: str, *more: str) -> Record:
-    """Command, commit ("+": changed since), date, hardware, versions, seed, digests of the measured code."""
-    return results.header(seed) | {"command": _command(), "code": digests((area, *more))}
+def header(seed: int) -> Record:
+    """Returns command, commit ("+": files were changed since), date, hardware, versions and seed."""
+    return results.header(seed) | {"command": _command()}
 
 
 def _command() -> str:
@@ -51,11 +47,6 @@ def _command() -> str:
     if (ranks := world_size()) == 1:
         return shlex.join(["python", *words])
     return shlex.join(["torchrun", "--nproc-per-node", str(ranks), *words[words[:1] == ["-u"] :]])
-
-
-def on_this(area: str) -> str:
-    """An area's name on this machine: "engine" and "api" are other code on a CPU."""
-    return area if torch.cuda.is_available() else f"{area} on a CPU"
 
 
 def write(path: Path, content: Record) -> None:
@@ -120,7 +111,7 @@ class ResultsFile:
         self.all = content_at(source)
         kept = path.with_name(f"{path.stem}.{part}.jsonl")
         self._records = open_records(kept, settings)
-        header_now = header(settings["seed"], _area_of(settings))
+        header_now = header(settings["seed"])
         known = self.all["parts"].get(part, {}) if self.samples else {}
         self.mine: Record = {"notes": [], **known, **header_now, "settings": self._records.settings}
 
@@ -160,15 +151,9 @@ class ResultsFile:
 
 
 def settings_of(plan: Record, seed: int, tiny: bool) -> Record:
-    """What must agree for measurements to be put together: a part's plan, the engine, the machine."""
-    engine, dtype = digest(_area_of(plan))[:12], "float32" if tiny else "bfloat16"
-    return {**plan, "seed": seed, "engine": engine, "gpu": results.hardware(), "dtype": dtype}
-
-
-def _area_of(plan: Record) -> str:
-    """The code that a part measures."""
-    given = plan.keys() | plan.get("options", {}).keys()
-    return "engine, offloaded" if given & _OFFLOADED else on_this("engine")
+    """Returns what must agree for measurements to be put together: a part's plan, commit and machine."""
+    dtype = "float32" if tiny else "bfloat16"
+    return {**plan, "seed": seed, "commit": results.commit(), "gpu": results.hardware(), "dtype": dtype}
 
 
 def inflated_vocabulary(shape: str) -> int:

@@ -294,7 +294,7 @@ def main(words: Sequence[str] | None = None) -> None:
         check_writable(out)
     device = torch.device("cuda" if on_gpu else "cpu")
     start, size = time.perf_counter(), TINY if args.tiny else Size() if on_gpu else FEW_CORES
-    result = header(args.seed, "cpu attention") | {"cpu": processor(), "size": vars(size), "times": _TIMES}
+    result = header(args.seed) | {"cpu": processor(), "size": vars(size), "times": _TIMES}
     result["torch_held_to"] = {name: os.environ[name] for name in _HOLDS if name in os.environ}
     say(**result)
     pool = Pool(size, device, args.seed)

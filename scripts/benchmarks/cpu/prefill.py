@@ -102,4 +102,4 @@ def main(words: Sequence[str] | None = None) -> None:
         for context in args.contexts:
             rows.append({"dtype": dtype, **measure(target, context, args.rounds)})
             print(json.dumps(rows[-1]), flush=True)
-    write(out, {**header(args.seed, "engine on a CPU"), "threads": args.threads, "rows": rows})
+    write(out, {**header(args.seed), "threads": args.threads, "rows": rows})

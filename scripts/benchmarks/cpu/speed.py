@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
         timing = speed.Timing(list(METHODS), args.temperatures, args.new_tokens)
         speed.measure(engine, prompts, timing, results.Series(records, args.seed, done=done))
     result = {
-        **header(args.seed, "api on a CPU"),
+        **header(args.seed),
         "prompts": len(prompts),
         "options": {k: str(v) for k, v in engine.hierarchy.config.as_options().items()},
         "rows": speed.rows(records, args.context, args.new_tokens),

@@ -21,12 +21,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 
 from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, machine_of, parser, results_folder
-from scripts.benchmarks.common.results import Record, header, on_this, open_records, write
+from scripts.benchmarks.common.results import Record, header, open_records, write
 from scripts.benchmarks.exact.tables import rows_of
 from scripts.benchmarks.texts.grid import TimeLimit
 from triforce_tree import Engine, load
-from triforce_tree.eval.report.code_digest import digest
-from triforce_tree.eval.results import Records, hardware
+from triforce_tree.eval.results import Records, commit, hardware
 from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime.executor import free_memory
@@ -150,8 +149,7 @@ def main(words: Sequence[str] | None = None) -> int:
         results_folder(args.out, args.tiny) / f"bit_exact_{machine_of(torch.device(args.device))}.json"
     )
     settings = {name: getattr(args, name) for name in ("dtype", "prompt", "new", "tokens", "batch", "seed")}
-    area = on_this("api")
-    settings |= {"code": digest(area), "machine": hardware()}
+    settings |= {"commit": commit(), "machine": hardware()}
     records = open_records(path.with_suffix(".jsonl"), settings)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     complete = True
@@ -165,7 +163,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 def done(task: Any = task) -> None:
                     progress.advance(task)
                     rows = rows_of(records.all)
-                    write(path, header(args.seed, area) | {"settings": settings, "rows": rows})
+                    write(path, header(args.seed) | {"settings": settings, "rows": rows})
 
                 complete = comparison.measure(mode, done) and complete
     rows = rows_of(records.all)

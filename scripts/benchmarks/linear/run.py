@@ -162,7 +162,7 @@ def main(words: Sequence[str] | None = None) -> int:
     report = Report()
     in_shards(report, ["scripts.benchmarks", "linear", "--workers", str(args.workers)], args.workers)
     ceilings = measure_ceilings()
-    result = header(0, "linear") | {
+    result = header(0) | {
         "torch": torch.__version__, "triton": triton.__version__,
         "gpu": torch.cuda.get_device_name(), "read_bandwidth": ceilings.read_bandwidth,
         "checked": len(report.rows), "failed": report.failed, "cells": list(single(ceilings.read_bandwidth)),

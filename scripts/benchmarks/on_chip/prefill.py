@@ -171,7 +171,7 @@ def main(words: Sequence[str]) -> int:
     dtype = torch.float32 if args.tiny else torch.bfloat16
     torch.manual_seed(args.seed)
     peak = 0.0 if args.tiny else measure_ceilings().matmul_rate / 1e12
-    head = header(args.seed, "prefill") | {"matmul_tflops": peak}
+    head = header(args.seed) | {"matmul_tflops": peak}
     path, paths = results_folder(args.out, args.tiny) / PREFILL_FILE, usable(args.paths)
     rows, attention = [], []
     for shape in args.shapes:

@@ -10,7 +10,7 @@ import torch
 
 import triforce_tree
 from scripts.benchmarks.common.command import device_of, machine_of
-from scripts.benchmarks.common.results import Record, header, on_this
+from scripts.benchmarks.common.results import Record, header
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.loading.inflate import inflate_pair
 
@@ -61,7 +61,7 @@ class Setup:
         own = {"shape": self.shape, "new_tokens": args.new, "runs": args.runs, "text": args.text}
         by_process = self.machine == "cpu"
         own["seconds_of"] = "the process" if by_process else "the clock"
-        return header(args.seed, on_this("api")) | own
+        return header(args.seed) | own
 
 
 def compared(found: Sequence[list[Record]], timed: Sequence[str], place: Record) -> list[Record]:

@@ -28,7 +28,7 @@ from scripts.benchmarks.common.command import (
     parser,
     results_folder,
 )
-from scripts.benchmarks.common.results import Record, header, on_this, write
+from scripts.benchmarks.common.results import Record, header, write
 from triforce_tree import Engine
 from triforce_tree.eval.attention.timing import synchronize
 from triforce_tree.eval.text import token_ids
@@ -145,7 +145,7 @@ def main(words: Sequence[str]) -> int:
     text = Texts(args.texts).read(source)
     path = results_folder(args.out, args.tiny) / f"requests_{machine_of(device)}.json"
     rows: list[Record] = []
-    head = header(args.seed, on_this("api")) | {"text": source.name, "new_tokens": new, "runs": args.runs}
+    head = header(args.seed) | {"text": source.name, "new_tokens": new, "runs": args.runs}
     head["dtype"] = "fp32" if on_cpu else "bf16"
     for shape in [PAIR] if args.pair else args.shapes:
         if args.pair:

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import triforce_tree
 from scripts.benchmarks.common.command import parser
-from scripts.benchmarks.common.results import RESULTS, Record, header, on_this, write
+from scripts.benchmarks.common.results import RESULTS, Record, header, write
 from scripts.benchmarks.requests.tables import SAVED
 from triforce_tree.sessions.session import Session
 
@@ -122,7 +122,7 @@ def main(words: Sequence[str]) -> int:
             "ratio": own / other, "all_seconds": {way: seconds[way] for way in (ours, raw)},
         })  # fmt: skip
         print(rows[-1], flush=True)
-    head = header(args.seed, on_this("api"))
+    head = header(args.seed)
     write(out / SAVED, head | {"tokens": tokens, "runs": args.runs, "rows": rows})
     return 0
 

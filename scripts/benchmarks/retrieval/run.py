@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 import triforce_tree
 from scripts.benchmarks.common.command import parser
-from scripts.benchmarks.common.results import RESULTS, Record, header, on_this, write
+from scripts.benchmarks.common.results import RESULTS, Record, header, write
 from scripts.benchmarks.retrieval.tables import FILE
 from triforce_tree.eval import results, text
 from triforce_tree.eval.ablations import policies
@@ -99,7 +99,7 @@ def keep(out: Path, seed: int, fresh: list[Record]) -> None:
         key=lambda row: (*(row[k] for k in key[:4]), order.get((row["policy"], row["chunk"]), 99)),
     )
     place = "{model}, {context} tokens, budget {budget}, {text}".format(**fresh[0])
-    content["evaluated"][place] = header(seed, on_this("api"))
+    content["evaluated"][place] = header(seed)
     write(out, content)
     for row in fresh:
         print(

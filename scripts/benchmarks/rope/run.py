@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from scripts.benchmarks.cards.decode import decoded
 from scripts.benchmarks.common.command import parser, results_folder
 from scripts.benchmarks.common.long_texts import long_prompts
-from scripts.benchmarks.common.results import Record, header, on_this, rows_at, write
+from scripts.benchmarks.common.results import Record, header, rows_at, write
 from scripts.benchmarks.common.rope import TRAINED, use_yarn
 from scripts.benchmarks.rope.needles import found_share
 from scripts.benchmarks.rope.tables import FILE
@@ -125,7 +125,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 row |= _row(target, draft, tokenizer, ids, context, options, args)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-                write(path, header(args.seed, on_this("engine")) | {"rows": rows})
+                write(path, header(args.seed) | {"rows": rows})
     return 0
 
 

@@ -6,10 +6,10 @@
     python -m scripts.benchmarks series --device cpu --out results                  # what a CPU measures
     python -m scripts.benchmarks series --tiny --only exact workloads               # on any machine
 
-Each step is a command of its own, whose output goes to OUT/logs. What is done is kept in OUT/series.json with
-the digest of the code: the same command goes on with what is left, and begins anew what other code has
-measured. ``--out`` may hold the files of an earlier run. Results are copied to docs/results by hand. Exit
-code 1 where a step failed, 3 where some were left out: by the time limit, or for a file that they need.
+Each step is a command of its own, whose output goes to OUT/logs. OUT/series.json lists the steps that are
+done, each with its commit: the same command continues with the other steps, and repeats those of another
+commit. ``--out`` may hold the files of an earlier run. Results are copied to docs/results by hand. Exit
+code 1: a step failed. Exit code 3: steps were left out, by the time limit or for a file that they need.
 """
 
 import json
@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.common.command import parser, results_folder
-from scripts.benchmarks.common.results import Record, write
+from scripts.benchmarks.common.results import ROOT, Record, write
 from scripts.benchmarks.series.steps import GROUPS, Step
-from triforce_tree.eval.report.code_digest import ROOT, digest
+from triforce_tree.eval.results import commit
 
 STATE = "series.json"
 # A timed step is begun only if this many seconds are left, and is told to end so many before the limit.
@@ -55,7 +55,7 @@ class StepRunner:
         self.args, self.cards, self.console = args, cards, console
         self.out: Path = results_folder(args.out, args.tiny).resolve()
         self._deadline = time.perf_counter() + args.seconds if args.seconds else None
-        self._code = digest("api")
+        self._commit = commit()
         path = self.out / STATE
         self.state: Record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         left = [step for step in steps if not self._done(step)]
@@ -76,14 +76,14 @@ class StepRunner:
             self.console.print(f"{step.name}: not begun, it takes some {step.minutes:g} minutes")
         for step in self._lacking:
             self.console.print(f"{step.name}: left out, there is no {self.out / step.needs}")
-        codes = [self.state[name]["code"] for name in self.state if self.state[name]["digest"] == self._code]
+        codes = [known["code"] for known in self.state.values() if known["commit"] == self._commit]
         if any(code not in (0, _INCOMPLETE) for code in codes):
             return 1
         return _INCOMPLETE if self._waiting or self._lacking or _INCOMPLETE in codes else 0
 
     def _done(self, step: Step) -> bool:
         known = self.state.get(step.name, {})
-        return known.get("digest") == self._code and known["code"] == 0
+        return known.get("commit") == self._commit and known["code"] == 0
 
     def _work(self, card: int, alone: bool) -> None:
         """Take one step after another, until none fits the time left."""
@@ -134,7 +134,7 @@ class StepRunner:
         seconds = time.perf_counter() - start
         with _LOCK:
             self._running.discard(step.benchmark)
-            self.state[step.name] = {"digest": self._code, "code": code, "seconds": round(seconds, 1)}
+            self.state[step.name] = {"commit": self._commit, "code": code, "seconds": round(seconds, 1)}
             write(self.out / STATE, self.state)
         said = {0: "done", _INCOMPLETE: "ended by the time limit"}.get(code, f"failed with code {code}")
         self.console.print(f"{step.name}: {said} after {seconds:.0f} s; {log}")

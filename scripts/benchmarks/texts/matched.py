@@ -100,7 +100,7 @@ def main(words: Sequence[str] | None = None) -> int:
     os.environ |= {"TRIFORCE_TREE_CACHE": tempfile.mkdtemp(), "TRIFORCE_TREE_ESTIMATES": ""}
     engine = triforce_tree.load(device="cpu", dtype=torch.float32)
     content: Record = {
-        **header(args.seed, "api on a CPU"),
+        **header(args.seed),
         "new_tokens": args.new_tokens, "seeds": args.seeds, "missing": missing,
         "rows": [],
     }  # fmt: skip

@@ -208,7 +208,7 @@ def main(words: Sequence[str] | None = None) -> int:
         made.error(str(error))
     engine = triforce_tree.load(device="cpu", dtype=torch.float32)
     content = {
-        **header(args.seed, "api on a CPU"),
+        **header(args.seed),
         "context": args.context, "positions": args.positions, "missing": missing,
         "options": {k: str(v) for k, v in engine.hierarchy.config.as_options().items()}, "accepted": [],
     }  # fmt: skip

@@ -152,7 +152,7 @@ def main(words: list[str]) -> int:
     apart = (len(text) - options.context) // options.prompts
     prompts = [text[apart * i :][: options.context] for i in range(options.prompts)]
     content: results.Record = {
-        **results.header(0, results.on_this("engine")),
+        **results.header(0),
         "processor": processor(),
         "text": "pydoc topics",
         "context": options.context,

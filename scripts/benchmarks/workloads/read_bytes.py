@@ -105,7 +105,7 @@ def main(words: Sequence[str]) -> int:
         return done.returncode
     rows = rows_of(done.stdout)
     path = results_folder(args.out, tiny=False) / FILE.format(machine_of(device))
-    write(path, header(args.seed, "attention", "blocks") | {"heads": "32/8 x 128", "rows": rows})
+    write(path, header(args.seed) | {"heads": "32/8 x 128", "rows": rows})
     print(*rows, sep="\n")
     return 0
 

@@ -32,10 +32,6 @@ from triforce_tree.loading.inflate import inflate_pair
 _TINY_SCALE = 0.005
 
 
-# Areas of the code that a part's figures depend on.
-AREAS = {workloads.ATTENTION: ("attention", "blocks"), workloads.DECODING: ("engine", "branching")}
-
-
 def rows_of(part: str, records: Records) -> list[Record]:
     """Of one part."""
     made = machine.of_attention if part == workloads.ATTENTION else machine.of_decoding
@@ -48,14 +44,14 @@ class Part:
     Args:
         path: of the file; measurements lie beside it.
         name: attention or decoding.
-        settings: measurements made with others, or by other code, are dropped.
+        settings: measurements of other settings or of another commit are dropped.
     """
 
     def __init__(self, path: Path, name: str, settings: Record) -> None:
         self._path, self._name = path, name
-        own = header(settings["seed"], *AREAS[name])
+        own = header(settings["seed"])
         kept = path.with_name(f"{path.stem}.{name}.jsonl")
-        self.records = open_records(kept, settings | {"code": own["code"]})
+        self.records = open_records(kept, settings | {"commit": own["commit"]})
         content = content_at(path)
         self._head = {"parts": content["parts"] | {name: own | settings}}
         self._others = [row for row in content["rows"] if row["part"] != name]

@@ -12,7 +12,6 @@ raised.
 """
 
 import argparse
-import hashlib
 import json
 import sys
 from collections import Counter
@@ -33,21 +32,13 @@ from scripts.checks.models.outcomes import BAD, Row
 from scripts.checks.models.paths import PATHS
 from scripts.checks.models.sample import SAMPLE
 from scripts.checks.report import last_line, parser
-from triforce_tree.eval.report.code_digest import code_alone
 from triforce_tree.runtime.files.writable import check_writable
 
 FILE = "models.json"
-_ZOO = Path(workers.__file__).parent
-
-
-def zoo_digest() -> str:
-    """Of the code that makes and tries the models."""
-    parts = (code_alone(path.name, path.read_bytes()) for path in sorted(_ZOO.glob("*.py")))
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 class File:
-    """The results file; rows of other code, models or versions are dropped.
+    """The results file; rows of another commit, of other versions or another device are dropped.
 
     Args:
         path: where it is.
@@ -60,14 +51,14 @@ class File:
 
     def __init__(self, path: Path, device: str, keep: bool = False) -> None:
         self.path = check_writable(path)
-        self.head: dict[str, Any] = header(0, "api") | {"models": zoo_digest(), "device": device}
+        self.head: dict[str, Any] = header(0) | {"device": device}
         self.rows: dict[tuple[str, str, str], Row] = {}
         self.dropped, self.older = 0, set[tuple[str, str, str]]()
         if path.exists() and path.stat().st_size:
             held = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(held, dict) or "rows" not in held:
                 raise SystemExit(f"{path} is no results file of this command; give another path")
-            same = all(held.get(name) == self.head[name] for name in ("code", "models", "versions", "device"))
+            same = all(held.get(name) == self.head[name] for name in ("commit", "versions", "device"))
             rows = [Row.from_dict(row) for row in held["rows"]]
             alike = all(held.get(name) == self.head[name] for name in ("versions", "device"))
             if keep and alike and not same:

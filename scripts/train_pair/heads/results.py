@@ -19,7 +19,7 @@ def add(path: Path, seed: int, result: dict[str, Any]) -> None:
     """Write the figures of a training into a results file, in place of an earlier one of the same kind."""
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     others = [row for row in rows if row["kind"] != result["kind"]]
-    write(path, header(seed, "heads") | {"rows": [*others, result]})
+    write(path, header(seed) | {"rows": [*others, result]})
 
 
 def _beside_draft(content: Record) -> list[Record]:

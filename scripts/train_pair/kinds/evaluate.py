@@ -151,7 +151,7 @@ def main(words: Sequence[str] | None = None) -> None:
             rows.append({"kind": source.kind, "text": source.name, **row})
             print(rows[-1], flush=True)
     settings = {"windows": args.windows, "rows": args.rows, "new": args.new, "context": CONTEXT}
-    write(args.out, header(args.seed, "texts") | {"settings": settings, "drafts": [*drafts], "rows": rows})
+    write(args.out, header(args.seed) | {"settings": settings, "drafts": [*drafts], "rows": rows})
 
 
 if __name__ == "__main__":

@@ -45,8 +45,7 @@ def test_steps_are_run_once_and_failed_ones_again(script: Any, tmp_path: Path) -
     assert "No module named" in log
     again = _series(script, tmp_path, steps)
     assert [waiting.name for waiting in again._waiting] == ["bad"]
-    # Another digest: the figures are of older code.
-    state["good"]["digest"] = "0"
+    state["good"]["commit"] = "0"
     (tmp_path / "series.json").write_text(json.dumps(state))
     assert len(_series(script, tmp_path, steps)._waiting) == 2
 
@@ -93,7 +92,7 @@ def test_steps_write_every_published_file(script: Any) -> None:
     assert measured == {
         step.words.split()[1] for step in steps if step.words.startswith("scripts.benchmarks")
     }
-    assert measured == known.keys() - {"tables", "series", "remeasure", "texts"}
+    assert measured == known.keys() - {"tables", "series", "texts"}
     files = {path.name for path in RESULTS.glob("*.json")}
     unwritten = {file for file in files if not any(step.writes(file) for step in steps)}
     assert unwritten == _BY_HAND.keys()

@@ -1,6 +1,5 @@
 """The options of ``bench``; nothing here imports torch, as in ``cli.arguments``."""
 
-import argparse
 from typing import Any
 
 from triforce_tree.cli.bench.machine import arguments as machine
@@ -58,15 +57,6 @@ def add(commands: Any) -> None:
         _public(kinds, name, what, task)
     machine.add(kinds)
     _paper(kinds)
-    _verify(kinds)
-    report = add_parser(
-        commands,
-        "report",
-        "triforce_tree.cli.bench.report",
-        "Write FOLDER/report.html from the results files of bench --out in a folder: tables, plots and all "
-        "measurements in one file.",
-    )
-    report.add_argument("folder", help="with .jsonl files of bench --out")
 
 
 def _text(kinds: Any) -> None:
@@ -191,31 +181,6 @@ def _paper(kinds: Any) -> None:
     add_text_source(parser)
     add_models(parser)
     add_hierarchy(parser)
-
-
-def _verify(kinds: Any) -> None:
-    parser = add_parser(
-        kinds,
-        "verify",
-        "triforce_tree.cli.bench.verify",
-        "Run the command of a results file again on this machine, and show its figures beside one's own. A "
-        ".json file of docs/results is measured by the scripts of the checkout that holds it.",
-    )
-    parser.add_argument("results", help="file of bench --out, or a .json file of docs/results")
-    mine = parser.add_mutually_exclusive_group()
-    mine.add_argument("--mine", metavar="FILE", help="one's own results, instead of measuring")
-    mine.add_argument(
-        "--out", help="where one's own results are kept: a JSON-lines file, or a folder for a .json file"
-    )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ...; without it, that of the command")
-    parser.add_argument(
-        "--extra",
-        nargs=argparse.REMAINDER,
-        default=[],
-        metavar="WORD",
-        help="all that follows is added to the command, where it replaces the same options, to measure fewer "
-        "cells: --extra --contexts 4096",
-    )
 
 
 def _needle(kinds: Any) -> None:

@@ -5,22 +5,23 @@ from collections.abc import Callable, Sequence
 
 from rich.progress import Progress, TaskID
 
+import triforce_tree
 from triforce_tree.cli.console import Interrupt, earlier_step, plain_table, results, screen, step
-from triforce_tree.eval.report import write
-from triforce_tree.eval.report.code_digest import digest
+from triforce_tree.eval import results as results_files
+from triforce_tree.eval.report.beside import write_beside
 from triforce_tree.eval.report.tables import Table, tables
-from triforce_tree.eval.results import Record, Records, Series, hardware
+from triforce_tree.eval.results import Record, Records, Series, commit, hardware
 
 
 def records_of(args: argparse.Namespace, settings: Record) -> Records:
-    """The results of this run, or of the one that it continues: same settings, code and machine.
+    """The results of this run, or of the one that it continues: same settings, commit and machine.
 
     Raises:
         ValueError: ``--out`` belongs to another run.
         OSError: it cannot be written.
     """
-    same = {"code": digest("api"), "hardware": hardware()}
-    return Records(args.out, {**settings, **same}, write.about(args.seed, list(args.words)))
+    same = {"version": triforce_tree.__version__, "commit": commit(), "hardware": hardware()}
+    return Records(args.out, {**settings, **same}, results_files.header(args.seed))
 
 
 def series_of(
@@ -51,9 +52,8 @@ def finish(args: argparse.Namespace, records: Records, interrupted: bool) -> int
     """Show the tables, write them beside the results file; the exit code."""
     show(args, tables(records))
     if records.path is not None:
-        written = write.write_beside(records.path, records)
-        if getattr(args, "kept", True):  # not by bench verify, which may measure into a temporary folder
-            screen().print(f"written: {', '.join(map(str, [records.path, *written]))}")
+        written = write_beside(records.path, records)
+        screen().print(f"written: {', '.join(map(str, [records.path, *written]))}")
     if interrupted:
         left = "; the same command continues from here" if records.path is not None else ""
         screen().print(f"ended by Ctrl-C after {len(records.all)} measurements{left}")
