@@ -131,11 +131,6 @@ class Engine:
         return other
 
     @property
-    def asked(self) -> tuple[HierarchyConfig, frozenset[str]]:
-        """The settings before the device's defaults, and the names of those that were given."""
-        return self._config, self._given
-
-    @property
     def _reuse(self) -> Reuse:
         return "all" if self._in_session else "chunks" if self._config.prefix_cache else "none"
 

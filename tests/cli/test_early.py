@@ -120,7 +120,6 @@ CASES: dict[str, tuple[list[str], str]] = {
     "gguf without a folder": (["generate", "TEXT", "--gguf-file", "m.gguf"], "needs a target"),
     "out": (["bench", "text", "--out", "/nowhere/x.jsonl"], "its folder is missing"),
     "out of a folder": (["bench", "needle", "--out", "FOLDER"], "is not an ordinary file"),
-    "picture": (["explain", "TEXT", "--png", "tree.xyz"], "names no image format"),
     "plot": (["bench", "needle", "--plot", "/nowhere/m.png"], "its folder is missing"),
     "no saved chat": (["chat", "--load", "/nowhere"], "no such folder: '/nowhere'"),
     "two beginnings": (["chat", "--load", "FOLDER", "--file", "TEXT"], "leave out --file and --system"),

@@ -96,7 +96,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
-WRITTEN = re.compile(r"(?:> |--out |--plot |--png |\.save\(\")(?!docs/|texts\.json)([a-z][\w./-]*)")
+WRITTEN = re.compile(r"(?:> |--out |--plot |\.save\(\")(?!docs/|texts\.json)([a-z][\w./-]*)")
 
 
 def test_what_commands_write_into_a_checkout_is_ignored_by_git() -> None:

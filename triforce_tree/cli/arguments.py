@@ -84,15 +84,14 @@ def _explain(subparsers: Any) -> None:
     parser = add_parser(
         subparsers,
         "explain",
-        "triforce_tree.cli.explain.run",
+        "triforce_tree.cli.explain",
         "Continue a text, and show which passes were chosen and why: acceptance by level, depth and rank, "
-        "the time of each stage beside its roofline, what other choices would cost, and a drafted tree.",
+        "the time of each stage, what other choices would cost, where tokens came from, and a drafted tree.",
     )
     add_prompt(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="most tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
-    parser.add_argument("--png", metavar="FILE", help="also draw the last tree; needs matplotlib")
     add_models(parser)
     add_hierarchy(parser)
 

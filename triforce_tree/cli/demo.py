@@ -25,9 +25,8 @@ from triforce_tree.cli.console import (
     results,
     screen,
 )
-from triforce_tree.decoding.explain.drawing import as_lines
 from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds
-from triforce_tree.decoding.explain.tally import Node
+from triforce_tree.decoding.explain.tally import Node, as_lines
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending

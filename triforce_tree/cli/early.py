@@ -51,8 +51,6 @@ def generate(args: argparse.Namespace) -> None:
 
 def explain(args: argparse.Namespace) -> None:
     check_sampling_options({"temperature": args.temperature})
-    if args.png is not None:
-        check_picture("--png", args.png)
     _prompt(args)
 
 

@@ -1,14 +1,12 @@
-"""``Engine.explain``: one prompt continued, and told which passes were chosen and why."""
+"""``Engine.explain``: continues one prompt, and says which passes were chosen and why."""
 
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.explain.explanation import Explanation, explained
-from triforce_tree.decoding.explain.reasons import reasons
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.inputs import Inputs, prompt_of
 from triforce_tree.runtime.stats import Progress
@@ -20,10 +18,6 @@ class Explained(Protocol):
 
     hierarchy: Hierarchy
     tokenizer: PreTrainedTokenizerBase | None
-
-    @property
-    def asked(self) -> tuple[HierarchyConfig, frozenset[str]]:
-        """The settings before the device's defaults, and the names of those that were given."""
 
     def program(
         self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None
@@ -39,15 +33,8 @@ def explanation_of(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Continue one prompt, and tell which passes were chosen and why.
+    """Continue one prompt, and say which passes were chosen and why.
 
     Args:
         progress: called with numbers of prompt tokens as they are prefilled.
     """
-    target, to_probs = engine.hierarchy.target, ProbsFromLogits.at(temperature)
-    prompt = prompt_of(target, engine.tokenizer, inputs)
-    with engine.program([prompt], max_new_tokens, to_probs) as program:
-        why = reasons(program, *engine.asked, len(prompt))
-        return explained(
-            program, to_probs, prompt, max_new_tokens, seed, engine.tokenizer, progress, reasons=why
-        )

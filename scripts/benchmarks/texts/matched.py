@@ -20,7 +20,8 @@ from scripts.benchmarks.common.results import RESULTS, Record, header, rounded, 
 from scripts.benchmarks.texts.command import chosen_sources
 from scripts.benchmarks.texts.matched_tables import MATCHED
 from triforce_tree import Engine
-from triforce_tree.decoding.explain.explanation import Explanation, explained
+from triforce_tree.decoding.explain.explanation import MATCHED_PASSES, Explanation, explained
+from triforce_tree.decoding.explain.tally import MATCHED_TOKENS
 from triforce_tree.eval.text import token_ids
 from triforce_tree.eval.texts.registry import Texts, prompts
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -43,14 +44,12 @@ def row_of(found: Sequence[Explanation]) -> Record:
     """Counts of all these texts together."""
     made, tokens = sum(sum(one.passes.values()) for one in found), sum(one.new_tokens for one in found)
     row: Record = {"passes": made, "new_tokens": tokens, "tokens_per_pass": rounded(tokens / made)}
-    matched = [one.matched for one in found if one.matched is not None]
-    if matched:
-        row["matched_passes"] = passes = sum(one.passes for one in matched)
-        row["tokens_per_matched_pass"] = (
-            rounded(sum(one.tokens for one in matched) / passes) if passes else None
-        )
-    ms = {stage.stage: stage.ms for stage in found[0].stages}
-    if ms:
+    depths = [depth for one in found for depth in one.acceptance.get(MATCHED_TOKENS, ())]
+    if any("lookup" in tree for tree in found[0].trees):
+        row["matched_passes"] = passes = sum(one.passes.get(MATCHED_PASSES, 0) for one in found)
+        accepted = sum(depth.accepted.total() for depth in depths)
+        row["tokens_per_matched_pass"] = rounded(1 + accepted / passes) if passes else None
+    if ms := found[0].stages:
         row["costs"] = {name: rounded(value / ms["plain"]) for name, value in ms.items()}
     return row
 

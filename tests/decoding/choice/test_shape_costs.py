@@ -123,5 +123,5 @@ def test_an_explanation_lists_the_shapes() -> None:
     found = explained(program, GREEDY, PROMPTS[0], 12, 0)
     assert found.trees == ["best-first:3,2,1", *OTHERS]
     assert {"2 levels", "2 levels, tree 2", "2 levels, tree 3"} <= {choice.kind for choice in found.choices}
-    assert {"draft", "draft/1", "draft/2", "target_tree/2"} <= {stage.stage for stage in found.stages}
+    assert {"draft", "draft/1", "draft/2", "target_tree/2"} <= found.stages.keys()
     assert found.as_dict()["options"]["other_trees"] == list(OTHERS)

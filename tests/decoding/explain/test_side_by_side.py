@@ -20,8 +20,8 @@ from tests.support.models.program_cases import (
 )
 from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.cli.console import LevelText
-from triforce_tree.decoding.explain.origins import OriginTally
 from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds
+from triforce_tree.decoding.explain.tally import OriginTally
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import RetrievalVerifyStage, TreeVerifyStage

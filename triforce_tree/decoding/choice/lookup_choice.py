@@ -36,11 +36,6 @@ class LookupAcceptance:
         accepted, judged = self._tokens[match_class(match)]
         return accepted / judged
 
-    @property
-    def by_class(self) -> dict[int, float]:
-        """:meth:`of` the matches of each class, by the fewest tokens that they have in common."""
-        return {least: accepted / judged for least, (accepted, judged) in self._tokens.items()}
-
     def count(self, match: Match, most: int) -> int:
         """How many tokens to propose."""
         if not match.common:

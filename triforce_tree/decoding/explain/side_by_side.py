@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from triforce_tree.decoding.explain.origins import MATCHED, OriginTally
-from triforce_tree.decoding.explain.tally import AcceptanceTally, Node
+from triforce_tree.decoding.explain.tally import MATCHED, AcceptanceTally, Node, OriginTally
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending

@@ -1,11 +1,13 @@
-"""Acceptance by level, depth and sibling rank, counted from the paths that the verifying stages accept."""
+"""Counts of one sequence stage by stage: acceptance, drafted trees, and what proposed each token."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import ChainVerifyStage, RetrievalVerifyStage, TreeVerifyStage
 from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.kernels.step.accept import FIXED
 
 LEVELS = {
@@ -15,8 +17,10 @@ LEVELS = {
     "target_tree": "target, trees",
 }
 """The name of a verifying stage in an explanation."""
-MATCHED = "target, matched tokens"
-"""The same of those that verify matched tokens."""
+MATCHED_TOKENS = "target, matched tokens"
+"""The name of a stage that verifies matched tokens."""
+MATCHED = SuffixMatching.name
+"""The origin of matched tokens, both where they replace a tree and where they are verified beside one."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Node:
 
 @dataclass
 class DepthCounts:
-    """Verifications that reached a depth with proposed tokens there, and accepted ones by sibling rank."""
+    """How many verifications reached a depth with proposed tokens, and accepted ones by sibling rank."""
 
     tried: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
@@ -82,7 +86,7 @@ class AcceptanceTally:
             # The root's token is not a proposal.
             seen[parent] += int(node > 0 and tokens[node] >= 0)
         matched = bool(shape) and self._program.shapes[int(shape)].matched
-        depths = self.depths.setdefault(MATCHED if matched else LEVELS[name], [])
+        depths = self.depths.setdefault(MATCHED_TOKENS if matched else LEVELS[name], [])
         for depth, node in enumerate(path):
             if not seen[node] or depth >= judged.tree.depth:
                 break
@@ -113,3 +117,78 @@ def draw_probabilities(tree: TokenTree) -> list[float]:
         else 1.0
         for token, parent, row in zip(tokens, parents, rows, strict=True)
     ]
+
+
+class OriginTally:
+    """Names what first proposed each committed token of one sequence: a level, or ``MATCHED``.
+
+    Call it after each stage, before the next one runs; it waits for the device. A token of the drafter's that
+    all levels which judged it accepted is the drafter's, and a matched one that is no node of its tree
+    ``MATCHED``; one that the retrieval level added, runner-ups included, and the target accepted is the
+    retrieval level's; the last token of every pass is the target's own.
+
+    Args:
+        program: of one sequence.
+
+    Attributes:
+        names: ``MATCHED``, or of levels as in :class:`~triforce_tree.runtime.stats.LevelStats`, one for each
+            token committed so far. The last pass may have committed more tokens than the sequence was to
+            have.
+    """
+
+    def __init__(self, program: DecodingProgram) -> None:
+        self._program = program
+        self._drafter = program.drafter.name if program.drafter is not None else ""
+        self._chain: list[str] = []
+        self.names: list[str] = []
+
+    def __call__(self, stage: str) -> None:
+        # Stages of other shapes of trees: ``draft/1``.
+        name, _, number = stage.partition("/")
+        if name == "draft":
+            return
+        judged = self._program.stage(stage)
+        acceptance = self._program.acceptance(stage)
+        nodes = acceptance.path[0, 1 : int(acceptance.counts[0])].tolist()
+        if isinstance(judged, RetrievalVerifyStage):
+            self._chain += [*self._of_tree(nodes, int(number or 0)), "retrieval"]
+            return
+        if isinstance(judged, ChainVerifyStage):
+            for node in nodes:
+                if (drafted := judged.laid_out.origin(node)) is not None:
+                    self.names += self._of_tree([drafted], 0)
+                else:
+                    # Nodes between the chain and that tree are runner-ups, which the retrieval level drew.
+                    chained = node <= judged.state.max_draft_tokens
+                    self.names.append(self._chain[node - 1] if chained else "retrieval")
+        else:
+            self.names += self._of_tree(nodes, int(number or 0))
+        self.names.append("target")
+        self._chain = []
+
+    def _of_tree(self, nodes: Sequence[int], number: int) -> list[str]:
+        """What proposed nodes of a tree of this shape."""
+        shape = self._program.shapes[number]
+        return [MATCHED if shape.matched or node >= shape.tree_nodes else self._drafter for node in nodes]
+
+
+def as_lines(tree: Sequence[Node], words: Sequence[str]) -> list[str]:
+    """One line for each node, below its parent; accepted nodes are marked."""
+    children: dict[int, list[int]] = {}
+    for number, node in enumerate(tree):
+        children.setdefault(node.parent, []).append(number)
+    lines: list[str] = []
+
+    def add(number: int, indent: str, last: bool) -> None:
+        node = tree[number]
+        branch = "" if node.parent < 0 else indent + ("└─ " if last else "├─ ")
+        shown = f"{words[number]!r}" + ("" if node.parent < 0 else f"  {node.probability:.2f}")
+        lines.append(f"{branch}{shown}{'  accepted' if node.accepted and node.parent >= 0 else ''}")
+        below = children.get(number, [])
+        inner = "" if node.parent < 0 else indent + ("   " if last else "│  ")
+        for child in below:
+            add(child, inner, child == below[-1])
+
+    if tree:
+        add(0, "", True)
+    return lines

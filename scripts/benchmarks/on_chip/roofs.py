@@ -1,4 +1,4 @@
-"""The least time that stages of decoding can take on this device."""
+"""The least time that stages of decoding can take on this device, by the bytes that they read."""
 
 from collections.abc import Sequence
 
