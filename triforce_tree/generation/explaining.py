@@ -38,3 +38,7 @@ def explanation_of(
     Args:
         progress: called with numbers of prompt tokens as they are prefilled.
     """
+    to_probs = ProbsFromLogits.at(temperature)
+    prompt = prompt_of(engine.hierarchy.target, engine.tokenizer, inputs)
+    with engine.program([prompt], max_new_tokens, to_probs) as program:
+        return explained(program, to_probs, prompt, max_new_tokens, seed, engine.tokenizer, progress)
