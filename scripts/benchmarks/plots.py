@@ -10,7 +10,7 @@ import matplotlib
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import Record, rows_of
-from scripts.benchmarks.on_chip.tables import ABLATIONS_FILE, FILE, HEADLINES, STAGES, setting
+from scripts.benchmarks.on_chip.tables import FILE, HEADLINES, STAGES
 from scripts.benchmarks.texts import tables as texts
 
 matplotlib.use("Agg")
@@ -68,16 +68,6 @@ def levels(axis: Any, rows: list[Record]) -> None:
     axis.legend(fontsize=7)
 
 
-def ablations(axis: Any, rows: list[Record]) -> None:
-    """Speed-up of each change of one setting."""
-    colours = ["C1" if not r["setting"] else "C0" for r in rows]
-    axis.barh(range(len(rows)), [r["speedup"] or 0.0 for r in rows], color=colours)
-    axis.set_yticks(range(len(rows)), [setting(r["setting"]) for r in rows], fontsize=7)
-    axis.invert_yaxis()
-    axis.set_xlabel("speed-up over plain decoding")
-    axis.set_title(rows[0]["shape"], fontsize=9)
-
-
 def tree_attention(axis: Any, rows: list[Record]) -> None:
     """Percent of the roof, ours beside the peers."""
     names = ["ours", *(name for name in attention.SHORT if any(name in row["peers"] for row in rows))]
@@ -101,7 +91,6 @@ PLOTS: dict[str, tuple[str, Callable[[Record], list[Record]], tuple[float, float
         FILE, lambda c: sorted(rows_of(c, "lengths"), key=lambda r: r["context"]), (7, 4, 0), lengths
     ),
     "on_chip_levels": (FILE, lambda c: rows_of(c, *HEADLINES), (9, 2, 0.5), levels),
-    "ablations_h200": (ABLATIONS_FILE, lambda c: c["rows"], (6, 1.5, 0.28), ablations),
     "tree_attention_h200": (attention.FILE, lambda c: c["rows"], (11, 4.5, 0), tree_attention),
     **texts.PLOTS, **cards.PLOTS,
 }  # fmt: skip

@@ -14,15 +14,12 @@ class Benchmark(NamedTuple):
         about: what it measures.
         writes: name of its file in docs/results; "" where it writes none there.
         to_file: ``--out`` names a file, not a folder.
-        once: what it measures settled a choice or checked something at a time; it is repeated where that is
-            in question, not after each change of the code.
     """
 
     module: str
     about: str
     writes: str = ""
     to_file: bool = False
-    once: bool = False
 
     def wrote(self, file: str) -> bool:
         """Whether a results file of this name is one of it."""
@@ -41,12 +38,6 @@ BENCHMARKS = {
         "benchmarks.on_chip.run",
         "decoding on one GPU, 122,880 tokens: docs/measurements.md",
         "on_chip_h200.json",
-    ),
-    "ablations": Benchmark(
-        "benchmarks.on_chip.ablations",
-        "the same with one setting at a time changed, which defaults were chosen by",
-        "ablations_h200.json",
-        once=True,
     ),
     "prefill": Benchmark(
         "benchmarks.on_chip.prefill",
@@ -88,30 +79,10 @@ BENCHMARKS = {
         "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",
         "real_model_{machine}.json",
     ),
-    "trees": Benchmark(
-        "benchmarks.texts.trees",
-        "token trees beside chains of equal cost, by kind of text",
-        "trees.json",
-        to_file=True,
-        once=True,
-    ),
-    "matched": Benchmark(
-        "benchmarks.texts.matched",
-        "tokens a pass with matched tokens and without, by kind of text: docs/drafters.md",
-        "matched.json",
-        to_file=True,
-        once=True,
-    ),
     "offload": Benchmark(
         "benchmarks.offload.run",
         "decoding with the cache in host memory: docs/offloading.md",
         "offload_h200.json",
-    ),
-    "pieces": Benchmark(
-        "benchmarks.offload.pieces",
-        "offloaded passes as CUDA graphs in pieces beside direct calls: docs/offloading.md",
-        "pieces_h200.json",
-        once=True,
     ),
     "parallel": Benchmark(
         "benchmarks.offload.parallel",
@@ -123,12 +94,6 @@ BENCHMARKS = {
         "stages on several cards, a text split by position or by heads; --texts: whole decoding",
         "sequence_parallel_h200x2.json",
     ),
-    "rope": Benchmark(
-        "benchmarks.rope.run",
-        "the embedded pair at more positions, with YaRN: docs/several_cards.md",
-        "rope_{machine}.json",
-        once=True,
-    ),
     "tree_attention": Benchmark(
         "benchmarks.attention.run",
         "tree attention beside its peers; --check: the gate",
@@ -138,12 +103,6 @@ BENCHMARKS = {
         "benchmarks.workloads.run",
         "texts that branch, as DeFT, FastTree and PAT build them: docs/branching.md",
         "tree_workloads_{machine}.json",
-    ),
-    "workload_bytes": Benchmark(
-        "benchmarks.workloads.read_bytes",
-        "KV bytes that attention over them reads, counted by Nsight Compute: docs/branching.md",
-        "tree_workload_bytes_{machine}.json",
-        once=True,
     ),
     "exact": Benchmark(
         "benchmarks.exact.run",
@@ -155,13 +114,6 @@ BENCHMARKS = {
         "few-row linear layers: check, time, compare; --quick: less",
         "linear_h200.json",
         to_file=True,
-    ),
-    "host_attention": Benchmark(
-        "benchmarks.cpu.host_attention",
-        "attention on the CPU, alone and beside the bus",
-        "host_attention_{machine}.json",
-        to_file=True,
-        once=True,
     ),
     "cpu": Benchmark(
         "benchmarks.cpu.speed",
@@ -175,32 +127,16 @@ BENCHMARKS = {
         "cpu_prefill.json",
         to_file=True,
     ),
-    "retrieval": Benchmark(
-        "benchmarks.retrieval.run",
-        "overlap of level 1 with the target by retrieval policy: docs/retrieval.md",
-        "retrieval_policies.json",
-        to_file=True,
-        once=True,
-    ),
-    "verification": Benchmark(
-        "benchmarks.verification.run",
-        "tokens that traversal verification accepts beside node by node: docs/losslessness.md",
-        "verification.json",
-        to_file=True,
-        once=True,
-    ),
     "pair": Benchmark(
         "train_pair.evaluate",
         "what the embedded pair can do: needles, loss, overlaps",
         "pair.json",
         to_file=True,
-        once=True,
     ),
     "kernels_by_arch": Benchmark(
         "checks.kernels_by_arch",
         "compiles every kernel for GPUs not at hand",
         "kernels_by_arch.json",
         to_file=True,
-        once=True,
     ),
 }

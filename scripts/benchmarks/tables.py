@@ -20,15 +20,9 @@ from scripts.benchmarks.offload import tables as offload
 from scripts.benchmarks.on_chip import tables as on_chip
 from scripts.benchmarks.registry import BENCHMARKS
 from scripts.benchmarks.requests import tables as requests
-from scripts.benchmarks.retrieval import tables as retrieval
-from scripts.benchmarks.rope import tables as rope
-from scripts.benchmarks.texts import matched_tables
 from scripts.benchmarks.texts import tables as texts
-from scripts.benchmarks.verification import tables as verification
 from scripts.benchmarks.workloads import tables as workloads
 from scripts.checks.models import table as models_table
-from scripts.train_pair.heads import results as heads
-from scripts.train_pair.kinds import results as kinds
 from triforce_tree.runtime.files.replacing import replace_file
 
 RESULTS = ROOT / "docs" / "results"
@@ -41,8 +35,11 @@ def held(file: str) -> Record | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-# What files hold that no benchmark of the registry writes.
-_OTHERS: dict[str, str] = {}
+# What the files hold that no benchmark of the registry writes.
+_OTHERS = {
+    "models.json": "every class of transformers on every path, on a CPU: scripts.checks.models",
+    "models_gpu.json": "the same with captured graphs on a GPU",
+}
 
 
 def files(_: Record) -> str:
@@ -56,18 +53,27 @@ def files(_: Record) -> str:
             ", ".join(dict.fromkeys(str(run[name]) for run in runs if run.get(name)))
             for name in ("commit", "date", "hardware")
         )
-        lines.append(
-            [f"[{path.name}]({path.name})", about[0] if about else _OTHERS.get(path.name, ""), *columns]
-        )
+        lines.append([f"[{path.name}]({path.name})", about[0] if about else _OTHERS[path.name], *columns])
     return grid(["file", "what it measures", "commit", "date", "hardware"], lines, 5)
 
 
+def notes(_: Record) -> str:
+    """Returns a line for each note of docs/log, the newest first."""
+    lines = []
+    for path in sorted((ROOT / "docs" / "log").glob("2*.md"), reverse=True):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        question, _, date = title.rpartition(" (")
+        lines.append(f"- {date.rstrip(')')}: [{question}]({path.name})\n")
+    return "".join(lines)
+
+
 TABLES = {
+    "log": Table(on_chip.FILE, notes, ""),
     "files": Table(on_chip.FILE, files, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
-    **models_table.TABLES, **texts.TABLES, **matched_tables.TABLES, **retrieval.TABLES, **verification.TABLES,
-    **requests.TABLES, **workloads.TABLES, **heads.TABLES, **cards.TABLES, **exact.TABLES,
-    **rope.TABLES, **kinds.TABLES, **front.TABLES,
+    **models_table.TABLES, **texts.TABLES,
+    **requests.TABLES, **workloads.TABLES, **cards.TABLES, **exact.TABLES,
+    **front.TABLES,
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 The values of the tensors do not matter, and their sizes only as far as the choice looks at them.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -59,15 +58,6 @@ def variants(device: Device) -> Iterator[Variant]:
         yield from always()
     for launches in (prefill.launches(), query_blocks.launches(WIDTHS)):
         yield from (Variant(*each) for each in launches)
-
-
-def digest(device: Device) -> str:
-    """Of all choices for a GPU: another one means that results were made with other tiles."""
-    found: list[object] = [variant.name for variant in variants(device)]
-    for (dim, value_dim), queries, size in product(WIDTHS, QUERIES, (2, 4)):
-        found += [choose_attention(queries * group, dim, size, device, value_dim) for group in (1, 4)]
-    found += linears.choices(device)
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 def _ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -33,7 +33,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from scripts.benchmarks.common.results import header, write
-from scripts.checks.kernel_variants import digest, variants
+from scripts.checks.kernel_variants import variants
 from scripts.checks.report import last_line, parser
 from triforce_tree.eval.results import Records
 from triforce_tree.kernels.device import KNOWN, Device, emulated
@@ -241,9 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     kernels = summary(rows)
     wrong = list(faults(kernels))
     if args.out and part:
-        choices = {arch: digest(KNOWN[arch]) for arch in args.arch}
-        result = header(0) | {"triton": triton.__version__, "choices": choices}
-        write(args.out, result | {"kernels": kernels})
+        write(args.out, header(0) | {"triton": triton.__version__, "kernels": kernels})
         part.unlink()
     for line in wrong:
         print(line)

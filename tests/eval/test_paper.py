@@ -2,14 +2,13 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.models.families import prompt_of, tiny
-from triforce_tree.eval.paper import archived, attention, plan, plots, published, tables, values
+from triforce_tree.eval.paper import attention, plan, plots, published, tables, values
 from triforce_tree.eval.paper.plan import HERE, Line, Sizes
 from triforce_tree.eval.report import plots as report_plots
 from triforce_tree.eval.report import tables as report_tables
@@ -146,20 +145,6 @@ def test_attention_of_the_top_tokens() -> None:
         torch.testing.assert_close(torch.tensor([one[number] for one in kept]), share)
     assert attention.sees_everything(target)
     assert not attention.sees_everything(tiny("mistral-window"))
-
-
-def test_our_own_results_are_found_by_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every entry names a row that is there, and without a checkout there is none."""
-    for entry in archived._entries():
-        made = archived.found(*entry)
-        assert made is not None, entry
-        assert made.value > 0
-        assert "H200" in made.setup or "Xeon" in made.setup
-        known = {(line.row, line.column) for line in plan.lines(entry[0], SIZES)}
-        known |= {(f.row, f.column) for f in published.items()[entry[0]].figures}
-        assert entry[1:] in known
-    monkeypatch.setattr(archived, "FOLDER", tmp_path)
-    assert archived.found("table-2", "TriForce, T=0", "speed-up") is None
 
 
 @pytest.mark.skipif(not report_plots.available(), reason="needs matplotlib")

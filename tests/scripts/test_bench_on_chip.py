@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from triforce_tree.config import HierarchyConfig
 from triforce_tree.eval.texts.python_files import docstrings
 from triforce_tree.kv.shared import choice
-from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import parse_shape
 
 
 def sample(method: str, ms: float, prompt: str = "prompt 1", temperature: float = 0.0) -> dict[str, Any]:
@@ -102,20 +99,9 @@ def test_texts_are_read_as_rings(script: Any) -> None:
     assert docstrings("not Python (") == ""
 
 
-def test_every_ablation_is_a_setting_of_the_engine(script: Any) -> None:
-    ablations, on_chip = (script(f"benchmarks.on_chip.{name}").PARTS for name in ("ablations", "run"))
-    plan = ablations["7b"]
-    for change in plan.changes:
-        config = HierarchyConfig.from_options(**(plan.options | change))
-        shape = device_tree_shape(parse_shape(config.tree))
-        assert shape.widths, change
-    for plan in (*ablations.values(), *on_chip.values()):
-        assert plan.tiny().shape not in ("llama-2-7b", "llama-3.1-8b")
-
-
 def test_parts_list_each_measurement_once(script: Any) -> None:
-    parts, ablations = (script(f"benchmarks.on_chip.{name}").PARTS for name in ("run", "ablations"))
-    for name, plan in (*parts.items(), *ablations.items()):
+    parts = script("benchmarks.on_chip.run").PARTS
+    for name, plan in parts.items():
         keys = [key for step in plan.steps() for key in step.keys]
         assert len({json.dumps(key) for key in keys}) == len(keys), name
     first = [key for step in parts["7b"].steps() for key in step.keys if key["prompt"] == "prompt 1"]
@@ -126,14 +112,10 @@ def test_parts_list_each_measurement_once(script: Any) -> None:
         for key in step.keys:
             assert key["start"] == key["context"] <= step.context
             assert key["setting"].get("budget", 8192) <= key["context"] / 4
-    assert {key["start"] for step in ablations["7b"].steps() for key in step.keys} == {
-        122_880 - 2048 * i for i in range(4)
-    }
 
 
 def test_plain_decoding_follows_greedy_headlines_alone(script: Any) -> None:
-    """Beside single settings it decodes a few tokens of its own, and beside the defaults only."""
-    on_chip, ablations = (script(f"benchmarks.on_chip.{name}") for name in ("run", "ablations"))
+    on_chip = script("benchmarks.on_chip.run")
 
     def plain_beside(plan: Any) -> list[tuple[Any, Any]]:
         session, made = object.__new__(on_chip.OnChipSession), []
@@ -147,7 +129,6 @@ def test_plain_decoding_follows_greedy_headlines_alone(script: Any) -> None:
         return made
 
     assert plain_beside(on_chip.PARTS["7b"]) == [({}, ["ours"]), ({}, None)] * 2
-    assert plain_beside(ablations.PARTS["7b"]) == [({}, None)] * 2
 
 
 @pytest.mark.slow

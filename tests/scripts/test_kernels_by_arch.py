@@ -39,19 +39,9 @@ def test_a_sample_compiles_within_every_limit(tmp_path: Path) -> None:
     assert not out.with_suffix(".part").exists()
 
 
-def test_the_results_are_of_the_tiles_that_are_chosen_now(script: Any, result: dict[str, Any]) -> None:
-    """After a change of a table or a limit: python -m scripts.checks.kernels_by_arch --out docs/..."""
-    digest = script("checks.kernel_variants").digest
-    now = {arch: digest(device) for arch, device in KNOWN.items()}
-    changed = {arch for arch in KNOWN if result["choices"][arch] != now[arch]}
-    assert changed == set(result.get("older", {})), (
-        "the file says which GPUs were compiled for at another commit"
-    )
-    assert {kind["arch"] for kind in result["kernels"]} == set(KNOWN)
-
-
 def test_the_results_are_within_every_limit(script: Any, result: dict[str, Any]) -> None:
     checks = script("checks.kernels_by_arch")
+    assert {kind["arch"] for kind in result["kernels"]} == set(KNOWN)
     assert list(checks.faults(result["kernels"])) == []
 
 

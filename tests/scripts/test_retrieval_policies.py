@@ -1,12 +1,7 @@
-"""Retrieval policies of others, on random keys, and the script that compares them."""
+"""Retrieval policies of others, on random keys."""
 
-import json
-from pathlib import Path
-
-import pytest
 import torch
 
-from scripts.benchmarks.retrieval import run, tables
 from tests.support.models.families import prompt_of, tiny
 from triforce_tree.eval.ablations import policies
 from triforce_tree.kernels import step
@@ -80,20 +75,3 @@ def test_received_attention_is_the_sum_over_all_queries() -> None:
     hitters(*none, layer=1, keys=none[1])
     most = received[1].unflatten(1, (75, CHUNK)).sum(-1)[:, 1:70].topk(SLOTS - 1).indices + 1
     assert table[0, :, 1:].tolist() == most.sort(-1).values.tolist()
-
-
-@pytest.mark.slow
-def test_the_comparison_writes_a_table(tmp_path: Path) -> None:
-    out = tmp_path / "policies.json"
-    small = ["--context", "900", "--budgets", "400", "--new", "13", "--out", str(out)]
-    run.main([*small, "--only", "StreamingLLM", "Top-K of all keys, own query"])
-    run.main([*small, "--only", "Quest"])
-    content = json.loads(out.read_text())
-    overlaps = {(row["policy"], row["chunk"]): row["overlap"] for row in content["rows"]}
-    assert overlaps.keys() == {
-        ("StreamingLLM", 8), ("Quest", 8), ("mean keys", 8), ("Top-K of all keys, own query", 1),
-    }  # fmt: skip
-    assert overlaps["StreamingLLM", 8] < overlaps["Top-K of all keys, own query", 1] <= 1
-    table = tables.by_place(content)
-    assert table is not None
-    assert "Python's help topics: 900 / 400" in table

@@ -1,13 +1,13 @@
 """Defaults by device and context: the settings that were fastest in measurements of models of real size.
 
-Figures: ``docs/results/ablations_h200.json``, and the context lengths of ``docs/results/on_chip_h200.json``.
+Figures: ``docs/log/2026-11-21-single-settings.md``, and the lengths in ``docs/results/on_chip_h200.json``.
 On a GPU a pass over a few more tokens costs little more, and chunk means are read anew in every round.
 
 On a CPU budget and chunk are those with the least expected time of a token. A larger budget makes level 1
 slower, and the target accept more of what it proposes. What the target refuses was measured along texts at
-several lengths, budgets and chunks (``docs/results/budgets_cpu.json``), and follows a law in these alone; a
-pass over a few tokens takes as long as reading its weights, keys and values. Smaller chunks select better,
-and more means of them are read.
+several lengths, budgets and chunks (``docs/log/2026-11-26-budget-and-chunk.md``), and follows a law in these
+alone; a pass over a few tokens takes as long as reading its weights, keys and values. Smaller chunks select
+better, and more means of them are read.
 """
 
 import itertools
@@ -38,9 +38,10 @@ _GROUPED_RETRIEVAL = (_RETRIEVAL[0], (49_152, 4096, 16), *_RETRIEVAL[2:])
 _TREE = "best-first:4,4,4,3"
 # What passes may propose instead: trees, and matched tokens where a text repeats itself. On a CPU each
 # verified token has its price: trees of two to five tokens were the best there
-# (``docs/results/trees.json``), and chains of two lengths are for short and for long matches
-# (``docs/results/matched.json``). On a GPU a pass over 64 rows costs little more than one over 16, and a
-# chain is drafted fastest; where four query heads and more share a KV head, 32 rows cost little more.
+# (``docs/log/2026-11-22-trees-or-chains.md``), and chains of two lengths are for short and for long matches
+# (``docs/log/2026-11-26-matched-tokens.md``). On a GPU a pass over 64 rows costs little more than one over
+# 16, and a chain is drafted fastest; where four query heads and more share a KV head, 32 rows cost little
+# more.
 _CPU_TREES = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
 _GPU_TREES = ("best-first:16,17,16,14", "chain:6", "lookup:31")
 _GROUPED_TREES = ("best-first:8,8,8,7", *_GPU_TREES[1:])

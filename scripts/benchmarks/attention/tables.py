@@ -104,7 +104,7 @@ def _gate(content: Record) -> list[Record]:
 def _fits(content: Record) -> list[Record]:
     """By architecture: how many kernels compile, the most shared memory, the most spilled bytes."""
     rows = []
-    for arch in content["choices"]:
+    for arch in dict.fromkeys(kind["arch"] for kind in content["kernels"]):
         kernels = [row for row in content["kernels"] if row["arch"] == arch]
         spills = [(size, k["kernel"], name) for k in kernels for name, size in k["spills"].items()]
         size, kernel, name = max(spills, key=lambda spill: spill[0], default=(0, "", ""))
@@ -125,10 +125,7 @@ _MAKERS = {
 
 
 def _fitted(content: Record, rows: Sequence[Record]) -> str:
-    older = ", ".join(f"{arch} ({commit})" for arch, commit in content.get("older", {}).items())
-    return (f"Compiled at an earlier commit: {older}. " if older else "") + noted(_FITTED, FITS)(
-        content, rows
-    )
+    return noted(_FITTED, FITS)(content, rows)
 
 
 _fitting = listing(FITTING, _fits, _fitted, left=2)

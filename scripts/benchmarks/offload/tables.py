@@ -20,7 +20,6 @@ from scripts.benchmarks.texts.tables import ANY_TEXT
 from scripts.benchmarks.texts.tables import COMMAND as ANY_TEXT_COMMAND
 
 FILE, PARALLEL = "offload_h200.json", "offload_parallel_h200.json"
-PIECES = "pieces_h200.json"
 _STREAMED = ("7b", "8b", "8b-512k", "13b", "resident", "caps")
 _HEADLINES = (*_STREAMED, "host-attention", "host-attention-8b")
 
@@ -50,14 +49,6 @@ PREFILL: Columns = {
     "on the device, s": "{device[median]:.2f} ({device[least]:.2f} to {device[most]:.2f})",
     "offloaded, s": "{offloaded[median]:.2f} ({offloaded[least]:.2f} to {offloaded[most]:.2f})",
     "ratio": "{ratio:.2f}x",
-}  # fmt: skip
-IN_PIECES: Columns = {
-    "of the KV slots on the card": "{share:pct}", "on the bus, ms": "{bus_ms:.0f}",
-    "one token: called, ms": "{direct[plain_ms_per_token]:.0f}", "in pieces": "**{plain_ms_per_token:.0f}**",
-    "a chain of 13: called, ms": "{direct[stages][target]:.0f}", "in pieces ": "**{stages[target]:.0f}**",
-    "64 tokens, recordings included: called, ms a token": "{direct[ms_per_token]:.1f}",
-    "in pieces  ": "**{ms_per_token:.1f}**", "recordings": "{recordings}",
-    "seconds of them": "{recording_seconds:.2f}",
 }  # fmt: skip
 PROJECTIONS: Columns = {
     # Of the card that times are projected to: other tiles than those that were measured.
@@ -182,12 +173,6 @@ def _prefill_note(content: Record, rows: Sequence[Record]) -> str:
     return f"{hardware}, medians over texts, lowest and highest. {file_note(ANY_TEXT, used)}"
 
 
-def _pieces_rows(content: Record) -> list[Record]:
-    """Rows of passes in pieces, with those of direct calls beside them."""
-    by_way = {(row["share"], row["pieces"]): row for row in content["rows"]}
-    return [row | {"direct": by_way[share, False]} for (share, pieces), row in by_way.items() if pieces]
-
-
 def _projections(content: Record) -> list[Record]:
     return [r for r in _rows(content) if "projection" in r and r["gpu_memory_cap_gib"] <= 24]
 
@@ -201,10 +186,8 @@ _OFFLOAD = {
 COMMAND = "python -m scripts.benchmarks offload --part"
 PARALLEL_COMMAND = "torchrun --nproc-per-node 2 -m scripts.benchmarks parallel"
 _parallel = listing(PARALLEL_SPEED, caption=partial(origin, file=PARALLEL, measured=_links))
-_pieces = listing(IN_PIECES, _pieces_rows, partial(origin, file=PIECES, measured=_bus))
 TABLES = {
     **{f"offload_{name}": Table(FILE, make, f"{COMMAND} {part}") for name, (part, make) in _OFFLOAD.items()},
     "offload_prefill": Table(ANY_TEXT, listing(PREFILL, _prefill_rows, _prefill_note), ANY_TEXT_COMMAND),
-    "offload_pieces": Table(PIECES, _pieces, "python -m scripts.benchmarks pieces"),
     "parallel_speed": Table(PARALLEL, _parallel, PARALLEL_COMMAND),
 }

@@ -17,7 +17,6 @@ from scripts.benchmarks.common.markdown import (
 from scripts.benchmarks.common.results import PLAIN
 
 FILE, PREFILL_FILE = "on_chip_h200.json", "prefill_h200.json"
-ABLATIONS_FILE = "ablations_h200.json"
 HEADLINES = ("7b", "8b", "batch")
 # Speed-ups that TriForce (arXiv 2404.11912) reports for Llama-2-7B on an A100, by batch,
 # context and temperature.
@@ -83,13 +82,6 @@ LENGTHS: Columns = {
 OUTPUTS: Columns = {
     "new tokens": "{new_tokens:,}", "T": "{temperature:g}", "ms/token": "{ms_per_token:.2f}",
     "speed-up": "?{speedup:.2f}x", "repeated 8-grams": "{repeated_8grams:pct}",
-}  # fmt: skip
-ABLATIONS: Columns = {
-    "changed": "{changed}", "ms/token": "{ms_per_token:.2f}",
-    "speed-up": "?{speedup:.2f}x", "tokens a pass": "{tokens_per_pass:.2f}",
-    "retrieval accepts": "?{acceptance[retrieval]:.2f}", "target accepts": "?{acceptance[target]:.2f}",
-    "rounds": "{rounds_per_pass:.2f}", "level 0, ms a pass": "?{spent[draft]:.2f}",
-    "level 1": "{spent[retrieval]:.2f}", "level 2": "?{spent[target]:.2f}",
 }  # fmt: skip
 
 
@@ -160,13 +152,6 @@ def _bandwidth(part: Record) -> str:
 _origin = partial(origin, file=FILE, measured=_bandwidth, note="Not measured in")
 
 
-def _ablations_note(content: Record, rows: Sequence[Record]) -> str:
-    options = content["parts"][rows[0]["part"]]["settings"]["options"].items()
-    default = ", ".join(f"{k}={v}" for k, v in options if v is not None)
-    told = origin(content, rows, file=ABLATIONS_FILE, measured=_bandwidth)
-    return f"Default: {default}. {told}"
-
-
 def texts(content: Record) -> str | None:
     """The prompts."""
     parts = [content["parts"][p] for p in HEADLINES if p in content["parts"]]
@@ -199,11 +184,6 @@ def _prefill_caption(content: Record, rows: Sequence[Record]) -> str:
 
 
 TABLES = {
-    "ablations": Table(
-        ABLATIONS_FILE,
-        listing(ABLATIONS, _rows("7b"), _ablations_note),
-        "python -m scripts.benchmarks ablations --part 7b",
-    ),
     "prefill": Table(
         PREFILL_FILE,
         listing(PREFILL, caption=_prefill_caption),

@@ -122,7 +122,6 @@ GPU = (
     ),
     _bench("prefill", "prefill --chunks 4096 16384", 4),
     _bench("workloads", "workloads", 8, tiny="--workloads deft/keyword --new 4"),
-    _bench("workload-bytes", "workload_bytes", 10, alone=True, tiny=None),
     _bench("shared-prefix", "shared_prefix", 4, tiny="--context 256 --questions 2 --new 8 --runs 1"),
     _bench("clients", "clients", 8, tiny="--clients 2 --levels 2 --context 384 --new 8 --runs 1"),
     _bench("on-chip-7b", "on_chip --part 7b", 6, tiny="--part 7b"),
@@ -131,14 +130,12 @@ GPU = (
     _bench("on-chip-lengths", "on_chip --part lengths", 5, tiny="--part lengths"),
     _bench("on-chip-8b-kv8", "on_chip --part 8b-kv8", 6, tiny="--part 8b-kv8"),
     _bench("on-chip-outputs", "on_chip --part outputs", 4, tiny="--part outputs"),
-    _bench("ablations", "ablations --part 7b", 15, tiny="--part 7b"),
     _bench("offload-7b", "offload --part 7b", 9, alone=True, tiny="--part 7b"),
     _bench("offload-8b", "offload --part 8b", 6, alone=True, tiny="--part 8b"),
     _bench("offload-8b-512k", "offload --part 8b-512k", 9, alone=True, tiny="--part 8b-512k"),
     _bench("offload-13b", "offload --part 13b", 6, alone=True, tiny="--part 13b"),
     _bench("offload-caps", "offload --part caps", 8, alone=True, tiny="--part caps"),
     _bench("offload-resident", "offload --part resident", 6, alone=True, tiny="--part resident"),
-    _bench("offload-pieces", "pieces", 4, alone=True),
     _bench(
         "offload-host-attention", "offload --part host-attention", 6, alone=True, tiny="--part host-attention"
     ),
@@ -148,13 +145,6 @@ GPU = (
         4,
         alone=True,
         tiny="--part host-attention-8b",
-    ),
-    Step(
-        "host-attention",
-        f"scripts.benchmarks host_attention --out {OUT}/host_attention_h200.json",
-        2,
-        alone=True,
-        tiny=None,
     ),
     _bench("exact", "exact", 30, timed=True),
     Step(
@@ -178,13 +168,6 @@ GPU = (
         40,
         tiny=None,
     ),
-    _bench(
-        "rope",
-        f"rope --texts {TEXTS} --contexts 122880 262144 524288 1048000 --settings 8:1.0 8 1 --budget 4096 "
-        "--needles 3",
-        5,
-        tiny="",
-    ),
     # The first --texts alone takes what is installed.
     _bench("split", f"split --texts --texts {TEXTS}", 10, every_card=True),
     _bench("parallel", "parallel", 4, every_card=True),
@@ -194,15 +177,6 @@ GPU = (
 CPU = (
     _bench("cpu-prefill", "cpu_prefill --contexts 1024 4096 --rounds 4 --threads 1", 5, tiny=None),
     _bench("cpu", "cpu", 25, tiny=None),
-    _bench("verification", "verification --tokens 40 --prompts 4 --context 1536", 20, tiny=None),
-    _bench(
-        "rope-cpu",
-        "rope --device cpu --contexts 8192 --settings 8:1.0:64:1 8:1.0:16:1 8:1.0:32:2 4:1.0 4 --needles 3 "
-        f"--texts {TEXTS}",
-        40,
-    ),
-    _bench("trees", f"trees --context 4096 --positions 130 --texts {TEXTS}", 40, tiny=None),
-    _bench("matched", f"matched --texts {TEXTS}", 40, tiny=None),
     _bench("requests-cpu", "requests --pair", 5),
     _bench("saved-sessions", "saved_sessions", 5),
     _bench(
@@ -212,8 +186,6 @@ CPU = (
         tiny=None,
     ),
     _bench("clients-cpu", "clients --tiny --context 1100 4096 --levels 1 --new 64", 5, tiny=None),
-    # The embedded pair on Python's help topics; other texts and models are files of one's own.
-    _bench("retrieval", "retrieval --context 8192 --budgets 1024 --new 104", 30, tiny=None),
     _bench(
         "never-slower-cpu",
         f"never_slower {_ON_CPU} --contexts 16384 4096 1024 --new-tokens 96 --plain-tokens 96 --pairs 3 "
@@ -230,7 +202,6 @@ CPU = (
         tiny=_TINY_GRID,
     ),
     _bench("pair", "pair", 60, tiny=None),
-    _bench("host-attention-cpu", "host_attention", 20, tiny=None),
     # Needs triton, and no GPU.
     _bench("kernels-by-arch", "kernels_by_arch --jobs 2", 40, tiny=None),
     Step("models", f"scripts.checks.models --jobs 2 --out {OUT}/models.json", 600, tiny=None),

@@ -11,7 +11,6 @@ from scripts.benchmarks.common.markdown import (
     file_note,
     grid,
     listing,
-    noted,
     vocabulary_note,
 )
 from triforce_tree.eval.texts.registry import KINDS, SOURCES
@@ -156,35 +155,6 @@ def _by_context(file: str) -> Callable[[Record], str | None]:
     return make
 
 
-# A tree beside the chain of equal cost; see ``trees.py``.
-TREES = "trees.json"
-TREES_COLUMNS: Columns = {
-    "kind of text": "{kind}", "verified by": lambda row: row["link"].partition("-> ")[2],
-    "costs of": "{machine}", "T": "{temperature:g}",
-    "accepted at rank 1, 2, 3": lambda row: ", ".join(f"{a:.2f}" for a in row["acceptance"][:3]),
-    "best tree": "{tree[name]}", "tokens a pass": "{tree[tokens]:.2f}",
-    "chain of equal cost": "{chain[name]}", "its tokens a pass": "{chain[tokens]:.2f}",
-    "tokens, tree to chain": "**{gain:.2f}x**", "best chain": "{best_chain[name]}",
-    "speed, best tree to best chain": "**{speed_gain:.2f}x**",
-    "by depth and rank": "{speed_gain_by_depth:.2f}x",
-}  # fmt: skip
-_TREES_NOTE = (
-    "{context:,} prompt tokens, {positions} judged positions of each text; embedded pair, fp32. Costs: stage "
-    "times of `docs/results/on_chip_h200.json`; passes of `docs/results/cpu_tree_forward.json`, where a "
-    "draft step takes {draft_share:pct} of a target pass over one token, as measured with the acceptance "
-    "({hardware}). {date}. "
-)
-
-
-def _trees_note(content: Record, rows: Sequence[Record]) -> str:
-    share = content["cpu_ms"]["draft_step"] / content["cpu_ms"]["target"]
-    return noted(_TREES_NOTE, TREES)({**content, "draft_share": share}, rows)
-
-
-def _trees(content: Record) -> list[Record]:
-    return sorted(content["rows"], key=lambda r: (r["machine"], r["link"], r["temperature"], _kind(r)))
-
-
 # A model that others trained beside the embedded pair; see ``real_model.py``.
 REAL_MODEL, REAL_MODEL_CPU = "real_model_h200.json", "real_model_cpu.json"
 REAL_MODEL_COMMAND = "python -m scripts.benchmarks real_model --draft smollm2/draft"
@@ -205,9 +175,7 @@ def _any_text(file: str, command: str) -> Table:
     return Table(file, listing(ANY_TEXT_COLUMNS, _sorted, _caption(file), left=2), command)
 
 
-TREES_COMMAND = "python -m scripts.benchmarks trees --texts texts.json.xz"
 TABLES = {
-    "trees": Table(TREES, listing(TREES_COLUMNS, _trees, _trees_note), TREES_COMMAND),
     "any_text_summary": Table(ANY_TEXT, listing(SUMMARY, summary, _caption(ANY_TEXT)), COMMAND),
     "any_text": _any_text(ANY_TEXT, COMMAND),
     "any_text_cpu": _any_text(ANY_TEXT_CPU, f"{COMMAND} --shapes pair --contexts 16384 --temperatures 0 0.8"),

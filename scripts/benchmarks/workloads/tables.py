@@ -1,4 +1,4 @@
-"""The tables of docs/branching.md: time and bytes of attention over texts that branch, and decoding."""
+"""The tables of docs/branching.md: time of attention over texts that branch, and decoding."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,10 @@ from scripts.benchmarks.common.markdown import (
     cell,
     file_note,
     listing,
-    noted,
     rows_of,
 )
 
-FILE, BYTES = "tree_workloads_h200.json", "tree_workload_bytes_h200.json"
+FILE = "tree_workloads_h200.json"
 # Ways of attending, by their names in eval.workloads.attention, and the headings of their microseconds. The
 # kernel no longer attends "by nodes" or "by chunks of nodes", which results of earlier commits have.
 _WAYS = {
@@ -95,34 +94,8 @@ def _noted(template: str, part: str) -> Caption:
     return caption
 
 
-def _counted(content: Record) -> list[Record]:
-    """A row for each workload: megabytes counted, and on paper, of each way."""
-    found: dict[str, Record] = {}
-    for row in content["rows"]:
-        found.setdefault(row["workload"], {"workload": row["workload"]})[row["way"]] = row
-    return list(found.values())
-
-
-def _counted_columns(content: Record) -> Columns:
-    present = {row["way"] for row in content["rows"]}
-
-    def figure(row: Record, way: str) -> str:
-        return f"{row[way]['megabytes']:,.0f} / {row[way]['paper_megabytes']:,.0f}" if way in row else ""
-
-    ways = {way: name for way, name in _WAYS.items() if way in present}
-    return {"workload": "{workload}"} | {
-        name: lambda row, way=way: figure(row, way) for way, name in ways.items()
-    }
-
-
 _COMMAND = "python -m scripts.benchmarks workloads"
-_COUNTED = "{hardware}, heads {heads}, bf16, megabytes counted / on paper, " + _WHERE
 TABLES = {
-    "tree_workload_bytes": Table(
-        BYTES,
-        listing(_counted_columns, _counted, noted(_COUNTED, BYTES)),
-        "python -m scripts.benchmarks workload_bytes",
-    ),
     "tree_workloads_attention": Table(
         FILE, listing(_columns, _attention, _noted(_NOTE, "attention")), _COMMAND
     ),

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 
 import torch
 
 from triforce_tree.kernels.device import Device
 from triforce_tree.kernels.linear import launch as linear
 from triforce_tree.kernels.linear import reference
-from triforce_tree.kernels.linear.configs import choose, choose_one_row, row_block
+from triforce_tree.kernels.linear.configs import choose, row_block
 
 BITS = (16, 8, 4)
 _ROWS = (16, 32, 64, 128)
@@ -57,9 +56,3 @@ def _multiply(bits: int, count: int, out: int, ins: int, kind: str = "") -> None
         linear.linear(x, words, bias, counters)
     else:
         linear.low_bit_linear(x, words, scales, bias, bits, counters)
-
-
-def choices(device: Device) -> list[object]:
-    """The configurations that are chosen on a GPU."""
-    found: list[object] = [choose(*each, *shape, device) for *each, shape in product(BITS, _ROWS, _SHAPES)]
-    return found + [choose_one_row(*shape, device) for shape in _SHAPES]

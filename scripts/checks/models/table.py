@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter
 
-from scripts.benchmarks.common.markdown import Record, Table, cell, grid, listing, noted
+from scripts.benchmarks.common.markdown import Record, Table, cell, grid, noted
 from scripts.benchmarks.common.results import RESULTS
 
 FILE = "models.json"
@@ -93,25 +93,4 @@ def short(row: Record) -> str:
     return reason if len(reason) <= _LONGEST else reason[:_LONGEST].rsplit(" ", 1)[0] + " ..."
 
 
-SHAPES = "shapes_h200.json"
-TABLES = {
-    "models": Table(FILE, models, "python -m scripts.checks.models"),
-    "shapes": Table(
-        SHAPES,
-        listing(
-            {
-                "model": "{shape}", "prompt": "{prompt:,}", "where": "{where}", "levels": "{levels}",
-                "ms/token": "{ms_per_token:.1f}", "target pass, ms": "{pass_ms:.1f}",
-                "least time of a pass, ms": "?{roof_ms:.1f}", "peak, GiB": "?{peak_gib:.1f}",
-                "text": "{text}",
-            },
-            caption=noted(
-                "{hardware}, bf16, torch {versions[torch]}, transformers {versions[transformers]}, "
-                "bitsandbytes {versions[bitsandbytes]}. Text: beside plain decoding of the same model. ",
-                SHAPES,
-            ),
-            left=3,
-        ),
-        "python -m scripts.checks.check_shapes",
-    ),
-}  # fmt: skip
+TABLES = {"models": Table(FILE, models, "python -m scripts.checks.models")}

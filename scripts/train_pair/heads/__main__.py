@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from scripts.train_pair.data import Facts, Stream
-from scripts.train_pair.heads import results
 from scripts.train_pair.heads.evaluate import by_depth, draft_overlap, engine_figures, states
 from scripts.train_pair.heads.networks import EagleHead, MedusaHeads, restore, save
 from scripts.train_pair.heads.text import TOKENIZER, prepare
@@ -151,7 +150,6 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     add("--windows", type=int, default=8, help="of the held-out text, for each")
     add("--new", type=int, default=256, help="positions of each")
     add("--engine", action="store_true", help="also decode after the first of --evaluate, in fp32")
-    add("--results", type=Path, help="add the figures to this results file")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     return parser.parse_args(words)
 
@@ -197,8 +195,6 @@ def main(words: list[str] | None = None) -> None:
         ids = Tokenizer.from_file(str(TOKENIZER)).encode(pydoc_text()).ids
         result |= engine_figures(args.out, ids, args.evaluate[0], args.new, device.type)
         write(args.out, result)
-    if args.results:
-        results.add(args.results, args.seed, result)
 
 
 if __name__ == "__main__":

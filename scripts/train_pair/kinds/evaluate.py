@@ -1,4 +1,4 @@
-"""How well drafts foresee the embedded target on each kind of text: docs/results/draft_kinds.json.
+"""How well drafts foresee the embedded target on each kind of text.
 
     python -m scripts.train_pair.kinds.evaluate --texts texts.json.xz --drafts before=OLD after=run/mean
 
@@ -21,9 +21,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
-from scripts.benchmarks.common.results import RESULTS, header, write
+from scripts.benchmarks.common.results import header, write
 from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward
-from scripts.train_pair.kinds.results import FIGURES, FILE
 from scripts.train_pair.kinds.samples import continuations
 from scripts.train_pair.model import new_model
 from triforce_tree.eval.text import token_ids
@@ -34,6 +33,8 @@ from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 # Tokens of context before the first position that is judged.
 CONTEXT = 1024
 TEMPERATURES = (1.0, 0.8)
+# The names of the figures by temperature; greedy text has the last one alone.
+FIGURES = {1.0: "overlap at T=1", 0.8: "overlap at T=0.8", 0.0: "greedy match"}
 
 
 class Judge:
@@ -131,7 +132,7 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--new", type=int, default=96, help="tokens written behind each")
     add("--seed", type=int, default=0, help="of what is written")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    add("--out", type=Path, default=RESULTS / FILE, help="results file")
+    add("--out", type=Path, default=Path("draft_kinds.json"), help="results file")
     args = parser.parse_args(words)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

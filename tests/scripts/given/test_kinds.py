@@ -89,20 +89,3 @@ def test_a_further_distilled_draft_is_better_on_what_it_was_trained_on(script: A
     assert found["before"] == found["again"]
     name = "overlap at T=1"
     assert 0 < found["before"][name] < found["after"][name] < 1
-
-
-def test_the_table_has_the_drafts_side_by_side(script: Any) -> None:
-    table = script("train_pair.kinds.results").TABLES["draft_kinds"]
-    figures = {"overlap at T=1": 0.5, "overlap at T=0.8": 0.25, "greedy match": 0.125}
-    better = {name: 2 * value for name, value in figures.items()}
-    header = {"hardware": "none", "versions": {"torch": "2", "transformers": "5"}, "seed": 0, "date": "today"}
-    settings = {"windows": 3, "rows": 2, "new": 48}
-    row = {"kind": "prose", "on": "the text", "old": figures, "new": better}
-    content = header | {
-        "settings": settings,
-        "drafts": ["old", "new"],
-        "rows": [row, row],
-        "code": {},
-        "commit": "c",
-    }
-    assert "| prose | the text | 0.500, 1.000 | 0.250, 0.500 | 0.125, 0.250 |" in table.make(content)

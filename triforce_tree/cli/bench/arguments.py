@@ -158,8 +158,8 @@ def _paper(kinds: Any) -> None:
         nargs="+",
         choices=PAPER,
         metavar="NAME",
-        help="without it all; table-3 (offloading) is measured where it is named, else read from "
-        "docs/results of a checkout, as table-6 always is; of: " + ", ".join(PAPER),
+        help="without it all; table-3 (offloading) is measured only where it is named; of: "
+        + ", ".join(PAPER),
     )
     parser.add_argument(
         "--context",

@@ -1,10 +1,10 @@
-"""Plots of the paper's tables and figures: lines of this run, of docs/results, and the published points."""
+"""Plots of the paper's tables and figures: lines of this run, and the published points."""
 
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import Any
 
-from triforce_tree.eval.paper import archived, plan
+from triforce_tree.eval.paper import plan
 from triforce_tree.eval.paper.plan import Line
 from triforce_tree.eval.paper.published import items
 from triforce_tree.eval.paper.tables import shown_items, sizes_of
@@ -73,15 +73,14 @@ def _is(line: Line, part: str, column: str) -> bool:
 
 
 def _bars(item: str, title: str, lines: Sequence[Line], records: Records) -> Callable[[Any], None]:
-    """Horizontal bars: published, this run by column, docs/results."""
+    """Horizontal bars: published, this run by column."""
     columns = [c for c in (plan.HERE, plan.PAPER, plan.OURS) if any(c in line.cells for line in lines)]
     sources: dict[str, list[float | None]] = {
         "paper": [_published(item, line) for line in lines],
         **{c: [value(line, c, records) for line in lines] for c in columns},
-        "docs/results": [_archived(item, line) for line in lines],
     }
     known = {name: found for name, found in sources.items() if any(v is not None for v in found)}
-    colours = {"paper": "C7", plan.HERE: "C0", plan.PAPER: "C0", plan.OURS: "C1", "docs/results": "C2"}
+    colours = {"paper": "C7", plan.HERE: "C0", plan.PAPER: "C0", plan.OURS: "C1"}
 
     def draw(axis: Any) -> None:
         height = 0.8 / max(1, len(known))
@@ -101,11 +100,6 @@ def _bars(item: str, title: str, lines: Sequence[Line], records: Records) -> Cal
 def _published(item: str, line: Line) -> float | None:
     figure = items()[item].figure(line.row, line.column)
     return None if figure is None else figure.value
-
-
-def _archived(item: str, line: Line) -> float | None:
-    found = archived.found(item, line.row, line.column)
-    return None if found is None else found.value
 
 
 def _attention(records: Records) -> list[Callable[[Any], None]]:

@@ -1,6 +1,6 @@
 """The paper's tables: each published number, its model and card, and the numbers of this run beside it."""
 
-from triforce_tree.eval.paper import archived, plan
+from triforce_tree.eval.paper import plan
 from triforce_tree.eval.paper.plan import Line, Sizes
 from triforce_tree.eval.paper.published import Item, items
 from triforce_tree.eval.paper.values import value
@@ -103,16 +103,14 @@ def _table(item: Item, records: Records) -> Table:
     lines += [Line(f.row, f.column) for f in item.figures if (f.row, f.column) not in known]
     rows = [_row(item, line, records) for line in lines]
     heads = ["row", "figure", "paper", "its model, card, context", *_COLUMNS]
-    heads += ["docs/results", "its model, card, context "]
     # The columns of the paper always stand; others where they hold something.
     shown = [n for n in range(len(heads)) if n < 4 or any(row[n] for row in rows)]
     cut = [[row[n] for n in shown] for row in rows]
-    return Table(item.heading, [heads[n].strip() for n in shown], cut, _note(item, records))
+    return Table(item.heading, [heads[n] for n in shown], cut, _note(item, records))
 
 
 def _row(item: Item, line: Line, records: Records) -> list[str]:
     figure = item.figure(line.row, line.column)
-    own = archived.found(item.name, line.row, line.column)
     paper = ["", ""] if figure is None else [shown(figure.value, line.column), figure.setup]
     mine = [value(line, column, records) for column in _COLUMNS]
     return [
@@ -120,7 +118,6 @@ def _row(item: Item, line: Line, records: Records) -> list[str]:
         line.column,
         *paper,
         *("" if number is None else shown(number, line.column) for number in mine),
-        *(["", ""] if own is None else [shown(own.value, line.column), own.setup]),
     ]
 
 
