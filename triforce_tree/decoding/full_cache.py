@@ -24,7 +24,6 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.view import ChunkedView
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.devices import commit
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.trees.device_shapes import PassLimits
@@ -343,7 +342,6 @@ class FullCache:
     def trial(self, length: int) -> Iterator[None]:
         """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
         Afterwards the sequences must be fed again, or :meth:`begin` called."""
-        commit(self._on_device.memory)  # slots that were never written would be read in no time
         held = [len(tokens) for tokens in self.cached.held]
         # A store that was given holds what is not known here; where positions are split over ranks, slots are
         # not those of the positions.

@@ -187,11 +187,14 @@ class KVStore:
         self._initialised = False
 
     def initialise(self, held: Sequence[int | None]) -> None:
-        """Give finite values to all slots that may never have been written, once: made-up sequences have all.
+        """Writes a finite value to every slot that may never have been written, at the first call only.
+
+        Passes over made-up sequences read all slots, and a CPU would read pages that were never written
+        many times faster than others.
 
         Args:
-            held: of each sequence the first positions, which stay as they are; None where others may be held,
-                too: their finite values stay then.
+            held: for each sequence, how many of its first slots are kept as they are; None keeps every
+                finite value.
         """
         if self._initialised:
             return
@@ -202,6 +205,8 @@ class KVStore:
                     part[:, b, :, min(count, part.shape[3]) :].zero_()
                 elif part.is_floating_point():
                     part[:, b].nan_to_num_(0.0, 0.0, 0.0)
+                else:
+                    part[:, b].bitwise_or_(0)
 
     @property
     def _memory_of(self) -> list[KVGroup]:

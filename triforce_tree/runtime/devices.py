@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
-_PAGE = 4096
 
 
 def device_of(name: str | torch.device | None = None) -> torch.device:
@@ -93,16 +92,3 @@ def plain_torch_modes(device: torch.device) -> Iterator[None]:
             if torch.amp.is_autocast_available(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def commit(memory: Tensor) -> None:
-    """Give every page of a CPU tensor memory of its own; the contents stay as they are.
-
-    Fresh memory is one page of zeros, in a cache of the processor, until it is written: what reads it before
-    that takes a fraction of its usual time.
-
-    Args:
-        memory: of any dtype and device, contiguous; nothing is done on a GPU.
-    """
-    if memory.device.type == "cpu":
-        memory.view(-1).view(torch.uint8)[::_PAGE].bitwise_or_(0)

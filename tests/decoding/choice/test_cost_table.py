@@ -190,7 +190,7 @@ def test_short_requests_measure_nothing(
     program = engine.hierarchy.last_program
     assert program is not None
     assert any(learnt.cost_factors for learnt in program.learnt.values())
-    engine.generate(ids, max_new_tokens=800, do_sample=True, stopping_criteria=[lambda *_: True], seed=5)
+    engine.generate(ids, max_new_tokens=6000, do_sample=True, stopping_criteria=[lambda *_: True], seed=5)
     assert len(measurements) == 1
 
 

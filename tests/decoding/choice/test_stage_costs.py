@@ -161,7 +161,7 @@ def test_an_allowance_bounds_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
         # The first run of each stage takes five times as long in this simulation.
         assert stages.now <= 5 * 4e-3 * max(passes, 16)
     assert spent == sorted(spent)
-    short, long = (Allowance.of(tokens, 128, torch.device("cpu")) for tokens in (2000, 20_000))
+    short, long = (Allowance.of(tokens, 128, torch.device("cpu")) for tokens in (20_000, 40_000))
     assert not short.suffices
     assert long.suffices
 

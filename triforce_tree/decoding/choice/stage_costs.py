@@ -29,9 +29,12 @@ from triforce_tree.runtime.stage_clock import StageClock
 # Most and fewest samples of a stage, the warm-up among them; seconds after which no more are taken, with the
 # fewest and without.
 _SAMPLES, _FEWEST, _ENOUGH, _LONG = 6, 4, 0.1, 1.0
-# Share of a request's time that measuring may take; passes of the target alone that it takes where each stage
-# is run once at two lengths; parts of an allowance, one of which each stage has: the last run may exceed it.
-_ALLOWED, _LEAST_PASSES, _STAGES = 0.02, 8, 24
+# Measuring may take at most this share of a request's time. An allowance is divided into so many parts, and
+# each stage may use one. Each stage is run at least once at two context lengths, in the time of so many passes
+# of the target alone; on a CPU a first run is slow, as it finds nothing in the processor's caches.
+_ALLOWED, _STAGES, _LEAST_PASSES = 0.02, 24, {"cpu": 26, "cuda": 8}
+# Tokens that are decoded with drafts in the time of such a pass, at best on a CPU.
+_DECODED = {"cpu": 4, "cuda": 1}
 # Tokens that a prefill processes in the time of such a pass: on a CPU, and on a GPU.
 _PREFILLED = {"cpu": 30, "cuda": 100}
 # Stages of the target, whose costs grow with the context.
@@ -98,19 +101,20 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What measuring may cost: the time of so many passes of the target alone."""
+    """The time that measuring may take, in passes of the target alone.
+
+    Attributes:
+        suffices: whether each stage can be run at least once.
+    """
 
     passes: float
+    suffices: bool = True
 
     @classmethod
     def of(cls, prompt: int, new: int, device: torch.device) -> "Allowance":
-        """Of a request with so many tokens of its longest prompt, and at most so many new ones."""
-        return cls(_ALLOWED * (prompt / _PREFILLED[device.type] + new))
-
-    @property
-    def suffices(self) -> bool:
-        """Whether each stage can be run once."""
-        return self.passes >= _LEAST_PASSES
+        """Returns the allowance of a request with so many prompt tokens and at most so many new ones."""
+        passes = _ALLOWED * (prompt / _PREFILLED[device.type] + new / _DECODED[device.type])
+        return cls(passes, passes >= _LEAST_PASSES[device.type])
 
 
 UNLIMITED = Allowance(math.inf)
