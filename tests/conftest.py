@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,13 @@ ROOT = Path(__file__).parents[1]
 SAMPLED = 2
 """Parameter sets of one test that are run with ``--sample``; with three, two cores take over 15 minutes."""
 
+# Folders with packages of the extra `test` that their tests import; without these they are not collected.
+NEEDED = {"server": ("openai", "prometheus_client", "starlette", "uvicorn")}
+MISSING = {
+    folder: missing for folder, names in NEEDED.items() if (missing := [n for n in names if not find_spec(n)])
+}
+collect_ignore = [*MISSING]
+
 # Helper modules whose assertions report values, as those of the tests do.
 for _name in ("api_cases", "program_cases"):
     pytest.register_assert_rewrite(f"tests.support.models.{_name}")
@@ -44,16 +52,34 @@ if _OWN_CACHE:
     os.environ["TRIFORCE_TREE_CACHE"] = _OWN_CACHE
     # What one test's generations learn must not change another's.
     os.environ["TRIFORCE_TREE_ESTIMATES"] = ""
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "has no effect without pytest-timeout")
     parser.addoption(
         "--sample",
         action="store_true",
         help=f"leave out slow tests, and all but {SAMPLED} parameter sets of each test",
     )
+
+
+def pytest_report_header() -> list[str]:
+    return [f"tests/{folder} is left out without {', '.join(names)}" for folder, names in MISSING.items()]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A GPU is used with ``-m gpu`` alone: without it the tests are the same on every machine."""
+    selected = str(config.getoption("-m"))
+    if "gpu" not in selected or "not gpu" in selected:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "kernels" in item.keywords and torch.cuda.is_available():
+        item.add_marker("gpu")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -67,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (item.path not in slow, -counts[item.path]))
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    skip = pytest.mark.skip(reason="needs a CUDA device and pytest's option -m gpu")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
@@ -130,11 +156,14 @@ def _same_start_for_every_test() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _a_clock_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_clock_that_counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every reading of the clock is 2**-6 seconds after the last one, however busy the machine is.
 
-    Measured times decide about rounds of drafting, settings that are tried, and figures in tables.
+    Measured times decide about rounds of drafting, settings that are tried, and figures in tables. Tests on a
+    GPU have the real clock.
     """
+    if "gpu" in request.keywords:
+        return
     readings = itertools.count(1)
     monkeypatch.setattr(time, "perf_counter", lambda: next(readings) / 64)
 

@@ -136,6 +136,7 @@ def problem(heads: Heads, dtype: torch.dtype, queries: int, page: int, monkeypat
     return plan, blocks, q, kv, table, dense, mask
 
 
+@triton_ops.runs_kernels
 @pytest.mark.parametrize(
     "heads, dtype, queries, page, how",
     [

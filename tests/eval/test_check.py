@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 
 from tests.support.models.families import prompt_of, tiny
 from tests.support.models.tiny_pair import TinyPair, prompt
@@ -19,6 +18,8 @@ from triforce_tree.loading.rounding import relative_error
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.verify.noise import Noise
 from triforce_tree.verify.sampling import ProbsFromLogits
+
+stats = pytest.importorskip("scipy.stats")
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +280,6 @@ def test_contexts_of_the_sampling_test_are_uncertain(engine: Engine) -> None:
 
 @pytest.mark.parametrize("draws, freedom", [(1600, 80), (400, 5), (160, 12)])
 def test_what_a_test_would_have_found_is_what_it_finds(draws: int, freedom: int) -> None:
-    stats = pytest.importorskip("scipy.stats")
     distance = goodness_of_fit.detectable(draws, freedom, check.SIGNIFICANCE)
     critical = stats.chi2.isf(check.SIGNIFICANCE, freedom)
     power = stats.ncx2.sf(critical, freedom, 4 * draws * distance**2)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,13 +12,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from triton import OutOfResources
 
 import triforce_tree
+from tests.support.kernels import triton_ops
 from tests.support.kernels.kernels_cases import ERROR_LIMIT, Case, run_case
+from tests.support.kernels.triton_ops import DEVICE
 from triforce_tree.kernels import fitting
 from triforce_tree.kernels.attention import configs
 from triforce_tree.kernels.attention.configs import KernelConfig
@@ -28,9 +27,6 @@ from triforce_tree.kernels.device import INTERPRETER, KNOWN, VARIABLE, Device, d
 from triforce_tree.kernels.linear import configs as linear_configs
 from triforce_tree.kernels.linear.configs import LinearConfig, row_block
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = KNOWN["sm_90"]
 PAIR = Path(triforce_tree.__file__).parent / "pair"
 # GPUs that are not in ``KNOWN``.
@@ -160,6 +156,7 @@ def test_the_demo_fits_a_4090() -> None:
                 assert linear_configs.shared_bytes(cut, bits, row_block(rows), card) <= 101_376
 
 
+@triton_ops.runs_kernels
 @pytest.mark.parametrize("arch", ["sm_89", "sm_120", "gfx1100"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 def test_tiles_of_small_devices_compute_attention(arch: str, dtype: torch.dtype) -> None:

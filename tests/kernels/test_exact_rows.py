@@ -8,7 +8,7 @@ from tests.support.kernels.triton_ops import DEVICE
 from triforce_tree.kernels.norm import reference
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    triton_ops.runs_kernels,
     pytest.mark.usefixtures("poisoned_empty"),
 ]
 HALF = torch.float16

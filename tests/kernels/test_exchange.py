@@ -10,6 +10,7 @@ from triforce_tree.kernels import exchange
 from triforce_tree.kernels.attention.plan import Heads
 
 BATCH, HEADS, SLOTS, CHUNKS, WANTED = 2, 3, 11, 40, 6
+pytestmark = triton_ops.runs_kernels
 
 
 @pytest.fixture(name="ops")

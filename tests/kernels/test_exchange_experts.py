@@ -11,6 +11,7 @@ from triforce_tree.kernels import exchange
 EXPERTS, LAYER = 11, 3
 # No tokens, one token, many tokens of few experts, and indices of experts of other ranks.
 ROUTED = [[], [[4, 0]], [[1, 2]] * 1500, [[9, 11], [-1, 10], [10, 2]]]
+pytestmark = triton_ops.runs_kernels
 
 
 @pytest.fixture(name="ops")

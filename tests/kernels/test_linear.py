@@ -19,8 +19,7 @@ from triforce_tree.kernels.linear.configs import (
     row_block,
 )
 
-# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = triton_ops.runs_kernels
 
 HALF = torch.float16
 TMA = LinearConfig(64, 128, 1, 4, 2)

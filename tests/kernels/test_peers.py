@@ -63,7 +63,6 @@ def test_attention_is_merged_over_ranks_without_keys_too(dim: int) -> None:
             torch.testing.assert_close(merged, merge_states(out, lse)[0])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="all ranks are one process, in memory of the CPU")
 class TestKernels:
     """In the interpreter a launch runs alone: the other ranks have arrived before it."""
 

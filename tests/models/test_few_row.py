@@ -121,7 +121,6 @@ def test_compiled(model: PreTrainedModel) -> None:
             torch.testing.assert_close(made, mlp(x))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_through_the_kernel(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU path in Triton's interpreter: one compiled graph, equal up to the operator's rounding."""

@@ -22,9 +22,6 @@ from triforce_tree.models.fused_linears import fuse_linears, fused
 from triforce_tree.models.model_copy import decoder_layers
 from triforce_tree.models.step_model import StepModel
 
-# Triton 3.6's interpreter converts one-element arrays to scalars, which newer NumPy warns about.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
 ROUNDING = {"rtol": 2e-3, "atol": 2e-3}
 
 

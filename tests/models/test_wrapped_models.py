@@ -9,7 +9,6 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module
-from peft import LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 import triforce_tree
@@ -26,6 +25,8 @@ from tests.support.models.api_cases import (
 from tests.support.models.families import greedy, perturbed, tiny
 from triforce_tree import Engine
 from triforce_tree.models.model_copy import shallow_copy
+
+peft = pytest.importorskip("peft")
 
 NEW = 10
 DRAFT = perturbed(TARGET, 0.1)
@@ -67,11 +68,11 @@ def test_peft_models_are_refused_with_the_remedy() -> None:
 
 
 def adapted(model: Any) -> Any:
-    return get_peft_model(model, adapter(), adapter_name="a")
+    return peft.get_peft_model(model, adapter(), adapter_name="a")
 
 
-def adapter() -> LoraConfig:
-    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+def adapter() -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 
 
 HOOKED: dict[str, dict[str, Any]] = {
@@ -123,7 +124,7 @@ def test_adapters_may_change_between_calls(path: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_models_with_adapters_run_with_them() -> None:
-    injected = inject_adapter_in_model(adapter(), tiny("llama-gqa"))
+    injected = peft.inject_adapter_in_model(adapter(), tiny("llama-gqa"))
     for model in (injected, adapted(tiny("llama-gqa")).base_model.model):
         assert decoded(small(model)) == greedy(model, PROMPT, NEW) != EXPECTED[:NEW]
     with pytest.raises(ValueError, match="adapters of peft, which torchrun and offload_weights=True do not"):
@@ -140,7 +141,9 @@ def test_remedies_for_models_of_peft_work() -> None:
             small(wrapped)
     expected = greedy(model.base_model.model, PROMPT, NEW)
     assert decoded(small(model.merge_and_unload())) == expected
-    tuned = get_peft_model(tiny("llama-gqa"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    tuned = peft.get_peft_model(
+        tiny("llama-gqa"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
     with pytest.raises(TypeError, match=r"has no merge_and_unload\(\); use the model's own generate\(\)"):
         small(tuned)
     run = triforce_tree.custom_generate(levels=1)

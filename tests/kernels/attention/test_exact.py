@@ -20,9 +20,8 @@ from triforce_tree.kernels.cpu.fp32 import library
 from triforce_tree.kv.exact_view import MOST_DEPTH
 from triforce_tree.trees.ancestors import ancestor_mask
 
-# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    triton_ops.runs_kernels,
     pytest.mark.usefixtures("poisoned_empty"),
 ]
 Attention = Callable[[ExactAttention], Tensor]
@@ -172,9 +171,7 @@ def test_queries_that_see_nothing(way: str) -> None:
     assert out.isfinite().all()
 
 
-@pytest.mark.skipif(
-    DEVICE == "cpu", reason="the interpreter multiplies bf16 wrongly, and takes minutes for this"
-)
+@pytest.mark.gpu
 @pytest.mark.parametrize("dims, heads", [((128, 128), (32, 8)), ((128, 128), (8, 8)), ((256, 256), (8, 4))])
 @pytest.mark.parametrize("length", [100, 5000, 20_000])
 def test_real_shapes_on_a_gpu(dims: tuple[int, int], heads: tuple[int, int], length: int) -> None:

@@ -21,7 +21,7 @@ from triforce_tree.kernels.step.kv_slots import dequantized, quantized
 
 triton_ops.require_triton()
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+pytestmark = triton_ops.runs_kernels
 
 HALF, SINGLE = torch.float16, torch.float32
 SMALL = KernelConfig(16, 64, 4, 2, 1)

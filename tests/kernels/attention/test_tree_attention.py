@@ -31,8 +31,7 @@ from triforce_tree.kernels.device import KNOWN
 
 triton_ops.require_triton()
 
-# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = triton_ops.runs_kernels
 
 HALF, SINGLE = torch.float16, torch.float32
 SMALL = KernelConfig(16, 64, 4, 2, 1)

@@ -46,9 +46,6 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-runs_kernels = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
-
-
 def by_hand(
     q: Tensor, k: Tensor, v: Tensor, places: Tensor, own: Tensor, mask: Tensor, how: AttentionParams
 ) -> Tensor:
@@ -89,7 +86,6 @@ CASES: dict[str, tuple[list[int], int, int, int | None]] = {
 }
 
 
-@runs_kernels
 @pytest.mark.parametrize(
     ("case", "variant"),
     [
@@ -139,7 +135,6 @@ def test_each_query_sees_its_window(
         torch.testing.assert_close(out[b], expected, atol=2e-6, rtol=1e-5)
 
 
-@runs_kernels
 def test_an_accepted_path_is_moved_in_every_group(ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """KV of a tree is written and its accepted path moved: in full layers, and across the end of a ring."""
     monkeypatch.setattr(store_module, "RING_PAGE", 8)

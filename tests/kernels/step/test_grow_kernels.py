@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scipy import stats
 
 from tests.support.kernels import grow_cases, step_cases, triton_ops
 from tests.support.kernels.triton_ops import DEVICE, runs_kernels
@@ -144,6 +143,7 @@ def test_begin_tree_of_a_short_sequence() -> None:
 
 def test_draws_follow_the_probs_without_replacement() -> None:
     """Chi-square over ordered pairs: P(i, j) = p_i p_j / (1 - p_i)."""
+    stats = pytest.importorskip("scipy.stats")
     torch.manual_seed(0)
     runs, exact = 20000, torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])
     logits, probs = exact.log().expand(1, runs, 5), torch.empty(1, runs, 5)

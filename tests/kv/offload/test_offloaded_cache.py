@@ -9,7 +9,6 @@ import weakref
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from tests.support.models.families import CAPPED, greedy, prompt_of
@@ -173,6 +172,7 @@ def test_plain_sampling_draws_what_the_cache_on_the_device_draws():
 
 @pytest.mark.slow
 def test_sampled_tokens_follow_the_targets_distribution():
+    stats = pytest.importorskip("scipy.stats")
     prompt, batch, to_probs = PROMPTS[0], 10, SAMPLED
     draws, prompts = 50 * batch, [prompt] * batch
     program = program_of(3, batch)

@@ -64,7 +64,6 @@ def test_norms_of_another_function_are_left() -> None:
     assert isinstance(exact_copy(model).model.norm, Centred)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_compiled_layers_keep_the_operators(tokens: int) -> None:
     """One graph a layer, with the same launches for one token as for several."""

@@ -90,7 +90,7 @@ def test_logits_have_the_bits_of_transformers(config: Any, expected: set[str], d
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+@triton_ops.runs_kernels
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("config", [LlamaConfig, Phi3Config])
 def test_logits_of_the_kernels(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

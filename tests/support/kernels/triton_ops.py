@@ -11,9 +11,8 @@ from triforce_tree.kernels import step, suffix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about, as it
-# does of infinities and NaN.
-runs_kernels = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+runs_kernels = pytest.mark.kernels
+"""Marks tests whose kernels run on ``DEVICE``."""
 
 
 def require_triton() -> None:
