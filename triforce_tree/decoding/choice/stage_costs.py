@@ -30,8 +30,8 @@ from triforce_tree.runtime.stage_clock import StageClock
 # fewest and without.
 _SAMPLES, _FEWEST, _ENOUGH, _LONG = 6, 4, 0.1, 1.0
 # Measuring may take at most this share of a request's time. An allowance is divided into so many parts, and
-# each stage may use one. Each stage is run at least once at two context lengths, in the time of so many passes
-# of the target alone; on a CPU a first run is slow, as it finds nothing in the processor's caches.
+# each stage may use one. Each stage is run at least once at two context lengths, in the time of so many
+# passes of the target alone; on a CPU a first run is slow, as the processor's caches lack what it reads.
 _ALLOWED, _STAGES, _LEAST_PASSES = 0.02, 24, {"cpu": 26, "cuda": 8}
 # Tokens that are decoded with drafts in the time of such a pass, at best on a CPU.
 _DECODED = {"cpu": 4, "cuda": 1}
