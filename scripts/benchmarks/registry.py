@@ -104,6 +104,9 @@ BENCHMARKS = {
         "texts that branch, as DeFT, FastTree and PAT build them: docs/branching.md",
         "tree_workloads_{machine}.json",
     ),
+    "paper": Benchmark(
+        "benchmarks.paper.run", "the tables of TriForce's paper with any pair: docs/benchmarks.md"
+    ),
     "exact": Benchmark(
         "benchmarks.exact.run",
         "greedy texts and times of bit-exact mode: docs/losslessness.md",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from scripts.benchmarks import front
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
-from scripts.benchmarks.common.markdown import Record, Table, grid
+from scripts.benchmarks.common.markdown import Record, Table
 from scripts.benchmarks.common.results import ROOT
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.exact import tables as exact
@@ -23,6 +23,7 @@ from scripts.benchmarks.requests import tables as requests
 from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.workloads import tables as workloads
 from scripts.checks.models import table as models_table
+from triforce_tree.bench.tables import grid
 from triforce_tree.runtime.files.replacing import replace_file
 
 RESULTS = ROOT / "docs" / "results"

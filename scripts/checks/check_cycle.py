@@ -18,13 +18,13 @@ from torch import Tensor
 from scripts.benchmarks.common.engine import drafter_of
 from scripts.checks.report import Report, parser
 from triforce_tree import load
+from triforce_tree.bench.texts import pydoc_text, token_ids
+from triforce_tree.check.goodness_of_fit import chi_square, chi_square_p
+from triforce_tree.check.losslessness import uncertain_contexts
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.eval.check import uncertain_contexts
-from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p
-from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.verify.sampling import ProbsFromLogits
 

@@ -24,11 +24,11 @@ from transformers.utils import logging as transformers_logging
 
 from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES
 from scripts.checks.report import Report, need_gpu, parser
+from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine, load
+from triforce_tree.bench.texts import pydoc_text, token_ids
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.kv.offload.copy_stream import BufferRing
-from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.planning import memory_plan
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.planning.memory_map import MIB

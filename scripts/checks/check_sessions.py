@@ -18,8 +18,8 @@ import torch
 
 from scripts.checks.report import Report, parser
 from triforce_tree import Engine, load
-from triforce_tree.eval.text import pydoc_text, token_ids
-from triforce_tree.eval.ties import first_difference
+from triforce_tree.bench.texts import pydoc_text, token_ids
+from triforce_tree.check.ties import first_difference
 
 CACHES: dict[str, dict[str, Any]] = {
     "device": {},

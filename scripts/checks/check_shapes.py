@@ -28,10 +28,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from scripts.benchmarks.common.timing import read_bandwidth, timed
 from scripts.checks.report import Report, need_gpu, parser
 from triforce_tree import Engine, load
-from triforce_tree.eval.attention.timing import read_bandwidth, timed
-from triforce_tree.eval.compare import compared, ms_per_token
+from triforce_tree.check.compare import compared, ms_per_token
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.models.model_copy import weight_bytes

@@ -35,7 +35,7 @@ from triton.runtime.jit import JITFunction
 from scripts.benchmarks.common.results import header, write
 from scripts.checks.kernel_variants import variants
 from scripts.checks.report import last_line, parser
-from triforce_tree.eval.results import Records
+from triforce_tree.bench.results import Records
 from triforce_tree.kernels.device import KNOWN, Device, emulated
 
 Row = dict[str, Any]

@@ -17,12 +17,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from scripts.checks.report import Report, parser
+from scripts.inflate.pair import inflate_pair
 from triforce_tree import load
-from triforce_tree.eval.compare import compared, ms_per_token
-from triforce_tree.eval.text import pydoc_text, token_ids
+from triforce_tree.bench.texts import pydoc_text, token_ids
+from triforce_tree.check.compare import compared, ms_per_token
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
-from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.runtime.executor import free_memory

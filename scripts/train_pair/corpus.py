@@ -24,7 +24,7 @@ from glob import glob
 from pathlib import Path
 
 from scripts.benchmarks.common.texts import Source, pieces
-from triforce_tree.eval.text import dataset_texts
+from triforce_tree.bench.texts import dataset_texts
 
 WORD = re.compile(r"[a-z0-9_]+")
 SHINGLE = 10  # words

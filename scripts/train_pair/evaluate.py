@@ -24,7 +24,9 @@ import triforce_tree
 from scripts.benchmarks.common.results import RESULTS, write
 from scripts.benchmarks.common.results import header as header_of
 from scripts.benchmarks.common.texts import cut
-from triforce_tree.eval import needle, overlap, results, text
+from triforce_tree.bench import needle, results
+from triforce_tree.bench import texts as text
+from triforce_tree.check import overlap
 
 # The draft's overlap is a figure at one length of context.
 DRAFT_CONTEXT = 16_384

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from triforce_tree.eval.text import dataset_texts
+from triforce_tree.bench.texts import dataset_texts
 
 END = "<|endoftext|>"
 FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -14,7 +14,7 @@ from tests.support.models.families import prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.several import beam_search, beams
-from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p
+from triforce_tree.check.goodness_of_fit import chi_square, chi_square_p
 
 PROMPT = prompt_of(40)
 # Of different lengths, padded on the left.

@@ -16,7 +16,7 @@ from triforce_tree.branching import attention, forward, rows
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import TreeFullError, slot_bytes
 from triforce_tree.branching.tree import TextTree
-from triforce_tree.eval.goodness_of_fit import chi_square, chi_square_p
+from triforce_tree.check.goodness_of_fit import chi_square, chi_square_p
 
 PROMPT = prompt_of(75)
 GREEDY: dict[str, Any] = {"do_sample": False}

@@ -13,9 +13,9 @@ import triforce_tree
 from tests.support.distributions.wrong_acceptance import accept_all_proposals
 from tests.support.models.families import prompt_of, tiny
 from tests.support.models.tiny_pair import TinyPair
+from triforce_tree.check.compare import compared, summary
 from triforce_tree.cli import console, entry
 from triforce_tree.cli.entry import main
-from triforce_tree.eval.compare import compared, summary
 from triforce_tree.generation.output import GenerateOutput
 
 
@@ -79,7 +79,7 @@ def test_memory_too_short_to_judge_a_difference_is_reported(monkeypatch: pytest.
     def short(*args: object) -> None:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr("triforce_tree.eval.compare.first_difference", short)
+    monkeypatch.setattr("triforce_tree.check.compare.first_difference", short)
     result = compared(engine, [1, 2, 3], *outputs, greedy=True)
     assert not result.failed
     assert "texts differ from token 1 on; too little memory to tell a tie from a failure" in result.verdict()

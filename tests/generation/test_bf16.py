@@ -9,7 +9,7 @@ import triforce_tree
 from tests.support.distributions.wrong_acceptance import accept_all_proposals
 from tests.support.models.families import perturbed, prompt_of, tiny
 from triforce_tree import Engine
-from triforce_tree.eval import check
+from triforce_tree.check import losslessness as check
 
 SMALL = {
     "gamma": 4,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import triforce_tree
+from scripts.inflate.pair import inflate
 from tests.support.models.families import logits, relative_error
 from triforce_tree import Engine
-from triforce_tree.loading.inflate import inflate
 
 NEW = 24
 SETTINGS: dict[str, Any] = {"levels": 3, "budget": 64, "chunk": 8, "recent": 16, "gamma": 6, "rounds": 2}

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.processes.messages import says
-from triforce_tree.eval.text import pydoc_text
+from triforce_tree.bench.texts import pydoc_text
 from triforce_tree.loading.vocabularies import LEAST_SHARED, token_map
 
 

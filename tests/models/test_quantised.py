@@ -16,11 +16,11 @@ from transformers import (
 )
 
 import triforce_tree
+from scripts.inflate.pair import inflate
 from tests.support.models.families import greedy, perturbed, prompt_of, small, tiny
 from tests.support.models.tiny_pair import settings
 from tests.support.processes.messages import says
 from triforce_tree.loading.checkpoints import load_model
-from triforce_tree.loading.inflate import inflate
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy, why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import captures

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from triforce_tree.eval.texts.python_files import docstrings
+from scripts.benchmarks.sources.python_files import docstrings
 from triforce_tree.kv.shared import choice
 
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from scripts.benchmarks.workloads import run, tables
-from triforce_tree.eval.results import Records
-from triforce_tree.eval.workloads.attention import WAYS
-from triforce_tree.eval.workloads.measure import PARTS
+from scripts.benchmarks.workloads.attention import WAYS
+from scripts.benchmarks.workloads.measure import PARTS
+from triforce_tree.bench.results import Records
 
 
 def content() -> dict[str, Any]:

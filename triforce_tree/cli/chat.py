@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 
+from triforce_tree.check.compare import ms_per_token, token_count
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, PinningBar, PrefillBar, TextOut, json_line, screen
 from triforce_tree.engine import Engine
-from triforce_tree.eval.compare import ms_per_token, token_count
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.runtime.files.text_files import read_text
 from triforce_tree.runtime.stats import rate_text

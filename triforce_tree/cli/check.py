@@ -6,11 +6,13 @@ from typing import Any
 
 from transformers import StoppingCriteriaList
 
+from triforce_tree.bench import texts as text
+from triforce_tree.check import losslessness as check
+from triforce_tree.check import overlap
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, bar, json_line, plain_table, results
 from triforce_tree.cli.texts import documents
 from triforce_tree.engine import Engine
-from triforce_tree.eval import check, overlap, text
 from triforce_tree.trees.shapes import sequoia
 
 RANKS = 8

@@ -14,6 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from triforce_tree.bench.needle import ANSWER_TOKENS
+from triforce_tree.bench.results import repeated_share
+from triforce_tree.bench.texts import pydoc_text, token_ids
+from triforce_tree.check.compare import difference_verdict, judged
 from triforce_tree.cli import options
 from triforce_tree.cli.console import (
     Interrupt,
@@ -31,10 +35,6 @@ from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.engine import Engine
-from triforce_tree.eval.compare import difference_verdict, judged
-from triforce_tree.eval.needle import ANSWER_TOKENS
-from triforce_tree.eval.results import repeated_share
-from triforce_tree.eval.text import pydoc_text, token_ids
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.pair import needle as planted
 from triforce_tree.text.new_text import new_text

@@ -14,11 +14,11 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from triforce_tree.bench.texts import ROWS, pydoc_text
 from triforce_tree.cli.groups import SAMPLING, engine_options
 from triforce_tree.cli.prompt import characters, prompt_of
-from triforce_tree.cli.texts import documents, text_source
+from triforce_tree.cli.texts import documents
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.eval.text import ROWS, pydoc_text
 from triforce_tree.generation.drafter_options import check_drafter_options, heads_folder, names_heads
 from triforce_tree.generation.option_values import check_sampling_options
 from triforce_tree.loading import gguf_cache, gguf_header, model_folder
@@ -103,54 +103,13 @@ def demo(args: argparse.Namespace) -> None:
     _positions(args, args.prompt_tokens, args.new_tokens)
 
 
-def bench_text(args: argparse.Namespace) -> None:
-    if args.text is None:
-        bench(args)
-        return
-    # Passages may be copied for its prompts.
-    _measured(args)
-    text_source(args)
-    _positions(args, args.context, args.new_tokens)
-
-
 def bench(args: argparse.Namespace) -> None:
-    """For benchmarks that read a text: ``batch``, ``offload``, ``needle``, ``ruler``."""
+    """For the benchmarks: ``text`` and ``pg19`` cut prompts from a text, ``needle`` plants needles into it.
+
+    The text around a needle is repeated where it is short.
+    """
     _measured(args)
-    lengths = [args.context] if hasattr(args, "context") else args.lengths
-    # Needles and questions are planted into a text that is repeated where it is short.
-    (_cut if hasattr(args, "context") else _fit)(args, lengths, getattr(args, "new_tokens", 1))
-
-
-def workloads(args: argparse.Namespace) -> None:
-    _measured(args)
-    documents(args)
-
-
-def paper(args: argparse.Namespace) -> None:
-    _measured(args)
-    if args.shape not in (None, "none") and (args.target or args.draft or args.drafter):
-        raise ValueError(
-            f"--shape {args.shape} inflates the embedded pair; leave out --target, --draft and --drafter"
-        )
-    _cut(args, [args.context] if args.context else [], args.new_tokens or 1)
-
-
-def public(args: argparse.Namespace) -> None:
-    from triforce_tree.eval.public.catalogue import DATA_SETS, task_of
-    from triforce_tree.eval.public.prompts import template_of
-
-    task = task_of(DATA_SETS[args.data_set], args.task)
-    if task is not None:
-        template_of(args.templates, args.task, task)
-    if args.data is not None and not Path(args.data).exists():
-        raise FileNotFoundError(f"no such file: {args.data!r}")
-    _measured(args)
-
-
-def kernels(args: argparse.Namespace) -> None:
-    _device(args.device)
-    if args.out:
-        check_writable(args.out)
+    (_fit if hasattr(args, "depths") else _cut)(args, args.lengths, getattr(args, "new_tokens", 1))
 
 
 def _prompt(args: argparse.Namespace) -> None:
@@ -270,7 +229,7 @@ def _fit(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
 
 def _cut(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
     """Do what :func:`_fit` does, and check that the text can have so many tokens, each of a byte or more."""
-    if args.dataset is None and args.text is None and lengths:
+    if args.dataset is None and lengths:
         _, texts = documents(args)
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)
         if max(lengths) > size + _SPECIAL:

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import StoppingCriteriaList
 
+from triforce_tree.check.compare import compared, ms_per_token, summary
 from triforce_tree.cli import options
 from triforce_tree.cli.console import (
     Interrupt,
@@ -17,7 +18,6 @@ from triforce_tree.cli.console import (
     screen,
 )
 from triforce_tree.engine import Engine
-from triforce_tree.eval.compare import compared, ms_per_token, summary
 from triforce_tree.generation.chat import encoded
 from triforce_tree.generation.output import GenerateOutput
 

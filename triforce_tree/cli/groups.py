@@ -348,14 +348,5 @@ def add_text_source(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face data set, for example emozilla/pg19-test, or a .jsonl, .json, .csv or .parquet "
         "file",
     )
-    source.add_argument(
-        "--text",
-        metavar="NAME",
-        help="a text of this kind (documentation, prose, verse, code, dialogue, tables, copied), or of "
-        "this name",
-    )
-    group.add_argument(
-        "--texts", metavar="FILE", help="with --text: where python -m scripts.benchmarks texts packed them"
-    )
     group.add_argument("--split", default="test", help="of the data set")
     group.add_argument("--column", default="text", help="of the data set")

@@ -21,13 +21,13 @@ import torch
 import triton
 from torch import Tensor
 
+from scripts.benchmarks.attention.peers import PEERS, peers
+from scripts.benchmarks.attention.problems import Ceilings, Cell, measure_ceilings, random_kv, tree_mask
 from scripts.benchmarks.attention.tables import FILE, cells
 from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.timing import time_calls
 from scripts.checks.report import need_gpu
 from scripts.checks.tree_attention_check import gate
-from triforce_tree.eval.attention.peers import PEERS, peers
-from triforce_tree.eval.attention.problems import Ceilings, Cell, measure_ceilings, random_kv, tree_mask
-from triforce_tree.eval.attention.timing import time_calls
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.launch import run
 from triforce_tree.kernels.attention.plan import Plan, plan_trees
@@ -135,7 +135,7 @@ def main(words: Sequence[str] | None = None) -> None:
             args.out.mkdir(parents=True, exist_ok=True)
             write(args.out / FILE, result)
 
-    build = [sys.executable, "-m", "triforce_tree.eval.attention.peers", "--build"]
+    build = [sys.executable, "-m", "scripts.benchmarks.attention.peers", "--build"]
     builder = subprocess.Popen(build) if args.build else None
     result["gate"] = found = gate(args.workers, args.every)
     save()

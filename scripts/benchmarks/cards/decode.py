@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from scripts.benchmarks.common.results import Record
+from scripts.benchmarks.common.timing import timed
 from triforce_tree import Engine
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.eval.attention.timing import timed
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.runtime import distributed
 from triforce_tree.verify.sampling import ProbsFromLogits

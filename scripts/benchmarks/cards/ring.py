@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from scripts.benchmarks.common.results import Record
+from scripts.benchmarks.common.timing import timed
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.eval.attention.timing import timed
 
 
 def passed_on(program: DecodingProgram, runs: int) -> Record:

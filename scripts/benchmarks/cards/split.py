@@ -38,12 +38,12 @@ from scripts.benchmarks.common.command import (
 from scripts.benchmarks.common.long_texts import long_prompts
 from scripts.benchmarks.common.results import Record, content_at, header, write
 from scripts.benchmarks.common.rope import TRAINED, factor_for, use_yarn
+from scripts.benchmarks.common.timing import timed
+from scripts.benchmarks.sources.registry import DOCUMENTATION, Texts
+from scripts.inflate.pair import inflate_pair
 from triforce_tree import load
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.eval.attention.timing import timed
-from triforce_tree.eval.texts.registry import DOCUMENTATION, Texts
 from triforce_tree.kernels.ranks import merged_bytes, merged_over_ranks
-from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import Step, executor, free_memory
 from triforce_tree.verify.sampling import ProbsFromLogits

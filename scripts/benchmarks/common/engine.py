@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
+from scripts.benchmarks.common.timing import synchronize, timed
+from scripts.inflate.pair import inflate_pair
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.tree_model import TreeDrafter
-from triforce_tree.eval.attention.timing import synchronize, timed
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.kv.store import KVStore
-from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.tensor_parallel import shard
 from triforce_tree.planning.machine import bound_memory

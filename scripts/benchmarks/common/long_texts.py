@@ -3,8 +3,8 @@
 import functools
 from collections.abc import Iterable, Sequence
 
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts.registry import SOURCES, MissingTextError, Texts, TextSource
+from scripts.benchmarks.sources.registry import SOURCES, MissingTextError, Texts, TextSource
+from triforce_tree.bench.texts import token_ids
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 
 

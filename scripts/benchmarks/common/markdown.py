@@ -6,6 +6,7 @@ from string import Formatter
 from typing import Any
 
 from scripts.benchmarks.common.results import PAIR_VOCABULARY
+from triforce_tree.bench.tables import grid
 
 Record = dict[str, Any]
 # Heading -> "{ms_per_token:.2f}" over a row, or a function of the row. A leading "?" lets a figure be absent.
@@ -44,12 +45,6 @@ def us(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-def grid(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table with a head; the first ``left`` columns are set to the left, all others to the right."""
-    rule = ["---"] * left + ["---:"] * (len(headings) - left)
-    return "".join("| " + " | ".join(line) + " |\n" for line in (headings, rule, *lines))
 
 
 def all_rows(content: Record) -> list[Record]:

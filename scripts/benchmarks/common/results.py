@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from triforce_tree.eval import results
-from triforce_tree.loading.llama_shapes import Shape
+from scripts.inflate.shapes import Shape
+from triforce_tree.bench import results
 from triforce_tree.runtime.distributed import world_size
 from triforce_tree.runtime.files.replacing import replace_file
 

@@ -37,7 +37,7 @@ from scripts.benchmarks.common.results import (
     settings_of,
 )
 from scripts.benchmarks.common.texts import SOURCES, Library, Source
-from triforce_tree.eval.results import repeated_share
+from triforce_tree.bench.results import repeated_share
 from triforce_tree.runtime.executor import free_memory
 
 # Passes in which the stages are timed one by one.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.eval import text
-from triforce_tree.eval.texts.python_files import python_texts
+from scripts.benchmarks.sources.python_files import python_texts
+from triforce_tree.bench import texts as text
 
 # More than the characters of a token, on average.
 _CHARACTERS = 5

@@ -21,9 +21,9 @@ from transformers.utils import logging
 from scripts.benchmarks.common.command import parser
 from scripts.benchmarks.common.results import RESULTS, Record, header, write
 from scripts.benchmarks.cpu.tables import PREFILL
+from triforce_tree.bench import results
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.eval import results
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.pass_through import CACHE

@@ -17,8 +17,10 @@ import triforce_tree
 from scripts.benchmarks.common.command import parser
 from scripts.benchmarks.common.results import RESULTS, header, write
 from scripts.benchmarks.cpu.tables import SPEED
-from triforce_tree.eval import results, speed, text
-from triforce_tree.eval.baselines import METHODS
+from triforce_tree.bench import results, speed
+from triforce_tree.bench import texts as text
+from triforce_tree.bench.baselines import METHODS
+from triforce_tree.bench.tables import speed_of
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -35,8 +37,10 @@ def main(words: Sequence[str] | None = None) -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
 
-    settings = speed.settings(args.context, args.new_tokens, args.seed, text.PYDOC, "embedded", "default")
-    settings["threads"] = args.threads
+    settings = {
+        "benchmark": "text", "context": args.context, "new_tokens": args.new_tokens, "seed": args.seed,
+        "text": text.PYDOC, "threads": args.threads, "commit": results.commit(),
+    }  # fmt: skip
     records = results.Records(out.with_suffix(".jsonl"), settings)
     engine = triforce_tree.load(device="cpu", dtype=torch.float32)
     assert engine.tokenizer is not None
@@ -57,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> None:
         **header(args.seed),
         "prompts": len(prompts),
         "options": {k: str(v) for k, v in engine.hierarchy.config.as_options().items()},
-        "rows": speed.rows(records, args.context, args.new_tokens),
+        "rows": speed_of(records),
     }
     write(out, result)
     print(json.dumps(result))

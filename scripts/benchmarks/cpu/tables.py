@@ -1,7 +1,8 @@
 """Tables about the embedded pair on a CPU."""
 
-from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, grid, listing, noted
-from triforce_tree.eval.baselines import PLAIN_METHOD, labelled
+from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, listing, noted
+from triforce_tree.bench.baselines import METHODS, PLAIN_METHOD
+from triforce_tree.bench.tables import grid
 
 SPEED, PAIR, PREFILL = "cpu_16k.json", "pair.json", "cpu_prefill.json"
 _BY_TEMPERATURE: Columns = {
@@ -33,7 +34,8 @@ ACCEPTANCE: Columns = {
 
 def speed(content: Record) -> str:
     """A line a method, four columns a temperature."""
-    rows = content["rows"]
+    # Methods that are no longer measured have no line.
+    rows = [row for row in content["rows"] if row["method"] in METHODS]
     plain = {r["temperature"]: r["ms_per_token"] for r in rows if r["method"] == PLAIN_METHOD}
     for r in rows:
         if r["temperature"] in plain:
@@ -41,7 +43,7 @@ def speed(content: Record) -> str:
     found = {(r["method"], r["temperature"]): r for r in rows}
     columns = [(t, *column) for t in sorted({t for _, t in found}) for column in _BY_TEMPERATURE.items()]
     lines = [
-        [labelled(method), *(cell(template, found.get((method, t), {})) for t, _, template in columns)]
+        [method, *(cell(template, found.get((method, t), {})) for t, _, template in columns)]
         for method in dict.fromkeys(method for method, _ in found)
     ]
     note = noted(_SPEED_NOTE, SPEED)({**content, "first": rows[0]}, rows)
@@ -62,7 +64,9 @@ def _pair(content: Record) -> list[Record]:
     return [{"what": what, "figure": figure} for what, figure in told.items()]
 
 
-_acceptance = listing(ACCEPTANCE, lambda content: [row for row in content["rows"] if row["acceptance"]])
+_acceptance = listing(
+    ACCEPTANCE, lambda content: [r for r in content["rows"] if r["acceptance"] and r["method"] in METHODS]
+)
 _figures = listing({"embedded pair, held-out text": "{what}", "figure": "{figure}"}, _pair)
 TABLES = {
     "cpu_16k": Table(SPEED, speed, "python -m scripts.benchmarks cpu"),

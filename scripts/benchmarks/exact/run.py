@@ -24,10 +24,10 @@ from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, machine_o
 from scripts.benchmarks.common.results import Record, header, open_records, write
 from scripts.benchmarks.exact.tables import rows_of
 from scripts.benchmarks.texts.grid import TimeLimit
+from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine, load
-from triforce_tree.eval.results import Records, commit, hardware
-from triforce_tree.eval.text import pydoc_text, token_ids
-from triforce_tree.loading.inflate import inflate_pair
+from triforce_tree.bench.results import Records, commit, hardware
+from triforce_tree.bench.texts import pydoc_text, token_ids
 from triforce_tree.runtime.executor import free_memory
 
 # Prompts that are decoded one by one; the first one also captures graphs, and is not timed.

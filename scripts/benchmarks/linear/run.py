@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from scripts.benchmarks.attention.problems import measure_ceilings
 from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.timing import time_calls
 from scripts.benchmarks.linear import problems
 from scripts.benchmarks.linear.problems import BITS, LAYERS, ROTATION, Shape, Weights, weight_bytes
 from scripts.benchmarks.linear.tables import EARLY
 from scripts.checks.report import Report, in_shards, last_line, need_gpu
-from triforce_tree.eval.attention.problems import measure_ceilings
-from triforce_tree.eval.attention.timing import time_calls
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear.configs import LinearConfig, choose
 from triforce_tree.runtime.files.writable import check_writable

@@ -17,9 +17,9 @@ from scripts.benchmarks.common.engine import Bench, Prompts, Run
 from scripts.benchmarks.common.results import ATTENDED, STREAMED, Record, rounded, rows_of_samples
 from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts, parts_parser
 from scripts.benchmarks.common.texts import SOURCES, Source
+from scripts.benchmarks.common.timing import read_bandwidth
 from scripts.benchmarks.offload.tables import FILE
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.eval.attention.timing import read_bandwidth
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.kv.offload.host_attention import host_attends
 from triforce_tree.kv.offload.pinned import usable

@@ -11,13 +11,13 @@ from scripts.benchmarks.common.markdown import (
     Table,
     cell,
     file_note,
-    grid,
     listing,
     origin,
     rows_of,
 )
 from scripts.benchmarks.texts.tables import ANY_TEXT
 from scripts.benchmarks.texts.tables import COMMAND as ANY_TEXT_COMMAND
+from triforce_tree.bench.tables import grid
 
 FILE, PARALLEL = "offload_h200.json", "offload_parallel_h200.json"
 _STREAMED = ("7b", "8b", "8b-512k", "13b", "resident", "caps")

@@ -26,19 +26,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from scripts.benchmarks.attention.problems import measure_ceilings
 from scripts.benchmarks.common.command import TINY_SHAPES, device_of, parser, results_folder
 from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.timing import synchronize, timed
 from scripts.benchmarks.on_chip.prefill_paths import PATHS, attention_alone, usable, way
 from scripts.benchmarks.on_chip.tables import PREFILL_FILE
+from scripts.inflate.pair import inflate
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.eval.attention.problems import measure_ceilings
-from triforce_tree.eval.attention.timing import synchronize, timed
 from triforce_tree.kernels.attention.installed import flash_attn_4
 from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kv import prefill
 from triforce_tree.loading.checkpoints import PAIR, load_model
-from triforce_tree.loading.inflate import inflate
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import decoder_layers
 from triforce_tree.runtime.executor import free_memory

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from scripts.benchmarks.common.results import Record
-from triforce_tree.eval.attention.timing import timed
+from scripts.benchmarks.common.timing import timed
 from triforce_tree.kernels.attention.installed import flash_attn_4
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.attention.prefill import attention_in_blocks, causal_attention

@@ -18,12 +18,12 @@ import torch
 from scripts.benchmarks.common.engine import Prompts, Run
 from scripts.benchmarks.common.results import PLAIN, STATIC, Record, rows_of_samples
 from scripts.benchmarks.common.session import Plan, Session, Step, measure_parts, parts_parser
+from scripts.benchmarks.common.timing import read_bandwidth
 from scripts.benchmarks.on_chip.roofs import roofs_ms
 from scripts.benchmarks.on_chip.tables import FILE
 from scripts.benchmarks.on_chip.transformers_static import static_decoding
+from triforce_tree.bench.results import repeated_share
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.eval.attention.timing import read_bandwidth
-from triforce_tree.eval.results import repeated_share
 
 LLAMA_2_7B, LLAMA_3_1_8B = "llama-2-7b", "llama-3.1-8b"
 DEFAULTS: Record = {

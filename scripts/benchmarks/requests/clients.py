@@ -20,9 +20,9 @@ from scripts.benchmarks.common.command import parser, results_folder
 from scripts.benchmarks.common.results import Record, write
 from scripts.benchmarks.requests.layouts import LAYOUTS, Setup, common_options, compared
 from scripts.benchmarks.requests.tables import CLIENTS
+from scripts.benchmarks.sources.registry import Texts, named, prompts
 from triforce_tree import Engine
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts.registry import Texts, named, prompts
+from triforce_tree.bench.texts import token_ids
 from triforce_tree.generation.batch import room
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.output import GenerateOutput

@@ -11,8 +11,8 @@ import torch
 import triforce_tree
 from scripts.benchmarks.common.command import device_of, machine_of
 from scripts.benchmarks.common.results import Record, header
+from scripts.inflate.pair import inflate_pair
 from triforce_tree.kv.cached_tokens import common_prefix
-from triforce_tree.loading.inflate import inflate_pair
 
 LAYOUTS = ("stored once", "copied")
 

@@ -29,11 +29,11 @@ from scripts.benchmarks.common.command import (
     results_folder,
 )
 from scripts.benchmarks.common.results import Record, header, write
+from scripts.benchmarks.common.timing import synchronize
+from scripts.benchmarks.sources.registry import Texts, named, prompts
+from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine
-from triforce_tree.eval.attention.timing import synchronize
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts.registry import Texts, named, prompts
-from triforce_tree.loading.inflate import inflate_pair
+from triforce_tree.bench.texts import token_ids
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.sessions.session import Session
 

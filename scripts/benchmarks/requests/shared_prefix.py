@@ -27,9 +27,9 @@ from scripts.benchmarks.common.command import parser, results_folder
 from scripts.benchmarks.common.results import Record, write
 from scripts.benchmarks.requests.layouts import LAYOUTS, Setup, common_options, compared
 from scripts.benchmarks.requests.tables import SHARED
+from scripts.benchmarks.sources.registry import Texts, named, prompts
 from triforce_tree import Engine
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts.registry import Texts, named, prompts
+from triforce_tree.bench.texts import token_ids
 from triforce_tree.generation.batch import prefixes as batch_prefixes
 from triforce_tree.kv.shared.store import SharedStore
 from triforce_tree.kv.shared.tree import PrefixTree

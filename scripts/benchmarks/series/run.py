@@ -30,7 +30,7 @@ from rich.table import Table
 from scripts.benchmarks.common.command import parser, results_folder
 from scripts.benchmarks.common.results import ROOT, Record, write
 from scripts.benchmarks.series.steps import GROUPS, Step
-from triforce_tree.eval.results import commit
+from triforce_tree.bench.results import commit
 
 STATE = "series.json"
 # A timed step is begun only if this many seconds are left, and is told to end so many before the limit.

@@ -149,7 +149,7 @@ GPU = (
     _bench("exact", "exact", 30, timed=True),
     Step(
         "paper",
-        f"triforce_tree bench paper --prompts 2 --new-tokens 128 --out {OUT}/paper.jsonl",
+        f"scripts.benchmarks paper --prompts 2 --new-tokens 128 --out {OUT}/paper.jsonl",
         20,
         tiny=None,
     ),

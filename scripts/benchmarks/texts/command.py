@@ -27,15 +27,15 @@ from scripts.benchmarks.common.results import (
     inflated_vocabulary,
     settings_of,
 )
-from scripts.benchmarks.texts.grid import Grid, GridRun, TimeLimit
-from scripts.benchmarks.texts.rows import rows
-from triforce_tree.eval.texts.registry import (
+from scripts.benchmarks.sources.registry import (
     SOURCES,
     MissingTextError,
     Texts,
     TextSource,
     named,
 )
+from scripts.benchmarks.texts.grid import Grid, GridRun, TimeLimit
+from scripts.benchmarks.texts.rows import rows
 
 PAIR = "pair"
 SHAPES = {"7b": "llama-2-7b", "8b": "llama-3.1-8b", "13b": "llama-2-13b", PAIR: None}

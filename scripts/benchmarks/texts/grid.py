@@ -16,16 +16,16 @@ import torch
 
 import triforce_tree
 from scripts.benchmarks.common.results import OURS, PLAIN, STATIC, Record, ResultsFile
+from scripts.benchmarks.common.timing import synchronize, timed
 from scripts.benchmarks.on_chip.transformers_static import static_decoding
+from scripts.benchmarks.sources.registry import Texts, TextSource, prompts
+from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine
+from triforce_tree.bench.results import repeated_share
+from triforce_tree.bench.texts import token_ids
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.eval.attention.timing import synchronize, timed
-from triforce_tree.eval.results import repeated_share
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts.registry import Texts, TextSource, prompts
-from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.verify.sampling import ProbsFromLogits
 

@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts import packed
-from triforce_tree.eval.texts.registry import SOURCES, MissingTextError, Texts
+from scripts.benchmarks.sources import packed
+from scripts.benchmarks.sources.registry import SOURCES, MissingTextError, Texts
+from triforce_tree.bench.texts import token_ids
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 from triforce_tree.runtime.files.writable import check_writable
 

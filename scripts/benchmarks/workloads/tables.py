@@ -14,7 +14,7 @@ from scripts.benchmarks.common.markdown import (
 )
 
 FILE = "tree_workloads_h200.json"
-# Ways of attending, by their names in eval.workloads.attention, and the headings of their microseconds. The
+# Ways of attending, by their names in workloads.attention, and the headings of their microseconds. The
 # kernel no longer attends "by nodes" or "by chunks of nodes", which results of earlier commits have.
 _WAYS = {
     "by sequences": "by sequences", "by sequences, shared pages": "shared pages", "by nodes": "by nodes",

@@ -15,7 +15,7 @@ import triforce_tree
 from scripts.checks.models.build import build, new_tokens_of, prompt_of
 from scripts.checks.models.classes import families
 from scripts.checks.models.outcomes import CRASHES, DIFFERS, EQUAL, NOT_BUILT, REFUSED, SKIPPED
-from triforce_tree.eval.ties import first_difference
+from triforce_tree.check.ties import first_difference
 from triforce_tree.models.recurrent.mixers import mixers
 
 PACKAGE = str(Path(triforce_tree.__file__).parent)

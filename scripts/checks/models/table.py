@@ -4,8 +4,9 @@ import json
 import re
 from collections import Counter
 
-from scripts.benchmarks.common.markdown import Record, Table, cell, grid, noted
+from scripts.benchmarks.common.markdown import Record, Table, cell, noted
 from scripts.benchmarks.common.results import RESULTS
+from triforce_tree.bench.tables import grid
 
 FILE = "models.json"
 # Of `--device cuda --paths captured`, where there is one: graphs need a GPU.

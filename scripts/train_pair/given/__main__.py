@@ -38,7 +38,7 @@ from scripts.train_pair.loop import Schedule, fit
 from scripts.train_pair.model import llama, new_model
 from scripts.train_pair.options import training_parser
 from scripts.train_pair.run import Run
-from triforce_tree.eval.text import pydoc_text, token_ids
+from triforce_tree.bench.texts import pydoc_text, token_ids
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 
 # Positions whose logits exist at a time: two fp32 rows of the vocabulary for each.

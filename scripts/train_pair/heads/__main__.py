@@ -32,7 +32,7 @@ from scripts.train_pair.heads.text import TOKENIZER, prepare
 from scripts.train_pair.loop import Schedule, fit
 from scripts.train_pair.options import training_parser
 from scripts.train_pair.run import Run
-from triforce_tree.eval.text import pydoc_text
+from triforce_tree.bench.texts import pydoc_text
 from triforce_tree.loading.checkpoints import PAIR
 
 SINKS = 4

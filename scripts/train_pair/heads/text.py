@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from scripts.train_pair.corpus import gather
-from triforce_tree.eval.text import dataset_texts
+from triforce_tree.bench.texts import dataset_texts
 from triforce_tree.loading.checkpoints import PAIR
 
 # None of these is a source of the benchmarks' prompts.

@@ -22,12 +22,12 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 from scripts.benchmarks.common.results import header, write
+from scripts.benchmarks.sources.loaders import MissingTextError
+from scripts.benchmarks.sources.registry import KINDS, SOURCES, Texts
 from scripts.train_pair.distill import SEGMENT, SINKS, StreamingForward
 from scripts.train_pair.kinds.samples import continuations
 from scripts.train_pair.model import new_model
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts.loaders import MissingTextError
-from triforce_tree.eval.texts.registry import KINDS, SOURCES, Texts
+from triforce_tree.bench.texts import token_ids
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 
 # Tokens of context before the first position that is judged.

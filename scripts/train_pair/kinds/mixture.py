@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triforce_tree.eval.texts.registry import CODE, DIALOGUE, DOCUMENTATION, PROSE, VERSE
+from scripts.benchmarks.sources.registry import CODE, DIALOGUE, DOCUMENTATION, PROSE, VERSE
 
 # Manuals as plain text: the first that a draft forgets when it learns other kinds.
 MANUALS = "manuals"

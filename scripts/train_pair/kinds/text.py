@@ -6,8 +6,8 @@
     python -m scripts.train_pair.kinds.text --root root --texts texts.json.xz --out kinds.npz
 
 Prose, verse, dialogue and code of packages under permissive licences or in the public domain, and
-documentation as the pair was trained on. The texts of ``triforce_tree.eval.texts`` are held out, by file and
-by shingles of ten words (``corpus``), as far as they are here or in ``--texts`` (``benchmarks texts``).
+documentation as the pair was trained on. The texts of ``scripts.benchmarks.sources`` are held out, by file
+and by shingles of ten words (``corpus``), as far as they are here or in ``--texts`` (``benchmarks texts``).
 ``--source manuals=FILE.jsonl`` adds pages of manuals as text. The file holds an array of uint16 for each
 kind, documents with an end token between them; 15 million tokens have 12 MB.
 """
@@ -23,13 +23,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from tokenizers import Tokenizer
 
+from scripts.benchmarks.sources.loaders import MissingTextError
+from scripts.benchmarks.sources.python_files import package_folders
+from scripts.benchmarks.sources.registry import CODE, DIALOGUE, DOCUMENTATION, PROSE, SOURCES, VERSE, Texts
 from scripts.train_pair.corpus import gather
 from scripts.train_pair.heads.text import PYTHON, TOKENIZER
 from scripts.train_pair.tokenizer import END
-from triforce_tree.eval.text import dataset_texts
-from triforce_tree.eval.texts.loaders import MissingTextError
-from triforce_tree.eval.texts.python_files import package_folders
-from triforce_tree.eval.texts.registry import CODE, DIALOGUE, DOCUMENTATION, PROSE, SOURCES, VERSE, Texts
+from triforce_tree.bench.texts import dataset_texts
 
 _FORTUNES = (
     "art computers cookie debian definitions disclaimer education ethnic food fortunes goedel humorists kids "
@@ -43,7 +43,7 @@ class KindSource:
     """Texts of one kind.
 
     Attributes:
-        kind: of ``triforce_tree.eval.texts.registry``.
+        kind: of ``scripts.benchmarks.sources.registry``.
         licence: of the texts.
         package: of Debian, or of Python where ``paths`` are below its folder or there are none.
         paths: patterns of files below the root of Debian's packages, or below the package's folder.

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from scripts.inflate.shapes import SHAPES
 from tests.support.models.families import tiny
 from tests.support.models.recurrent_families import recurrent
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.parallel.choice import Link, Ranks, chosen, pass_seconds
-from triforce_tree.loading.llama_shapes import SHAPES
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "sequence_parallel_h200x2.json"
 # Of the measured machine, and of one whose cards are further apart.

@@ -16,13 +16,13 @@ from tests.support.models.families import greedy, perturbed, prompt_of, small, t
 from tests.support.models.program_cases import GREEDY, SAMPLED, decoded
 from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, recurrent
 from triforce_tree import UnsupportedModelError
+from triforce_tree.check import losslessness as check
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.eval import check
 from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv import recurrent_states
 from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, TokenPass

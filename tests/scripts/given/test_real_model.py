@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from scripts.benchmarks.sources.registry import Texts
 from tests.support.models.families import greedy, logits, prompt_of, relative_error, tiny
-from triforce_tree.eval.texts.registry import Texts
 from triforce_tree.loading.checkpoints import PAIR
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.benchmarks.sources import loaders, registry
+from scripts.benchmarks.sources.registry import SOURCES, Texts
 from tests.support.models.tiny_pair import SMALL, TinyPair
+from triforce_tree.bench.texts import token_ids
 from triforce_tree.decoding.choice import controller, passes
-from triforce_tree.eval.text import token_ids
-from triforce_tree.eval.texts import loaders, registry
-from triforce_tree.eval.texts.registry import SOURCES, Texts
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 BY_NAME = {source.name: source for source in SOURCES}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from triforce_tree.eval.texts import packed
-from triforce_tree.eval.texts.registry import Texts
+from scripts.benchmarks.sources import packed
+from scripts.benchmarks.sources.registry import Texts
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 
 

@@ -11,7 +11,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from triforce_tree import Engine, load
-from triforce_tree.eval.text import pydoc_text, token_ids
+from triforce_tree.bench.texts import pydoc_text, token_ids
 
 VOCABULARY = 384
 # Settings for prompts of a few hundred tokens.

@@ -17,14 +17,14 @@ import torch
 from torch import fx
 from transformers import PreTrainedModel, StoppingCriteria
 
+from scripts.inflate.pair import inflate_pair
 from tests.support.models.api_cases import characters
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine, load
+from triforce_tree.bench.texts import pydoc_text
 from triforce_tree.decoding.memory import level_one_copy
-from triforce_tree.eval.text import pydoc_text
 from triforce_tree.kv.offload import layout
-from triforce_tree.loading.inflate import inflate_pair
 from triforce_tree.models import tensor_parallel
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import batch_size, machine, memory_plan

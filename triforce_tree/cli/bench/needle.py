@@ -4,12 +4,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from triforce_tree.bench import needle
+from triforce_tree.bench.results import Record, header
+from triforce_tree.bench.tables import tables
 from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line, screen
 from triforce_tree.cli.texts import documents
-from triforce_tree.eval import needle
-from triforce_tree.eval.results import Record, header
 
 
 def _said(record: Record) -> str:
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         needle.measure(
             engine, haystack, args.lengths, args.depths, args.trials, series, args.through, reading
         )
-    code = finish(args, records, interrupt.requested)
+    code = finish(args, records, tables(records), interrupt.requested)
     if args.plot and records.all:
         name = Path(args.target).name if args.target else "embedded pair"
         needle.heat_map(records.all, args.through[0], args.lengths, args.depths, Path(args.plot), name)

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from rich.progress import Progress, TaskID
 
 import triforce_tree
+from triforce_tree.bench.results import Record, Records, Series, commit, hardware, header
+from triforce_tree.bench.tables import Table, write_beside
 from triforce_tree.cli.console import Interrupt, earlier_step, plain_table, results, screen, step
-from triforce_tree.eval import results as results_files
-from triforce_tree.eval.report.beside import write_beside
-from triforce_tree.eval.report.tables import Table, tables
-from triforce_tree.eval.results import Record, Records, Series, commit, hardware
 
 
 def records_of(args: argparse.Namespace, settings: Record) -> Records:
@@ -21,7 +19,7 @@ def records_of(args: argparse.Namespace, settings: Record) -> Records:
         OSError: it cannot be written.
     """
     same = {"version": triforce_tree.__version__, "commit": commit(), "hardware": hardware()}
-    return Records(args.out, {**settings, **same}, results_files.header(args.seed))
+    return Records(args.out, {**settings, **same}, header(args.seed))
 
 
 def series_of(
@@ -48,21 +46,17 @@ def series_of(
     return Series(records, args.seed, interrupt, lambda: not interrupt.requested, done)
 
 
-def finish(args: argparse.Namespace, records: Records, interrupted: bool) -> int:
-    """Show the tables, write them beside the results file; the exit code."""
-    show(args, tables(records))
-    if records.path is not None:
-        written = write_beside(records.path, records)
-        screen().print(f"written: {', '.join(map(str, [records.path, *written]))}")
-    if interrupted:
-        left = "; the same command continues from here" if records.path is not None else ""
-        screen().print(f"ended by Ctrl-C after {len(records.all)} measurements{left}")
-    return 130 if interrupted else 0
-
-
-def show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
+def finish(args: argparse.Namespace, records: Records, shown: Sequence[Table], interrupted: bool) -> int:
+    """Shows the tables and writes them beside the results file; returns the exit code."""
     out = results(args)
     for table in shown:
         out.print(plain_table(table.title, table.columns, table.rows))
         if table.note:
             out.print(table.note)
+    if records.path is not None:
+        written = write_beside(records.path, records, shown)
+        screen().print(f"written: {', '.join(map(str, [records.path, *written]))}")
+    if interrupted:
+        left = "; the same command continues from here" if records.path is not None else ""
+        screen().print(f"ended by Ctrl-C after {len(records.all)} measurements{left}")
+    return 130 if interrupted else 0

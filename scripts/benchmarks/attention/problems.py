@@ -1,0 +1,120 @@
+"""One layer of tree attention: problems, rotated KV, and what the machine reaches at most."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scripts.benchmarks.common.timing import median_us, read_bandwidth
+from triforce_tree.kernels.attention.plan import Heads
+
+KV = list[tuple[Tensor, Tensor]]
+
+L2_BYTES = 60 * 2**20
+# On a CPU copies exceed caches of this size together, or are so many; filling more would take longer than the
+# calls. What is smaller is measured from the cache.
+_CPU_CACHE_BYTES, _CPU_COPIES = 16 * 2**20, 8
+# Bytes a second of reading, and FLOPs a second, are measured with products of this size.
+_PRODUCT = {"cuda": 8192, "cpu": 1024}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A line of the table: ``batch`` sequences of ``length`` prefix rows and a tree of ``size``.
+
+    ``itemsize``: bytes of an element of queries, keys, values and results.
+    """
+
+    query_heads: int
+    kv_heads: int
+    length: int
+    size: int
+    batch: int = 1
+    dim: int = 128
+    itemsize: int = 2
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.query_heads, self.kv_heads, self.dim)
+
+    @property
+    def rows(self) -> int:
+        return self.length + self.size
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes: K and V once, queries and results once."""
+        kv = 2 * self.rows * self.kv_heads * self.dim * self.itemsize
+        return self.batch * (kv + 2 * self.size * self.query_heads * self.dim * self.itemsize)
+
+    @property
+    def flops(self) -> int:
+        return self.batch * 4 * self.size * self.query_heads * self.dim * self.rows
+
+    def roof_us(self, ceilings: "Ceilings") -> float:
+        return ceilings.roof_us(self.bytes, self.flops)
+
+    def __str__(self) -> str:
+        batch = f" x{self.batch}" if self.batch > 1 else ""
+        return f"{self.query_heads}/{self.kv_heads} L={self.length} T={self.size}{batch}"
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine reached in this run, in bytes and FLOPs per second."""
+
+    read_bandwidth: float
+    matmul_rate: float
+
+    def roof_us(self, size: int, flops: int) -> float:
+        """Least microseconds of reading ``size`` bytes and computing ``flops``."""
+        return max(size / self.read_bandwidth, flops / self.matmul_rate) * 1e6
+
+
+def tree_mask(size: int, device: torch.device | str = "cuda") -> Tensor:
+    """Ancestors of a heap-ordered binary tree: bool ``[T, T]``."""
+    mask = torch.eye(size, dtype=torch.bool)
+    for node in range(1, size):
+        mask[node] |= mask[(node - 1) // 2]
+    return mask.to(device)
+
+
+def copies_of(size: int, device: torch.device) -> int:
+    """How many copies of ``size`` bytes leave nothing of the first in the cache; on a CPU at most a few."""
+    if device.type == "cuda":
+        return max(2, -(-4 * L2_BYTES // size))
+    return min(_CPU_COPIES, max(2, -(-4 * _CPU_CACHE_BYTES // size)))
+
+
+def random_kv(
+    cell: Cell,
+    layout: str = "heads",
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> KV:
+    """Enough copies of ``[B, H_kv, S, D]`` K and V that a round of calls leaves nothing in the cache."""
+    shape = (cell.batch, cell.kv_heads, cell.rows, cell.dim)
+    if layout == "rows":
+        shape = (cell.batch, cell.rows, cell.kv_heads, cell.dim)
+
+    def one() -> Tensor:
+        made = torch.randn(shape, dtype=dtype, device=device)
+        return made.transpose(1, 2) if layout == "rows" else made
+
+    return [(one(), one()) for _ in range(copies_of(cell.bytes, torch.device(device)))]
+
+
+def measure_ceilings(device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Ceilings:
+    """Read bandwidth (a large sum, nothing written) and the rate of a large product in ``dtype``."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        from scripts.benchmarks.attention.read_kernel import read_rate
+
+        rate = read_rate(device)
+    else:
+        rate = read_bandwidth(device)
+    size = _PRODUCT["cuda" if device.type == "cuda" else "cpu"]
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    took = median_us([lambda: torch.matmul(a, b, out=product)], device)
+    return Ceilings(rate, 2 * size**3 / took * 1e6)

@@ -1,0 +1,1 @@
+"""Measurements by ``triforce-tree bench``: speed and retrieval accuracy; and the form of results files."""

@@ -1,0 +1,81 @@
+"""Speed of every method on the same prompts, in turns, so that load on the machine affects all alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from triforce_tree.bench.baselines import COMPILED, METHODS, Job
+from triforce_tree.bench.results import Record, Series, repeated_share
+from triforce_tree.engine import Engine
+
+WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
+
+
+def check_methods(engine: Engine, methods: Sequence[str]) -> None:
+    """Raise ValueError for methods that are unknown or cannot run with these models."""
+    for name in methods:
+        if name not in METHODS:
+            raise ValueError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
+        if name == "transformers-assistant" and engine.hierarchy.draft is None:
+            raise ValueError("transformers-assistant needs a draft model; give one, or leave it out")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Which generations are timed after each prompt.
+
+    Attributes:
+        methods: names from ``METHODS``.
+        temperatures: 0 is greedy.
+        new_tokens: tokens of each generation.
+    """
+
+    methods: Sequence[str]
+    temperatures: Sequence[float]
+    new_tokens: int
+
+
+def measure(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    timing: Timing,
+    series: Series,
+    place: Record | None = None,
+) -> None:
+    """Measure what the series lacks.
+
+    Args:
+        engine: our models and settings.
+        prompts: token ids.
+        place: what else a record is found by, such as the length of these prompts.
+    """
+    new_tokens, seed = timing.new_tokens, series.seed
+    warm: set[tuple[str, float]] = set()
+
+    def one(key: Record) -> Record:
+        prompt, temperature, method = list(prompts[key["prompt"]]), key["temperature"], key["method"]
+        if (method, temperature) not in warm:
+            METHODS[method](engine, _warm_up(engine, method, Job(prompt, temperature, new_tokens, seed)))
+            warm.add((method, temperature))
+        job = Job(prompt, temperature, new_tokens, seed + key["prompt"], series.stop)
+        sample = METHODS[method](engine, job)
+        return {
+            "prompt_tokens": len(prompt),
+            "prefill_seconds": sample.prefill_seconds,
+            "decode_seconds": sample.decode_seconds,
+            "timed_tokens": sample.timed_tokens,
+            "acceptance": sample.acceptance,
+            "repeated_8grams": repeated_share(sample.tokens),
+            "tokens": sample.tokens,
+        }
+
+    cells = product(range(len(prompts)), timing.temperatures, timing.methods)
+    keys = [{**(place or {}), "prompt": n, "temperature": t, "method": method} for n, t, method in cells]
+    series.fill(keys, one)
+
+
+def _warm_up(engine: Engine, method: str, job: Job) -> Job:
+    """A short generation; on a GPU transformers' static decoding compiles for the size of its cache."""
+    if method in COMPILED and engine.hierarchy.target.device.type == "cuda":
+        return job
+    return replace(job, prompt=job.prompt[:WARM_UP_PROMPT], new_tokens=WARM_UP_TOKENS)

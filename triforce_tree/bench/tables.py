@@ -1,0 +1,141 @@
+"""Tables of results files: Markdown, and what the measurements of ``triforce-tree bench`` show."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triforce_tree.bench.baselines import BASELINES, DRAFTING, PLAIN_METHOD
+from triforce_tree.bench.results import Record, Records, speed_rows
+from triforce_tree.runtime.files.replacing import replace_file
+
+_SPEED_NOTE = (
+    "to plain: to this engine without drafts; to transformers: to the fastest of its static, dynamic and "
+    "assisted decoding that was timed"
+)
+
+
+def grid(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Returns a Markdown table, its first ``left`` columns aligned to the left, the others to the right."""
+    rule = ["---"] * left + ["---:"] * (len(headings) - left)
+    return "".join("| " + " | ".join(line) + " |\n" for line in (headings, rule, *lines))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text, whose first column holds names; ``note`` is printed below it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def markdown(self) -> str:
+        note = f"\n{self.note}\n" if self.note else ""
+        return f"**{self.title}**\n\n{grid(self.columns, self.rows)}{note}"
+
+
+def tables(records: Records) -> list[Table]:
+    """Returns the tables of a results file of ``bench``, without empty ones."""
+    return [table for table in (_speed(records), _needle(records)) if table.rows]
+
+
+def write_beside(path: Path, records: Records, shown: Sequence[Table]) -> list[Path]:
+    """Writes the tables of a run beside its results file, as Markdown; returns the paths written.
+
+    Args:
+        path: of the results file.
+    """
+    if not shown:
+        return []
+    known = records.about
+    versions = ", ".join(f"{name} {version}" for name, version in known["versions"].items())
+    where = (
+        f"{known['hardware']}, {versions}, commit {known['commit']}, seed {known['seed']}, {known['date']}. "
+        f"Command: `{known['command']}`"
+    )
+    text = "\n".join(table.markdown() for table in shown)
+    replace_file(path.with_suffix(".md"), f"{text}\n{where}\n")
+    return [path.with_suffix(".md")]
+
+
+def speed_of(records: Records) -> list[Record]:
+    """Returns a row for each length, temperature and method: medians over prompts."""
+    made: list[Record] = []
+    timed = [r for r in records.all if "decode_seconds" in r]
+    for (length,) in _distinct(timed, "length"):
+        same = [r for r in timed if r.get("length") == length]
+        context = records.settings["context"] if length is None else length
+        rows = speed_rows(same, BASELINES.__contains__, context, records.settings["new_tokens"])
+        for row in rows:
+            at = [r for r in same if _key(r, "temperature", "method") == (row["temperature"], row["method"])]
+            lengths = [r.get("prompt_tokens", context) for r in at]
+            made.append({**row, "prompts": len(at), "prompt_tokens": int(statistics.median(lengths))})
+    return made
+
+
+def _speed(records: Records) -> Table:
+    timed = speed_of(records)
+    alone = [r for r in timed if r["method"] == PLAIN_METHOD]
+    plain = {_key(r, "context", "temperature"): r["ms_per_token"] for r in alone}
+
+    def to_plain(row: Record) -> float | None:
+        ms = plain.get(_key(row, "context", "temperature"))
+        return None if ms is None else ms / row["ms_per_token"]
+
+    rows = [
+        (
+            row["method"],
+            f"{row['prompts']} x {row['prompt_tokens']:,}",
+            f"{row['temperature']:g}",
+            f"{row['ms_per_token']:.2f}",
+            _ratio(to_plain(row)),
+            _ratio(row["speedup_vs_best_baseline"]),
+            _accepted(row),
+            f"{100 * row['repeated_8grams']:.0f} %",
+        )
+        for row in timed
+    ]
+    columns = (
+        "method", "prompts", "T", "ms/token", "to plain", "to transformers", "acceptance", "repeated 8-grams"
+    )  # fmt: skip
+    return Table("decode time, medians over prompts", columns, rows, _SPEED_NOTE)
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def _accepted(row: Record) -> str:
+    """Returns the acceptance by level, or that all passes of a drafting method were plain ones."""
+    if not row["acceptance"] and row["method"] in DRAFTING:
+        return "all passes were plain"
+    return ", ".join(f"{name} {value:.2f}" for name, value in row["acceptance"].items())
+
+
+def _needle(records: Records) -> Table:
+    """Mean accuracy by depth and levels downwards, by prompt tokens to the right."""
+    chosen = [r for r in records.all if "depth" in r]
+    lengths = [length for (length,) in _distinct(chosen, "length")]
+    rows = []
+    for by, depth in _distinct(chosen, "through", "depth"):
+        same = [r for r in chosen if _key(r, "through", "depth") == (by, depth)]
+        means = [_mean(float(r["found"]) for r in same if r["length"] == length) for length in lengths]
+        rows.append((f"{100 * depth:.0f} %", by, *("" if m is None else f"{m:.2f}" for m in means)))
+    columns = ("depth", "through", *(f"{n:,}" for n in lengths))
+    return Table("needle accuracy, by prompt tokens", columns, rows)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.fmean(found) if found else None
+
+
+def _key(record: Record, *names: str) -> tuple[Any, ...]:
+    return tuple(record.get(name) for name in names)
+
+
+def _distinct(records: Sequence[Record], *names: str) -> list[tuple[Any, ...]]:
+    """Returns the keys in the order in which they were measured first."""
+    return list(dict.fromkeys(_key(r, *names) for r in records))

@@ -1,0 +1,107 @@
+"""Where two greedy texts of one model differ: a tie between scores, or a failure.
+
+A forward over many positions rounds otherwise than one over a single position. Where the two best scores are
+closer together than that difference, either token is the argmax of a correct computation. Scores are logits
+after the generation's logits processors (``repetition_penalty`` and others), which may divide logits that are
+far apart into equal scores, and the other way round.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triforce_tree.check.own_forward import as_ids, greedy_scores, last_logits, prefilled
+from triforce_tree.decoding.forced_tokens import target_logits
+from triforce_tree.engine import Engine
+from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+NOISE_POSITIONS = 16
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two texts differ for the first time.
+
+    Attributes:
+        gap: between the best score and the lower one of the two tokens.
+        noise: largest difference of a score between a forward over many positions and one over a single one.
+        exact: the dtype has 32 bits or more, and no two scores tie.
+    """
+
+    gap: float
+    noise: float
+    exact: bool
+
+    @property
+    def tie(self) -> bool:
+        return not self.exact and self.gap < self.noise
+
+
+def first_difference(
+    engine: Engine,
+    prompt: Sequence[int],
+    ours: Sequence[int],
+    theirs: Sequence[int],
+    to_scores: ProbsFromLogits | None = None,
+) -> Difference | None:
+    """Judge the first difference of two greedy continuations of a prompt; None where there is none.
+
+    It takes a few forwards of the model over the prompt, and memory for a KV cache of it.
+
+    Args:
+        to_scores: the logits processors of both texts; by default a greedy generation's without options;
+            :func:`triforce_tree.check.own_forward.greedy_scores` makes those of one with options.
+    """
+    at = common_prefix(ours, theirs)
+    if at == min(len(ours), len(theirs)):
+        return None
+    target = engine.hierarchy.target
+    tokens = [*prompt, *ours[:at]]
+    to_scores = to_scores or greedy_scores(engine, prompt, max(len(ours), len(theirs)))
+    scores = scores_after(to_scores, last_logits(engine, tokens), tokens)
+    gap = float(scores.max() - torch.minimum(scores[ours[at]], scores[theirs[at]]))
+    noise = forward_noise(engine, [*tokens, theirs[at]], to_scores)
+    return Difference(gap, noise, target.dtype.itemsize >= 4)
+
+
+def scores_after(to_scores: ProbsFromLogits, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The scores fp32 ``[V]`` of the token after ``tokens``, of its logits ``[V]``."""
+    return to_scores.scores(logits[None], lambda: [tokens])[0]
+
+
+def forward_noise(engine: Engine, tokens: Sequence[int], to_scores: ProbsFromLogits) -> float:
+    """Largest difference of a score between one forward over many positions and the model's own one by one.
+
+    Measured on the last positions of ``tokens``, at most ``NOISE_POSITIONS``; 0 for a single token.
+    Tokens that a processor forbids do not count.
+    """
+    model = engine.hierarchy.target.model
+    positions = min(NOISE_POSITIONS, len(tokens) - 1)
+    if positions == 0:
+        return 0.0
+    start = len(tokens) - positions
+    many = chain_logits(engine, tokens[:start], tokens[start:-1]).float()
+    with torch.no_grad():
+        cache = prefilled(engine, tokens[: start - 1])
+        worst = 0.0
+        for i, at in enumerate(range(start - 1, len(tokens) - 1)):
+            out = model(as_ids(model, tokens[at : at + 1]), use_cache=True, **{CACHE: cache})
+            cache = out[CACHE]
+            ours, own = (
+                scores_after(to_scores, logits, tokens[: at + 1])
+                for logits in (many[i], out.logits[0, -1].float())
+            )
+            allowed = ours.isfinite() & own.isfinite()
+            worst = max(worst, float((own - ours)[allowed].abs().max()) if allowed.any() else 0.0)
+    return worst
+
+
+def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> Tensor:
+    """``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the engine's level 2."""
+    with engine.program([list(prompt)], len(more) + 1, None) as program:
+        program.prefill([prompt])
+        return target_logits(program, [prompt[-1], *more])

@@ -1,1 +1,0 @@
-"""Benchmarks of what a machine does with batches, offloading, kernels and texts that branch."""

@@ -1,1 +1,0 @@
-"""Attention alone: problems, clocks, other implementations."""

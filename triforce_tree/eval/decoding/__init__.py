@@ -1,1 +1,0 @@
-"""Batches and offloaded caches beside plain decoding of the same engine."""

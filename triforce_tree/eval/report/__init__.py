@@ -1,1 +1,0 @@
-"""Results files of ``triforce-tree bench`` as tables, plots, reports and comparisons."""

@@ -1,1 +1,0 @@
-"""Texts that branch as published work builds them: shapes, bytes on paper, attention and decoding."""
