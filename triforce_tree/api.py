@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import ADVANCED, SHOWN, HierarchyConfig, Options, flat_options
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.engine import Engine
 from triforce_tree.generation.batch.run import RunOptions
@@ -61,7 +61,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     pinned: Callable[[int], None] | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Engine:
     """Make an engine.
 
@@ -90,10 +90,18 @@ def load(
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default float32 on the CPU, and on CUDA the checkpoint's own, bfloat16 for GGUF.
         pinned: called with the bytes of host memory that offloaded weights allocate, as they do.
-        options: levels, gamma, tree, runner_ups, lookup, retrieval_weight_bits, rounds, prefill_chunk,
-            kv_bits, exact, context_parallel, offload, gpu_memory, host_memory,
-            offload_weights, host_attention (:class:`HierarchyConfig`), budget, chunk, recent, refresh,
-            select_chunks (:class:`RetrievalConfig`), sinks, window (:class:`StreamingConfig`).
+        levels: 3 for the whole hierarchy, 2 for the draft under the target, 1 for autoregressive decoding;
+            by default 2 or 3, by the length of the prompt.
+        tree: the shape of the draft model's token trees, such as ``"chain:4"`` or ``"best-first:4,4,4,3"``.
+        budget: tokens in the retrieval cache; by default 1024 to 32,768, by prompt, model and device.
+        kv_bits: 8 stores the target's keys and values in 8 bits; 16, the default, in its own dtype.
+        retrieval_weight_bits: 16, 8 or 4 bits for the weights of level 1, which changes no distribution; by
+            default 8 where it is faster and memory is to spare.
+        offload: True keeps keys and values in host memory as far as the GPU does not hold them, "auto" only
+            where they do not fit.
+        gpu_memory, host_memory: the most that is used of each, such as ``"24GiB"``.
+        exact: True makes greedy text that of plain decoding bit by bit, in 16 bits too.
+        advanced: further options by name, which docs/advanced.md lists: ``advanced={"rounds": 2}``.
 
     Raises:
         ValueError: an option or a pair of models that cannot work;
@@ -101,15 +109,16 @@ def load(
         TypeError: a model or a tokenizer that is neither an object of transformers nor a path.
         OSError: a model folder without its files, or not in safetensors; too little host memory.
     """
-    config = HierarchyConfig.from_options(**options)
-    own = own_drafter(drafter, draft, options)
+    given = flat_options(options)
+    config = HierarchyConfig.from_options(**given)
+    own = own_drafter(drafter, draft, given)
     if target is None and gguf_file is not None:
         raise ValueError(f"gguf_file={gguf_file!r} needs a target: the folder or hub id that holds it")
     if target is None:
         target = PAIR / "target"
         if draft is None and drafter in (None, "model"):
             draft = PAIR / "draft"
-    check_drafter_options(drafter, draft, options)
+    check_drafter_options(drafter, draft, given)
     if own is None and config.levels != 1:
         config.matched_tokens(draft is not None)
     target = unwrapped(target, "target")
@@ -132,7 +141,7 @@ def load(
         ModelFiles.find(draft, device_of(device), dtype)
     loaded, streamed = load_target(target, config, device, dtype, grid, pinned)
     small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
-    return Engine(loaded, own or small, tokenizer, config, options, streamed, own_tokenizer)
+    return Engine(loaded, own or small, tokenizer, config, given, streamed, own_tokenizer)
 
 
 def generate(
@@ -144,7 +153,7 @@ def generate(
         ValueError, OSError: as these two do.
     """
     names = {"drafter", "tokenizer", "draft_tokenizer", "gguf_file", "device", "dtype"}
-    names |= HierarchyConfig().as_options().keys()
+    names |= {*SHOWN, *ADVANCED, "advanced"}
     loading = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
     given = check_keywords(kwargs, inspect.signature(Engine.generate).parameters, names)
     if isinstance(target, str | Path) or target is None:
@@ -164,7 +173,7 @@ def custom_generate(
     streamer: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
     seed: int | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Callable[..., Any]:
     """A value for transformers' ``model.generate(input_ids, custom_generate=...)``.
 
@@ -176,9 +185,10 @@ def custom_generate(
     """
     engines: dict[int, Engine] = {}
     making = threading.Lock()
-    config = HierarchyConfig.from_options(**options)
-    own = own_drafter(drafter, draft, options)
-    check_drafter_options(drafter, draft, options)
+    given = flat_options(options)
+    config = HierarchyConfig.from_options(**given)
+    own = own_drafter(drafter, draft, given)
+    check_drafter_options(drafter, draft, given)
     source = None if draft is None else unwrapped(draft, "draft")
     others = tokenizer_of(draft_tokenizer, source, "draft_tokenizer")
     own_tokenizer, strings, own_seed = (
@@ -202,7 +212,7 @@ def custom_generate(
                 if source is not None:
                     small = on_one_device(load_model(source, model.device, model.dtype), model.device)
                 engines[id(model)] = Engine(
-                    model, own or small, own_tokenizer, config, options, draft_tokenizer=others
+                    model, own or small, own_tokenizer, config, given, draft_tokenizer=others
                 )
         engine = engines[id(model)]
         criteria = kwargs.pop("stopping_criteria")

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from triforce_tree.memory_size import bytes_of
-from triforce_tree.option_checks import alone, one_of, unknown_option, within
+from triforce_tree.option_checks import alone, misplaced_option, one_of, unknown_option, within
 from triforce_tree.trees.shapes import MOST_DEPTH, Shape, grown_alone, other_shapes, tree_shape
 from triforce_tree.trees.topology_files import SUFFIX
 
@@ -330,3 +330,55 @@ class HierarchyConfig:
             retrieval=RetrievalConfig(**parts["retrieval"]),
             **parts["own"],
         )
+
+
+class Options(TypedDict, total=False):
+    """The options of :func:`triforce_tree.load`; :class:`HierarchyConfig` describes their values.
+
+    ``advanced`` holds further options by name; docs/advanced.md lists them.
+    """
+
+    levels: int | str
+    tree: str | Shape
+    budget: int
+    kv_bits: int
+    retrieval_weight_bits: int | str
+    offload: bool | str | None
+    gpu_memory: int | str | None
+    host_memory: int | str | None
+    exact: bool
+    advanced: Mapping[str, Any]
+
+
+SHOWN = tuple(name for name in Options.__annotations__ if name != "advanced")
+ADVANCED = tuple(name for name in HierarchyConfig().as_options() if name not in SHOWN)
+
+
+def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of :func:`triforce_tree.load` with those in ``advanced`` beside them.
+
+    Raises:
+        ValueError: an option is unknown, or stands inside ``advanced`` and should stand outside, or the
+            reverse; ``advanced`` is no mapping.
+    """
+    advanced = options.get("advanced", {})
+    if not isinstance(advanced, Mapping):
+        raise ValueError(
+            f"advanced={advanced!r} must be a dict of options by name, as in advanced={{'gamma': 8}}"
+        )
+    shown = {name: value for name, value in options.items() if name != "advanced"}
+    for given, here, elsewhere in ((shown, SHOWN, ADVANCED), (advanced, ADVANCED, SHOWN)):
+        for name, value in given.items():
+            if name in elsewhere:
+                raise misplaced_option(name, value, name in ADVANCED)
+            if name not in here:
+                known = ADVANCED if given is advanced else (*SHOWN, *ADVANCED, "advanced")
+                raise unknown_option(name, known, given is advanced)
+    return {**shown, **advanced}
+
+
+def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns these options as :func:`triforce_tree.load` takes them, some of them inside ``advanced``."""
+    advanced = {name: value for name, value in options.items() if name in ADVANCED}
+    shown = {name: value for name, value in options.items() if name not in ADVANCED}
+    return {**shown, "advanced": advanced} if advanced else shown

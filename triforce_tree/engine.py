@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree.branching.several.calls import tree_of, with_several
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, Options, flat_options
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.choice.stage_costs import Allowance
 from triforce_tree.decoding.loop import Decoder
@@ -95,22 +95,23 @@ class Engine:
             tokens = token_map(level_2.vocab_size, level_0.vocab_size, tokenizer, draft_tokenizer)
         self.hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
 
-    def with_options(self, **options: Any) -> "Engine":
+    def with_options(self, **options: Unpack[Options]) -> "Engine":
         """An engine over the same models with other options (those of :func:`load`).
 
         Raises:
             ValueError: impossible options; another ``offload_weights``; ``tree`` or ``lookup`` where the
                 drafter does not take them.
         """
-        check_drafter_options(self.hierarchy.own_drafter, self.hierarchy.draft, options)
-        given, weights = options.get("offload_weights"), self._config.offload_weights
-        if given not in (None, weights):
+        given = flat_options(options)
+        check_drafter_options(self.hierarchy.own_drafter, self.hierarchy.draft, given)
+        asked, weights = given.get("offload_weights"), self._config.offload_weights
+        if asked not in (None, weights):
             raise ValueError(
-                f"offload_weights={given!r} differs from {weights!r}, with which the weights were placed; "
+                f"offload_weights={asked!r} differs from {weights!r}, with which the weights were placed; "
                 "load the models anew"
             )
         other = copy.copy(self)
-        other._given, other._config = self._given | options.keys(), self._config.changed(options)
+        other._given, other._config = self._given | given.keys(), self._config.changed(given)
         other.hierarchy = self.hierarchy.with_config(other._config)
         return other
 

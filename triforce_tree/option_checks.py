@@ -21,8 +21,8 @@ _QUANTISED = (
     "checkpoint; retrieval_weight_bits=4 quantises the retrieval level alone, and changes no text"
 )
 _DEVICES = (
-    "give device='cuda', or a model object that is already placed; offload_weights=True keeps a target that "
-    "is larger than the GPU in host memory"
+    "give device='cuda', or a model object that is already placed; offload='auto' keeps what is "
+    "larger than the GPU in host memory"
 )
 _MEMORY = "gpu_memory='24GiB' and host_memory='48GiB' limit what is used"
 _OWN_FOLDER = "download it by huggingface_hub.snapshot_download and give the folder"
@@ -35,9 +35,9 @@ _ELSEWHERE = {
     "draft_model": _DRAFT,
     "speculative_config": _DRAFT,
     "speculative_model": _DRAFT,
-    "num_speculative_tokens": "gamma=N bounds what a pass proposes",
-    "num_assistant_tokens": "gamma=N bounds what a pass proposes",
-    "prompt_lookup_num_tokens": "lookup=N proposes N tokens that followed the newest ones before",
+    "num_speculative_tokens": "advanced={'gamma': N} bounds what a pass proposes",
+    "num_assistant_tokens": "advanced={'gamma': N} bounds what a pass proposes",
+    "prompt_lookup_num_tokens": "advanced={'lookup': N} proposes tokens that followed the newest before",
     "device_map": _DEVICES,
     "n_gpu_layers": _DEVICES,
     "load_in_4bit": _QUANTISED,
@@ -70,19 +70,40 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
-def unknown_option(name: str, known: Collection[str]) -> ValueError:
-    """The error about an argument of ``load`` that there is not, with what to do instead.
+def unknown_option(name: str, known: Collection[str], advanced: bool = False) -> ValueError:
+    """Returns the error about an option that does not exist, which says what to do instead.
 
     Args:
-        known: the options of the settings.
+        known: the options that exist where ``name`` was given.
+        advanced: whether it was given inside ``advanced``.
     """
-    near = get_close_matches(name, [*known, *LOADING], 1)
+    near = get_close_matches(name, known if advanced else [*known, *LOADING], 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    if advanced:
+        return ValueError(f"unknown advanced option {name!r}; {hint}docs/advanced.md lists all")
     if name in _ELSEWHERE:
-        hint = _ELSEWHERE[name]
-    else:
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        hint += "help(triforce_tree.load) and docs/options.md list all, such as budget, gamma and levels"
-    return ValueError(f"unknown option {name!r}; {hint}")
+        return ValueError(f"unknown option {name!r}; {_ELSEWHERE[name]}")
+    return ValueError(
+        f"unknown option {name!r}; {hint}help(triforce_tree.load) and docs/options.md list all, such as "
+        "budget, levels and tree"
+    )
+
+
+def misplaced_option(name: str, value: object, advanced: bool) -> ValueError:
+    """Returns the error about an option given inside ``advanced`` that belongs outside, or the reverse.
+
+    Args:
+        advanced: whether it belongs inside.
+    """
+    if advanced:
+        return ValueError(f"{name!r} is an advanced option; give advanced={{{name!r}: {shortened(value)}}}")
+    return ValueError(f"{name!r} is no advanced option; give {name}={shortened(value)} beside advanced")
+
+
+def shortened(value: object) -> str:
+    """Returns ``repr(value)``, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def did_you_mean(value: object, allowed: Collection[object]) -> str:

@@ -27,7 +27,7 @@ from scripts.checks.report import Report, need_gpu, parser
 from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine, load
 from triforce_tree.bench.texts import pydoc_text, token_ids
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.kv.offload.copy_stream import BufferRing
 from triforce_tree.planning import memory_plan
 from triforce_tree.planning.machine import bound_memory
@@ -196,7 +196,7 @@ class Checks:
         target.generation_config.eos_token_id = None
         with torch.inference_mode():
             whole = target(ids).logits
-        engine = load(target, draft, offload_weights=True, **self.options)
+        engine = load(target, draft, **load_arguments({**self.options, "offload_weights": True}))
         with torch.inference_mode():
             same = torch.equal(whole, engine.hierarchy.target.model(ids).logits)
         self.add("streamed weights give the same bits", same and engine.hierarchy.target.streamed is not None)

@@ -20,6 +20,7 @@ from scripts.checks.report import Report, parser
 from triforce_tree import Engine, load
 from triforce_tree.bench.texts import pydoc_text, token_ids
 from triforce_tree.check.ties import first_difference
+from triforce_tree.config import load_arguments
 
 CACHES: dict[str, dict[str, Any]] = {
     "device": {},
@@ -144,9 +145,9 @@ def main(words: Sequence[str] | None = None) -> int:
     assert warm.tokenizer is not None
     text = token_ids(warm.tokenizer, pydoc_text())
     for name, options in CACHES.items():
-        cold_engine = cold.with_options(prefix_cache=False, **options)
+        cold_engine = cold.with_options(**load_arguments({**options, "prefix_cache": False}))
         for check in (whole_chunks, session_text, questions_together):
-            engine = warm.with_options(**options)
+            engine = warm.with_options(**load_arguments(options))
             report.attempt(
                 f"{check.__name__}, {name}",
                 lambda check=check, engine=engine, cold=cold_engine: check(  # type: ignore[misc]

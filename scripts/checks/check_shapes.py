@@ -32,6 +32,7 @@ from scripts.benchmarks.common.timing import read_bandwidth, timed
 from scripts.checks.report import Report, need_gpu, parser
 from triforce_tree import Engine, load
 from triforce_tree.check.compare import compared, ms_per_token
+from triforce_tree.config import load_arguments
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.models.model_copy import weight_bytes
@@ -146,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.host != "nothing":
         options = options | {"offload": "auto", "gpu_memory": int(args.cap * GIB)}
         options |= {"offload_weights": True} if args.host == "weights" else {}
-    engine = load(target, draft, device=device if args.host == "weights" else None, **options)
+    engine = load(target, draft, device=device if args.host == "weights" else None, **load_arguments(options))
     gc.collect()
     if args.host != "nothing":
         bound_memory(device, int(args.cap * GIB))

@@ -12,7 +12,7 @@ from tests.support.models.tiny_pair import TinyPair, prompt
 from triforce_tree import Engine
 from triforce_tree.check import goodness_of_fit, own_forward
 from triforce_tree.check import losslessness as check
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding import assembly
 from triforce_tree.loading import rounding
 from triforce_tree.loading.rounding import relative_error
@@ -39,14 +39,14 @@ def test_greedy_is_the_targets_own(engine: Engine, levels: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 10, 203])
 def test_logits_are_those_of_one_forward(engine: Engine, length: int) -> None:
-    result = check.forward(engine.with_options(prefill_chunk=64), prompt(engine, length))
+    result = check.forward(engine.with_options(advanced={"prefill_chunk": 64}), prompt(engine, length))
     assert result.passed
     assert result.positions == min(length, 16)
     assert 0 < result.error < 1e-5
 
 
 def test_a_cache_of_8_bits_is_compared_with_transformers_over_one(engine: Engine) -> None:
-    eight, text = engine.with_options(kv_bits=8, prefill_chunk=64), prompt(engine, 203)
+    eight, text = engine.with_options(kv_bits=8, advanced={"prefill_chunk": 64}), prompt(engine, 203)
     own = own_forward.last_position_logits(engine, text, 16)
     apart = relative_error(own_forward.last_position_logits(eight, text, 16), own)
     # Rounding may take a value halfway between two steps to either, which is far less than 16 bits for 8.
@@ -82,7 +82,7 @@ LEVELS = [
 @pytest.mark.parametrize("options, levels, names", LEVELS, ids=["2", "3", "3, low bits", "1"])
 def test_sampled_tokens_pass(engine: Engine, options: dict[str, Any], levels: int, names: list[str]) -> None:
     contexts = [prompt(engine, 41), prompt(engine, 150)]
-    results = check.sampling_checks(engine.with_options(**options), contexts, 50, levels)
+    results = check.sampling_checks(engine.with_options(**load_arguments(options)), contexts, 50, levels)
     assert [(r.level, r.levels) for r in results] == [(name, levels) for name in names]
     assert all(r.passed for r in results)
     assert all(r.bins > 8 for r in results)
@@ -243,7 +243,7 @@ def test_the_retrieval_levels_distribution_does_not_depend_on_the_tree_it_verifi
     # Level 1 may select its chunks by anything but the tokens of the tree: else its distribution at the root
     # would depend on what was drawn from it, and it would be no honest drafter.
     tokens = prompt(engine, 300)
-    sharp = sharpened(engine).with_options(levels=3, budget=48, recent=16, chunk=8)
+    sharp = sharpened(engine).with_options(levels=3, budget=48, advanced={"recent": 16, "chunk": 8})
     generator = torch.Generator().manual_seed(0)
     with sharp.program([tokens], 1, ProbsFromLogits.at(2.0)) as program:
         program.prefill([tokens])

@@ -58,7 +58,7 @@ def test_bench_text_continues_an_interrupted_run(
 def test_bench_needle(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
     code, out, err = run(
         capsys, "bench", "needle", *pair.options, "--lengths", "200", "--depths", "0", "1", "--trials", "1",
-        "--through", "hierarchy", "target", "--budget", "64", "--recent", "32", "--json",
+        "--through", "hierarchy", "target", "--budget", "64", "--advanced", "recent=32", "--json",
     )  # fmt: skip
     assert code == 0
     accuracy = last_object(out)["accuracy"]

@@ -34,9 +34,9 @@ def test_help_shows_defaults(capsys: pytest.CaptureFixture[str], command: list[s
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
     said, defaults = " ".join(out.split()), HierarchyConfig()
-    assert f"(default: {defaults.retrieval.recent})" in said
+    assert f"(default: {defaults.kv_bits})" in said
     # Of what depends on the device, by words.
-    said_of = f"{defaults.gamma}, on a GPU", f"{defaults.tree}, on a GPU", "1024 to 32,768 by", "8 to 32 by"
+    said_of = f"{defaults.tree}, on a GPU", "1024 to 32,768 by"
     assert all(f"by default {value}" in said for value in said_of)
     assert "None" not in out
 
@@ -144,7 +144,7 @@ BAD = {
         "--length-penalty is read with --num-beams above 1 alone",
     ),
     "other trees": (
-        ["generate", "PROMPT", "--other-trees", "bush"],
+        ["generate", "PROMPT", "--advanced", "other_trees=bush"],
         "other_trees='bush' is no known shape; use chain:4",
     ),
     "nan length penalty": (["generate", "PROMPT", "--length-penalty", "nan"], "nan must be a finite number"),
@@ -156,7 +156,7 @@ BAD = {
         "set lookup=N",
     ),
     "lookup of nothing": (
-        ["generate", "PROMPT", "--target", "TARGET", "--lookup", "0"],
+        ["generate", "PROMPT", "--target", "TARGET", "--advanced", "lookup=0"],
         "lookup=0 proposes nothing",
     ),
     "positions": (["generate", "PROMPT", "--max-new-tokens", "5000"], "4096 positions"),
@@ -169,7 +169,7 @@ BAD = {
     "long needle": (["bench", "needle", "--lengths", "9", "9999999"], "4096 positions; shorten"),
     "long book": (["bench", "pg19", "--lengths", "200", "9999999"], "4096 positions; shorten"),
     "huge tree": (["generate", "PROMPT", "--tree", "chain:100000"], "at most 1024 proposed tokens"),
-    "huge gamma": (["generate", "PROMPT", "--gamma", "1000000000"], "at most 1024"),
+    "huge gamma": (["generate", "PROMPT", "--advanced", "gamma=1000000000"], "at most 1024"),
     "rows as text": (["bench", "text", "--file", "ROWS"], "rows.jsonl: its suffix is that of a data set"),
     "no data": (["bench", "text", "--dataset", "/nowhere/some.jsonl"], "no such file: '/nowhere/some.jsonl'"),
     "picture": (["bench", "needle", "--plot", "map.xyz"], "'map.xyz' names no image format"),
@@ -314,7 +314,8 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 def test_check_passes_and_names_trees(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
     code, out, err = run(
         capsys, "check", *pair.options, "--lengths", "1", "130", "--new-tokens", "20", "--draws", "40",
-        "--contexts", "1", "--context", "33", "--budget", "64", "--recent", "32", "--acceptance", "--json",
+        "--contexts", "1", "--context", "33", "--budget", "64", "--advanced", "recent=32",
+        "--acceptance", "--json",
     )  # fmt: skip
     result = last_object(out)
     assert code == 0

@@ -12,7 +12,7 @@ from tests.support.processes.command_line import run
 def test_demo(capsys: pytest.CaptureFixture[str], pair: TinyPair) -> None:
     code, out, err = run(
         capsys, "demo", *pair.options, "--prompt-tokens", "2100", "--new-tokens", "40", "--levels", "2",
-        "--rounds", "1", "--budget", "64", "--recent", "32", "--json",
+        "--advanced", "rounds=1", "--budget", "64", "--advanced", "recent=32", "--json",
     )  # fmt: skip
     text, line = out.rstrip("\n").rsplit("\n", 1)
     result = json.loads(line)
@@ -34,7 +34,7 @@ def test_demo_ends_before_its_passage_and_prints_json_only_when_asked(
 ) -> None:
     code, out, err = run(
         capsys, "demo", *pair.options, "--prompt-tokens", "300", "--new-tokens", "8", "--levels", "2",
-        "--budget", "64", "--recent", "32", "--temperature", "0.8",
+        "--budget", "64", "--advanced", "recent=32", "--temperature", "0.8",
     )  # fmt: skip
     assert code == 0
     assert '"speedup"' not in out

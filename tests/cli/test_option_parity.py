@@ -10,7 +10,7 @@ import pytest
 import triforce_tree
 from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.cli import arguments, groups, options
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import ADVANCED, SHOWN, HierarchyConfig
 from triforce_tree.generation import drafter_choice
 
 # Functions.
@@ -33,11 +33,12 @@ def actions(*command: str) -> Iterator[argparse.Action]:
 
 
 def python_options() -> dict[str, object]:
-    """Options of ``load`` with their defaults."""
+    """Arguments of ``load`` with their defaults, the options of the settings among them."""
     own = inspect.signature(triforce_tree.load).parameters.values()
     named = {p.name: p.default for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    assert not named.keys() & HierarchyConfig().as_options().keys()
-    return named | HierarchyConfig().as_options()
+    defaults = HierarchyConfig().as_options()
+    assert not named.keys() & defaults.keys()
+    return {**named, **{name: defaults[name] for name in SHOWN}, "advanced": {}}
 
 
 def test_generate_has_every_option_of_load() -> None:
@@ -51,10 +52,9 @@ def test_generate_has_every_option_of_load() -> None:
 def test_their_defaults_are_the_same() -> None:
     args, defaults = arguments.parser().parse_args(["generate"]), python_options()
     assert args.given == frozenset()
-    for name in defaults.keys() - PYTHON_ONLY:
-        own = getattr(args, name)
-        # An option of memory that is not given is not handed to load.
-        assert own == defaults[name] or (own is None and name in groups.MEMORY_OPTIONS), name
+    assert {name: getattr(args, name) for name in defaults.keys() - PYTHON_ONLY} == {
+        name: value for name, value in defaults.items() if name not in PYTHON_ONLY
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,8 @@ def test_their_defaults_are_the_same() -> None:
     ],
 )
 def test_every_command_has_the_options_of_the_hierarchy(command: list[str]) -> None:
-    assert {a.dest for a in actions(*command)} >= set(groups.ENGINE_OPTIONS) | {
-        "target",
-        "draft",
-        "tokenizer",
-    }
-    of_all = HierarchyConfig().as_options().keys() - PYTHON_ONLY
-    assert set(groups.ENGINE_OPTIONS) | set(groups.MEMORY_OPTIONS) == of_all
+    wanted = {*SHOWN, "advanced", "target", "draft", "tokenizer"}
+    assert {a.dest for a in actions(*command)} >= wanted
 
 
 def test_the_names_of_drafters_are_the_same() -> None:
@@ -83,25 +78,31 @@ def test_the_names_of_drafters_are_the_same() -> None:
 
 
 GIVEN = {
-    "levels": ("2", 2), "gamma": ("5", 5), "tree": ("chain:3", "chain:3"),
-    "other_trees": ("chain:2 best-first:2,2", ("chain:2", "best-first:2,2")),
-    "rounds": ("2", 2), "runner_ups": (None, True), "budget": ("64", 64), "chunk": ("16", 16),
-    "tail_tree": (None, True),
-    "recent": ("32", 32), "refresh": ("0", 0), "retrieval_weight_bits": ("8", 8), "sinks": ("2", 2),
-    "window": ("64", 64), "prefill_chunk": ("128", 128), "kv_bits": ("8", 8), "key_variance": (None, True),
-    "prefix_cache": ("2GiB", "2GiB"),
+    "levels": ("2", 2), "tree": ("chain:3", "chain:3"), "budget": ("64", 64), "kv_bits": ("8", 8),
+    "retrieval_weight_bits": ("8", 8),
+}  # fmt: skip
+GIVEN_ADVANCED = {
+    "gamma": ("5", 5), "other_trees": ("chain:2 best-first:2,2", ("chain:2", "best-first:2,2")),
+    "rounds": ("2", 2), "runner_ups": ("true", True), "chunk": ("16", 16), "tail_tree": ("true", True),
+    "recent": ("32", 32), "refresh": ("0", 0), "sinks": ("2", 2), "window": ("64", 64),
+    "prefill_chunk": ("128", 128), "key_variance": ("true", True), "prefix_cache": ("2GiB", "2GiB"),
+    "context_parallel": ("1", 1), "host_attention": ("false", False),
+    "offload_weights": ("false", False), "lookup": ("null", None),
 }  # fmt: skip
 
 
 def test_options_reach_the_engine(pair: TinyPair) -> None:
     words = ["generate", *pair.options, "--tokenizer", pair.draft]
     for name, (word, _) in GIVEN.items():
-        words += [f"--{name.replace('_', '-')}"] + ([word] if word else [])
+        words += [f"--{name.replace('_', '-')}", word]
+    for name, (word, _) in GIVEN_ADVANCED.items():
+        words += ["--advanced", f"{name}={word}"]
     engine = options.engine_of(arguments.parser().parse_args(words))
-    # ``exact`` does not go with ``kv_bits``.
-    assert GIVEN.keys() | {"lookup", "exact"} == set(groups.ENGINE_OPTIONS)
-    found = engine.hierarchy.config.as_options()
-    assert {name: found[name] for name in GIVEN} == {name: value for name, (_, value) in GIVEN.items()}
+    # ``exact`` and a cache in host memory do not go with ``kv_bits``.
+    assert GIVEN.keys() | {"offload", "gpu_memory", "host_memory", "exact"} == set(SHOWN)
+    assert GIVEN_ADVANCED.keys() | PYTHON_ONLY - {"pinned"} == set(ADVANCED)
+    found, given = engine.hierarchy.config.as_options(), GIVEN | GIVEN_ADVANCED
+    assert {name: found[name] for name in given} == {name: value for name, (_, value) in given.items()}
     assert engine.tokenizer is not None
     assert Path(engine.tokenizer.name_or_path) == Path(pair.draft)
 
@@ -122,24 +123,56 @@ def test_bits_of_level_1_can_be_auto(pair: TinyPair, capsys: pytest.CaptureFixtu
 
 
 def test_lookup_reaches_an_engine_without_a_draft(pair: TinyPair) -> None:
-    words = ["generate", "--target", pair.target, "--device", "cpu", "--lookup", "3"]
+    words = ["generate", "--target", pair.target, "--device", "cpu", "--advanced", "lookup=3"]
     engine = options.engine_of(arguments.parser().parse_args(words))
     assert engine.hierarchy.config.lookup == 3
 
 
-@pytest.mark.parametrize(
-    "name", ["offload", "offload_weights", "host_attention", "runner_ups", "tail_tree", "prefix_cache"]
-)
+@pytest.mark.parametrize("name", ["offload", "exact"])
 def test_switches_can_be_turned_off(name: str) -> None:
-    args = arguments.parser().parse_args(["generate", f"--no-{name.replace('_', '-')}"])
+    args = arguments.parser().parse_args(["generate", f"--no-{name}"])
     assert getattr(args, name) is False
     assert args.given == {name}
 
 
-def test_prefix_cache_is_a_switch_or_a_size(capsys: pytest.CaptureFixture[str]) -> None:
-    parsed = arguments.parser().parse_args(["generate", "--prefix-cache"])
-    assert parsed.prefix_cache is True
-    assert parsed.given == {"prefix_cache"}
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rounds", "2"], "(write --advanced rounds=VALUE)"),
+        (["--no-prefix-cache"], "(write --advanced prefix_cache=false)"),
+        (["--advanced", "rouns=2"], "unknown advanced option 'rouns'; did you mean 'rounds'?"),
+        (["--advanced", "rounds"], "'rounds' has no value; write NAME=VALUE"),
+        (["--advanced", "budget=64"], "'budget' is no advanced option; give budget='64' beside advanced"),
+        (["--advanced", "select_chunks=x"], "select_chunks is a function"),
+    ],
+)
+def test_options_in_the_wrong_place_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        arguments.parser().parse_args(["generate", "--no-prefix-cache", "2GiB"])
-    assert "--no-prefix-cache takes no size; leave 2GiB out" in capsys.readouterr().err
+        arguments.parser().parse_args(["generate", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_load_says_where_an_option_belongs() -> None:
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({"rounds": 2}, r"'rounds' is an advanced option; give advanced=\{'rounds': 2\}"),
+        ({"advanced": {"levels": 2}}, "'levels' is no advanced option; give levels=2 beside advanced"),
+        ({"advanced": {"gama": 2}}, "unknown advanced option 'gama'; did you mean 'gamma'?"),
+        ({"advanced": 2}, "advanced=2 must be a dict"),
+        ({"advanced": {"gamma": "x"}}, "gamma='x' must be an integer"),
+    ]
+    for given, said in wrong:
+        for call in (triforce_tree.load, triforce_tree.custom_generate):
+            with pytest.raises(ValueError, match=said):
+                call(**given)
+
+
+DOCUMENTED = {"options.md": SHOWN, "advanced.md": ADVANCED}
+
+
+@pytest.mark.parametrize("page", DOCUMENTED)
+def test_each_option_has_its_line_in_the_documents(page: str) -> None:
+    lines = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8").splitlines()
+    names = [line.split("`")[1] for line in lines if line.startswith("| `")]
+    assert names == list(DOCUMENTED[page])

@@ -32,7 +32,7 @@ def test_a_text_that_is_not_the_targets_ends_with_code_1(
         "generate": ["generate", prompt, "--max-new-tokens", "30", "--compare", "--json"],
         "demo": ["demo", "--prompt-tokens", "300", "--new-tokens", "30", "--json"],
     }[command]
-    small = ["--budget", "64", "--recent", "32", "--levels", "3", "--rounds", "1"]
+    small = ["--budget", "64", "--advanced", "recent=32", "--levels", "3", "--advanced", "rounds=1"]
     assert main([*words, *pair.options, *small]) == 1
     out, err = capsys.readouterr()
     result = json.loads(out.splitlines()[-1])

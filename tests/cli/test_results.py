@@ -14,7 +14,7 @@ from tests.support.processes.processes import environment
 from triforce_tree.cli import console
 from triforce_tree.runtime.stats import rate_text
 
-SMALL = ["--budget", "64", "--recent", "32"]
+SMALL = ["--budget", "64", "--advanced", "recent=32"]
 # command -> its words, and what its results say
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "bench text": (

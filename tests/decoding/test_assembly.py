@@ -5,6 +5,7 @@ import pytest
 from tests.support.models.families import perturbed, prompt_of, tiny, without_tree
 from tests.support.models.program_cases import SMALL, draft_of, model, reference
 from triforce_tree import Engine, load
+from triforce_tree.config import load_arguments
 
 AUTO = {**SMALL, "levels": "auto"}
 # Twice the budget.
@@ -19,7 +20,11 @@ def names(engine: Engine, new: int = 3) -> list[str]:
 
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
 def test_auto_takes_three_levels_where_some_layer_sees_the_whole_prompt(family: str) -> None:
-    assert names(load(model(family), draft_of(family), **AUTO)) == ["draft", "retrieval", "target"]
+    assert names(load(model(family), draft_of(family), **load_arguments(AUTO))) == [
+        "draft",
+        "retrieval",
+        "target",
+    ]
 
 
 @pytest.mark.parametrize("draft", [True, False])
@@ -27,7 +32,7 @@ def test_auto_takes_two_levels_where_all_layers_have_a_sliding_window(draft: boo
     """Level 1 would read as much as level 2."""
     target = model("mistral-window")
     settings = AUTO if draft else without_tree(AUTO)
-    engine = load(target, draft_of("mistral-window") if draft else None, **settings)
+    engine = load(target, draft_of("mistral-window") if draft else None, **load_arguments(settings))
     assert names(engine) == ["draft" if draft else "lookup", "target"]
     assert names(engine.with_options(levels=3))[1:] == ["retrieval", "target"], "unless it is asked for"
 
@@ -36,12 +41,12 @@ def test_auto_takes_two_levels_where_all_layers_have_a_sliding_window(draft: boo
 def test_a_window_that_hides_nothing_is_none(window: int, levels: int) -> None:
     """Buffers are made for 1024 tokens."""
     target = tiny("mistral-window", sliding_window=window)
-    assert len(names(load(target, perturbed(target, 0.05), **AUTO))) == levels
+    assert len(names(load(target, perturbed(target, 0.05), **load_arguments(AUTO)))) == levels
 
 
 def test_a_plan_for_windows_alone_keeps_its_buffers() -> None:
     """Plan and program agree about the levels; else each request would plan and capture again."""
-    engine = load(model("mistral-window"), draft_of("mistral-window"), **AUTO, offload=True)
+    engine = load(model("mistral-window"), draft_of("mistral-window"), offload=True, **load_arguments(AUTO))
     assert names(engine) == ["draft", "target"]
     assert engine.hierarchy.memory is not None
     assert engine.hierarchy.memory.levels == 2

@@ -16,7 +16,7 @@ import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.kernels.cpu.fp32 import library
 from triforce_tree.kv import exact_view
 from triforce_tree.models.exact.host import use_exact_modules
@@ -49,7 +49,9 @@ def paired(family: str, dtype: torch.dtype, noise: float = 0.0) -> PreTrainedMod
 
 def engine(family: str, dtype: torch.dtype, levels: int, **options: object) -> Engine:
     draft = paired(family, dtype, 0.05) if levels > 1 else None
-    return triforce_tree.load(paired(family, dtype), draft, levels=levels, exact=True, **{**SMALL, **options})
+    return triforce_tree.load(
+        paired(family, dtype), draft, levels=levels, exact=True, **load_arguments({**SMALL, **options})
+    )
 
 
 def greedy(of: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:

@@ -13,7 +13,7 @@ from tests.support.models.api_cases import TARGET, characters, text_of
 from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, OwnDrafter, TableDraws
 from triforce_tree import Engine
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.program import DecodingProgram
@@ -73,7 +73,10 @@ def new_tokens(engine: Engine, **options) -> list[list[int]]:
 @pytest.mark.parametrize("rounds", [1, None])
 def test_greedy_tokens_equal_the_targets(levels: int, kind: type[OwnDrafter], rounds: int | None) -> None:
     engine = triforce_tree.load(
-        TARGET, drafter=kind("static:0;1;2;0.0;0.1;1.0", 64), levels=levels, rounds=rounds, **SMALL
+        TARGET,
+        drafter=kind("static:0;1;2;0.0;0.1;1.0", 64),
+        levels=levels,
+        **load_arguments({**SMALL, "rounds": rounds}),
     )
     assert new_tokens(engine, do_sample=False) == EXPECTED
 
@@ -81,7 +84,9 @@ def test_greedy_tokens_equal_the_targets(levels: int, kind: type[OwnDrafter], ro
 @levels_2_and_3
 @pytest.mark.parametrize("kind", [FixedSiblings, TableDraws])
 def test_equal_seeds_sample_equal_tokens(levels: int, kind: type[OwnDrafter]) -> None:
-    engine = triforce_tree.load(TARGET, drafter=kind("static:0;1;0.0", 64), levels=levels, **SMALL)
+    engine = triforce_tree.load(
+        TARGET, drafter=kind("static:0;1;0.0", 64), levels=levels, **load_arguments(SMALL)
+    )
     first, same, other = (new_tokens(engine, do_sample=True, top_k=20, seed=seed) for seed in (1, 1, 2))
     assert first == same != other
 
@@ -91,7 +96,7 @@ def test_correct_proposals_are_accepted(levels: int) -> None:
     """The drafter also receives every committed token, in the documented order of calls."""
     drafter = Oracle()
     engine = triforce_tree.load(
-        TARGET, drafter=drafter, levels=levels, rounds=1, **{**SMALL, **WHOLE, "gamma": 5}
+        TARGET, drafter=drafter, levels=levels, **load_arguments({**SMALL, **WHOLE, "gamma": 5, "rounds": 1})
     )
     assert new_tokens(engine, do_sample=False) == EXPECTED
     assert drafter.calls[:4] == ["bind", "start", "prepare", "propose"]
@@ -109,7 +114,7 @@ def test_correct_proposals_are_accepted(levels: int) -> None:
 
 def test_sequences_that_have_ended_are_none() -> None:
     drafter = Oracle()
-    engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, rounds=1)
+    engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, advanced={"rounds": 1})
     stop = EXPECTED[1][0]
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False, eos_token_id=stop)
     assert out.finish_reason[1] == "eos"
@@ -123,7 +128,7 @@ def test_resumed_is_set_after_autoregressive_passes(monkeypatch: pytest.MonkeyPa
     plan = iter([draft, PLAIN, PLAIN, draft, draft, PLAIN] * 20)
     monkeypatch.setattr(PassController, "choose", lambda self: next(plan))
     drafter = Oracle()
-    engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, rounds=1)
+    engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, advanced={"rounds": 1})
     assert new_tokens(engine, do_sample=False) == EXPECTED
     assert [resumed for _, resumed in drafter.prepared[:4]] == [False, True, False, True]
 
@@ -176,7 +181,7 @@ def test_features_are_the_targets_hidden_states(levels: int, offload: bool) -> N
     target = perturbed(tiny("llama-gqa", num_hidden_layers=3), 0.0)
     drafter = Features()
     options = {**SMALL, "offload": offload, "prefill_chunk": 16, "rounds": 1}
-    engine = triforce_tree.load(target, drafter=drafter, levels=levels, **options)
+    engine = triforce_tree.load(target, drafter=drafter, levels=levels, **load_arguments(options))
     for _ in range(2):
         out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
         width = out.sequences.shape[1] - NEW
@@ -261,7 +266,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 def test_invalid_drafters_are_refused_at_load(name: str) -> None:
     options, message = REFUSED[name]
     with pytest.raises(ValueError, match=message) as error:
-        triforce_tree.load(TARGET, **options)  # type: ignore[arg-type]
+        triforce_tree.load(TARGET, **load_arguments(options))  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
 
@@ -292,7 +297,7 @@ def test_chains_of_several_mask_words(levels: int, size: int) -> None:
     drafter = Long()
     drafter.tree = f"chain:{size}"
     options = {**WHOLE, "gamma": size, "levels": levels, "rounds": 1}
-    out = triforce_tree.load(TARGET, drafter=drafter, **options).generate(
+    out = triforce_tree.load(TARGET, drafter=drafter, **load_arguments(options)).generate(
         prompt, max_new_tokens=new, do_sample=False
     )
     assert out.sequences[0].tolist() == whole

@@ -174,7 +174,7 @@ def test_texts_that_copy_take_few_passes() -> None:
     prompts = [prompt_of(60), prompt_of(60)[::-1]]
     written = [reference(target, prompt, 60) for prompt in prompts]
     engine = triforce_tree.load(
-        target, perturbed(target, 3.0), other_trees="lookup:8", tree="chain:2", levels=2
+        target, perturbed(target, 3.0), tree="chain:2", levels=2, advanced={"other_trees": "lookup:8"}
     )
     # What the target wrote once it writes again, after the same prompt and half of the answer.
     again = [[*p, *new, *p, *new[:30]] for p, new in zip(prompts, written, strict=True)]

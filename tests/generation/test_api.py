@@ -19,6 +19,7 @@ from tests.support.models.api_cases import (
 )
 from tests.support.models.families import perturbed, prompt_of
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_all_forms_of_a_prompt(engine: Engine) -> None:
 
 
 def test_the_output_has_transformers_shape_and_the_levels(engine: Engine) -> None:
-    out = engine.with_options(rounds=1).generate(PROMPT, max_new_tokens=20, do_sample=False)
+    out = engine.with_options(advanced={"rounds": 1}).generate(PROMPT, max_new_tokens=20, do_sample=False)
     assert isinstance(out, GenerateDecoderOnlyOutput)
     assert out.sequences.shape == (1, len(PROMPT) + 20)
     assert out.sequences.dtype == torch.int64
@@ -76,7 +77,7 @@ def test_one_call_does_it_all() -> None:
 
 
 def test_other_options_on_the_same_models(engine: Engine) -> None:
-    other = engine.with_options(levels=1, gamma=5)
+    other = engine.with_options(levels=1, advanced={"gamma": 5})
     out = other.generate(PROMPT, max_new_tokens=9, do_sample=False)
     assert new(out) == EXPECTED[:9]
     assert [level.name for level in out.levels] == ["target"]
@@ -87,11 +88,13 @@ def test_other_options_on_the_same_models(engine: Engine) -> None:
 
 def test_progress_counts_the_prompt(engine: Engine) -> None:
     fed: list[int] = []
-    engine.with_options(prefill_chunk=16).generate(PROMPT, max_new_tokens=2, progress=fed.append)
+    engine.with_options(advanced={"prefill_chunk": 16}).generate(
+        PROMPT, max_new_tokens=2, progress=fed.append
+    )
     assert fed == [16, 16, 8]
 
 
 def test_auto_takes_three_levels_for_long_prompts() -> None:
-    auto = triforce_tree.load(TARGET, perturbed(TARGET, 0.1), **SMALL)
+    auto = triforce_tree.load(TARGET, perturbed(TARGET, 0.1), **load_arguments(SMALL))
     assert len(auto.generate(prompt_of(48), max_new_tokens=2).levels) == 3
     assert len(auto.generate(prompt_of(47), max_new_tokens=2).levels) == 2

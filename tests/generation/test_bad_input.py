@@ -15,7 +15,7 @@ from tests.support.models.api_cases import characters
 from tests.support.models.families import VOCABULARY, prompt_of, tiny
 from tests.support.models.own_drafters import FixedSiblings
 from tests.support.processes.messages import says
-from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig
+from triforce_tree.config import HierarchyConfig, RetrievalConfig, StreamingConfig, load_arguments
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.trees.shapes import WithChain
 
@@ -132,7 +132,7 @@ def test_contradictory_temperature(engine) -> None:
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_nan_logits(levels: int) -> None:
     broken = tiny("llama-gqa")
-    engine = triforce_tree.load(broken, levels=levels, budget=16, chunk=4, recent=8)
+    engine = triforce_tree.load(broken, levels=levels, budget=16, advanced={"chunk": 4, "recent": 8})
     with torch.no_grad():
         broken.model.norm.weight[3] = torch.nan
     with pytest.raises(ValueError, match=says("NaN logits", "dtype=torch.float32")):
@@ -178,7 +178,7 @@ BAD_OPTIONS = [
 @pytest.mark.parametrize(("options", "words"), BAD_OPTIONS, ids=lambda value: str(value)[:40])
 def test_settings(options: dict, words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=says(*words)):
-        triforce_tree.load(TARGET, **options)
+        triforce_tree.load(TARGET, **load_arguments(options))
 
 
 LOOKUP_TREE = says("tree='chain:3'", "suffix matching proposes chains", "set lookup=N", "draft model")
@@ -192,7 +192,7 @@ def test_tree_is_refused_where_suffix_matching_proposes(drafter: str | None) -> 
     with pytest.raises(ValueError, match=LOOKUP_TREE):
         triforce_tree.custom_generate(drafter=drafter, tree="chain:3")
     with pytest.raises(ValueError, match=LOOKUP_TREE):
-        triforce_tree.load(TARGET, drafter=drafter, lookup=3).with_options(tree="chain:3")
+        triforce_tree.load(TARGET, drafter=drafter, advanced={"lookup": 3}).with_options(tree="chain:3")
 
 
 def test_tree_is_refused_where_the_users_own_drafter_proposes() -> None:
@@ -210,31 +210,33 @@ OWN_LOOKUP = says("lookup=8", "drafter 'fixed' is an object", "leave lookup out"
 
 def test_lookup_is_merged_into_the_trees_of_a_draft_model() -> None:
     for more in ({}, {"drafter": "model"}):
-        engine = triforce_tree.load(TARGET, TARGET, lookup=8, **more)
+        engine = triforce_tree.load(TARGET, TARGET, **load_arguments({**more, "lookup": 8}))
         assert engine.hierarchy.drafter().matcher.length == 8
         assert engine.hierarchy.config.tree == WithChain(HierarchyConfig().tree, 8)
         # Other options leave the chain as it is, and lookup=0 removes it.
-        assert engine.with_options(gamma=3, tree="chain:2").hierarchy.config.tree == WithChain("chain:2", 8)
-        assert engine.with_options(lookup=0).hierarchy.config.tree == HierarchyConfig().tree
+        assert engine.with_options(tree="chain:2", advanced={"gamma": 3}).hierarchy.config.tree == WithChain(
+            "chain:2", 8
+        )
+        assert engine.with_options(advanced={"lookup": 0}).hierarchy.config.tree == HierarchyConfig().tree
     assert not hasattr(triforce_tree.load(TARGET, TARGET).hierarchy.drafter(), "matcher")
 
 
 def test_lookup_is_refused_where_the_users_own_drafter_proposes() -> None:
     own = FixedSiblings("static:0;1", VOCABULARY)
     with pytest.raises(ValueError, match=says("lookup=8", "drafter 'lookup' is an object")):
-        triforce_tree.load(TARGET, drafter=SuffixMatching(4), lookup=8)
+        triforce_tree.load(TARGET, drafter=SuffixMatching(4), advanced={"lookup": 8})
     with pytest.raises(ValueError, match=OWN_LOOKUP):
-        triforce_tree.load(TARGET, drafter=own, lookup=8)
+        triforce_tree.load(TARGET, drafter=own, advanced={"lookup": 8})
     with pytest.raises(ValueError, match=OWN_LOOKUP):
-        triforce_tree.custom_generate(drafter=own, lookup=8)
+        triforce_tree.custom_generate(drafter=own, advanced={"lookup": 8})
     with pytest.raises(ValueError, match=OWN_LOOKUP):
-        triforce_tree.load(TARGET, drafter=own).with_options(lookup=8)
+        triforce_tree.load(TARGET, drafter=own).with_options(advanced={"lookup": 8})
 
 
 def test_lookup_is_taken_where_suffix_matching_proposes() -> None:
     for more in ({}, {"drafter": "lookup"}):
-        engine = triforce_tree.load(TARGET, lookup=3, **more)
-        assert engine.with_options(lookup=5).hierarchy.drafter().length == 5
+        engine = triforce_tree.load(TARGET, **load_arguments({**more, "lookup": 3}))
+        assert engine.with_options(advanced={"lookup": 5}).hierarchy.drafter().length == 5
 
 
 def test_the_draft_model_must_be_there_where_it_is_named() -> None:

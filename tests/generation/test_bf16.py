@@ -10,6 +10,7 @@ from tests.support.distributions.wrong_acceptance import accept_all_proposals
 from tests.support.models.families import perturbed, prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.check import losslessness as check
+from triforce_tree.config import load_arguments
 
 SMALL = {
     "gamma": 4,
@@ -26,7 +27,7 @@ NEW_TOKENS = 80
 def engine_of(family: str) -> Engine:
     target = tiny(family)
     draft = perturbed(target, 0.05)
-    return triforce_tree.load(target.bfloat16(), draft.bfloat16(), rounds=1, **SMALL)
+    return triforce_tree.load(target.bfloat16(), draft.bfloat16(), **load_arguments({**SMALL, "rounds": 1}))
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3", "gemma2"])

@@ -13,6 +13,7 @@ import triforce_tree
 from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL_LOOKUP, characters, new, text_of
 from tests.support.models.families import tiny
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.generation.notices import CostNotices, cost_of_processors
 
 NEW = 15
@@ -23,14 +24,14 @@ def from_folder(settings: dict[str, Any], folder: Path, **options: Any) -> Engin
     tiny("llama-gqa").save_pretrained(folder)
     path = folder / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-    return triforce_tree.load(folder, levels=2, **{**SMALL_LOOKUP, **options})
+    return triforce_tree.load(folder, levels=2, **load_arguments({**SMALL_LOOKUP, **options}))
 
 
 def from_object(settings: dict[str, Any], folder: Path, **options: Any) -> Engine:
     model = tiny("llama-gqa")
     for name, value in settings.items():
         setattr(model.generation_config, name, value)
-    return triforce_tree.load(model, levels=2, **{**SMALL_LOOKUP, **options})
+    return triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, **options}))
 
 
 SOURCES = pytest.mark.parametrize("source", [from_folder, from_object])

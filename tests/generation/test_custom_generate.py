@@ -15,10 +15,13 @@ from tests.support.models.api_cases import (
     text_of,
 )
 from tests.support.models.families import greedy, perturbed
+from triforce_tree.config import load_arguments
 
 
 def through_transformers(draft=None, hook: dict | None = None, **kwargs):
-    run = triforce_tree.custom_generate(draft or perturbed(TARGET, 0.1), levels=3, **SMALL, **(hook or {}))
+    run = triforce_tree.custom_generate(
+        draft or perturbed(TARGET, 0.1), levels=3, **load_arguments({**SMALL, **(hook or {})})
+    )
     return TARGET.generate(torch.tensor([PROMPT]), custom_generate=run, **kwargs)
 
 
@@ -73,7 +76,7 @@ def test_custom_generate_needs_a_tokenizer_for_stop_strings() -> None:
 def test_custom_generate_leaves_padding_out() -> None:
     padded = torch.tensor([[0, 0, 0, *PROMPT]])
     mask = torch.tensor([[0, 0, 0, *[1] * len(PROMPT)]])
-    run = triforce_tree.custom_generate(levels=3, **SMALL_LOOKUP)
+    run = triforce_tree.custom_generate(levels=3, **load_arguments(SMALL_LOOKUP))
     out = TARGET.generate(
         padded, attention_mask=mask, custom_generate=run, do_sample=False, max_new_tokens=15
     )
@@ -81,6 +84,6 @@ def test_custom_generate_leaves_padding_out() -> None:
 
 
 def test_inputs_beside_token_ids_are_refused_by_name() -> None:
-    run = triforce_tree.custom_generate(levels=2, **SMALL_LOOKUP)
+    run = triforce_tree.custom_generate(levels=2, **load_arguments(SMALL_LOOKUP))
     with pytest.raises(ValueError, match="inputs_embeds"):
         TARGET.generate(inputs_embeds=torch.randn(1, 5, 32), custom_generate=run, max_new_tokens=3)

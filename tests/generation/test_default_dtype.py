@@ -12,6 +12,7 @@ from tests.support.distributions.head_folders import eagle, medusa
 from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, new
 from tests.support.models.families import perturbed
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 
 NEW = 14
 DRAFT = perturbed(TARGET, 0.05)
@@ -19,19 +20,25 @@ EAGLE, MEDUSA = eagle(TARGET, "chain:3"), medusa(TARGET, "chain:3")
 
 
 def drafting(**options: Any) -> Callable[[], Engine]:
-    return lambda: triforce_tree.load(TARGET, DRAFT, **{**SMALL, **options})
+    return lambda: triforce_tree.load(TARGET, DRAFT, **load_arguments({**SMALL, **options}))
 
 
 ENGINES: dict[str, Callable[[], Engine]] = {
-    "plain": lambda: triforce_tree.load(TARGET, levels=1, **SMALL_LOOKUP),
-    "lookup": lambda: triforce_tree.load(TARGET, levels=2, lookup=4, rounds=1, **SMALL_LOOKUP),
+    "plain": lambda: triforce_tree.load(TARGET, levels=1, **load_arguments(SMALL_LOOKUP)),
+    "lookup": lambda: triforce_tree.load(
+        TARGET, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1})
+    ),
     "draft": drafting(levels=2, rounds=1),
     "retrieval": drafting(levels=3, rounds=2),
     "8 bits": drafting(levels=3, rounds=2, kv_bits=8, retrieval_weight_bits=8),
     "both": drafting(levels=2, rounds=2, lookup=4),
     "defaults": drafting(),
-    "EAGLE": lambda: triforce_tree.load(TARGET, drafter=EAGLE, levels=2, rounds=1, **SMALL_LOOKUP),
-    "Medusa": lambda: triforce_tree.load(TARGET, drafter=MEDUSA, levels=2, rounds=1, **SMALL_LOOKUP),
+    "EAGLE": lambda: triforce_tree.load(
+        TARGET, drafter=EAGLE, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})
+    ),
+    "Medusa": lambda: triforce_tree.load(
+        TARGET, drafter=MEDUSA, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})
+    ),
 }
 OTHERS = (torch.float64, torch.bfloat16, torch.float16)
 

@@ -26,6 +26,7 @@ import triforce_tree
 from tests.support.models.api_cases import Collect
 from tests.support.models.families import perturbed, prompt_of, tiny
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.output import GenerateOutput
 
@@ -41,7 +42,7 @@ COUNT = 0
 
 @cache
 def engine(levels: int) -> Engine:
-    return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=levels, **SMALL)
+    return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=levels, **load_arguments(SMALL))
 
 
 def expected(prompts: list[list[int]], **options: Any) -> Any:
@@ -297,7 +298,7 @@ def test_what_keeps_state_is_recognised_and_named(name: str, caplog: pytest.LogC
     """A trial changes neither it nor the random numbers to come."""
     reseeded()
     wanted = expected(ONE, logits_processor=[KEEPING[name]()], do_sample=False, max_new_tokens=NEW)
-    made = triforce_tree.load(TARGET, drafter="lookup", levels=2, rounds=1)
+    made = triforce_tree.load(TARGET, drafter="lookup", levels=2, advanced={"rounds": 1})
     reseeded()
     with caplog.at_level(logging.WARNING, "triforce_tree"):
         out = made.generate(ONE, logits_processor=[KEEPING[name]()], do_sample=False, max_new_tokens=NEW)
@@ -457,7 +458,7 @@ def test_several_samples_streams_and_sessions() -> None:
 
 
 def test_through_transformers() -> None:
-    hook = triforce_tree.custom_generate(perturbed(TARGET, 0.1), levels=2, **SMALL)
+    hook = triforce_tree.custom_generate(perturbed(TARGET, 0.1), levels=2, **load_arguments(SMALL))
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
     made = expected(ONE, logits_processor=[Counter()], custom_generate=hook, **options)
     assert made.tolist() == expected(ONE, logits_processor=[Counter()], **options).tolist()
@@ -485,7 +486,7 @@ def test_a_pass_that_is_repeated_calls_nothing_again(monkeypatch: pytest.MonkeyP
             raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(DecodingProgram, "run", failing)
-    made = triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=2, offload=True, **SMALL)
+    made = triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=2, offload=True, **load_arguments(SMALL))
     ours, theirs, criteria = Recorded(Counter()), Recorded(Counter()), [Recorded(Stops()) for _ in range(2)]
     options: dict[str, Any] = {
         "do_sample": False,

@@ -7,6 +7,7 @@ import torch
 import triforce_tree
 from tests.support.models.api_cases import CHUNKED_DRAFTED, TARGET
 from tests.support.models.families import perturbed, prompt_of
+from triforce_tree.config import load_arguments
 
 TEXT = prompt_of(60)
 
@@ -25,7 +26,7 @@ def kept() -> tuple[int, int]:
 def test_kinds_of_sampling_keep_no_more_and_more() -> None:
     """Each call has settings that none had before, with stages of their own."""
     options = {**CHUNKED_DRAFTED, "levels": 2, "rounds": 1}
-    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **options)
+    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **load_arguments(options))
     found = []
     for number in range(60):
         if number == 20:

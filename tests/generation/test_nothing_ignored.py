@@ -10,6 +10,7 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig, Generati
 import triforce_tree
 from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL_LOOKUP, TARGET, Collect, small_engine
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.engine import Engine as OwnEngine
 from triforce_tree.generation import options
 from triforce_tree.models.recurrent.pass_through import CACHE
@@ -119,7 +120,7 @@ def test_other_keywords_are_refused_by_name(engine: Engine, name: str) -> None:
 
 
 def hooked(**kwargs: Any) -> list[int]:
-    run = triforce_tree.custom_generate(levels=2, **SMALL_LOOKUP)
+    run = triforce_tree.custom_generate(levels=2, **load_arguments(SMALL_LOOKUP))
     out = TARGET.generate(IDS, custom_generate=run, max_new_tokens=5, do_sample=False, **kwargs)
     tokens: list[int] = out[0, len(PROMPT) :].tolist()
     return tokens
@@ -157,7 +158,7 @@ def test_what_asks_for_nothing_is_fine_through_transformers() -> None:
 
 
 def test_a_wrapper_around_the_hook_hides_nothing() -> None:
-    run = triforce_tree.custom_generate(levels=2, **SMALL_LOOKUP)
+    run = triforce_tree.custom_generate(levels=2, **load_arguments(SMALL_LOOKUP))
 
     def wrapped(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         return run(model, input_ids, **kwargs)

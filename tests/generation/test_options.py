@@ -126,7 +126,7 @@ def test_same_seed_same_tokens(engine: Engine) -> None:
 
 def test_without_a_seed_torchs_own_decides(engine: Engine) -> None:
     # A draft length chosen by the clock would change which draws are made.
-    steady = engine.with_options(rounds=1)
+    steady = engine.with_options(advanced={"rounds": 1})
 
     def after(seed: int) -> list[int]:
         torch.manual_seed(seed)

@@ -25,6 +25,7 @@ from tests.support.models.offloaded_engine import models
 from tests.support.models.own_drafters import FixedSiblings
 from tests.support.models.program_cases import SMALL as PASSES
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.verify.verifier import Verifier
@@ -39,9 +40,9 @@ MASK = torch.tensor([[1] * len(PROMPT), [0] * (len(PROMPT) - len(OTHER)) + [1] *
 @cache
 def engine(levels: int, drafter: str) -> Engine:
     if drafter == "model":
-        return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=levels, **SMALL)
+        return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=levels, **load_arguments(SMALL))
     own: Any = FixedSiblings("static:0;1;0.0", VOCABULARY) if drafter == "own" else drafter
-    return triforce_tree.load(TARGET, drafter=own, levels=levels, **SMALL_LOOKUP)
+    return triforce_tree.load(TARGET, drafter=own, levels=levels, **load_arguments(SMALL_LOOKUP))
 
 
 ENGINES = pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_nothing_is_read_where_nothing_is_asked_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_through_transformers_own_generate() -> None:
-    run = triforce_tree.custom_generate(perturbed(TARGET, 0.1), levels=3, **SMALL)
+    run = triforce_tree.custom_generate(perturbed(TARGET, 0.1), levels=3, **load_arguments(SMALL))
     own = {"do_sample": False, "max_new_tokens": NEW, **ASKED}
     ours = TARGET.generate(torch.tensor([PROMPT]), custom_generate=run, **own)
     same(ours.scores, TARGET.generate(torch.tensor([PROMPT]), **own).scores)
@@ -242,7 +243,7 @@ def test_criteria_do_not_see_a_pass_that_is_repeated(monkeypatch: pytest.MonkeyP
     target = models()[0]
     # A draft that is always right: passes bring several tokens.
     own = {**PASSES, "tree": "chain:5", "window": 200, "levels": 2, "offload": True}
-    out = triforce_tree.load(target, copy.deepcopy(target), **own).generate(
+    out = triforce_tree.load(target, copy.deepcopy(target), **load_arguments(own)).generate(
         LONG_PROMPT, do_sample=False, max_new_tokens=NEW, logprobs=True, stopping_criteria=[Stop()]
     )
     text = out.sequences[0].tolist()
@@ -268,7 +269,9 @@ def test_scores_of_captured_stages(levels: int, options: dict[str, Any]) -> None
     own = {"do_sample": False, "max_new_tokens": NEW, **options, **ASKED}
     whole = torch.ones(1, len(PROMPT), dtype=torch.int64, device="cuda")
     theirs = target.generate(torch.tensor([PROMPT], device="cuda"), attention_mask=whole, **own)
-    ours = triforce_tree.load(target, perturbed(target, 0.1), levels=levels, **SMALL).generate(PROMPT, **own)
+    ours = triforce_tree.load(
+        target, perturbed(target, 0.1), levels=levels, **load_arguments(SMALL)
+    ).generate(PROMPT, **own)
     assert ours.sequences.tolist() == theirs.sequences.tolist()
     for mine, other in ((ours.scores, theirs.scores), (ours.logits, theirs.logits)):
         assert len(mine) == len(other) == NEW

@@ -19,6 +19,7 @@ from tests.support.distributions.generation_cases import Case
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.own_drafters import FixedSiblings
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 
 NEW, VOCABULARY = 16, 40
@@ -84,12 +85,14 @@ DRAFTS = ("alone", "draft", "lookup", "own")
 @cache
 def engine(levels: int, draft: str) -> Engine:
     if draft == "draft":
-        return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=levels, **SMALL)
+        return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), levels=levels, **load_arguments(SMALL))
     options = {name: value for name, value in SMALL.items() if name != "tree"}
     if draft == "own":
         own = FixedSiblings("static:0;1;0.0", VOCABULARY)
-        return triforce_tree.load(TARGET, drafter=own, levels=levels, **options)
-    return triforce_tree.load(TARGET, drafter="lookup", levels=levels, lookup=3, **options)
+        return triforce_tree.load(TARGET, drafter=own, levels=levels, **load_arguments(options))
+    return triforce_tree.load(
+        TARGET, drafter="lookup", levels=levels, **load_arguments({**options, "lookup": 3})
+    )
 
 
 @cache

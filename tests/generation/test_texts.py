@@ -10,6 +10,7 @@ import triforce_tree
 from tests.support.models.scripted import scripted
 from tests.support.models.tokenizer_kinds import tokenizer_of
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 
 PROMPT = "Once upon a"
 WORDS = " time there\n    x"
@@ -35,7 +36,7 @@ def engine_of(kind: str, *names: str, eos: str | None = None, levels: int = 2) -
     target = scripted(tokenizer, [prompt[-1], *new], eos and tokenizer.convert_tokens_to_ids(eos))
     # The target drafts for itself: a pass brings several tokens.
     drafting: dict[str, Any] = {"draft": target, "tree": "chain:3", "rounds": 1} if levels > 1 else {}
-    return triforce_tree.load(target, tokenizer=tokenizer, levels=levels, **drafting)
+    return triforce_tree.load(target, tokenizer=tokenizer, levels=levels, **load_arguments(drafting))
 
 
 def shown(kind: str, prompt: list[int], new: list[int]) -> str:
@@ -145,7 +146,9 @@ def test_custom_generate_has_the_text() -> None:
     tokenizer = tokenizer_of("Llama 2")
     prompt, new = script_of("Llama 2", "<|user|>")
     model = scripted(tokenizer, [prompt[-1], *new])
-    hook = triforce_tree.custom_generate(tokenizer=tokenizer, stop_strings="<|user|>", levels=2, lookup=2)
+    hook = triforce_tree.custom_generate(
+        tokenizer=tokenizer, stop_strings="<|user|>", levels=2, advanced={"lookup": 2}
+    )
     out = model.generate(
         torch.tensor([prompt]), custom_generate=hook, max_new_tokens=40, do_sample=False,
         return_dict_in_generate=True,

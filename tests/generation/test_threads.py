@@ -13,6 +13,7 @@ import triforce_tree
 from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL, TARGET, Collect, new
 from tests.support.models.families import greedy, perturbed, prompt_of
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.runtime.locks import generation, held
 
 DRAFT = perturbed(TARGET, 0.1)
@@ -22,7 +23,7 @@ TEXTS = [EXPECTED[:NEW], *(greedy(TARGET, prompt, NEW) for prompt in PROMPTS[1:]
 
 
 def fresh(**options: Any) -> Engine:
-    return triforce_tree.load(TARGET, DRAFT, **{"levels": 3, **SMALL, **options})
+    return triforce_tree.load(TARGET, DRAFT, **load_arguments({"levels": 3, **SMALL, **options}))
 
 
 def is_as_it_was(model: Any = TARGET) -> bool:
@@ -37,7 +38,11 @@ def test_threads_get_their_own_texts(case: str) -> None:
         "siblings": lambda own: [own, own.with_options(levels=1), own.with_options(levels=2)],
         "engines": lambda own: [own, fresh(levels=2), triforce_tree.load(TARGET)],
         # Two pairs over the same models, each the other's draft: locks are taken in one order.
-        "draft and target": lambda own: [own, triforce_tree.load(DRAFT, TARGET, levels=2, **SMALL), own],
+        "draft and target": lambda own: [
+            own,
+            triforce_tree.load(DRAFT, TARGET, levels=2, **load_arguments(SMALL)),
+            own,
+        ],
     }[case](fresh())
     texts = list(TEXTS)
     if case == "draft and target":
@@ -87,7 +92,7 @@ def test_transformers_own_generate_runs_at_the_same_time() -> None:
 
 
 def test_custom_generate_in_threads() -> None:
-    hook = triforce_tree.custom_generate(DRAFT, levels=3, **SMALL)
+    hook = triforce_tree.custom_generate(DRAFT, levels=3, **load_arguments(SMALL))
 
     def write(number: int) -> list[int]:
         ids = torch.tensor([PROMPTS[number % 3]])

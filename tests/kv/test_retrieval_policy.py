@@ -7,6 +7,7 @@ import torch
 
 import triforce_tree
 from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from triforce_tree.config import load_arguments
 from triforce_tree.kernels import step
 
 SMALL = {
@@ -41,7 +42,10 @@ def test_a_custom_policy_selects_the_chunks(offload: bool | None) -> None:
     rates = []
     for policy in (None, oldest):
         engine = triforce_tree.load(
-            target, perturbed(target, 0.02), select_chunks=policy, offload=offload, **options
+            target,
+            perturbed(target, 0.02),
+            offload=offload,
+            **load_arguments({**options, "select_chunks": policy}),
         )
         out = engine.generate(prompt, max_new_tokens=20, do_sample=False)
         assert out.sequences[0, len(prompt) :].tolist() == expected
@@ -84,12 +88,14 @@ class ByItsKeys:
 def test_a_policy_may_ask_for_the_layer_and_its_keys() -> None:
     target, prompt = tiny("llama-gqa"), prompt_of(120)
     draft, policy = perturbed(target, 0.02), ByItsKeys()
-    engine = triforce_tree.load(target, draft, select_chunks=policy, **SMALL)
+    engine = triforce_tree.load(target, draft, **load_arguments({**SMALL, "select_chunks": policy}))
     engine.generate(prompt, max_new_tokens=20, do_sample=False)
     assert set(policy.layers) == set(range(target.config.num_hidden_layers))
     # The first forwards measure costs, on keys of no text.
     assert all(policy.same[-16:])
-    engine = triforce_tree.load(target, draft, select_chunks=policy, offload=True, **SMALL)
+    engine = triforce_tree.load(
+        target, draft, offload=True, **load_arguments({**SMALL, "select_chunks": policy})
+    )
     with pytest.raises(ValueError, match="needs all keys, which an offloaded cache has in host memory"):
         engine.generate(prompt, max_new_tokens=4, do_sample=False)
 
@@ -104,9 +110,11 @@ def test_variances_of_keys_enter_the_selection(offload: bool | None) -> None:
 
     target, prompt = tiny("llama-gqa"), prompt_of(120)
     engine = triforce_tree.load(
-        target, perturbed(target, 0.02), select_chunks=recorded, offload=offload,
-        key_variance=True, **SMALL,
-    )  # fmt: skip
+        target,
+        perturbed(target, 0.02),
+        offload=offload,
+        **load_arguments({**SMALL, "select_chunks": recorded, "key_variance": True}),
+    )
     out = engine.generate(prompt, max_new_tokens=20, do_sample=False)
     assert out.sequences[0, len(prompt) :].tolist() == greedy(target, prompt, 20)
     assert set(columns) == {2}
@@ -114,9 +122,9 @@ def test_variances_of_keys_enter_the_selection(offload: bool | None) -> None:
 
 def test_key_variance_is_a_bool() -> None:
     with pytest.raises(ValueError, match="key_variance=2 must be True or False"):
-        triforce_tree.load(tiny("llama"), key_variance=2)
+        triforce_tree.load(tiny("llama"), advanced={"key_variance": 2})
 
 
 def test_a_policy_must_be_a_function() -> None:
     with pytest.raises(ValueError, match="select_chunks='best' must be a function"):
-        triforce_tree.load(tiny("llama"), select_chunks="best")
+        triforce_tree.load(tiny("llama"), advanced={"select_chunks": "best"})

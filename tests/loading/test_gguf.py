@@ -14,6 +14,7 @@ import triforce_tree
 from tests.support.models.tiny_pair import SMALL, TinyPair
 from tests.support.processes.messages import says
 from triforce_tree.cli import arguments, options
+from triforce_tree.config import load_arguments
 from triforce_tree.loading import gguf as loading_gguf
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 
@@ -89,7 +90,7 @@ def _merges(tokenizer: object) -> list[list[str]]:
 def test_three_levels_decode_a_gguf_file_as_transformers_does(path: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=NAME, dtype=torch.float32)
     for source, more in ((path, {}), (str(path.parent), {"gguf_file": NAME})):
-        engine = triforce_tree.load(source, path, **SMALL, levels=3, device="cpu", **more)
+        engine = triforce_tree.load(source, path, levels=3, device="cpu", **load_arguments({**SMALL, **more}))
         model = engine.hierarchy.target.model
         for name, weight in reference.state_dict().items():
             assert torch.equal(model.state_dict()[name], weight), name
@@ -128,7 +129,11 @@ def kept_files(cache: Path) -> dict[str, bytes]:
 
 
 def weights_of(path: Path, **more: object) -> dict[str, torch.Tensor]:
-    return dict(triforce_tree.load(path, levels=1, device="cpu", **more).hierarchy.target.model.state_dict())
+    return dict(
+        triforce_tree.load(
+            path, levels=1, device="cpu", **load_arguments(more)
+        ).hierarchy.target.model.state_dict()
+    )
 
 
 def test_it_is_unpacked_once_for_its_contents_and_dtype(
@@ -211,7 +216,7 @@ def test_a_folder_with_one_file_is_that_file(path: Path, pair: TinyPair, tmp_pat
 
 def test_its_weights_can_be_copied_in_fewer_bits_and_streamed(path: Path) -> None:
     more = {"levels": 3, "offload_weights": True, "retrieval_weight_bits": 8}
-    engine = triforce_tree.load(path, **_WITHOUT_TREE, **more)
+    engine = triforce_tree.load(path, **load_arguments({**_WITHOUT_TREE, **more}))
     plain = triforce_tree.load(path, levels=1)
     assert engine.generate(PROMPT, max_new_tokens=8, do_sample=False).text == (
         plain.generate(PROMPT, max_new_tokens=8, do_sample=False).text

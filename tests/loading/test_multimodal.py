@@ -19,6 +19,7 @@ import triforce_tree
 from tests.support.models.families import SMALL_SETTINGS, greedy, perturbed, prompt_of, tiny, without_tree
 from tests.support.models.multimodal import IMAGE, MULTIMODAL, TEXT, multimodal
 from tests.support.processes.messages import says
+from triforce_tree.config import load_arguments
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import decoder_layers
@@ -47,9 +48,9 @@ def test_folders(name: str, tmp_path: Path) -> None:
     """Greedy text of every number of levels, on the device and offloaded, is that of ``model.generate``."""
     model(name).save_pretrained(tmp_path / "target")
     perturbed(model(name), 0.02).save_pretrained(tmp_path / "draft")
-    engine = triforce_tree.load(tmp_path / "target", tmp_path / "draft", **SMALL)
+    engine = triforce_tree.load(tmp_path / "target", tmp_path / "draft", **load_arguments(SMALL))
     for options in ({"levels": 1}, {"levels": 2}, {"levels": 3}, {"levels": 3, "offload": True}):
-        out = engine.with_options(**options).generate(PROMPTS[0], **GREEDY)
+        out = engine.with_options(**load_arguments(options)).generate(PROMPTS[0], **GREEDY)
         assert new(out) == expected(name), options
         assert len(out.levels) == options["levels"]
         assert all(level.accepted for level in out.levels[1:]), options
@@ -121,7 +122,7 @@ def test_positions_do_not_depend_on_earlier_images(name: str) -> None:
     """A call with images leaves the difference of text and image positions on the module."""
     own = multimodal(name)
     own.model.rope_deltas = torch.full((1, 1), -9)
-    engine = triforce_tree.load(own, perturbed(own, 0.02), levels=3, **SMALL)
+    engine = triforce_tree.load(own, perturbed(own, 0.02), levels=3, **load_arguments(SMALL))
     for _ in range(2):
         own.model.rope_deltas = torch.full((1, 1), -9)
         assert new(engine.generate(PROMPTS[0], **GREEDY)) == expected(name)
@@ -129,7 +130,7 @@ def test_positions_do_not_depend_on_earlier_images(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-vl"])
 def test_a_batch_with_padding(name: str) -> None:
-    out = triforce_tree.load(model(name), **without_tree(SMALL)).generate(PROMPTS, **GREEDY)
+    out = triforce_tree.load(model(name), **load_arguments(without_tree(SMALL))).generate(PROMPTS, **GREEDY)
     assert out.sequences[:, -NEW:].tolist() == [expected(name, 0), expected(name, 1)]
 
 

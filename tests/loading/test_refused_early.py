@@ -9,6 +9,7 @@ import pytest
 
 import triforce_tree
 from tests.support.models.tiny_pair import TinyPair
+from triforce_tree.config import load_arguments
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_load_refuses_before_it_reads_weights(
     options: dict[str, object], words: str, weightless: Path
 ) -> None:
     with pytest.raises((ValueError, OSError), match=re.escape(words)):
-        triforce_tree.load(weightless, **options)
+        triforce_tree.load(weightless, **load_arguments(options))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.processes.messages import says
 from triforce_tree.bench.texts import pydoc_text
+from triforce_tree.config import load_arguments
 from triforce_tree.loading.vocabularies import LEAST_SHARED, token_map
 
 
@@ -162,7 +163,9 @@ def test_load_compares_the_tokenizers_of_the_folders(tmp_path: Path) -> None:
     prompt = prompt_of(60)
     rates = []
     for given in (None, tmp_path / "wrong"):
-        engine = triforce_tree.load(tmp_path / "target", tmp_path / "draft", draft_tokenizer=given, **small)
+        engine = triforce_tree.load(
+            tmp_path / "target", tmp_path / "draft", draft_tokenizer=given, **load_arguments(small)
+        )
         out = engine.generate(prompt, **call)
         expected = target.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 60), **call)
         assert torch.equal(out.sequences, expected)

@@ -17,6 +17,7 @@ from tests.support.distributions.head_folders import eagle
 from tests.support.models.api_cases import SMALL, SMALL_LOOKUP, new
 from tests.support.models.families import FAMILIES, greedy, perturbed, prompt_of, tiny
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 
 NEW = 12
 FIRST, SECOND = prompt_of(50), prompt_of(41)
@@ -223,16 +224,20 @@ def _(model: Any) -> Iterator[None]:
 
 
 def lookup(model: Any) -> Engine:
-    return triforce_tree.load(model, levels=2, lookup=4, rounds=1, **SMALL_LOOKUP)
+    return triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1}))
 
 
 ENGINES: dict[str, Callable[[PreTrainedModel], Engine]] = {
-    "plain": lambda m: triforce_tree.load(m, levels=1, **SMALL_LOOKUP),
+    "plain": lambda m: triforce_tree.load(m, levels=1, **load_arguments(SMALL_LOOKUP)),
     "lookup": lookup,
-    "draft": lambda m: triforce_tree.load(m, DRAFT, levels=2, rounds=1, **SMALL),
-    "retrieval": lambda m: triforce_tree.load(m, DRAFT, levels=3, rounds=2, **SMALL),
-    "8 bits": lambda m: triforce_tree.load(m, DRAFT, levels=3, rounds=2, retrieval_weight_bits=8, **SMALL),
-    "EAGLE": lambda m: triforce_tree.load(m, drafter=eagle(m, "chain:3"), levels=2, rounds=1, **SMALL_LOOKUP),
+    "draft": lambda m: triforce_tree.load(m, DRAFT, levels=2, **load_arguments({**SMALL, "rounds": 1})),
+    "retrieval": lambda m: triforce_tree.load(m, DRAFT, levels=3, **load_arguments({**SMALL, "rounds": 2})),
+    "8 bits": lambda m: triforce_tree.load(
+        m, DRAFT, levels=3, retrieval_weight_bits=8, **load_arguments({**SMALL, "rounds": 2})
+    ),
+    "EAGLE": lambda m: triforce_tree.load(
+        m, drafter=eagle(m, "chain:3"), levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})
+    ),
 }
 DRAFT = perturbed(tiny("llama-gqa"), 0.05)
 
@@ -260,7 +265,7 @@ def test_in_a_session_a_batch_and_kept_prefixes(name: str) -> None:
     """What was kept of the model before the change is computed anew."""
     model = model_of()
     options: Any = {**SMALL, "prefill_chunk": 16, "prefix_cache": "64MiB"}
-    engine = triforce_tree.load(model, DRAFT, levels=2, rounds=1, **options)
+    engine = triforce_tree.load(model, DRAFT, levels=2, **load_arguments({**options, "rounds": 1}))
     session = engine.session(FIRST, reserve=200)
 
     def turn() -> None:
@@ -292,7 +297,7 @@ STILL = [*FAMILIES, "phi3-longrope", "llama-longrope", "llama-dynamic", "llama4"
 def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
     """What forwards, transformers' generate and training write is no change."""
     model = tiny(family)
-    engine = triforce_tree.load(model, levels=2, lookup=4, rounds=1, **SMALL_LOOKUP)
+    engine = triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1}))
     text(engine, SECOND)
     program = engine.hierarchy.last_program
     assert program is not None
@@ -312,11 +317,14 @@ def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
 def test_other_models_of_the_process_are_no_change() -> None:
     """transformers keeps tables of the classes that it has made models of."""
     model = tiny("gemma3")
-    engine = triforce_tree.load(model, levels=2, lookup=4, rounds=1, **SMALL_LOOKUP)
+    engine = triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1}))
     text(engine, SECOND)
     program = engine.hierarchy.last_program
     other = type("OfAnotherClass", (type(model),), {})(model.config).eval()
-    text(triforce_tree.load(other, levels=2, lookup=4, rounds=1, **SMALL_LOOKUP), SECOND)
+    text(
+        triforce_tree.load(other, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1})),
+        SECOND,
+    )
     text(engine, SECOND)
     assert engine.hierarchy.last_program is program
 
@@ -361,7 +369,7 @@ def test_other_sizes_are_refused_with_the_remedy(name: str, of: str) -> None:
     change, words = RESIZED[name]
     target = tiny("llama-gqa")
     draft = perturbed(target, 0.05)
-    engine = triforce_tree.load(target, draft, levels=3, rounds=2, **SMALL)
+    engine = triforce_tree.load(target, draft, levels=3, **load_arguments({**SMALL, "rounds": 2}))
     session = engine.session(FIRST, reserve=100)
     session.generate(do_sample=False, max_new_tokens=3)
     change(target if of == "target" else draft)

@@ -22,6 +22,7 @@ from transformers import (
 import triforce_tree
 from tests.support.models.families import greedy, perturbed, prompt_of
 from tests.support.processes.messages import says
+from triforce_tree.config import load_arguments
 from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.models.few_row import quantisation
 
@@ -74,7 +75,7 @@ ON_THE_FLY: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 def decodes_exactly(target: PreTrainedModel, plain: PreTrainedModel, **options: Any) -> None:
     prompt = prompt_of(60)
-    engine = triforce_tree.load(target, perturbed(plain, 0.1), **SMALL, **options)
+    engine = triforce_tree.load(target, perturbed(plain, 0.1), **load_arguments({**SMALL, **options}))
     out = engine.generate(prompt, max_new_tokens=8, do_sample=False)
     assert out.sequences[0, 60:].tolist() == greedy(target, prompt, 8)
 
@@ -90,13 +91,13 @@ def test_quantised_when_loaded(name: str, folder: Path, plain: PreTrainedModel) 
     batch = [prompt_of(60), prompt_of(48)]
     for options in ({"levels": 3}, {"levels": 2}, {"levels": 3, "offload": True}):
         decodes_exactly(target, plain, **options)
-    engine = triforce_tree.load(target, perturbed(plain, 0.1), **SMALL)
+    engine = triforce_tree.load(target, perturbed(plain, 0.1), **load_arguments(SMALL))
     outs = engine.generate(batch, max_new_tokens=6, do_sample=False)
     for prompt, out in zip(batch, outs.sequences.tolist(), strict=True):
         assert out[-6:] == greedy(target, prompt, 6)
     for refused in ({"retrieval_weight_bits": 8}, {"offload_weights": True, "retrieval_weight_bits": 8}):
         with pytest.raises(ValueError, match=says("quantised")):
-            triforce_tree.load(target, **refused)
+            triforce_tree.load(target, **load_arguments(refused))
 
 
 def test_a_saved_bitsandbytes_checkpoint(folder: Path, plain: PreTrainedModel) -> None:
@@ -278,10 +279,10 @@ def test_gptq_and_awq(
     assert (theirs - ours).norm() < 0.02 * theirs.norm() < 0.2 * (theirs - plain(ids).logits).norm()
     for options in ({"levels": 3}, {"levels": 2}, {"levels": 3, "offload": True}):
         decodes_exactly(target, plain, **options)
-    engine = triforce_tree.load(folder, perturbed(plain, 0.1), **SMALL)
+    engine = triforce_tree.load(folder, perturbed(plain, 0.1), **load_arguments(SMALL))
     outs = engine.generate([prompt_of(60), prompt_of(48)], max_new_tokens=6, do_sample=False)
     for length, out in zip((60, 48), outs.sequences.tolist(), strict=True):
         assert out[-6:] == greedy(target, prompt_of(length), 6)
     for refused in ({"retrieval_weight_bits": 8}, {"offload_weights": True, "retrieval_weight_bits": 8}):
         with pytest.raises(ValueError, match=says(f"quantised ({method})")):
-            triforce_tree.load(folder, **refused)
+            triforce_tree.load(folder, **load_arguments(refused))

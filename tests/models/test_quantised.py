@@ -20,6 +20,7 @@ from scripts.inflate.pair import inflate
 from tests.support.models.families import greedy, perturbed, prompt_of, small, tiny
 from tests.support.models.tiny_pair import settings
 from tests.support.processes.messages import says
+from triforce_tree.config import load_arguments
 from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.models.few_row import FewRowLinear, few_row_copy, why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
@@ -74,14 +75,16 @@ TARGET, DRAFT = tiny("llama-gqa"), perturbed(tiny("llama-gqa"), 0.1)
 @pytest.mark.parametrize("options", [{}, {"offload": True}], ids=["on the device", "offloaded"])
 def test_quantised_targets_decode_exactly(change: Any, options: dict[str, Any]) -> None:
     target, prompt = change(tiny("llama-gqa")), prompt_of(60)
-    engine = triforce_tree.load(target, DRAFT, **SMALL, **options)
+    engine = triforce_tree.load(target, DRAFT, **load_arguments({**SMALL, **options}))
     out = engine.generate(prompt, max_new_tokens=8, do_sample=False)
     assert len(out.levels) == 3
     assert out.sequences[0, 60:].tolist() == greedy(target, prompt, 8)
 
 
 def test_quantised_drafts_are_accepted() -> None:
-    engine = triforce_tree.load(TARGET, quantised(tiny("llama-gqa")), **SMALL | {"levels": 2, "rounds": 1})
+    engine = triforce_tree.load(
+        TARGET, quantised(tiny("llama-gqa")), **load_arguments(SMALL | {"levels": 2, "rounds": 1})
+    )
     prompt = prompt_of(60)
     out = engine.generate(prompt, max_new_tokens=16, do_sample=False)
     assert out.sequences[0, 60:].tolist() == greedy(TARGET, prompt, 16)
@@ -149,8 +152,8 @@ def test_a_library_that_refuses_the_machine_is_quoted(
 def test_streaming_and_low_bits_are_refused_with_the_remedy() -> None:
     target = quantised(tiny("llama-gqa"))
     with pytest.raises(ValueError, match=says("quantised (Int8Linear)", "offload_weights=False")):
-        triforce_tree.load(target, offload_weights=True, retrieval_weight_bits=8)
-    engine = triforce_tree.load(target, DRAFT, **SMALL)
+        triforce_tree.load(target, retrieval_weight_bits=8, advanced={"offload_weights": True})
+    engine = triforce_tree.load(target, DRAFT, **load_arguments(SMALL))
     for make in (
         lambda: triforce_tree.load(target, retrieval_weight_bits=4),
         lambda: engine.with_options(retrieval_weight_bits=4),
@@ -219,7 +222,7 @@ def test_what_a_library_does_at_the_first_forward_is_done_once() -> None:
         model.model.layers[0].mlp.up_proj = plain.model.layers[0].mlp.up_proj
 
     handle = target.register_forward_pre_hook(unpack)
-    engine = triforce_tree.load(target, DRAFT, **SMALL)
+    engine = triforce_tree.load(target, DRAFT, **load_arguments(SMALL))
     out = engine.generate(prompt_of(60), max_new_tokens=8, do_sample=False)
     assert seen == [target]
     assert out.sequences[0, 60:].tolist() == greedy(target, prompt_of(60), 8)
@@ -293,9 +296,9 @@ def test_experts_that_are_looped_over_on_the_host_are_called_directly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = small("AriaTextConfig", "AriaTextForCausalLM").to("cuda")
-    out = triforce_tree.load(model, perturbed(model, 0.05), levels=3, rounds=2, **SMALL).generate(
-        prompt_of(90), max_new_tokens=12, do_sample=False
-    )
+    out = triforce_tree.load(
+        model, perturbed(model, 0.05), levels=3, **load_arguments({**SMALL, "rounds": 2})
+    ).generate(prompt_of(90), max_new_tokens=12, do_sample=False)
     assert out.sequences[0, 90:].tolist() == greedy(model, prompt_of(90), 12)
     assert "AriaTextForCausalLM runs without CUDA graphs" in caplog.text
 
@@ -335,7 +338,7 @@ class Waiting(Int8Linear):
 def test_captured_where_a_graph_can_hold_it(layer: Any, captured: bool, caplog: Any) -> None:
     target = quantised(tiny("llama-gqa"), layer).cuda()
     prompt = prompt_of(60)
-    engine = triforce_tree.load(target, perturbed(tiny("llama-gqa"), 0.1).cuda(), **SMALL)
+    engine = triforce_tree.load(target, perturbed(tiny("llama-gqa"), 0.1).cuda(), **load_arguments(SMALL))
     out = engine.generate(prompt, max_new_tokens=8, do_sample=False)
     assert out.sequences[0, 60:].tolist() == greedy(target, prompt, 8)
     assert engine.hierarchy.target.capturable is captured

@@ -9,6 +9,7 @@ import triforce_tree
 from tests.support.models.families import build, greedy, perturbed, prompt_of, small, tiny
 from tests.support.models.program_cases import decoded, program_of
 from triforce_tree import UnsupportedModelError
+from triforce_tree.config import load_arguments
 from triforce_tree.kernels.device import KNOWN, emulated
 from triforce_tree.models.experts import few_row
 from triforce_tree.models.experts.few_row import FEW_ROW_EXPERTS, FEW_ROW_OR_GROUPED
@@ -35,12 +36,12 @@ def test_drafts_with_unusual_rotary_embeddings(family: str) -> None:
     """The draft's window is recomputed when full, so no key is rotated twice."""
     draft, prompt = tiny(family), prompt_of(60)
     small = {"levels": 2, "rounds": 1, "tree": "chain:3"}
-    out = triforce_tree.load(draft, draft, window=100, **small).generate(
+    out = triforce_tree.load(draft, draft, **load_arguments({**small, "window": 100})).generate(
         prompt, max_new_tokens=24, do_sample=False
     )
     assert out.levels[-1].accepted >= 15, "the draft is the target"
     target = tiny("llama")
-    out = triforce_tree.load(target, draft, window=6, **small).generate(
+    out = triforce_tree.load(target, draft, **load_arguments({**small, "window": 6})).generate(
         prompt, max_new_tokens=24, do_sample=False
     )
     assert out.sequences[0, 60:].tolist() == greedy(target, prompt, 24)

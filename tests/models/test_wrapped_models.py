@@ -24,6 +24,7 @@ from tests.support.models.api_cases import (
 )
 from tests.support.models.families import greedy, perturbed, tiny
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.models.model_copy import shallow_copy
 
 peft = pytest.importorskip("peft")
@@ -38,7 +39,7 @@ def decoded(engine: Engine) -> list[int]:
 
 def small(target: object, draft: object = None, **options) -> Engine:
     settings = SMALL if draft is not None else SMALL_LOOKUP
-    return triforce_tree.load(target, draft, levels=3, **{**settings, **options})  # type: ignore[arg-type]
+    return triforce_tree.load(target, draft, levels=3, **load_arguments({**settings, **options}))  # type: ignore[arg-type]
 
 
 def test_compiled_models_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +86,7 @@ HOOKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", HOOKED)
 @pytest.mark.filterwarnings("ignore")  # peft's own, about names and deleted adapters
 def test_adapters_may_change_between_calls(path: str) -> None:
-    run = triforce_tree.custom_generate(**{**SMALL_LOOKUP, **HOOKED[path]})
+    run = triforce_tree.custom_generate(**load_arguments({**SMALL_LOOKUP, **HOOKED[path]}))
     model = adapted(tiny("llama-gqa"))
     model.add_adapter("b", adapter())
     model.set_adapter("a")
@@ -128,7 +129,7 @@ def test_models_with_adapters_run_with_them() -> None:
     for model in (injected, adapted(tiny("llama-gqa")).base_model.model):
         assert decoded(small(model)) == greedy(model, PROMPT, NEW) != EXPECTED[:NEW]
     with pytest.raises(ValueError, match="adapters of peft, which torchrun and offload_weights=True do not"):
-        triforce_tree.load(injected, offload_weights=True)
+        triforce_tree.load(injected, advanced={"offload_weights": True})
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.model_sizes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_1_8B, LONG, extra_bytes
 from tests.support.models.program_cases import SMALL, draft_of, reference
 from triforce_tree import Engine, load
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding import assembly
 from triforce_tree.decoding.memory import level_one_copy
 from triforce_tree.decoding.program import DecodingProgram
@@ -53,7 +53,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 def engine_of(**options: Any) -> Engine:
     own = {**SMALL, "retrieval_weight_bits": "auto", **options}
-    return load(tiny("llama-gqa"), draft_of("llama-gqa"), **own)
+    return load(tiny("llama-gqa"), draft_of("llama-gqa"), **load_arguments(own))
 
 
 def bits(engine: Engine, prompt: list[int], **options: Any) -> int:
@@ -319,6 +319,6 @@ def test_explanations_name_the_bits_that_were_chosen(memory: Memory) -> None:
 def test_without_a_gpu_nothing_is_copied() -> None:
     target = tiny("llama-gqa")
     options = {**SMALL, "retrieval_weight_bits": "auto"}
-    engine = load(target, perturbed(target, 0.05), **options)
+    engine = load(target, perturbed(target, 0.05), **load_arguments(options))
     assert bits(engine, SHORT) == 16
     assert engine.hierarchy.level_one.nbytes == 0

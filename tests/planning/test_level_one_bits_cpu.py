@@ -5,6 +5,7 @@ import pytest
 from tests.support.models.families import greedy, prompt_of, tiny
 from tests.support.models.program_cases import SMALL, draft_of
 from triforce_tree import load
+from triforce_tree.config import load_arguments
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.host import low_bits
@@ -33,7 +34,7 @@ def test_a_cpu_takes_eight_bits_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device_defaults, "_UNUSED", 0.0)
     settings = {name: value for name, value in SMALL.items() if name != "retrieval_weight_bits"}
     target = tiny("llama-gqa")
-    engine = load(target, draft_of("llama-gqa"), **settings)
+    engine = load(target, draft_of("llama-gqa"), **load_arguments(settings))
     out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == greedy(target, PROMPT, NEW)
     assert out.levels[1].accepted > 0

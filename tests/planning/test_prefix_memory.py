@@ -6,7 +6,7 @@ import triforce_tree
 from tests.support.models.api_cases import SMALL, TARGET
 from tests.support.models.families import perturbed, prompt_of
 from tests.support.models.model_sizes import LLAMA_3_1_8B
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.generation.batch.run import RunOptions
 from triforce_tree.kv.shared import choice
 from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
@@ -40,7 +40,7 @@ def test_planned_bytes_are_those_that_a_program_allocates(
 ) -> None:
     monkeypatch.setattr(choice, "LEAST_SPARED", 1)
     options = {"levels": levels, "rounds": 1, "prefill_chunk": 16, **SMALL}
-    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **options)
+    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **load_arguments(options))
     prompts = [prompt_of(70) + [3] * n for n in (1, 4, 9)]
     engine.generate(prompts, max_new_tokens=4, do_sample=False)
     program, hierarchy = engine.hierarchy.last_program, engine.hierarchy
@@ -56,7 +56,7 @@ def test_planned_bytes_are_those_that_a_program_allocates(
 
 
 def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = triforce_tree.load(TARGET, levels=1, prefill_chunk=512)
+    engine = triforce_tree.load(TARGET, levels=1, advanced={"prefill_chunk": 512})
     hierarchy, how = engine.hierarchy, RunOptions()
     prompts = [[*prompt_of(1800), n] for n in range(9)]
     prefixes = how.prefixes(hierarchy, prompts, 8, "chunks")
@@ -76,7 +76,7 @@ def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_documents_are_copied_where_more_sequences_fit_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for three copies holds two of four documents, and no sequence behind them."""
-    engine = triforce_tree.load(TARGET, levels=1, prefill_chunk=512)
+    engine = triforce_tree.load(TARGET, levels=1, advanced={"prefill_chunk": 512})
     hierarchy, how = engine.hierarchy, RunOptions()
     prompts = [[*prompt_of(1800)[n:], n, other] for n in range(4) for other in range(2)]
     prefixes = how.prefixes(hierarchy, prompts, 8, "chunks")

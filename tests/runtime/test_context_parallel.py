@@ -241,12 +241,12 @@ def test_one_process_has_nothing_to_choose() -> None:
     assert made.hierarchy.config.context_parallel == 1
     assert made.generate(PROMPT[:9], max_new_tokens=2, do_sample=False).ranks is None
     with pytest.raises(ValueError, match="context_parallel='heads' must be an integer"):
-        made.with_options(context_parallel="heads")
+        made.with_options(advanced={"context_parallel": "heads"})
 
 
 def test_one_process_is_refused() -> None:
     with pytest.raises(ValueError, match="context_parallel=2 needs a multiple of 2 processes"):
-        load(tiny("llama"), context_parallel=2)
+        load(tiny("llama"), advanced={"context_parallel": 2})
 
 
 @pytest.mark.parametrize("softcap, sinks", [(None, False), (5.0, True)])

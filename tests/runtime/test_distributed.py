@@ -130,7 +130,18 @@ class TestTwoRanks:
         pair = tiny_pair.make(tmp_path)
         prompt = tmp_path / "prompt.txt"
         prompt.write_text(Path(pair.text).read_text(encoding="utf-8")[:1500], encoding="utf-8")
-        small = ["--budget", "128", "--chunk", "8", "--recent", "32", "--window", "32", "--levels", "3"]
+        small = [
+            "--budget",
+            "128",
+            "--advanced",
+            "chunk=8",
+            "--advanced",
+            "recent=32",
+            "--advanced",
+            "window=32",
+            "--levels",
+            "3",
+        ]
         command = ["generate", str(prompt), *pair.options, *small, "--max-new-tokens", "12", "--json"]
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         done = subprocess.run(

@@ -61,7 +61,7 @@ def test_the_cpu_engine_needs_no_posix(
     pair: TinyPair, prompt: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [prompt, *pair.options, "--max-new-tokens", "8", "--levels", "3"]
-    argv += ["--budget", "64", "--recent", "32"]
+    argv += ["--budget", "64", "--advanced", "recent=32"]
     expected = run(capsys, "generate", *argv)
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE, *argv], capture_output=True, text=True, env=environment()

@@ -11,6 +11,7 @@ import triforce_tree
 from scripts.inflate.pair import SHAPES, Shape, inflate, inflate_pair
 from tests.support.models.families import INFLATED_TOLERANCE as TOLERANCE
 from tests.support.models.families import greedy, logits, prompt_of, relative_error, tiny
+from triforce_tree.config import load_arguments
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.models.recurrent.pass_through import CACHE
 
@@ -178,7 +179,7 @@ def test_acceptance_is_the_same_under_grouped_queries() -> None:
     draft, results = tiny("llama", seed=1), []
     options = {"levels": 3, "budget": 16, "chunk": 4, "recent": 8, "gamma": 4, "rounds": 1}
     for model in (small, big):
-        out = triforce_tree.load(model, draft, **options).generate(
+        out = triforce_tree.load(model, draft, **load_arguments(options)).generate(
             prompt_of(150), max_new_tokens=40, do_sample=False
         )
         results.append((out.sequences.tolist(), [(s.forwards, s.proposed, s.accepted) for s in out.levels]))

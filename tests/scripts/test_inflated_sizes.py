@@ -11,6 +11,7 @@ import triforce_tree
 from scripts.inflate.pair import SHAPES, Shape, inflate, inflate_pair, inflate_two
 from tests.support.models.families import INFLATED_TOLERANCE as TOLERANCE
 from tests.support.models.families import greedy, logits, prompt_of, relative_error, tiny
+from triforce_tree.config import load_arguments
 from triforce_tree.loading import rounding
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -90,7 +91,7 @@ def test_three_levels_accept_what_they_accept_without(tree: str) -> None:
     options = {"levels": 3, "budget": 16, "chunk": 4, "recent": 8, "gamma": 4, "tree": tree, "lookup": 3}
     results = []
     for models in ((small, draft), (big, big_draft)):
-        engine = triforce_tree.load(*models, **options)
+        engine = triforce_tree.load(*models, **load_arguments(options))
         out = engine.generate(prompt_of(120), max_new_tokens=30, do_sample=False)
         results.append((out.sequences.tolist(), [(s.forwards, s.proposed, s.accepted) for s in out.levels]))
         for temperature in (0.5, 2.0):
@@ -171,7 +172,9 @@ def test_chunks_are_chosen_as_by_the_small_heads() -> None:
     small = tiny("llama-gqa")
     big, draft, results = inflate(small, "96x5x12/4x16x100"), tiny("llama", seed=1), []
     for model in (small, big):
-        engine = triforce_tree.load(model, draft, levels=3, budget=16, chunk=4, recent=8, gamma=4, rounds=1)
+        engine = triforce_tree.load(
+            model, draft, levels=3, budget=16, advanced={"chunk": 4, "recent": 8, "gamma": 4, "rounds": 1}
+        )
         out = engine.generate(prompt_of(150), max_new_tokens=30, do_sample=False)
         results.append((out.sequences.tolist(), [(s.forwards, s.proposed, s.accepted) for s in out.levels]))
     assert results[0] == results[1]

@@ -28,6 +28,7 @@ from tests.support.processes.served import (
     serving,
     until,
 )
+from triforce_tree.config import load_arguments
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
 from triforce_tree.server.scheduler import ClosedError, Limits, QueueFullError, Scheduler, Sequence, _Batch
@@ -132,7 +133,7 @@ def test_the_failure_of_a_text_is_not_that_of_others(engine: Engine) -> None:
 
 
 def plain(target: PreTrainedModel) -> Engine:
-    return triforce_tree.load(target, tokenizer=characters(), levels=1, **CHUNKED)
+    return triforce_tree.load(target, tokenizer=characters(), levels=1, **load_arguments(CHUNKED))
 
 
 def scheduled(engine: Engine, prompts: list[list[int]], limits: Limits) -> list[Sequence]:

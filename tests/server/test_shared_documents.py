@@ -31,7 +31,7 @@ def test_a_document_is_stored_once_for_clients_that_join(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as there are rows for, although copies would exceed the limit of tokens."""
-    small = engine.with_options(prefill_chunk=CHUNK)
+    small = engine.with_options(advanced={"prefill_chunk": CHUNK})
     tokenizer = small.tokenizer
     assert tokenizer is not None
     document = " ".join([PROMPT] * 12)

@@ -40,7 +40,7 @@ class Script:
         bias[0:5] = -torch.inf
         model.lm_head.register_forward_hook(lambda m, a, out: out + bias)
         self.engine = triforce_tree.load(
-            model, model, tokenizer=self.tokenizer, tree="chain:3", levels=2, rounds=1
+            model, model, tokenizer=self.tokenizer, tree="chain:3", levels=2, advanced={"rounds": 1}
         )
         before, whole = (
             self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.support.models.families import prompt_of
 from tests.support.models.session_cases import NINE, PROMPT, cold, engine, made
 from tests.support.models.session_files import REMOVED, change, fields, file_of, rewrite
+from triforce_tree.config import load_arguments
 
 pytestmark = pytest.mark.usefixtures("small_rings")
 MESSAGES = [{"role": "user", "content": "Who"}]
@@ -54,7 +55,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def saved(tmp_path: Path, family: str = "llama-gqa", **options: Any) -> Path:
-    session = made(family).with_options(**options).session(PROMPT)
+    session = made(family).with_options(**load_arguments(options)).session(PROMPT)
     session.generate(**NINE)
     session.save(tmp_path / "s")
     return tmp_path / "s"
@@ -133,7 +134,7 @@ def test_names_of_files(save: object, folder: Path) -> None:
 @pytest.mark.parametrize("case", ["one is missing", "of fewer positions", "of another dtype"])
 def test_tensors_of_other_caches(kind: str, case: str, tmp_path: Path) -> None:
     family, options = KINDS[kind]
-    own = made(family).with_options(**options)
+    own = made(family).with_options(**load_arguments(options))
     folder = saved(tmp_path, family, **options)
     for file in folder.glob("layer-*"):
         name, parts = file.name[:11], load_file(file)

@@ -10,7 +10,7 @@ import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.kv import kept_prefixes
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
 
@@ -21,11 +21,11 @@ HOW: dict[str, Any] = {"max_new_tokens": 5, "output_logits": True, "do_sample": 
 def engine(family: str = "llama-gqa", **options: Any) -> Engine:
     target = tiny(family)
     own = {**SMALL, "levels": 3, "window": 40, "prefix_cache": "1GiB", **options}
-    return triforce_tree.load(target, perturbed(target, 0.05), **own)
+    return triforce_tree.load(target, perturbed(target, 0.05), **load_arguments(own))
 
 
 def check(warm: Engine, prompt: Any, kept: Any) -> None:
-    cold = warm.with_options(prefix_cache=False)
+    cold = warm.with_options(advanced={"prefix_cache": False})
     out, other = warm.generate(prompt, **HOW), cold.generate(prompt, **HOW)
     assert out.sequences.tolist() == other.sequences.tolist()
     for ours, theirs in zip(out.logits, other.logits, strict=True):
@@ -55,7 +55,7 @@ def test_other_batches_and_sessions_find_them() -> None:
     asked = [*OTHER, *prompt_of(7)]
     out = session.generate(prompt_of(7), **HOW)
     assert out.reused_tokens == 128
-    cold = warm.with_options(prefix_cache=False).generate(asked, **HOW)
+    cold = warm.with_options(advanced={"prefix_cache": False}).generate(asked, **HOW)
     assert out.sequences.tolist() == cold.sequences.tolist()
 
 

@@ -12,6 +12,7 @@ from tests.support.models.api_cases import CHUNKED, CHUNKED_DRAFTED
 from tests.support.models.ended_early import PLACES, Fault, LeftError, Wire, faulty_options, some_error, wired
 from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.sessions.session import Session
 
 NEW = 6
@@ -31,7 +32,7 @@ def made(kind: str) -> tuple[Engine, Wire, PreTrainedModel]:
     family, options = ENGINES[kind]
     target, wire = wired(family)
     drafts = [perturbed(target, 0.05)] if "tree" in options else []
-    return triforce_tree.load(target, *drafts, **options), wire, tiny(family)
+    return triforce_tree.load(target, *drafts, **load_arguments(options)), wire, tiny(family)
 
 
 def some(draw: random.Random) -> list[int]:
@@ -99,7 +100,7 @@ def test_trees_go_on_as_each_text_alone(family: str) -> None:
     seed = random.randrange(2**32)
     draw = random.Random(seed)
     target, wire = wired(family)
-    engine, model, raised = triforce_tree.load(target, **CHUNKED), tiny(family), 0
+    engine, model, raised = triforce_tree.load(target, **load_arguments(CHUNKED)), tiny(family), 0
     tree = engine.tree(TEXT[:40])
     for step in range(6):
         error = some_error(draw)

@@ -8,6 +8,7 @@ import pytest
 import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import SMALL
+from triforce_tree.config import load_arguments
 from triforce_tree.kv import cached_tokens, shared_prefix
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
@@ -15,7 +16,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
 
 def test_a_turn_compares_its_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama-gqa")
-    engine = triforce_tree.load(target, perturbed(target, 0.05), **{**SMALL, "levels": 3})
+    engine = triforce_tree.load(target, perturbed(target, 0.05), **load_arguments({**SMALL, "levels": 3}))
     session = engine.session(prompt_of(700))
     session.generate(**GREEDY)
     counts = {"compared": 0}

@@ -12,6 +12,7 @@ from tests.support.models.families import perturbed, prompt_of, tiny, without_tr
 from tests.support.models.program_cases import SMALL
 from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.kv import store as store_module
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.store import KVStore
@@ -24,19 +25,19 @@ def _of(family: str, **options: Any) -> Callable[[], Engine]:
     def made() -> Engine:
         target = tiny(family)
         own = {**SMALL, "window": 40, **options}
-        return triforce_tree.load(target, perturbed(target, 0.05), **own)
+        return triforce_tree.load(target, perturbed(target, 0.05), **load_arguments(own))
 
     return made
 
 
 def _recurrent(family: str, levels: int = 1) -> Callable[[], Engine]:
     own = {"prefill_chunk": CHUNK, "levels": levels, "rounds": 1}
-    return lambda: triforce_tree.load(recurrent(family), **own)
+    return lambda: triforce_tree.load(recurrent(family), **load_arguments(own))
 
 
 def _looked_up() -> Engine:
     own = without_tree({**SMALL, "levels": 3})
-    return triforce_tree.load(tiny("llama-gqa"), **own)
+    return triforce_tree.load(tiny("llama-gqa"), **load_arguments(own))
 
 
 KINDS: dict[str, Callable[[], Engine]] = {
@@ -70,7 +71,7 @@ def engine(kind: str) -> Engine:
 @cache
 def cold(kind: str) -> Engine:
     # Of its own models: host memory holds one offloaded cache of a model at a time.
-    return KINDS[kind]().with_options(prefix_cache=False)
+    return KINDS[kind]().with_options(advanced={"prefix_cache": False})
 
 
 def new(out: Any, prompt: list[int]) -> list[int]:
@@ -185,7 +186,7 @@ def test_buffers_grow_and_change_their_settings(kind: str) -> None:
 
 
 def test_another_number_of_levels_takes_over_the_memory() -> None:
-    own = engine("three levels").with_options(levels="auto", budget=128, chunk=64, recent=64)
+    own = engine("three levels").with_options(levels="auto", budget=128, advanced={"chunk": 64, "recent": 64})
     session = own.session(PROMPT)
     levels, memories = [], []
     for number, question in enumerate([[], prompt_of(120), [1]]):
@@ -244,7 +245,7 @@ def test_frequencies_that_depend_on_the_length() -> None:
     """Nothing is kept of a text that uses the other set."""
     target = tiny("phi3-longrope")
     limit = target.config.rope_parameters["original_max_position_embeddings"]
-    own = triforce_tree.load(target, levels=1, prefill_chunk=CHUNK)
+    own = triforce_tree.load(target, levels=1, advanced={"prefill_chunk": CHUNK})
     text = prompt_of(limit + 40)
     how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     own.generate(text[: limit - 5], **how)
@@ -254,7 +255,7 @@ def test_frequencies_that_depend_on_the_length() -> None:
     more = [*session.tokens, 1, 2, 3]
     out = session.generate([1, 2, 3], **how)
     assert out.reused_tokens == limit + 42
-    other = own.with_options(prefix_cache=False).generate(more, **how)
+    other = own.with_options(advanced={"prefix_cache": False}).generate(more, **how)
     assert new(out, more) == new(other, more)
 
 
@@ -270,7 +271,7 @@ def test_equal_settings_share_buffers() -> None:
 
 def test_changed_weights_are_noticed() -> None:
     target = tiny("llama-gqa")
-    own = triforce_tree.load(target, levels=1, prefill_chunk=CHUNK)
+    own = triforce_tree.load(target, levels=1, advanced={"prefill_chunk": CHUNK})
     own.generate(PROMPT, max_new_tokens=3, do_sample=False)
     assert own.generate(PROMPT, max_new_tokens=3, do_sample=False).reused_tokens == 144
     with torch.no_grad():

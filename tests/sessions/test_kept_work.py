@@ -10,6 +10,7 @@ import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny, without_tree
 from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.drafters import suffix_matching
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
@@ -22,7 +23,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9}
 def engine(**options: Any) -> Engine:
     target = tiny("llama-gqa")
     own = {**SMALL, "levels": 3, "window": 40, **options}
-    return triforce_tree.load(target, perturbed(target, 0.05), **own)
+    return triforce_tree.load(target, perturbed(target, 0.05), **load_arguments(own))
 
 
 def chunk_means(made: Engine, length: int) -> list[Tensor]:
@@ -82,8 +83,8 @@ def test_the_index_of_ngrams_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         index(table, tokens, lengths, powers, *rest)
 
     monkeypatch.setattr(suffix_matching, "index_ngrams", indexed)
-    own = triforce_tree.load(tiny("llama-gqa"), **without_tree({**SMALL, "levels": 2}))
-    cold = own.with_options(prefix_cache=False)
+    own = triforce_tree.load(tiny("llama-gqa"), **load_arguments(without_tree({**SMALL, "levels": 2})))
+    cold = own.with_options(advanced={"prefix_cache": False})
     session = own.session(PROMPT)
     session.generate(**GREEDY)
     drafter = own.hierarchy._program[1].drafter

@@ -12,6 +12,7 @@ import triforce_tree
 from tests.support.models.families import tiny
 from tests.support.models.session_cases import NINE, PROMPT, cold, engine, made
 from tests.support.models.session_files import change, file_of
+from triforce_tree.config import load_arguments
 
 pytestmark = pytest.mark.usefixtures("small_rings")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,13 +28,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     family, options = KINDS[kind]
-    own = made(family).with_options(**options)
+    own = made(family).with_options(**load_arguments(options))
     session = own.session(PROMPT, reserve=100)
     session.generate(**NINE)
     session.save(tmp_path / "one")
     tokens = list(session.tokens)
     expected = session.generate([1, 2], **NINE).sequences[0].tolist()
-    other = made(family).with_options(**options)
+    other = made(family).with_options(**load_arguments(options))
     loaded = other.load_session(tmp_path / "one", reserve=100)
     assert loaded.tokens == tokens
     out = loaded.generate([1, 2], **NINE)
@@ -85,7 +86,11 @@ def test_nothing_is_continued_from_the_text_before(family: str, tmp_path: Path) 
     out = loaded.generate([3, 4], output_logits=True, **NINE)
     assert out.reused_tokens == 0
     asked = [*PROMPT[:130], 3, 4]
-    expected = made(family).with_options(prefix_cache=False).generate(asked, output_logits=True, **NINE)
+    expected = (
+        made(family)
+        .with_options(advanced={"prefix_cache": False})
+        .generate(asked, output_logits=True, **NINE)
+    )
     for ours, theirs in zip(out.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours, theirs)
 

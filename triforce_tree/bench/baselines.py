@@ -12,6 +12,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from triforce_tree.config import load_arguments
 from triforce_tree.engine import Engine
 from triforce_tree.runtime.stats import Progress
 
@@ -74,7 +75,7 @@ def ours(**options: object) -> Method:
     """Returns the method of this engine with ``options`` changed; every prompt is prefilled."""
 
     def run(engine: Engine, job: Job) -> Sample:
-        out = engine.with_options(prefix_cache=False, **options).generate(
+        out = engine.with_options(**load_arguments({**options, "prefix_cache": False})).generate(
             job.prompt,
             stopping_criteria=StoppingCriteriaList([job.stop] if job.stop else []),
             progress=job.progress,

@@ -4,51 +4,26 @@ Nothing here imports torch or transformers, as in ``arguments``.
 """
 
 import argparse
+from functools import partial
 from typing import Any
 
 from triforce_tree.cli.parsing import (
     Given,
-    GivenSizeOrSwitch,
+    GivenAdvanced,
     GivenSwitch,
     HelpFormatter,
+    advanced,
     dtype,
     levels,
-    positive,
-    positive_or_auto,
     weight_bits,
 )
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import ADVANCED, SHOWN, HierarchyConfig
 from triforce_tree.generation.drafter_options import DRAFTERS as DRAFTERS
 
 DEFAULTS = HierarchyConfig().as_options()
 DTYPES = ("float32", "bfloat16", "float16", "auto")
-ENGINE_OPTIONS = (
-    "levels",
-    "gamma",
-    "tree",
-    "other_trees",
-    "lookup",
-    "rounds",
-    "runner_ups",
-    "tail_tree",
-    "budget",
-    "chunk",
-    "recent",
-    "refresh",
-    "key_variance",
-    "retrieval_weight_bits",
-    "sinks",
-    "window",
-    "prefill_chunk",
-    "kv_bits",
-    "exact",
-    "prefix_cache",
-)
 # Options of ``generate`` and ``chat`` that the checkpoint may have values of its own for.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-MEMORY_OPTIONS = (
-    "offload", "gpu_memory", "host_memory", "offload_weights", "host_attention", "context_parallel",
-)  # fmt: skip
 
 
 def add_parser(
@@ -72,9 +47,8 @@ def add_parser(
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of ``load`` that were given."""
-    names = (*ENGINE_OPTIONS, *MEMORY_OPTIONS)
-    return {name: getattr(args, name) for name in names if name in args.given}
+    """The options of ``load`` that were given, those of ``--advanced`` among them."""
+    return {**{name: getattr(args, name) for name in SHOWN if name in args.given}, **args.advanced}
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -116,120 +90,61 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 def add_hierarchy(parser: argparse.ArgumentParser) -> None:
     """Options of the engine."""
     group = parser.add_argument_group("hierarchy")
-    options: dict[str, tuple[Any, str]] = {
-        "levels": (
-            levels,
-            "3 is the whole hierarchy, 2 the draft under the target, 1 autoregressive decoding, auto takes "
-            "3 for prompts of at least twice the budget, else 2",
-        ),
-        "gamma": (
-            int,
-            "most tokens that the retrieval level proposes to a pass of the target; by default 12, on a GPU "
-            "15 or 20",
-        ),
-        "tree": (
-            str,
-            "shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
-            "(size x depth), static:0;0.0;1 (rank paths), or a file tree.json of rank paths; by default "
-            "best-first:6,5,4, on a GPU best-first:4,4,4,3",
-        ),
-        "other_trees": (
-            str,
-            "at most two further shapes, as in 'chain:2 best-first:2,2', and lookup:12 for up to 12 tokens "
-            "that followed the newest ones before, once or with two numbers; passes choose among all by "
-            "acceptance and stage times; or none; by default the device's where --tree is not given",
-        ),
-        "lookup": (
-            int,
-            "most tokens that suffix matching proposes, which copies what followed the newest tokens before: "
-            "by default 15 without a draft model; with one, beside its trees, by default 0",
-        ),
-        "rounds": (
-            positive,
-            "draft rounds before each pass of the target; by default chosen from measured acceptance and "
-            "stage times",
-        ),
-        "runner_ups": (
-            None,
-            "let the target also verify a runner-up to each proposed token; by default on a GPU, with fewer "
-            "than 4 query heads for each KV head",
-        ),
-        "tail_tree": (
-            None,
-            "let the target also verify a tree of the draft at the end of the proposed chain; by default on "
-            "a GPU that holds the cache",
-        ),
-        "budget": (
-            int,
-            "tokens in the retrieval cache; by default 1024 to 32,768 by the prompt's length and the model",
-        ),
-        "chunk": (
-            int,
-            "tokens of a retrieved chunk; by default 8 to 32 by the prompt's length and the model",
-        ),
-        "recent": (int, "newest tokens that the retrieval cache always holds"),
-        "refresh": (
-            int,
-            "retrieval-level passes from one selection of chunks to the next; 0: once for each pass of the "
-            "target",
-        ),
-        "key_variance": (
-            None,
-            "score retrieved chunks by the variances of their keys as well: better chunks for twice the "
-            "bytes that are read to select them",
-        ),
-        "retrieval_weight_bits": (
-            weight_bits,
-            "bits of the retrieval level's weights, 16, 8 or 4: fewer are faster and do not change the "
-            "distribution of the output; by default auto: 8 where the target's layers are large and memory "
-            "is to spare, else 16",
-        ),
-        "sinks": (int, "first tokens that the draft's cache keeps"),
-        "window": (int, "newest tokens that the draft's cache keeps"),
-        "prefill_chunk": (
-            positive,
-            "prompt tokens in one forward of prefill; by default 1024, on a GPU 4096",
-        ),
-        "kv_bits": (
-            int,
-            "bits of the target's keys and values, 16 (its own dtype) or 8: the text is exact for the target "
-            "with that cache",
-        ),
-        "exact": (
-            None,
-            "bit-exact: greedy text is that of plain decoding with --exact bit by bit, ties included, in 16 "
-            "bits too; a little slower",
-        ),
-        "prefix_cache": (
-            None,
-            "keep keys and values of the last call for a prompt that begins with the same tokens; with a "
-            "size, as in 16GiB, also those of texts before it, in so much host memory",
-        ),
-    }
-    for name in ENGINE_OPTIONS:
-        kind, text = options[name]
-        flag = name.replace("_", "-")
-        if kind is None:
-            switch = (f"--{flag}", f"--no-{flag}")
-            sized = name == "prefix_cache"
-            action: type[Given] = GivenSizeOrSwitch if sized else GivenSwitch
-            group.add_argument(*switch, dest=name, default=DEFAULTS[name], action=action, help=text)
-        else:
-            group.add_argument(f"--{flag}", type=kind, default=DEFAULTS[name], action=Given, help=text)
-    parser.set_defaults(given=frozenset(), **dict.fromkeys(MEMORY_OPTIONS))
-    add_memory(parser)
-
-
-def add_memory(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory")
-    group.add_argument(
-        "--context-parallel",
-        type=positive_or_auto,
-        action=Given,
-        metavar="C",
-        help="under torchrun: split the keys and values of the text by position over C processes, and the "
-        "target's heads over the others; by default auto, the fastest that is possible",
+    add = partial(group.add_argument, action=Given)
+    add(
+        "--levels",
+        type=levels,
+        default=DEFAULTS["levels"],
+        help="3 is the whole hierarchy, 2 the draft under the target, 1 autoregressive decoding, auto takes "
+        "3 for prompts of at least twice the budget, else 2",
     )
+    add(
+        "--tree",
+        default=DEFAULTS["tree"],
+        help="shape of the draft's token trees: chain:4, best-first:6,5,4 (widths by depth), sequoia:16x4 "
+        "(size x depth), static:0;0.0;1 (rank paths), or a file tree.json of rank paths; by default "
+        "best-first:6,5,4, on a GPU best-first:4,4,4,3",
+    )
+    add(
+        "--budget",
+        type=int,
+        default=DEFAULTS["budget"],
+        help="tokens in the retrieval cache; by default 1024 to 32,768 by the prompt's length and the model",
+    )
+    add(
+        "--retrieval-weight-bits",
+        type=weight_bits,
+        default=DEFAULTS["retrieval_weight_bits"],
+        help="bits of the retrieval level's weights, 16, 8 or 4: fewer are faster and do not change the "
+        "distribution of the output; by default auto: 8 where the target's layers are large and memory is to "
+        "spare, else 16",
+    )
+    add(
+        "--kv-bits",
+        type=int,
+        default=DEFAULTS["kv_bits"],
+        help="bits of the target's keys and values, 16 (its own dtype) or 8: the text is exact for the "
+        "target with that cache",
+    )
+    group.add_argument(
+        "--exact",
+        "--no-exact",
+        action=GivenSwitch,
+        default=False,
+        help="bit-exact: greedy text is that of plain decoding with --exact bit by bit, ties included, in 16 "
+        "bits too; a little slower",
+    )
+    group.add_argument(
+        "--advanced",
+        action=GivenAdvanced,
+        type=advanced,
+        default={},
+        metavar="NAME=VALUE",
+        help="an option of docs/advanced.md, as in gamma=8; give it again for several: "
+        + ", ".join(name for name in ADVANCED if name != "select_chunks"),
+    )
+    parser.set_defaults(given=frozenset())
+    group = parser.add_argument_group("memory")
     group.add_argument(
         "--offload",
         "--no-offload",
@@ -250,22 +165,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="host memory limit for the cache and weights that are offloaded, as in 48GiB; without it, 4 "
         "GiB or a tenth of the memory is left to the system, whichever is more",
-    )
-    group.add_argument(
-        "--offload-weights",
-        "--no-offload-weights",
-        action=GivenSwitch,
-        help="keep the weights of the target's layers in host memory too and copy them in each pass of "
-        "level 2, even if they fit; with --offload or --gpu-memory, weights that do not fit are, unless "
-        "--no-offload-weights",
-    )
-    group.add_argument(
-        "--host-attention",
-        "--no-host-attention",
-        action=GivenSwitch,
-        help="let the CPU attend to a share of the keys and values in host memory while the others are "
-        "copied, on torch's threads (OMP_NUM_THREADS); by default where the package has a kernel for this "
-        "processor",
     )
 
 

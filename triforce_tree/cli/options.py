@@ -8,8 +8,9 @@ import torch
 
 from triforce_tree.api import Tokenizer, load
 from triforce_tree.cli.console import PinningBar, screen
-from triforce_tree.cli.groups import ENGINE_OPTIONS, engine_options
+from triforce_tree.cli.groups import engine_options
 from triforce_tree.cli.prompt import Prompt
+from triforce_tree.config import SHOWN, load_arguments
 from triforce_tree.engine import Engine
 from triforce_tree.generation.chat import chats_of
 from triforce_tree.generation.lengths import check_prompts
@@ -52,11 +53,11 @@ def engine_of(args: argparse.Namespace, prompt: Prompt | None = None, new_tokens
         "dtype": args.dtype,
     }
     with PinningBar(None, what="weights into host memory") as pinned:
-        engine = load(args.target, args.draft, **models, pinned=pinned, **options)
+        engine = load(args.target, args.draft, **models, pinned=pinned, **load_arguments(options))
     offloading = ("offload", "gpu_memory", "host_memory", "offload_weights")
     unused = [name for name in offloading if options.get(name)]
     if unused and engine.hierarchy.target.device.type == "cpu":
-        named = ", ".join("--" + name.replace("_", "-") for name in unused)
+        named = ", ".join(unused)
         screen().print(f"{named}: no effect on a CPU, whose memory holds everything anyway")
     if engine.tokenizer is None:
         raise ValueError(f"the target {args.target!r} has no tokenizer in its folder; give --tokenizer")
@@ -112,9 +113,8 @@ def pair_names(args: argparse.Namespace) -> dict[str, str]:
 
 def recorded(args: argparse.Namespace, *omitted: str) -> dict[str, Any]:
     """What a benchmark keeps of its options: the engine's but ``omitted``, and tokenizers."""
-    settings: dict[str, Any] = {
-        "options": {name: getattr(args, name) for name in ENGINE_OPTIONS if name not in omitted}
-    }
+    shown = {name: getattr(args, name) for name in SHOWN if name not in omitted}
+    settings: dict[str, Any] = {"options": {**shown, **args.advanced}}
     for name in ("tokenizer", "draft_tokenizer"):
         if getattr(args, name) is not None:
             settings[name] = getattr(args, name)

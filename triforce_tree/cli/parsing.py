@@ -1,9 +1,11 @@
 """The argument parser: one-line errors, help with defaults, types of values; without torch."""
 
 import argparse
+import json
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from triforce_tree.config import ADVANCED, flat_options
 from triforce_tree.option_checks import DTYPE_NAMES, did_you_mean
 
 # Options of other programs, by the names that they have here.
@@ -34,6 +36,10 @@ class Parser(argparse.ArgumentParser):
         """What an unknown option may mean, to put behind it."""
         flag = word.partition("=")[0].replace("_", "-")
         known = self._option_string_actions
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if name in ADVANCED and "--advanced" in known:
+            value = "false" if flag.startswith("--no-") else "VALUE"
+            return f" (write --advanced {name}={value})"
         near = [_ELSEWHERE.get(flag, flag)] if _ELSEWHERE.get(flag, flag) in known else []
         near = near or get_close_matches(flag, known, n=1)
         if flag in _TEXTS and "--chat" in known:
@@ -78,11 +84,8 @@ class GivenSwitch(Given):
         super().__call__(parser, namespace, not (option_string or "").startswith("--no-"), option_string)
 
 
-class GivenSizeOrSwitch(Given):
-    """As :class:`GivenSwitch`, or the size of memory that follows the flag."""
-
-    def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs="?", metavar="SIZE", **kwargs)
+class GivenAdvanced(Given):
+    """Collects NAME=VALUE of each use in a dict."""
 
     def __call__(
         self,
@@ -91,10 +94,8 @@ class GivenSizeOrSwitch(Given):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        negative = (option_string or "").startswith("--no-")
-        if negative and values is not None:
-            parser.error(f"{option_string} takes no size; leave {values} out")
-        super().__call__(parser, namespace, not negative if values is None else values, option_string)
+        name, value = values
+        super().__call__(parser, namespace, {**getattr(namespace, self.dest), name: value}, option_string)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -118,10 +119,6 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value
-
-
-def positive_or_auto(text: str) -> int | str:
-    return text if text == "auto" else positive(text)
 
 
 def not_negative(text: str) -> int:
@@ -157,6 +154,23 @@ def _one_of(text: str, *words: str) -> int | str:
     if text not in words:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}{did_you_mean(text, words)}")
     return text if text == "auto" else int(text)
+
+
+def advanced(text: str) -> tuple[str, Any]:
+    """Parses NAME=VALUE, where VALUE is a number, true, false or null, or else a string."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} has no value; write NAME=VALUE, as in gamma=8")
+    try:
+        flat_options({"advanced": {name: value}})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if name == "select_chunks":
+        raise argparse.ArgumentTypeError("select_chunks is a function, and can be given in Python only")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def dtype(text: str) -> str:

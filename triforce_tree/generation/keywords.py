@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import ADVANCED, SHOWN
 from triforce_tree.generation.option_values import check_sampling_options
 from triforce_tree.generation.options import REMEDY, SEVERAL, supported
 from triforce_tree.option_checks import unknown_option
@@ -25,9 +25,13 @@ _REMEDIES = {
     "n": "its name is num_return_sequences here",
     "prompt": "give it first: generate(prompt)",
     **dict.fromkeys(
-        (*HierarchyConfig().as_options(), "target", "draft", "drafter", "device", "dtype"),
+        (*SHOWN, "advanced", "target", "draft", "drafter", "device", "dtype"),
         "give it to load(...), or to Engine.with_options",
     ),
+    **{
+        name: f"give it to load(..., advanced={{{name!r}: ...}}), or to Engine.with_options"
+        for name in ADVANCED
+    },
 }
 # Arguments of Engine.generate that are no options of GenerationConfig.
 _OWN = ("seed", "streamer", "logprobs", "stopping_criteria", "logits_processor", "attention_mask", "progress")

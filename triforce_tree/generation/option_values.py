@@ -5,6 +5,8 @@ import numbers
 from operator import index
 from typing import Any, NamedTuple
 
+from triforce_tree.option_checks import shortened
+
 # Options whose values are whole numbers, and the least of each.
 _WHOLE = {
     "max_new_tokens": 1, "max_length": 1, "min_length": 0, "min_new_tokens": 0, "top_k": 0,
@@ -43,12 +45,6 @@ _TOKENS = {
 _ONE_TOKEN = {"pad_token_id", "forced_bos_token_id"}
 
 
-def _shown(value: Any) -> str:
-    """A value in an error, shortened."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def checked(name: str, value: Any) -> Any:
     """The value of an option, as an integer where it takes one.
 
@@ -59,16 +55,16 @@ def checked(name: str, value: Any) -> Any:
         return None
     if name in _WHOLE:
         if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
-            raise ValueError(f"{name}={_shown(value)} must be an integer, not {type(value).__name__}")
+            raise ValueError(f"{name}={shortened(value)} must be an integer, not {type(value).__name__}")
         if index(value) < _WHOLE[name]:
             raise ValueError(
-                f"{name}={_shown(value)} must be at least {_WHOLE[name]}; "
+                f"{name}={shortened(value)} must be at least {_WHOLE[name]}; "
                 + ("0 keeps all tokens" if name == "top_k" else "leave it out for the default")
             )
         return index(value)
     if name in _REAL:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise ValueError(f"{name}={_shown(value)} must be a number, not {type(value).__name__}")
+            raise ValueError(f"{name}={shortened(value)} must be a number, not {type(value).__name__}")
         _check_range(name, value)
     elif name in _TOKENS:
         _check_token_ids(name, value)
@@ -77,7 +73,7 @@ def checked(name: str, value: Any) -> Any:
             # Minus infinity forbids a sequence; two infinities of unlike signs are no number.
             if isinstance(bias, numbers.Real) and not float(bias) <= _MOST:
                 raise ValueError(
-                    f"sequence_bias has the bias {_shown(bias)}, which must be a number of at most "
+                    f"sequence_bias has the bias {shortened(bias)}, which must be a number of at most "
                     f"{_MOST:g}; this much forces a token, and -inf forbids it"
                 )
     elif name == "exponential_decay_length_penalty":
@@ -85,7 +81,7 @@ def checked(name: str, value: Any) -> Any:
         fit = [isinstance(n, numbers.Real) and 0 <= float(n) <= _MOST for n in parts]
         if len(parts) != 2 or not all(fit):
             raise ValueError(
-                f"{name}={_shown(value)} must be two numbers of at least 0: after how many new tokens the "
+                f"{name}={shortened(value)} must be two numbers of at least 0: after how many new tokens the "
                 "penalty begins, and the factor by which it grows, as (100, 1.01)"
             )
     return value
@@ -95,29 +91,31 @@ def _check_range(name: str, value: Any) -> None:
     least, most, interval, remedy = _REAL[name]
     if name == "temperature":
         if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={_shown(value)} must be a finite number of at least 0; 0 means greedy")
+            raise ValueError(
+                f"{name}={shortened(value)} must be a finite number of at least 0; 0 means greedy"
+            )
         if 0 < value < _LEAST:
-            raise ValueError(f"{name}={_shown(value)} is below {_LEAST:g}; use 0, which means greedy")
+            raise ValueError(f"{name}={shortened(value)} is below {_LEAST:g}; use 0, which means greedy")
         if value > most:
-            raise ValueError(f"{name}={_shown(value)} is above {most:g}; from 1e6 on all draw about alike")
+            raise ValueError(f"{name}={shortened(value)} is above {most:g}; from 1e6 on all draw about alike")
     elif not least <= value <= most:
-        raise ValueError(f"{name}={_shown(value)} must lie in {interval}; {remedy}")
+        raise ValueError(f"{name}={shortened(value)} must lie in {interval}; {remedy}")
 
 
 def _check_token_ids(name: str, value: Any) -> None:
     if getattr(value, "ndim", 0) > 0:  # a tensor or an array, which has integers of 64 bits at most
         return
     if name in _ONE_TOKEN and isinstance(value, list | tuple):
-        raise ValueError(f"{name}={_shown(value)} must be a single token id; give one of them")
+        raise ValueError(f"{name}={shortened(value)} must be a single token id; give one of them")
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, str):
             raise ValueError(
-                f"{name}={_shown(value)} must be a token id or a list of them; "
+                f"{name}={shortened(value)} must be a token id or a list of them; "
                 f"tokenizer.convert_tokens_to_ids({each!r}) tells it"
             )
         if not hasattr(each, "__index__") or not -(2**63) <= index(each) < 2**63:
             raise ValueError(
-                f"{name}={_shown(value)} must be a token id or a list of them: integers of 64 bits; "
+                f"{name}={shortened(value)} must be a token id or a list of them: integers of 64 bits; "
                 "see tokenizer.vocab_size"
             )
 

@@ -42,6 +42,7 @@ from scripts.benchmarks.common.timing import timed
 from scripts.benchmarks.sources.registry import DOCUMENTATION, Texts
 from scripts.inflate.pair import inflate_pair
 from triforce_tree import load
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kernels.ranks import merged_bytes, merged_over_ranks
 from triforce_tree.runtime import distributed
@@ -119,7 +120,7 @@ def measure(
 ) -> Record:
     """One row's measurements of stages."""
     parallel = cards if way == POSITION else 1
-    engine = load(*models, prefix_cache=False, context_parallel=parallel, **options)
+    engine = load(*models, **load_arguments({**options, "prefix_cache": False, "context_parallel": parallel}))
     try:
         with torch.no_grad(), engine.program([[0] * context], 64, ProbsFromLogits.at(0.0)) as program:
             fill(program)
@@ -165,7 +166,7 @@ def measure_texts(
     use_yarn(models[0], factor, TRAINED, attention_factor=1.0)
     options: Record = dict(TINY_OPTIONS) if args.tiny else {}
     options |= {"offload": True} if offloaded else {"context_parallel": parallel}
-    engine = load(*models, prefix_cache=False, levels=3, **options)
+    engine = load(*models, levels=3, **load_arguments({**options, "prefix_cache": False}))
     try:
         return [
             decoded(engine, name, prompt, args.new_tokens, args.plain_tokens)

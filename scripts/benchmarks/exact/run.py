@@ -28,6 +28,7 @@ from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine, load
 from triforce_tree.bench.results import Records, commit, hardware
 from triforce_tree.bench.texts import pydoc_text, token_ids
+from triforce_tree.config import load_arguments
 from triforce_tree.runtime.executor import free_memory
 
 # Prompts that are decoded one by one; the first one also captures graphs, and is not timed.
@@ -116,13 +117,13 @@ class Comparison:
         dtype, device = getattr(torch, self.args.dtype), torch.device(self.args.device)
         how = {"levels": mode.levels, "exact": mode.exact, **self._options}
         if self.shape == "pair":
-            return load(device=device, dtype=dtype, **how)
+            return load(device=device, dtype=dtype, **load_arguments(how))
         if self._models is None:
             tiny = self.args.tiny
             shape, draft = (TINY_SHAPES[self.shape], TINY_DRAFT) if tiny else (self.shape, "llama-68m")
             self._models = inflate_pair(shape, device, dtype, draft)
         target, draft, tokenizer = self._models
-        return load(target, draft if mode.levels > 1 else None, tokenizer=tokenizer, **how)
+        return load(target, draft if mode.levels > 1 else None, tokenizer=tokenizer, **load_arguments(how))
 
 
 def main(words: Sequence[str] | None = None) -> int:

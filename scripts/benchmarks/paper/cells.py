@@ -11,6 +11,7 @@ from triforce_tree.bench import texts as text
 from triforce_tree.bench.needle import Haystack
 from triforce_tree.bench.results import Record, repeated_share
 from triforce_tree.check import overlap
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
@@ -107,21 +108,23 @@ class Cells:
         if decoder == "ours":
             if not self._own_budget and not plan.uses_own_budget(key["context"]):
                 more |= cache
-            return self._timed.with_options(**more)
+            return self._timed.with_options(**load_arguments(more))
         if decoder == "suffix":
-            bare = self._timed.with_options(levels=2, lookup=None, **more)
+            bare = self._timed.with_options(levels=2, **load_arguments({**more, "lookup": None}))
             bare.hierarchy = Hierarchy(bare.hierarchy.target, None, bare.hierarchy.config)
             return bare
         one, two = changes.get("gamma_1", plan.GAMMA_1), changes.get("gamma_2", plan.GAMMA_2)
         more |= {"tree": f"chain:{one}", "other_trees": "none", "lookup": 0, "runner_ups": False}
         if decoder == "naive":
-            return self._timed.with_options(levels=2, rounds=1, **more | {"tree": f"chain:{two}"})
+            return self._timed.with_options(
+                levels=2, **load_arguments({**(more | {"tree": f"chain:{two}"}), "rounds": 1})
+            )
         more |= cache | {"levels": 3, "gamma": two, "refresh": 0, "retrieval_weight_bits": 16}
         if decoder == "no-hierarchy":
-            return without_draft(self._timed.with_options(**more, rounds=two))
+            return without_draft(self._timed.with_options(**load_arguments({**more, "rounds": two})))
         chosen = policies.newest if decoder == "streaming" else None
         rounds = plan.rounds(one, two)
-        return self._timed.with_options(**more, rounds=rounds, select_chunks=chosen)
+        return self._timed.with_options(**load_arguments({**more, "rounds": rounds, "select_chunks": chosen}))
 
     def _overlap(self, key: Record) -> Record:
         found: dict[str, list[float]] = {}
@@ -181,7 +184,8 @@ class Cells:
 
     def _ranks(self, key: Record) -> Record:
         engine = self._compared.with_options(
-            budget=(budget := self._sizes.budget_at(key["context"])), recent=plan.recent_at(budget)
+            budget=(budget := self._sizes.budget_at(key["context"])),
+            advanced={"recent": plan.recent_at(budget)},
         )
         steps = list(
             overlap.teacher_forced(

@@ -44,6 +44,6 @@ def without_draft(engine: Engine) -> Engine:
     """
     config = engine.hierarchy.config
     rounds = config.rounds or min(config.gamma, ROUNDS)
-    other = engine.with_options(levels=3, prefix_cache=False, rounds=rounds)
+    other = engine.with_options(levels=3, advanced={"prefix_cache": False, "rounds": rounds})
     other.hierarchy = Hierarchy(engine.hierarchy.target, NoDraft(), other.hierarchy.config)
     return other

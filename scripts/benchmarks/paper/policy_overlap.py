@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scripts.benchmarks.paper import policies
 from triforce_tree.check import overlap
-from triforce_tree.config import RetrievalConfig
+from triforce_tree.config import RetrievalConfig, load_arguments
 from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.engine import Engine
@@ -100,7 +100,7 @@ def measure(
     options["chunk"] = _PAGE
     options["budget"] = -(-options["budget"] // _PAGE) * _PAGE
     found: list[list[float]] = [[] for _ in chosen]
-    made = engine.with_options(**options)
+    made = engine.with_options(**load_arguments(options))
     text = list(tokens)
     with made.program([text[:at]], len(tokens) - at, to_probs) as program:
         program.prefill([text[:at]], None)

@@ -16,15 +16,15 @@ from triforce_tree.cli import options
 from triforce_tree.cli.bench.running import finish, records_of, series_of
 from triforce_tree.cli.console import Interrupt, bar, json_line
 from triforce_tree.cli.groups import (
-    ENGINE_OPTIONS,
-    MEMORY_OPTIONS,
     add_hierarchy,
     add_models,
     add_seed_and_out,
     add_text_source,
+    engine_options,
 )
 from triforce_tree.cli.parsing import positive
 from triforce_tree.cli.texts import documents
+from triforce_tree.config import load_arguments
 from triforce_tree.engine import Engine
 from triforce_tree.runtime.devices import device_of
 
@@ -158,8 +158,8 @@ def _inflated(args: argparse.Namespace, shape: str, device: torch.device) -> Eng
     """Returns an engine of the embedded pair inflated to a shape, with the options that were given."""
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     target, draft, tokenizer = inflate_pair(shape, device, getattr(torch, args.dtype or dtype))
-    given = {name: getattr(args, name) for name in (*ENGINE_OPTIONS, *MEMORY_OPTIONS) if name in args.given}
-    return load(target, draft, tokenizer=tokenizer, **given)
+    given = engine_options(args)
+    return load(target, draft, tokenizer=tokenizer, **load_arguments(given))
 
 
 def _described(record: Record) -> str:

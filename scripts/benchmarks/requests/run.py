@@ -34,6 +34,7 @@ from scripts.benchmarks.sources.registry import Texts, named, prompts
 from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine
 from triforce_tree.bench.texts import token_ids
+from triforce_tree.config import load_arguments
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.sessions.session import Session
 
@@ -149,12 +150,12 @@ def main(words: Sequence[str]) -> int:
     head["dtype"] = "fp32" if on_cpu else "bf16"
     for shape in [PAIR] if args.pair else args.shapes:
         if args.pair:
-            engine = triforce_tree.load(device=device, dtype=dtype, **options)
+            engine = triforce_tree.load(device=device, dtype=dtype, **load_arguments(options))
             tokenizer, target = engine.tokenizer, engine.hierarchy.target.model
         else:
             sizes = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
             target, draft, tokenizer = inflate_pair(sizes[0], device, dtype, sizes[1], args.seed)
-            engine = triforce_tree.load(target, draft, tokenizer=tokenizer, **options)
+            engine = triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments(options))
             del draft
         plain = engine.with_options(levels=1)
         ids = token_ids(tokenizer, text)

@@ -23,6 +23,7 @@ from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.bench.texts import token_ids
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding.loop import Decoder
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stop_criteria import Ending
@@ -87,10 +88,10 @@ class Grid:
         """The embedded pair's; bf16 on a GPU, else fp32. ``seed``: of the weights without effect."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         if self.shape is None:
-            return triforce_tree.load(device=device, dtype=dtype, **self.options)
+            return triforce_tree.load(device=device, dtype=dtype, **load_arguments(self.options))
         draft_shape = self.draft_shape or "llama-68m"
         target, draft, tokenizer = inflate_pair(self.shape, device, dtype, draft_shape, seed)
-        return triforce_tree.load(target, draft, tokenizer=tokenizer, **self.options)
+        return triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments(self.options))
 
 
 class TimeLimit:

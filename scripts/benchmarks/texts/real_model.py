@@ -52,6 +52,7 @@ from scripts.benchmarks.texts.grid import GridRun, TimeLimit
 from scripts.benchmarks.texts.rows import rows
 from scripts.inflate.pair import inflate_two
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
 from triforce_tree.loading.gguf import gguf_configuration
 from triforce_tree.loading.gguf_header import is_gguf
@@ -107,7 +108,7 @@ class Models:
         if self.shape is not None and draft is not None:
             target, draft = inflate_two(target, draft, self.shape, self.draft_shape, seed=seed)
         tokenizer = load_tokenizer(self.target)
-        return triforce_tree.load(target, draft, tokenizer=tokenizer, **options)
+        return triforce_tree.load(target, draft, tokenizer=tokenizer, **load_arguments(options))
 
 
 def packaged() -> str:

@@ -73,7 +73,7 @@ def by_batch(
     free = free_bytes(target.device)
     if size > free * _SHARE:
         return {"reason": f"its keys and values take {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"}
-    plain = engine.with_options(levels=1, prefix_cache=False)
+    plain = engine.with_options(levels=1, advanced={"prefix_cache": False})
     # Time to capture the pass is not part of decoding; its buffers are those of the last prompts alone.
     plain.generate([prompt[:WARM_UP_PROMPT] for prompt in prompts], max_new_tokens=_WARM_UP, **options(stop))
     out = plain.generate(prompts, max_new_tokens=new, **options(stop))

@@ -16,6 +16,7 @@ from scripts.checks.models.build import build, new_tokens_of, prompt_of
 from scripts.checks.models.classes import families
 from scripts.checks.models.outcomes import CRASHES, DIFFERS, EQUAL, NOT_BUILT, REFUSED, SKIPPED
 from triforce_tree.check.ties import first_difference
+from triforce_tree.config import load_arguments
 from triforce_tree.models.recurrent.mixers import mixers
 
 PACKAGE = str(Path(triforce_tree.__file__).parent)
@@ -137,7 +138,7 @@ class Trial:
         options = {**OPTIONS, **path.options, **(self._tree if path.drafts else {})}
         if self.recurrent and (path.gpu or len(path.options) > 1):
             options["levels"] = 2  # what else is refused of the path, beside three levels
-        engine = triforce_tree.load(target, self.draft if path.drafts else None, **options)
+        engine = triforce_tree.load(target, self.draft if path.drafts else None, **load_arguments(options))
         prompts = [prompt_of(length) for length in lengths]
         out = engine.generate(
             prompts if len(prompts) > 1 else prompts[0], max_new_tokens=NEW_TOKENS, do_sample=False

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import triforce_tree
 from scripts.train_pair.distill import SINKS as DRAFT_SINKS
 from scripts.train_pair.heads.networks import EagleHead, MedusaHeads
+from triforce_tree.config import load_arguments
 from triforce_tree.loading.checkpoints import PAIR
 from triforce_tree.models.hidden_states import hidden_states
 
@@ -99,7 +100,7 @@ def engine_figures(folder: Path, text: list[int], context: int, new: int, device
         ("heads", {"levels": 2, "drafter": folder, "rounds": 1}),
         ("draft", {"levels": 2, "rounds": 1}),
     ):
-        engine = triforce_tree.load(device=device, dtype=torch.float32, **how)
+        engine = triforce_tree.load(device=device, dtype=torch.float32, **load_arguments(how))
         out = engine.generate(prompt, max_new_tokens=new, do_sample=False)
         tokens = out.sequences[0, context:].tolist()
         expected = expected or tokens

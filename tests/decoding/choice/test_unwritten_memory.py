@@ -9,6 +9,7 @@ import torch
 
 import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny
+from triforce_tree.config import load_arguments
 
 V = 40
 TARGET = tiny("gemma3", vocab_size=V)
@@ -37,7 +38,7 @@ def no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_no_path_reads_it(path: str) -> None:
     draft = perturbed(TARGET, 0.1)
-    engine = triforce_tree.load(TARGET, draft, **SMALL, **PATHS[path])
+    engine = triforce_tree.load(TARGET, draft, **load_arguments({**SMALL, **PATHS[path]}))
     prompts = [prompt_of(90 - number, V) for number in range(2)]
     first = engine.generate(prompts, do_sample=True, eta_cutoff=1e-3, max_new_tokens=6)
     # Costs for other options are measured beside the keys and values of these texts, which stay.

@@ -82,7 +82,7 @@ def test_the_command_shows_it(
     foresee(monkeypatch, [7])
     (tmp_path / "text").write_text("the first of all the words that are in this text " * 6)
     words = ["explain", str(tmp_path / "text"), *pair.options, "--max-new-tokens", "12", "--json"]
-    words += ["--other-trees", "chain:2 lookup:6 lookup:3"]
+    words += ["--advanced", "other_trees=chain:2 lookup:6 lookup:3"]
     code, out, err = run(capsys, *words)
     assert code == 0
     held = json.loads(out.splitlines()[-1])

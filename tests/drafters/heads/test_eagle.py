@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 import triforce_tree
 from tests.support.distributions.head_folders import eagle_folder
 from tests.support.models.families import greedy, prompt_of, tiny
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.drafters.base import TokenTree
@@ -122,7 +123,9 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
 
     drafter.propose = checked  # type: ignore[method-assign]
     tail = levels == 3
-    engine = triforce_tree.load(TARGET, drafter=drafter, levels=levels, rounds=2, tail_tree=tail, **WHOLE)
+    engine = triforce_tree.load(
+        TARGET, drafter=drafter, levels=levels, **load_arguments({**WHOLE, "rounds": 2, "tail_tree": tail})
+    )
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert [row[-NEW:] for row in out.sequences.tolist()] == EXPECTED
     assert out.levels[0].name == "eagle3"
@@ -139,7 +142,9 @@ def test_passes_without_the_drafter_leave_no_gap(monkeypatch: pytest.MonkeyPatch
 
 def test_published_formats(tmp_path: Path) -> None:
     folder = eagle_folder(tmp_path, TARGET, 40, pickled=True)
-    engine = triforce_tree.load(TARGET, drafter=folder, tree="chain:3", window=32, sinks=1, levels=2)
+    engine = triforce_tree.load(
+        TARGET, drafter=folder, tree="chain:3", levels=2, advanced={"window": 32, "sinks": 1}
+    )
     drafter = engine.hierarchy.own_drafter
     assert isinstance(drafter, Eagle3)
     assert (drafter.window, drafter.sinks, drafter.tree) == (32, 1, "chain:3")

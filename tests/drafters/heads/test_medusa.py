@@ -11,6 +11,7 @@ from torch import Tensor
 import triforce_tree
 from tests.support.distributions.head_folders import medusa_folder
 from tests.support.models.families import greedy, prompt_of, tiny
+from triforce_tree.config import load_arguments
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.files import read_weights
 from triforce_tree.drafters.heads.medusa import Medusa, medusa_tree
@@ -63,7 +64,9 @@ def test_children_follow_the_heads(levels: int, layers: int, tied: bool, tmp_pat
 
     drafter.propose = checked  # type: ignore[method-assign]
     tail = levels == 3
-    engine = triforce_tree.load(TARGET, drafter=drafter, levels=levels, rounds=2, tail_tree=tail, **WHOLE)
+    engine = triforce_tree.load(
+        TARGET, drafter=drafter, levels=levels, **load_arguments({**WHOLE, "rounds": 2, "tail_tree": tail})
+    )
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert [row[-NEW:] for row in out.sequences.tolist()] == EXPECTED
     assert out.levels[0].name == "medusa"
@@ -124,7 +127,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="uses no draft model, and one was given"):
         triforce_tree.load(TARGET, TARGET, drafter=folder)
     with pytest.raises(ValueError, match=r"lookup=3 is the number .* the heads in .* propose here"):
-        triforce_tree.load(TARGET, drafter=folder, lookup=3)
+        triforce_tree.load(TARGET, drafter=folder, advanced={"lookup": 3})
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 5}))
     with pytest.raises(ValueError, match=r"medusa_num_heads=5 in .* must be 1 to 3, as its weights are"):
         Medusa(folder)

@@ -20,6 +20,7 @@ from tests.support.models.api_cases import (
 )
 from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.verify.sampling import Stream, derived
 
 WIDTH = len(PROMPT)
@@ -41,7 +42,9 @@ def alone(prompt: list[int], new: int, **options) -> list[int]:
 def engine(request) -> Engine:
     if request.param == "three levels":
         return small_engine()
-    return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), tokenizer=characters(), levels=2, **SMALL)
+    return triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.1), tokenizer=characters(), levels=2, **load_arguments(SMALL)
+    )
 
 
 def test_a_left_padded_batch_is_transformers_own(engine: Engine) -> None:
@@ -161,7 +164,7 @@ def test_custom_generate_counts_from_the_padded_width() -> None:
     """As transformers does: processors see the padding."""
     ids, mask = (whole[1:] for whole in PADDED["left"])
     stop = alone(OTHER, 1)[0]
-    run = triforce_tree.custom_generate(levels=2, **SMALL_LOOKUP)
+    run = triforce_tree.custom_generate(levels=2, **load_arguments(SMALL_LOOKUP))
     options = {"eos_token_id": stop, "min_new_tokens": 4, "max_new_tokens": 12, "do_sample": False}
     ours = TARGET.generate(ids, attention_mask=mask, custom_generate=run, pad_token_id=0, **options)
     assert ours.tolist() == TARGET.generate(ids, attention_mask=mask, pad_token_id=0, **options).tolist()
@@ -218,7 +221,7 @@ def test_a_larger_batch_takes_windows_over(levels: int) -> None:
     """A layer with a window keeps what its newest token sees, and a prompt that ends earlier needs more."""
     target, short, long = tiny("mistral-window"), prompt_of(67), prompt_of(100)
     engine = triforce_tree.load(
-        target, perturbed(target, 0.05), levels=levels, **{**SMALL, "prefill_chunk": 16}
+        target, perturbed(target, 0.05), levels=levels, **load_arguments({**SMALL, "prefill_chunk": 16})
     )
     for prompts in ([short], [short, long], [prompt_of(70), short, long]):
         out = engine.generate(prompts, max_new_tokens=6, do_sample=False)

@@ -23,6 +23,7 @@ from tests.support.models.ended_early import (
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import reference
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv.shared.pool import PrefixPool
@@ -69,12 +70,12 @@ class Coming:
 
 def drafted(**options: Any) -> Callable[[PreTrainedModel], Engine]:
     return lambda target: triforce_tree.load(
-        target, perturbed(target, 0.05), **{**CHUNKED_DRAFTED, **options}
+        target, perturbed(target, 0.05), **load_arguments({**CHUNKED_DRAFTED, **options})
     )
 
 
 def plain(**options: Any) -> Callable[[PreTrainedModel], Engine]:
-    return lambda target: triforce_tree.load(target, **{**CHUNKED, "levels": 1, **options})
+    return lambda target: triforce_tree.load(target, **load_arguments({**CHUNKED, "levels": 1, **options}))
 
 
 # The model's family, and the engine.

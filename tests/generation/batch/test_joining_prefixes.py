@@ -11,6 +11,7 @@ from tests.support.models.api_cases import CHUNK, CHUNKED, SHARING, TARGET
 from tests.support.models.families import prompt_of
 from tests.support.models.program_cases import reference
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.batch.running_batch import BatchSequence, RunningBatch
@@ -143,7 +144,7 @@ def test_what_rows_share_is_counted_once(fed: list[int]) -> None:
     """Eight questions about one document are decoded together in the slots of less than two copies of it."""
     document = prompt_of(1500)
     prompts = [document + prompt_of(40)[n : n + 5] for n in range(8)]
-    engine = triforce_tree.load(TARGET, levels=1, **CHUNKED)
+    engine = triforce_tree.load(TARGET, levels=1, **load_arguments(CHUNKED))
     coming = Coming(prompts, 8, tokens=1600, new=[4] * 8)
     assert decoded(engine, coming, max_new_tokens=4) == [reference(TARGET, prompt, 4) for prompt in prompts]
     store = store_of(engine)
@@ -156,7 +157,7 @@ def test_what_rows_share_is_counted_once(fed: list[int]) -> None:
 def test_prompts_that_do_not_fit_wait() -> None:
     """Two documents of their own at a time; a short prompt with many new tokens needs room as well."""
     prompts = [[*prompt_of(1200)[n * 13 :], n] for n in range(5)] + [prompt_of(20)[::-1]]
-    engine = triforce_tree.load(TARGET, levels=1, **CHUNKED)
+    engine = triforce_tree.load(TARGET, levels=1, **load_arguments(CHUNKED))
     coming = Coming(prompts, 3, tokens=1300, new=[3, 3, 3, 3, 3, 500])
     assert decoded(engine, coming, max_new_tokens=3) == [
         reference(TARGET, prompt, n) for prompt, n in zip(prompts, [3, 3, 3, 3, 3, 500], strict=True)
@@ -202,7 +203,7 @@ def test_a_prompt_that_joins_without_room_is_refused() -> None:
             return Joined(self.waiting.pop(0)[0], NEW) if self.waiting else None
 
     prompts = [[*prompt_of(900)[n:], n] for n in range(3)]
-    engine = triforce_tree.load(TARGET, levels=1, **CHUNKED)
+    engine = triforce_tree.load(TARGET, levels=1, **load_arguments(CHUNKED))
     with pytest.raises(ValueError, match=r"more than are left of the .* of its batch; let it join later"):
         decoded(engine, Careless(prompts, 3, tokens=950))
     assert decoded(engine, Coming(prompts, 3, tokens=950)) == texts(prompts)
@@ -223,7 +224,7 @@ def test_later_batches_use_what_was_made_for_earlier_ones() -> None:
 @pytest.mark.parametrize("tokens", [None, 150])
 def test_too_short_to_share_stores_copies(tokens: int | None) -> None:
     """Their tokens are counted for each then: of 150 one document leaves few."""
-    engine = triforce_tree.load(TARGET, levels=1, **{**CHUNKED, "prefill_chunk": 2048})
+    engine = triforce_tree.load(TARGET, levels=1, **load_arguments({**CHUNKED, "prefill_chunk": 2048}))
     coming = Coming(PROMPTS, 3, tokens)
     assert decoded(engine, coming) == texts(PROMPTS)
     assert not isinstance(engine.hierarchy.last_program.store, PooledStore)

@@ -12,6 +12,7 @@ from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from tests.support.models.program_cases import reference
 from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.batch import prefixes
 from triforce_tree.generation.output import GenerateOutput
@@ -117,7 +118,7 @@ def test_level_1_retrieves_as_over_copies(kind: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("levels", [1, 3])
 def test_the_prefix_takes_memory_once(levels: int, bits: int) -> None:
     how = {"levels": levels, "rounds": 1, "kv_bits": bits, **CHUNKED_DRAFTED}
-    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **how)
+    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **load_arguments(how))
     assert len(generated(engine)) == len(PROMPTS)
     program, store = program_of(engine), store_of(engine)
     heads = program.target.heads
@@ -192,7 +193,7 @@ def test_a_prefix_that_other_buffers_hold_is_taken_over(before: int, kept: int, 
 @pytest.mark.parametrize("kind", ["plain", "three levels", "8 bits", "EAGLE"])
 def test_a_header_below_a_chunk_is_computed_and_stored_once(kind: str, fed: list[int]) -> None:
     """By the batch, and by the next ones, in larger slots too; a prompt alone is computed whole."""
-    engine = SHARING[kind]().with_options(prefill_chunk=128)
+    engine = SHARING[kind]().with_options(advanced={"prefill_chunk": 128})
     questions = [DOCUMENT + prompt_of(200)[90 + 20 * n :][: 12 + n] for n in range(4)]
     longer = [question + prompt_of(30) for question in questions]
     for prompts, kept in [(questions, 0), (questions[::-1], COMMON), (longer, COMMON)]:
@@ -224,7 +225,7 @@ def test_a_short_header_is_not_worth_a_part_of_its_own(
 
 def test_weights_that_change_compute_the_prefix_again(fed: list[int]) -> None:
     model = perturbed(TARGET, 0.0)
-    engine = triforce_tree.load(model, levels=1, **CHUNKED)
+    engine = triforce_tree.load(model, levels=1, **load_arguments(CHUNKED))
     generated(engine)
     model.load_state_dict(perturbed(TARGET, 0.2).state_dict())
     fed.clear()
@@ -244,21 +245,29 @@ class ReadsKeys:
 
 
 COPIED: dict[str, Callable[[], Engine]] = {
-    "nothing is kept": lambda: triforce_tree.load(TARGET, levels=1, **CHUNKED, prefix_cache=False),
-    "kept in host memory": lambda: triforce_tree.load(TARGET, levels=1, **CHUNKED, prefix_cache="1MiB"),
-    "a window": lambda: triforce_tree.load(tiny("mistral-window"), levels=1, **CHUNKED),
-    "recurrent layers": lambda: triforce_tree.load(recurrent("qwen3-next"), levels=1, **CHUNKED),
+    "nothing is kept": lambda: triforce_tree.load(
+        TARGET, levels=1, **load_arguments({**CHUNKED, "prefix_cache": False})
+    ),
+    "kept in host memory": lambda: triforce_tree.load(
+        TARGET, levels=1, **load_arguments({**CHUNKED, "prefix_cache": "1MiB"})
+    ),
+    "a window": lambda: triforce_tree.load(tiny("mistral-window"), levels=1, **load_arguments(CHUNKED)),
+    "recurrent layers": lambda: triforce_tree.load(
+        recurrent("qwen3-next"), levels=1, **load_arguments(CHUNKED)
+    ),
     "a policy that reads keys": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=1, select_chunks=ReadsKeys(), **CHUNKED_DRAFTED
+        TARGET,
+        perturbed(TARGET, 0.05),
+        levels=3,
+        **load_arguments({**CHUNKED_DRAFTED, "rounds": 1, "select_chunks": ReadsKeys()}),
     ),
     "offloaded": lambda: triforce_tree.load(
         TARGET,
         perturbed(TARGET, 0.05),
         levels=3,
-        rounds=1,
         offload=True,
         gpu_memory="2GiB",
-        **CHUNKED_DRAFTED,
+        **load_arguments({**CHUNKED_DRAFTED, "rounds": 1}),
     ),
 }
 

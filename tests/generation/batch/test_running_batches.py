@@ -24,6 +24,7 @@ from tests.support.models.own_drafters import OwnDrafter
 from tests.support.models.program_cases import reference
 from tests.support.models.recurrent_families import RECURRENT, recurrent
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
@@ -83,19 +84,23 @@ class Next(OwnDrafter):
 
 
 DRAFTED: dict[str, Callable[[], Engine]] = {
-    "three levels": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), levels=3, **FIXED),
-    "trees behind chains": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, tail_tree=True, **FIXED
+    "three levels": lambda: triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.05), levels=3, **load_arguments(FIXED)
     ),
-    "two levels": lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), levels=2, **FIXED),
-    "matching": lambda: triforce_tree.load(TARGET, levels=2, rounds=1, **SMALL_LOOKUP),
+    "trees behind chains": lambda: triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.05), levels=3, **load_arguments({**FIXED, "tail_tree": True})
+    ),
+    "two levels": lambda: triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.05), levels=2, **load_arguments(FIXED)
+    ),
+    "matching": lambda: triforce_tree.load(TARGET, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})),
     "tree and matching": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=2, lookup=4, **FIXED
+        TARGET, perturbed(TARGET, 0.05), levels=2, **load_arguments({**FIXED, "lookup": 4})
     ),
     "eagle": lambda: triforce_tree.load(
-        TARGET, drafter=eagle(TARGET, "chain:3"), levels=3, rounds=2, **SMALL_LOOKUP
+        TARGET, drafter=eagle(TARGET, "chain:3"), levels=3, **load_arguments({**SMALL_LOOKUP, "rounds": 2})
     ),
-    "plain": lambda: triforce_tree.load(TARGET, levels=1, **SMALL_LOOKUP),
+    "plain": lambda: triforce_tree.load(TARGET, levels=1, **load_arguments(SMALL_LOOKUP)),
 }
 
 
@@ -118,13 +123,17 @@ def test_every_sequence_is_its_own_text_and_drafted_as_alone(kind: str) -> None:
 @pytest.mark.parametrize("levels", [1, 2])
 def test_windows_and_recurrent_states_begin_anew(family: str, levels: int) -> None:
     target = model_of(family)
-    engine = triforce_tree.load(target, levels=levels, rounds=1, prefill_chunk=16, **SMALL_LOOKUP)
+    engine = triforce_tree.load(
+        target, levels=levels, **load_arguments({**SMALL_LOOKUP, "rounds": 1, "prefill_chunk": 16})
+    )
     assert continued(engine, 2) == [reference(target, prompt, NEW) for prompt in PROMPTS]
 
 
 def test_a_drafter_that_begins_whole_batches_alone_is_given_all_sequences() -> None:
     drafter = Next()
-    engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, rounds=1, **SMALL_LOOKUP)
+    engine = triforce_tree.load(
+        TARGET, drafter=drafter, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})
+    )
     assert continued(engine, 2) == [reference(TARGET, prompt, NEW) for prompt in PROMPTS]
     assert [61, 7] in drafter.started
     began = {length for lengths in drafter.started for length in lengths}
@@ -135,7 +144,9 @@ def test_a_drafter_that_begins_whole_batches_alone_is_given_all_sequences() -> N
 def test_a_seed_gives_each_sequence_draws_of_its_own(levels: int) -> None:
     """Those it has alone with the seed of its number, whichever row it gets and when."""
     draft = {} if levels == 1 else {"draft": perturbed(TARGET, 0.3)}
-    engine = triforce_tree.load(TARGET, levels=levels, **draft, **(FIXED if draft else SMALL_LOOKUP))
+    engine = triforce_tree.load(
+        TARGET, levels=levels, **load_arguments({**draft, **(FIXED if draft else SMALL_LOOKUP)})
+    )
     options = {"do_sample": True, "temperature": 0.9, "max_new_tokens": NEW}
     found = {rows: new_tokens(engine.generate(PROMPTS, max_batch=rows, seed=3, **options)) for rows in (2, 7)}
     alone = [
@@ -173,7 +184,7 @@ def test_memory_decides_how_many_are_decoded_together(
     monkeypatch: pytest.MonkeyPatch, mib: int, rows: int
 ) -> None:
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: mib * 2**20)
-    engine = triforce_tree.load(TARGET, levels=1, **SMALL_LOOKUP)
+    engine = triforce_tree.load(TARGET, levels=1, **load_arguments(SMALL_LOOKUP))
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert new_tokens(out) == [reference(TARGET, prompt, NEW) for prompt in PROMPTS]
     assert engine.hierarchy.last_program.batch == rows
@@ -233,7 +244,7 @@ def test_memory_that_runs_out_while_a_sequence_joins_loses_no_text(monkeypatch: 
 
 def test_what_was_reused_is_of_the_prefill_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence joins in the row of one that reused its prompt, and memory runs out in its prefill."""
-    engine = triforce_tree.load(TARGET, levels=1, **{**SMALL_LOOKUP, "prefill_chunk": 16})
+    engine = triforce_tree.load(TARGET, levels=1, **load_arguments({**SMALL_LOOKUP, "prefill_chunk": 16}))
     prompts = [prompt_of(61), prompt_of(43)[::-1]]
     given = {"max_batch": 1, "max_new_tokens": 4, "do_sample": False}
     engine.generate(prompts[:1], **given)
@@ -261,7 +272,7 @@ def test_a_failed_prefill_of_one_sequence_leaves_nothing_to_reuse() -> None:
         if left < 0:
             raise StopError
 
-    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), levels=3, **FIXED)
+    engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), levels=3, **load_arguments(FIXED))
     left = 61 + 7 + 20
     with pytest.raises(StopError):
         engine.generate(PROMPTS, max_batch=2, max_new_tokens=NEW, do_sample=False, progress=stop)
@@ -304,10 +315,14 @@ def test_prompts_join_a_batch_that_runs(monkeypatch: pytest.MonkeyPatch, target:
     """Into rows that sequences have left, or that are added; the running ones keep what is cached."""
     if target == "llama-gqa":
         model, levels = TARGET, 3
-        engine = triforce_tree.load(model, perturbed(model, 0.05), tokenizer=characters(), levels=3, **FIXED)
+        engine = triforce_tree.load(
+            model, perturbed(model, 0.05), tokenizer=characters(), levels=3, **load_arguments(FIXED)
+        )
     else:
         model, levels = model_of(target), 2
-        engine = triforce_tree.load(model, tokenizer=characters(), levels=2, rounds=1, **SMALL_LOOKUP)
+        engine = triforce_tree.load(
+            model, tokenizer=characters(), levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})
+        )
     waiting = Waiting([list(prompt) for prompt in PROMPTS[2:]], rows)
     options = {"max_new_tokens": NEW, "do_sample": False, "logprobs": True}
     fed, prefill = [], full_cache.prefill

@@ -9,6 +9,7 @@ import triforce_tree
 from tests.support.models.api_cases import SMALL, SMALL_LOOKUP, TARGET, characters
 from tests.support.models.families import perturbed, prompt_of
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kernels.cpu.fp32.noise import fill_exponential
@@ -41,14 +42,18 @@ def new_tokens(out: GenerateOutput) -> list[list[int]]:
 
 def engine_of(kind: str) -> Engine:
     if kind == "plain":
-        return triforce_tree.load(TARGET, levels=1, tokenizer=characters(), **SMALL_LOOKUP)
+        return triforce_tree.load(TARGET, levels=1, tokenizer=characters(), **load_arguments(SMALL_LOOKUP))
     if kind == "lookup":
-        return triforce_tree.load(TARGET, levels=2, tokenizer=characters(), **SMALL_LOOKUP)
+        return triforce_tree.load(TARGET, levels=2, tokenizer=characters(), **load_arguments(SMALL_LOOKUP))
     tree, levels = "chain:3" if kind == "chain" else "best-first:6", 3 if kind == "3 levels" else 2
     draft = perturbed(TARGET, 0.3)
     more = {"rounds": 2, "runner_ups": True} if levels == 3 else {"rounds": 1}
     return triforce_tree.load(
-        TARGET, draft, levels=levels, tokenizer=characters(), **{**DRAFTED, "tree": tree, **more}
+        TARGET,
+        draft,
+        levels=levels,
+        tokenizer=characters(),
+        **load_arguments({**DRAFTED, "tree": tree, **more}),
     )
 
 
@@ -67,7 +72,7 @@ def test_a_seed_alone_decides_the_text(kind: str) -> None:
 
 
 def test_sequences_without_a_seed_draw_as_they_do_without_seeds_beside_them() -> None:
-    engine = engine_of("tree").with_options(rounds=1)
+    engine = engine_of("tree").with_options(advanced={"rounds": 1})
     before = engine.generate(PROMPTS[0], seed=3, **SAMPLED).sequences
     torch.manual_seed(4)
     mixed = new_tokens(engine.generate(PROMPTS[:3], seed=[None, 8, None], **SAMPLED))

@@ -12,6 +12,7 @@ from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import reference
 from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding import full_cache
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.verify.draws import sequence_seed
@@ -57,14 +58,17 @@ def texts(model: PreTrainedModel) -> list[list[int]]:
 
 
 ENGINES = {
-    "plain": lambda: triforce_tree.load(TARGET, levels=1, **OPTIONS),
+    "plain": lambda: triforce_tree.load(TARGET, levels=1, **load_arguments(OPTIONS)),
     "two levels": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=2, **{**SMALL, "prefill_chunk": CHUNK}
+        TARGET, perturbed(TARGET, 0.05), levels=2, **load_arguments({**SMALL, "prefill_chunk": CHUNK})
     ),
     "three levels": lambda: triforce_tree.load(
-        TARGET, perturbed(TARGET, 0.05), levels=3, rounds=2, **{**SMALL, "prefill_chunk": CHUNK}
+        TARGET,
+        perturbed(TARGET, 0.05),
+        levels=3,
+        **load_arguments({**SMALL, "prefill_chunk": CHUNK, "rounds": 2}),
     ),
-    "8 bits": lambda: triforce_tree.load(TARGET, levels=1, kv_bits=8, **OPTIONS),
+    "8 bits": lambda: triforce_tree.load(TARGET, levels=1, kv_bits=8, **load_arguments(OPTIONS)),
 }
 
 
@@ -84,7 +88,7 @@ def test_what_prompts_begin_with_is_prefilled_once(kind: str, rows: int, fed: li
         assert sum(fed) < sum(map(len, PROMPTS)) - 64
     if kind != "8 bits":
         assert new_tokens(out) == texts(TARGET)
-    cold = engine.with_options(prefix_cache=False)
+    cold = engine.with_options(advanced={"prefix_cache": False})
     fed.clear()
     again = cold.generate(PROMPTS, max_batch=rows, max_new_tokens=NEW, do_sample=False)
     assert again.sequences.tolist() == out.sequences.tolist()
@@ -107,11 +111,13 @@ def test_sampled_texts_are_those_of_each_alone(fed: list[int]) -> None:
 def test_a_drafter_that_reads_states_gets_those_it_needs(fed: list[int]) -> None:
     """Those of the newest positions are computed, also where keys and values could be copied."""
     drafter = eagle(TARGET, "chain:3")
-    engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, rounds=1, **OPTIONS)
+    engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, **load_arguments({**OPTIONS, "rounds": 1}))
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert new_tokens(out) == texts(TARGET)
     assert 0 < sum(out.reused_tokens) <= sum(SHARED)
-    cold = triforce_tree.load(TARGET, drafter=drafter, levels=2, rounds=1, prefix_cache=False, **OPTIONS)
+    cold = triforce_tree.load(
+        TARGET, drafter=drafter, levels=2, **load_arguments({**OPTIONS, "rounds": 1, "prefix_cache": False})
+    )
     drafted = cold.generate(PROMPTS, max_new_tokens=NEW, do_sample=False).levels[-1]
     assert (out.levels[-1].forwards, out.levels[-1].accepted) == (drafted.forwards, drafted.accepted)
 
@@ -119,7 +125,7 @@ def test_a_drafter_that_reads_states_gets_those_it_needs(fed: list[int]) -> None
 @pytest.mark.parametrize("family", ["mistral-window", "qwen3-next"])
 def test_rings_and_recurrent_states_are_not_copied(family: str, fed: list[int]) -> None:
     model = tiny(family) if family == "mistral-window" else recurrent(family)
-    engine = triforce_tree.load(model, levels=1, **OPTIONS)
+    engine = triforce_tree.load(model, levels=1, **load_arguments(OPTIONS))
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert new_tokens(out) == texts(model)
     assert fed == [len(prompt) - 1 for prompt in PROMPTS]
@@ -127,7 +133,7 @@ def test_rings_and_recurrent_states_are_not_copied(family: str, fed: list[int]) 
 
 def test_other_weights_take_nothing_over(fed: list[int]) -> None:
     model = perturbed(TARGET, 0.0)
-    engine = triforce_tree.load(model, levels=1, **OPTIONS)
+    engine = triforce_tree.load(model, levels=1, **load_arguments(OPTIONS))
     engine.generate(PROMPTS, max_new_tokens=2, do_sample=False)
     model.load_state_dict(perturbed(TARGET, 0.2).state_dict())
     fed.clear()

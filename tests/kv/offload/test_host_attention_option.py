@@ -1,4 +1,4 @@
-"""Attention on the CPU by option: ``load(..., host_attention=)`` and ``--host-attention``."""
+"""Attention on the CPU by option: in Python and on the command line."""
 
 import json
 from typing import Any
@@ -81,7 +81,11 @@ def test_elsewhere_all_slots_are_streamed(
 
 @pytest.mark.parametrize(
     ("flags", "native", "attends"),
-    [(["--host-attention"], False, True), (["--no-host-attention"], True, False), ([], True, True)],
+    [
+        (["--advanced", "host_attention=true"], False, True),
+        (["--advanced", "host_attention=false"], True, False),
+        ([], True, True),
+    ],
     ids=str,
 )
 def test_the_command_has_both_options(
@@ -117,4 +121,4 @@ def test_a_family_that_the_cpu_cannot_attend_for_is_streamed_or_refused(
     assert plan.offload is not None
     assert plan.cpu is None
     with pytest.raises(ValueError, match=r"Gemma2ForCausalLM caps its attention scores"):
-        own.with_options(host_attention=True).memory_plan(len(PROMPT), NEW)
+        own.with_options(advanced={"host_attention": True}).memory_plan(len(PROMPT), NEW)

@@ -1,4 +1,4 @@
-"""Streamed weights by option: ``load(..., offload_weights=)`` and ``--offload-weights``."""
+"""Streamed weights by option: in Python and on the command line."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ from tests.support.models.tiny_pair import TinyPair
 from triforce_tree import load
 from triforce_tree.api import Engine
 from triforce_tree.cli.entry import main
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.kv.offload.host_store import Offload
@@ -41,7 +41,7 @@ def expected() -> list[int]:
 
 def engine_of(**options: Any) -> Engine:
     target, draft = models()
-    return load(copy.deepcopy(target), draft, device="cpu", **{**SMALL, **options})
+    return load(copy.deepcopy(target), draft, device="cpu", **load_arguments({**SMALL, **options}))
 
 
 def weights_of(engine: Engine) -> StreamedWeights:
@@ -74,7 +74,7 @@ def test_an_engine_with_streamed_weights() -> None:
     assert short.memory is not None
     assert short.memory["levels"] == 2
     assert short.sequences.tolist() == [[*PROMPT[:2], *greedy(models()[0], PROMPT[:2], 3)]]
-    other = engine.with_options(offload_weights=True, budget=32)
+    other = engine.with_options(budget=32, advanced={"offload_weights": True})
     assert other.generate(PROMPT, max_new_tokens=8, do_sample=False).new_tokens == 8
 
 
@@ -119,8 +119,17 @@ def test_close_frees_everything() -> None:
 
 
 def test_the_command_streams_weights(capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str) -> None:
-    sizes = ["--budget", "64", "--recent", "16", "--levels", "3", "--max-new-tokens", "12"]
-    words = ["generate", prompt, *pair.options, *sizes, "--json", "--compare", "--offload-weights"]
+    sizes = ["--budget", "64", "--advanced", "recent=16", "--levels", "3", "--max-new-tokens", "12"]
+    words = [
+        "generate",
+        prompt,
+        *pair.options,
+        *sizes,
+        "--json",
+        "--compare",
+        "--advanced",
+        "offload_weights=true",
+    ]
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert "host: weights" in err
@@ -138,7 +147,7 @@ def test_impossible_combinations_are_refused() -> None:
         engine_of(offload_weights=True, retrieval_weight_bits=16).memory_plan(len(PROMPT), NEW)
     own = engine_of(offload_weights=True)
     with pytest.raises(ValueError, match=r"offload_weights=False differs from True.*load the models anew"):
-        own.with_options(offload_weights=False)
+        own.with_options(advanced={"offload_weights": False})
     target, config = own.hierarchy.target, HierarchyConfig.from_options(**SMALL)
     with pytest.raises(ValueError, match="retrieval_weight_bits=8 or 4"):
         DecodingProgram(target, SuffixMatching(), config, 1, 200, 3, Offload())

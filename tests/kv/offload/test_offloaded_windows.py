@@ -7,7 +7,7 @@ from tests.support.models.families import perturbed, tiny
 from tests.support.models.offloaded_cases import PIECE, PROMPTS, logits_of, program_of, references
 from tests.support.models.program_cases import SMALL, decoded
 from triforce_tree import load
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kv import store as store_module
@@ -93,7 +93,7 @@ def test_layers_without_a_window_of_different_heads_are_refused() -> None:
 
 def test_through_load_and_generate() -> None:
     target = tiny("gemma3")
-    engine = load(target, perturbed(target, 0.05), **{**SMALL, "offload": True})
+    engine = load(target, perturbed(target, 0.05), **load_arguments({**SMALL, "offload": True}))
     out = engine.generate(PROMPTS[1], max_new_tokens=14, do_sample=False)
     assert out.sequences[0, len(PROMPTS[1]) :].tolist() == references(PROMPTS[1:2], [14], "gemma3")[0]
     assert out.memory is not None

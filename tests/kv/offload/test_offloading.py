@@ -13,6 +13,7 @@ from tests.support.models.program_cases import SMALL
 from tests.support.models.tiny_pair import TinyPair
 from triforce_tree import load
 from triforce_tree.cli.entry import main
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding import assembly
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.offload import pinned
@@ -129,7 +130,7 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
 def test_prompt_lookup_drafts_for_an_offloaded_cache(levels: int) -> None:
     prompt = [*PROMPT[:100], *PROMPT[20:70]]
     small = {name: value for name, value in SMALL.items() if name != "tree"}
-    own = load(models()[0], **{**small, "offload": True, "levels": levels})
+    own = load(models()[0], **load_arguments({**small, "offload": True, "levels": levels}))
     out = own.generate(prompt, max_new_tokens=16, do_sample=False)
     assert out.sequences[0, len(prompt) :].tolist() == greedy(models()[0], prompt, 16)
     assert out.memory is not None
@@ -153,8 +154,8 @@ def test_hidden_states_on_the_host_change_nothing(monkeypatch: pytest.MonkeyPatc
 
 def test_the_command_shows_the_plan(capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str) -> None:
     words = ["generate", prompt, *pair.options, "--max-new-tokens", "20", "--json", "--compare"]
-    small = ["--budget", "64", "--recent", "16", "--levels", "3"]
-    code = main([*words, *small, "--offload", "--host-attention", "--gpu-memory", "2GiB"])
+    small = ["--budget", "64", "--advanced", "recent=16", "--levels", "3"]
+    code = main([*words, *small, "--offload", "--advanced", "host_attention=true", "--gpu-memory", "2GiB"])
     out, err = capsys.readouterr()
     assert code == 0
     assert "memory map" in err

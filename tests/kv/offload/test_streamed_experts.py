@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tests.support.models.families import CAPPED, greedy, perturbed, prompt_of, small, tiny
 from tests.support.models.program_cases import SMALL, decoded
 from triforce_tree import load
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import exchange
@@ -314,7 +314,7 @@ def test_device_memory_that_is_short_keeps_no_experts(monkeypatch: pytest.Monkey
 def test_an_engine_plans_for_experts(device: str, kv_on_host: bool) -> None:
     target = copy.deepcopy(whole())
     options = {"offload": "auto", "offload_weights": True, "gpu_memory": device, **SMALL}
-    engine = load(target, perturbed(whole(), 0.05), device="cpu", **options)
+    engine = load(target, perturbed(whole(), 0.05), device="cpu", **load_arguments(options))
     if kv_on_host:
         engine = engine.with_options(offload=True)
     weights = engine.hierarchy.target.streamed

@@ -24,7 +24,7 @@ from tests.support.models.families import (
     without_tree,
 )
 from triforce_tree import UnsupportedModelError
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.trees.ancestors import ancestor_mask
@@ -46,7 +46,7 @@ def accepted_per_level(
 ) -> list[int]:
     """Check greedy equality; returns the accepted tokens of every level."""
     settings = SMALL_SETTINGS if draft else without_tree(SMALL_SETTINGS)
-    engine = triforce_tree.load(target, draft, **{**settings, **options})
+    engine = triforce_tree.load(target, draft, **load_arguments({**settings, **options}))
     out = engine.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
     assert out.sequences[0, len(prompt) :].tolist() == expected(target, tuple(prompt), new_tokens)
     return [level.accepted for level in out.levels]
@@ -157,7 +157,7 @@ def test_the_models_attention_setting_is_unchanged(attention: str) -> None:
     for model in (target, draft):
         model.set_attn_implementation(attention)
     target.train()
-    engine = triforce_tree.load(target, draft, levels=3, **SMALL_SETTINGS)
+    engine = triforce_tree.load(target, draft, levels=3, **load_arguments(SMALL_SETTINGS))
     engine.generate(prompt_of(40), max_new_tokens=5)
     with pytest.raises(ValueError, match="empty"):
         engine.generate([])
@@ -168,7 +168,7 @@ def test_the_models_attention_setting_is_unchanged(attention: str) -> None:
 
 def test_the_models_attention_setting_is_unchanged_after_an_error() -> None:
     target = tiny("llama")
-    engine = triforce_tree.load(target, tiny("llama"), levels=2, **SMALL_SETTINGS)
+    engine = triforce_tree.load(target, tiny("llama"), levels=2, **load_arguments(SMALL_SETTINGS))
     with torch.no_grad():
         target.lm_head.weight.fill_(torch.nan)
     with pytest.raises(ValueError, match="NaN"):
@@ -221,7 +221,7 @@ def test_models_with_learned_positions_work_as_target_and_as_draft() -> None:
     target = gpt2()
     accepted_per_level(target, tiny("llama"), prompt_of(70), 40, levels=3)
     assert accepted_per_level(target, perturbed(target, 0.05), prompt_of(70), 40, levels=2)[-1] > 0
-    engine = triforce_tree.load(tiny("llama"), gpt2(), window=256)
+    engine = triforce_tree.load(tiny("llama"), gpt2(), advanced={"window": 256})
     with pytest.raises(ValueError, match=r"512 learned positions, and its window needs 644; set window<=190"):
         engine.generate(prompt_of(70), max_new_tokens=4)
 

@@ -20,6 +20,7 @@ from tests.support.models.families import (
     without_tree,
 )
 from tests.support.models.program_cases import decoded, program_of
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding import assembly
 from triforce_tree.loading import load_guard
 from triforce_tree.models.hf_model import HFModel
@@ -49,7 +50,7 @@ def models() -> dict[str, tuple[PreTrainedModel, PreTrainedModel]]:
 
 def generated(target: PreTrainedModel, draft: PreTrainedModel | None, prompt: list[int], new: int, **options):
     settings = SMALL_SETTINGS if draft else without_tree(SMALL_SETTINGS)
-    engine = triforce_tree.load(target, draft, **{**settings, **options})
+    engine = triforce_tree.load(target, draft, **load_arguments({**settings, **options}))
     out = engine.generate(prompt, max_new_tokens=new, do_sample=False)
     engine.close()
     return out.sequences[0, len(prompt) :].tolist()
@@ -80,7 +81,7 @@ def test_without_one_choice_the_output_differs(models, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("prompt, new, most_new", [(ORIGINAL, 2, 1), (40, 26, 25), (1, 100, 64)])
 def test_a_sequence_that_would_cross_the_original_length_is_refused(models, prompt, new, most_new) -> None:
     target, draft = models["phi3-longrope"]
-    engine = triforce_tree.load(target, draft, **SMALL_SETTINGS)
+    engine = triforce_tree.load(target, draft, **load_arguments(SMALL_SETTINGS))
     message = (
         rf"{prompt} prompt tokens \+ {new} new ones exceed {ORIGINAL}.*Phi3ForCausalLM.*longrope.*"
         rf"max_new_tokens<={most_new}, or give a prompt of more than {ORIGINAL} tokens"
@@ -95,7 +96,7 @@ def test_a_batch_that_needs_both_sets_is_generated_one_by_one(models) -> None:
     target, draft = models["phi3-longrope"]
     prompts = [prompt_of(90), prompt_of(45)]
     expected = [greedy(target, prompt, NEW) for prompt in prompts]
-    engine = triforce_tree.load(target, draft, **{**SMALL_SETTINGS, "levels": 2})
+    engine = triforce_tree.load(target, draft, **load_arguments({**SMALL_SETTINGS, "levels": 2}))
     ids = torch.zeros(2, 90, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for i, prompt in enumerate(prompts):
@@ -134,7 +135,7 @@ def test_drafts_of_either_kind_are_accepted(models) -> None:
     for family in ("phi3-longrope", "llama-dynamic"):
         target, draft = models[family]
         engine = triforce_tree.load(
-            target, draft, **{**SMALL_SETTINGS, "levels": 2, "window": 60, "rounds": 1}
+            target, draft, **load_arguments({**SMALL_SETTINGS, "levels": 2, "window": 60, "rounds": 1})
         )
         out = engine.generate(prompt_of(150), max_new_tokens=40, do_sample=False)
         assert out.levels[1].accepted > 3, family

@@ -11,7 +11,7 @@ from tests.support.models.families import greedy, prompt_of, tiny
 from tests.support.models.offloaded_cases import PIECE
 from tests.support.models.program_cases import GREEDY, decoded
 from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, recurrent
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.offload import layout
 from triforce_tree.kv.offload.host_store import Offload
@@ -124,7 +124,7 @@ def test_bytes_that_a_pass_copies_are_those_of_layers_with_attention() -> None:
 @pytest.mark.parametrize("family", ["qwen3.5", "granite-4"])
 def test_by_the_engine(family: str, options: dict[str, bool]) -> None:
     target = recurrent(family)
-    engine = triforce_tree.load(target, tiny("llama"), rounds=1, **options)
+    engine = triforce_tree.load(target, tiny("llama"), **load_arguments({**options, "rounds": 1}))
     out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPTS[0]) :].tolist() == expected(family)[0]
     assert engine.hierarchy.offloads

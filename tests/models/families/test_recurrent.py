@@ -170,7 +170,7 @@ def test_the_distribution_of_generated_tokens(family: str, levels: int, tokens: 
 def test_by_the_engine_with_a_draft_model_and_with_prompt_lookup() -> None:
     target = model("qwen3.5")
     for draft in (None, tiny("llama")):
-        engine = triforce_tree.load(target, draft, rounds=1)
+        engine = triforce_tree.load(target, draft, advanced={"rounds": 1})
         assert engine.hierarchy.levels(10_000) == 2
         out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
         assert out.sequences[0, len(PROMPTS[0]) :].tolist() == expected("qwen3.5")[0]
@@ -197,7 +197,7 @@ def test_what_is_not_possible_is_refused_with_the_reason() -> None:
     ):
         triforce_tree.load(target, tiny("llama"), tree="static:0;1")
     with pytest.raises(ValueError, match=r"lookup=4 adds a branch.*every branch; leave lookup out"):
-        triforce_tree.load(target, tiny("llama"), lookup=4)
+        triforce_tree.load(target, tiny("llama"), advanced={"lookup": 4})
     with pytest.raises(
         UnsupportedModelError, match=r"GraniteMoeHybrid.* keeps recurrent state.*without such"
     ):
@@ -297,7 +297,7 @@ def test_what_a_commit_reads_are_copies() -> None:
 
 @pytest.mark.parametrize("levels", [1, 2])
 def test_check_starts_every_draw_from_the_same_states(levels: int) -> None:
-    engine = triforce_tree.load(model("granite-4"), tiny("llama"), rounds=1, tree="chain:2")
+    engine = triforce_tree.load(model("granite-4"), tiny("llama"), tree="chain:2", advanced={"rounds": 1})
     [result] = check.sampling_checks(engine, PROMPTS[:1], 40, levels)
     assert result.passed
 
@@ -326,6 +326,6 @@ def test_captured_passes_on_a_gpu(family: str) -> None:
     new, decoder = decoded(program(target, 2, Foreknowledge(known, wrong, 4), 3), PROMPTS, [NEW] * 3)
     assert new == texts
     assert decoder.levels[-1].accepted > NEW
-    engine = triforce_tree.load(target, tiny("llama").cuda(), rounds=1, tree="chain:3")
+    engine = triforce_tree.load(target, tiny("llama").cuda(), tree="chain:3", advanced={"rounds": 1})
     out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPTS[0]) :].tolist() == texts[0]

@@ -16,7 +16,7 @@ import triforce_tree
 from tests.support.models.families import SMALL_SETTINGS, greedy, perturbed, prompt_of, small, without_tree
 from tests.support.models.offloaded_cases import PIECE
 from tests.support.models.program_cases import SMALL, decoded
-from triforce_tree.config import HierarchyConfig
+from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels.attention.plan import Heads
@@ -76,7 +76,7 @@ def expected(family: str, prompt: tuple[int, ...]) -> list[int]:
 def check(family: str, draft: PreTrainedModel | None, prompts: list[list[int]], **options: Any) -> list[int]:
     """Compare with transformers' greedy tokens; returns the accepted tokens of each level."""
     settings = SMALL_SETTINGS if draft is not None else without_tree(SMALL_SETTINGS)
-    engine = triforce_tree.load(target_of(family), draft, **{**settings, **options})
+    engine = triforce_tree.load(target_of(family), draft, **load_arguments({**settings, **options}))
     out = engine.generate(prompts, max_new_tokens=NEW, do_sample=False)
     width = max(map(len, prompts))
     assert out.sequences[:, width:].tolist() == [expected(family, tuple(prompt)) for prompt in prompts]
@@ -122,7 +122,9 @@ def test_offloaded_caches(family: str, split: str) -> None:
 def test_streamed_weights() -> None:
     target = small("MiniCPM3Config", "MiniCPM3ForCausalLM", **FAMILIES["MiniCPM3"])
     draft = perturbed(target, 0.05)
-    engine = triforce_tree.load(target, draft, levels=2, offload_weights=True, **SMALL_SETTINGS)
+    engine = triforce_tree.load(
+        target, draft, levels=2, **load_arguments({**SMALL_SETTINGS, "offload_weights": True})
+    )
     out = engine.generate([PROMPTS[0]], max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPTS[0]) :].tolist() == expected("MiniCPM3", tuple(PROMPTS[0]))
 

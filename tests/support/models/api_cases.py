@@ -15,6 +15,7 @@ import triforce_tree
 from tests.support.distributions.head_folders import eagle
 from tests.support.models.families import greedy, perturbed, prompt_of, tiny, without_tree
 from triforce_tree import Engine
+from triforce_tree.config import load_arguments
 
 SMALL = {
     "gamma": 3,
@@ -37,18 +38,20 @@ CHARACTERS = string.ascii_letters + string.digits + " ."
 
 
 def _drafting(**options: Any) -> Callable[[], Engine]:
-    return lambda: triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **options, **CHUNKED_DRAFTED)
+    return lambda: triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.05), **load_arguments({**options, **CHUNKED_DRAFTED})
+    )
 
 
 SHARING: dict[str, Callable[[], Engine]] = {
-    "plain": lambda: triforce_tree.load(TARGET, levels=1, **CHUNKED),
+    "plain": lambda: triforce_tree.load(TARGET, levels=1, **load_arguments(CHUNKED)),
     "two levels": _drafting(levels=2, rounds=1),
     "three levels": _drafting(levels=3, rounds=2),
     "passes chosen": _drafting(),
     "8 bits": _drafting(levels=3, rounds=2, kv_bits=8),
     "with variances": _drafting(levels=3, rounds=2, key_variance=True),
     "EAGLE": lambda: triforce_tree.load(
-        TARGET, drafter=eagle(TARGET, "chain:3"), levels=2, rounds=1, **CHUNKED
+        TARGET, drafter=eagle(TARGET, "chain:3"), levels=2, **load_arguments({**CHUNKED, "rounds": 1})
     ),
 }
 
@@ -56,7 +59,9 @@ SHARING: dict[str, Callable[[], Engine]] = {
 @cache
 def small_engine() -> Engine:
     """Three levels with a draft that is often accepted; tests must not change it."""
-    return triforce_tree.load(TARGET, perturbed(TARGET, 0.1), tokenizer=characters(), levels=3, **SMALL)
+    return triforce_tree.load(
+        TARGET, perturbed(TARGET, 0.1), tokenizer=characters(), levels=3, **load_arguments(SMALL)
+    )
 
 
 def characters() -> PreTrainedTokenizerFast:

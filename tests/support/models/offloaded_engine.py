@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from tests.support.models.program_cases import SMALL
 from triforce_tree import load
+from triforce_tree.config import load_arguments
 from triforce_tree.engine import Engine
 
 PROMPT, NEW = prompt_of(150), 40
@@ -27,4 +28,4 @@ def expected() -> list[int]:
 
 def engine(**options: Any) -> Engine:
     target, draft = models()
-    return load(target, draft, **{**SMALL, "offload": True, **options})
+    return load(target, draft, **load_arguments({**SMALL, "offload": True, **options}))

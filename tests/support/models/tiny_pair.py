@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from triforce_tree import Engine, load
 from triforce_tree.bench.texts import pydoc_text, token_ids
+from triforce_tree.config import load_arguments
 
 VOCABULARY = 384
 # Settings for prompts of a few hundred tokens.
@@ -34,7 +35,7 @@ class TinyPair:
         return ["--target", self.target, "--draft", self.draft, "--device", "cpu"]
 
     def load(self, **options: object) -> Engine:
-        return load(self.target, self.draft, device="cpu", **options)
+        return load(self.target, self.draft, device="cpu", **load_arguments(options))
 
 
 def make(folder: Path) -> TinyPair:

@@ -16,6 +16,7 @@ from transformers import StoppingCriteria
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine, load
+from triforce_tree.config import load_arguments
 from triforce_tree.models.tensor_parallel import mlp_shards_of, shards_of
 from triforce_tree.runtime import distributed
 
@@ -43,7 +44,7 @@ def engine(family: str, **options: Any) -> Engine:
         target,
         draft,
         device="cpu",
-        **{**SMALL, "runner_ups": True, "tail_tree": True, **options},
+        **load_arguments({**SMALL, "runner_ups": True, "tail_tree": True, **options}),
     )
 
 
@@ -91,7 +92,10 @@ def two() -> dict[str, Any]:
     refused = []
     for options in ({"context_parallel": 1}, {"context_parallel": 4}):
         try:
-            generated(engine("llama-gqa", context_parallel=2).with_options(**options), max_new_tokens=2)
+            generated(
+                engine("llama-gqa", context_parallel=2).with_options(**load_arguments(options)),
+                max_new_tokens=2,
+            )
             refused.append("")
         except ValueError as error:
             refused.append(str(error))
@@ -142,7 +146,7 @@ def open_split() -> dict[str, Any]:
         made = load_open(family, options)
         out = made.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
         result[name] = [out.ranks, out.sequences[0, len(PROMPT) :].tolist()]
-    kept = made.with_options(context_parallel="auto", levels=1)
+    kept = made.with_options(levels=1, advanced={"context_parallel": "auto"})
     result["kept"] = [kept.hierarchy.config.context_parallel, generated(kept)]
     try:
         result["refused"] = load_open("llama-gqa", {"kv_bits": 8}).hierarchy.config.context_parallel
@@ -153,7 +157,7 @@ def open_split() -> dict[str, Any]:
 
 def load_open(family: str, options: dict[str, Any]) -> Engine:
     target = tiny(family, **(THREE if family == "llama" else {}))
-    return load(target, perturbed(target, 0.05), device="cpu", **{**SMALL, **options})
+    return load(target, perturbed(target, 0.05), device="cpu", **load_arguments({**SMALL, **options}))
 
 
 def killed() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine, load
 from triforce_tree.bench.texts import pydoc_text
+from triforce_tree.config import load_arguments
 from triforce_tree.decoding.memory import level_one_copy
 from triforce_tree.kv.offload import layout
 from triforce_tree.models import tensor_parallel
@@ -59,7 +60,7 @@ def engine(**options: Any) -> Engine:
         target,
         draft,
         device="cpu",
-        **{**SMALL, "runner_ups": True, "tail_tree": True, **options},
+        **load_arguments({**SMALL, "runner_ups": True, "tail_tree": True, **options}),
     )
 
 
@@ -218,7 +219,7 @@ def pair() -> dict[str, list[int]]:
     result = {}
     for name in ("on the device", "offloaded"):
         options = {**SETUPS[name], "levels": 3, "budget": 512, "gamma": 8, "tree": "best-first:4,3"}
-        parallel = load(target, draft, tokenizer=tokenizer, **options)
+        parallel = load(target, draft, tokenizer=tokenizer, **load_arguments(options))
         out = parallel.generate(prompt, max_new_tokens=NEW, do_sample=False)
         result[name] = out.sequences[0, len(prompt) :].tolist()
     return result
