@@ -9,6 +9,7 @@ import pytest
 from tests.support.models.families import prompt_of
 from tests.support.models.session_cases import NINE, PROMPT, cold, engine, made
 from tests.support.models.session_files import contents, file_of
+from triforce_tree.sessions.folders import FILE, checksum
 
 pytestmark = pytest.mark.usefixtures("small_rings")
 
@@ -130,10 +131,11 @@ def test_files_that_no_session_names_are_no_fault(kept: Path, folder: Path) -> N
     assert engine().load_session(folder).messages
 
 
-def test_a_session_of_an_earlier_version(tmp_path: Path) -> None:
-    (tmp_path / "session.json").write_text('{"format": 1, "model": "m", "weights": "w", "kv_bits": 16}')
-    (tmp_path / "layer-00000.safetensors").write_bytes(b"kept")
+def test_a_session_of_another_version(folder: Path) -> None:
+    path = folder / FILE
+    rest = path.read_bytes().partition(b'", ')[2].replace(b'"format": 1,', b'"format": 7,')
+    path.write_bytes(b'{"checksum": "%s", %s' % (checksum(rest).encode(), rest))
     with pytest.raises(
-        ValueError, match=r"was saved in format 1, and this version reads 2; prefill its text anew$"
+        ValueError, match=r"was saved in format 7, and this version reads 1; prefill its text anew$"
     ):
-        engine().load_session(tmp_path)
+        engine().load_session(folder)

@@ -36,7 +36,7 @@ from triforce_tree.sessions.tensor_files import (
 FILE = "session.json"
 TOKENS, STATES = "tokens", "states"
 """Names of files, without their digits."""
-FORMAT = 2
+FORMAT = 1
 _NAME = re.compile(r"tokens|states|layer-\d{5,}")
 _SAVE = re.compile(r"[0-9a-f]{8}")
 _OURS = re.compile(rf"({_NAME.pattern})-{_SAVE.pattern}\.safetensors|session-{_SAVE.pattern}\.json")
@@ -221,7 +221,7 @@ def _parsed(path: Path, held: bytes) -> tuple[dict[str, Any], dict[str, Descript
     except ValueError as error:
         raise damaged(path, error) from error
     version = fields.get("format") if isinstance(fields, dict) else None
-    if type(version) is int and version != FORMAT and (whole or "checksum" not in fields):
+    if whole and version != FORMAT:
         raise ValueError(
             f"the session in {path.parent} was saved in format {version}, and this version reads {FORMAT}; "
             "prefill its text anew"

@@ -17,7 +17,6 @@ from triforce_tree.decoding.choice.cost_table import CostTable
 from triforce_tree.decoding.choice.passes import STAGE_FIELDS, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts, measure
 from triforce_tree.decoding.loop import Decoder
-from triforce_tree.runtime.files.json_files import JsonTable
 
 COSTS = StageCosts((100, 500), (StageSeconds(0.008, 0.001, tree=0.01), StageSeconds(0.02, 0.001, tree=0.03)))
 SETTINGS = {"machine": "abacus", "levels": 3}
@@ -81,34 +80,13 @@ def test_the_oldest_entries_are_dropped(path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_a_table_of_an_earlier_release_is_replaced_silently(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "table.json"
-    path.write_text('{"version": 1, "entries": {"a": {}}}')
-    table = JsonTable(path, 2, 10, "")
-    assert table.entries() == {}
-    table.put("b", {"x": 1})
-    assert table.entries() == {"b": {"x": 1}}
-    assert not caplog.messages
-
-
-def test_a_table_of_a_later_release_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "table.json"
-    path.write_text(text := '{"version": 3, "entries": {"a": {}}}')
-    table = JsonTable(path, 2, 10, "")
-    table.put("b", {"x": 1})
-    assert path.read_text() == text
-    assert "is no table of version 2" in caplog.text
-
-
 @pytest.mark.parametrize(
     "content, needed",
     {
         "no JSON": ("{", "cannot be read"),
         "no UTF-8": (b"\xff\xfe\x00", "cannot be read"),
-        "a list": ("[]", "is no table of version 5"),
-        "no version": ('{"version": "x", "entries": {}}', "is no table of version 5"),
+        "a list": ("[]", "is no table"),
+        "no entries": ('{"entries": 5}', "is no table"),
         "deep": ("[" * 900 + "]" * 900, "cannot be read"),
     }.values(),
 )
@@ -144,11 +122,11 @@ def test_a_damaged_entry_is_measured_again(path: Path, change: dict[str, Any]) -
     held = json.loads(path.read_text())
     [key] = held["entries"]
     for entry in (held["entries"][key] | change, 3, {}):
-        path.write_text(json.dumps({"version": 2, "entries": {key: entry}}))
+        path.write_text(json.dumps({"entries": {key: entry}}))
         assert CostTable(path).find(SETTINGS) is None
         CostTable(path).add(SETTINGS, COSTS)
         assert CostTable(path).find(SETTINGS) == COSTS
-    path.write_text('{"version": 2, "entries": 5}')
+    path.write_text('{"entries": 5}')
     assert CostTable(path).find(SETTINGS) is None
 
 

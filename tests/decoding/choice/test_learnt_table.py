@@ -73,7 +73,7 @@ def test_a_damaged_entry_is_not_used(path: Path, change: dict[str, Any]) -> None
     held = json.loads(path.read_text())
     [key] = held["entries"]
     for entry in (held["entries"][key] | change, None, 3):
-        path.write_text(json.dumps({"version": 1, "entries": {key: entry}}))
+        path.write_text(json.dumps({"entries": {key: entry}}))
         assert prepared().last() is None
 
 

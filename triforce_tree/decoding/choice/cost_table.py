@@ -26,7 +26,6 @@ from triforce_tree.runtime.files.user_folders import user_cache
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-VERSION = 5
 MOST_ENTRIES = 1000
 """Of the file; the oldest ones beyond are dropped."""
 _LOG = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class CostTable:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._file = JsonTable(path, VERSION, MOST_ENTRIES, "stage costs are measured by this process")
+        self._file = JsonTable(path, MOST_ENTRIES, "stage costs are measured by this process")
         self._known: dict[str, StageCosts] = {}
 
     def find(self, settings: Mapping[str, Any]) -> StageCosts | None:

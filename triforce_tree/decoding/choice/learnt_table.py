@@ -23,7 +23,7 @@ from triforce_tree.runtime.files.user_folders import user_cache
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-VERSION, MOST_ENTRIES = 1, 300
+MOST_ENTRIES = 300
 # Temperatures up to this one are one class, higher ones another.
 _LOW_TEMPERATURE = 0.7
 
@@ -59,7 +59,7 @@ class LearntChoices:
         settings = settings_of(program, DeviceProbs.kind(to_probs), transferred)
         self._settings = settings | {"temperature": temperature_class(to_probs)}
         path = path or _user_file()
-        self._file = JsonTable(path, VERSION, MOST_ENTRIES, "estimates start anew in each process")
+        self._file = JsonTable(path, MOST_ENTRIES, "estimates start anew in each process")
 
     def last(self) -> LearntChoice | None:
         """What the last request left; the same on all ranks."""

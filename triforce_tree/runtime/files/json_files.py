@@ -64,14 +64,13 @@ class JsonTable:
 
     Args:
         path: of the file, which need not exist; None for no file.
-        version: of its format; entries of another one are dropped.
         most: entries; the oldest ones beyond are dropped.
         consequence: what follows where the file cannot be used, for the warning.
     """
 
-    def __init__(self, path: Path | None, version: int, most: int, consequence: str) -> None:
-        self.path, self._version, self._most, self._consequence = path, version, most, consequence
-        self._warned = self._newer = False
+    def __init__(self, path: Path | None, most: int, consequence: str) -> None:
+        self.path, self._most, self._consequence = path, most, consequence
+        self._warned = False
 
     @staticmethod
     def key(settings: Mapping[str, Any]) -> str:
@@ -89,32 +88,25 @@ class JsonTable:
         except (OSError, ValueError) as error:
             self._warn(f"cannot be read ({error})")
             return {}
-        version = held.get("version") if isinstance(held, dict) else None
-        self._newer = isinstance(version, int) and version > self._version
-        if isinstance(version, int) and version < self._version:
-            return {}  # of an earlier release; the next entry replaces it
-        if version != self._version:
-            self._warn(f"is no table of version {self._version}")
+        entries = held.get("entries") if isinstance(held, dict) else None
+        if not isinstance(entries, dict):
+            self._warn("is no table")
             return {}
-        entries = held.get("entries")
-        return entries if isinstance(entries, dict) else {}
+        return entries
 
     def put(self, key: str, entry: Mapping[str, Any]) -> None:
         """Add an entry as the newest, or replace it.
 
-        Other processes' entries stay, but for those that are written in the same moment; a file of a later
-        release stays as it is.
+        Other processes' entries stay, but for those that are written in the same moment.
         """
         path = self.path
         if path is None:
             return
         entries = self.entries()
-        if self._newer:
-            return
         entries.pop(key, None)
         entries[key] = dict(entry)
         kept = dict(list(entries.items())[-self._most :])
-        text = json.dumps({"version": self._version, "entries": kept}, indent=1, ensure_ascii=False)
+        text = json.dumps({"entries": kept}, indent=1, ensure_ascii=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, text + "\n")
