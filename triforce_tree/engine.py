@@ -46,7 +46,7 @@ from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.planning.device_defaults import chosen_settings
+from triforce_tree.planning.device_defaults import resolve
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import Progress
@@ -164,8 +164,8 @@ class Engine:
         # The defaults are measured with the full cache and all weights on the device.
         if hierarchy.offloads or hierarchy.target.streamed is not None:
             return
-        longest, models = max(map(len, prompts)), (hierarchy.target, hierarchy.draft)
-        hierarchy.config = chosen_settings(self._config, self._given, *models, longest, len(prompts))
+        longest = max(map(len, prompts))
+        hierarchy.config = resolve(self._config, self._given, hierarchy.facts, longest, len(prompts))
 
     @contextmanager
     def program(

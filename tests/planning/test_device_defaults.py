@@ -9,78 +9,89 @@ import pytest
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.planning.device_defaults import (
     BUDGETS,
+    ModelFacts,
     Read,
     bytes_of_token,
-    device_defaults,
     missed,
+    resolve,
     retrieval_size,
 )
 from triforce_tree.planning.memory_layout import levels_of
 
 
-def options(
+def settings(
     config: HierarchyConfig | None = None, given: tuple[str, ...] = (), **changed: Any
 ) -> dict[str, Any]:
-    arguments = {"gpu": True, "prompt": 122_880, "group": 1, "trees": True, **changed}
-    return device_defaults(config or HierarchyConfig(), given, **arguments).as_options()
+    facts = {
+        "gpu": True,
+        "group": 1,
+        "grows_trees": True,
+        "weights": 52.3e6,
+        "slot": 18_432,
+        "drafted": 28.3e6 / 3,
+    }
+    facts |= {name: changed.pop(name) for name in list(changed) if name in facts}
+    # A CPU's retrieval cache stays as it is where a prompt is too short for any other.
+    request = {"prompt": 122_880 if facts["gpu"] else 2000, **changed}
+    return resolve(config or HierarchyConfig(), given, ModelFacts(**facts), **request).as_options()
 
 
 def test_a_cpu_keeps_the_defaults() -> None:
     defaults = HierarchyConfig(retrieval_weight_bits="auto").as_options()
-    assert options(gpu=False, trees=False) == defaults
+    assert settings(gpu=False, grows_trees=False) == defaults
     others = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
-    assert options(gpu=False) == {**defaults, "other_trees": others}
+    assert settings(gpu=False) == {**defaults, "other_trees": others}
     without = HierarchyConfig(lookup=0)
-    assert options(without, given=("lookup",), gpu=False)["other_trees"] == others[:2]
-    assert options(given=("retrieval_weight_bits",), gpu=False)["retrieval_weight_bits"] == 16
+    assert settings(without, given=("lookup",), gpu=False)["other_trees"] == others[:2]
+    assert settings(given=("retrieval_weight_bits",), gpu=False)["retrieval_weight_bits"] == 16
 
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_other_trees_are_for_trees_and_memory_that_were_not_given(gpu: bool) -> None:
-    found = options(gpu=gpu)["other_trees"]
+    found = settings(gpu=gpu)["other_trees"]
     assert len(found) == (3 if gpu else 4)
-    assert options(gpu=gpu)["tree"] not in found
+    assert settings(gpu=gpu)["tree"] not in found
     for given in (("tree",), ("other_trees",)):
-        assert options(given=given, gpu=gpu)["other_trees"] is None
+        assert settings(given=given, gpu=gpu)["other_trees"] is None
     for changed in ({"tree": "chain:3"}, {"gpu_memory": "8GiB"}, {"offload": True}, {"lookup": 4}):
         own = HierarchyConfig.from_options(**changed)
-        assert options(own, gpu=gpu)["other_trees"] is None, changed
-    assert options(trees=False, gpu=gpu)["other_trees"] is None
+        assert settings(own, gpu=gpu)["other_trees"] is None, changed
+    assert settings(grows_trees=False, gpu=gpu)["other_trees"] is None
 
 
 def test_a_gpu_has_its_own() -> None:
-    found = options()
+    found = settings()
     names = ("gamma", "tree", "budget", "chunk", "runner_ups", "recent", "retrieval_weight_bits")
     assert [found[name] for name in names] == [20, "best-first:4,4,4,3", 8192, 32, None, 256, "auto"]
-    grouped = options(group=4)
+    grouped = settings(group=4)
     assert (grouped["gamma"], grouped["runner_ups"], grouped["budget"]) == (15, False, 8192)
     assert grouped["other_trees"][0] != found["other_trees"][0], "many rows cost more there"
-    assert options(trees=False)["tree"] == HierarchyConfig().tree, "a drafter has its own trees"
+    assert settings(grows_trees=False)["tree"] == HierarchyConfig().tree, "a drafter has its own trees"
 
 
 def test_a_gpu_verifies_a_tree_behind_the_chain_where_few_tokens_are_added() -> None:
-    assert options()["tail_tree"] is True
-    assert options(group=8)["tail_tree"] is True
-    assert options(gpu=False)["tail_tree"] is False
-    assert options(trees=False)["tail_tree"] is False, (
+    assert settings()["tail_tree"] is True
+    assert settings(group=8)["tail_tree"] is True
+    assert settings(gpu=False)["tail_tree"] is False
+    assert settings(grows_trees=False)["tail_tree"] is False, (
         "how many nodes a drafter's trees have is not known here"
     )
-    assert options(given=("tail_tree",))["tail_tree"] is False
+    assert settings(given=("tail_tree",))["tail_tree"] is False
     for changed in (
         {"gamma": 25},
         {"tree": "best-first:16,17,16,14"},
         {"offload": True},
         {"gpu_memory": "8GiB"},
     ):
-        assert options(HierarchyConfig.from_options(**changed))["tail_tree"] is False, changed
-    assert options(HierarchyConfig(gamma=24))["tail_tree"] is True
-    assert [options(batch=n)["tail_tree"] for n in (2, 3)] == [True, False], "56 tokens each"
-    assert [options(batch=n, group=4)["tail_tree"] for n in (4, 5)] == [True, False], "31 tokens each"
+        assert settings(HierarchyConfig.from_options(**changed))["tail_tree"] is False, changed
+    assert settings(HierarchyConfig(gamma=24))["tail_tree"] is True
+    assert [settings(batch=n)["tail_tree"] for n in (2, 3)] == [True, False], "56 tokens each"
+    assert [settings(batch=n, group=4)["tail_tree"] for n in (4, 5)] == [True, False], "31 tokens each"
 
 
 @pytest.mark.parametrize("prompt", [1, 4096, 8192, 32_768, 65_536, 122_880, 1_000_000])
 def test_the_budget_follows_the_context(prompt: int) -> None:
-    config = device_defaults(HierarchyConfig(), (), True, prompt, 1, True)
+    config = resolve(HierarchyConfig(), (), ModelFacts(gpu=True, group=1, grows_trees=True), prompt)
     retrieval = config.retrieval
     assert retrieval.budget <= max(1024, prompt // 4)
     assert prompt >= 98_304 or prompt / retrieval.chunk <= 6144, "not too many means to read in each round"
@@ -90,19 +101,19 @@ def test_the_budget_follows_the_context(prompt: int) -> None:
 def test_given_options_are_kept() -> None:
     defaults = HierarchyConfig().as_options()
     for name in ("gamma", "tree", "retrieval_weight_bits"):
-        assert options(given=(name,))[name] == defaults[name], "even at their defaults"
+        assert settings(given=(name,))[name] == defaults[name], "even at their defaults"
     own = HierarchyConfig.from_options(gamma=7, tree="chain:2", runner_ups=True)
-    assert {name: options(own, group=8)[name] for name in ("gamma", "tree", "runner_ups")} == {
+    assert {name: settings(own, group=8)[name] for name in ("gamma", "tree", "runner_ups")} == {
         "gamma": 7, "tree": "chain:2", "runner_ups": True,
     }  # fmt: skip
     # Budget, chunk and recent depend on each other.
     for changed in ({"recent": 512}, {"budget": 3072}, {"chunk": 16}):
-        found = options(HierarchyConfig.from_options(**changed))
+        found = settings(HierarchyConfig.from_options(**changed))
         assert {name: found[name] for name in ("budget", "chunk", "recent")} == {
             **{name: defaults[name] for name in ("budget", "chunk", "recent")},
             **changed,
         }
-    assert options(given=("budget",))["chunk"] == defaults["chunk"]
+    assert settings(given=("budget",))["chunk"] == defaults["chunk"]
 
 
 def test_bits_of_level_1_are_numbers_or_auto() -> None:
@@ -164,9 +175,8 @@ def test_more_is_read_where_it_costs_less() -> None:
 
 def test_a_cpus_defaults_follow_it_unless_an_option_is_given() -> None:
     def chosen(given: tuple[str, ...] = (), prompt: int = 32_768, **options: Any) -> tuple[int, int]:
-        config = HierarchyConfig.from_options(**options)
-        made = device_defaults(config, given, False, prompt, 1, True, read=lambda: PAIR).retrieval
-        return made.budget, made.chunk
+        made = settings(HierarchyConfig.from_options(**options), given, gpu=False, prompt=prompt)
+        return made["budget"], made["chunk"]
 
     assert chosen() == tuple(retrieval_size(PAIR, 32_768, 12).values()) != (1536, 8)
     assert chosen(prompt=2000) == (1536, 8)

@@ -43,7 +43,7 @@ class Memory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     """A machine whose targets gain from few bits, with a reserve of nothing."""
     found = Memory()
-    monkeypatch.setattr(level_one_copy, "gains_from_few_bits", lambda target: True)
+    monkeypatch.setattr(device_defaults, "gains_from_few_bits", lambda target: True)
     monkeypatch.setattr(device_defaults, "_LEAST_UNUSED", 0)
     monkeypatch.setattr(assembly, "_MAX_SEQ_LEN_STEP", STEP)
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: found.free)

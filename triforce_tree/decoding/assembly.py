@@ -26,6 +26,7 @@ from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.limits import within_limits
 from triforce_tree.models.settings import check_settings
+from triforce_tree.planning.device_defaults import ModelFacts
 from triforce_tree.planning.memory_layout import Workload, levels_of
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
@@ -85,6 +86,7 @@ class Hierarchy:
         with told("comparing the forward of a few tokens with transformers' own"):
             self.guard = compare_at_load(target)
         self._made_of = self._revisions
+        self._facts: tuple[object, ModelFacts] | None = None
 
     @property
     def config(self) -> HierarchyConfig:
@@ -97,6 +99,13 @@ class Hierarchy:
         if self.target.states is not None:
             config = within_limits(self.target.name, config, self.draft is not None)
         self._config = config
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the defaults depend on; read again where the models have changed."""
+        if self._facts is None or self._facts[0] != self._revisions:
+            self._facts = self._revisions, ModelFacts.of(self.target, self.draft)
+        return self._facts[1]
 
     def drafter(self) -> Drafter:
         """Level 0 under the current settings; a draft model's has new buffers."""
@@ -344,7 +353,7 @@ class Hierarchy:
         if prefix is None or split is not None or (batch == 1 and not prefix.room):
             prefix = PrefixTree()
         chooses = self.config.retrieval_weight_bits == "auto" and batch == 1 and levels == 3 and not prefix
-        chooses = chooses and not self.config.offloads and self.level_one.choosable
+        chooses = chooses and not self.config.offloads and self.level_one.choosable and self.facts.few_bits
         # Without the bits that are chosen: the last program serves with those that it has.
         wanted = (self.config, chooses, batch, levels, split)
         kept_cache: list[FullCache] = []

@@ -95,6 +95,8 @@ class DraftLevel:
             trees = (chain_shape(config.matched_tokens(False)),)
         else:
             trees = tuple(with_chain(shape, config.matched_tokens(True)) for shape in config.trees)
+        if trees == config.trees:
+            return config
         return replace(config, tree=trees[0], other_trees=trees[1:])
 
     def drafter(self, config: HierarchyConfig) -> Drafter:

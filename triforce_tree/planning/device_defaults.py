@@ -11,9 +11,8 @@ better, and more means of them are read.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
@@ -26,9 +25,8 @@ from triforce_tree.models.model_copy import listed_layers, weight_bytes
 from triforce_tree.planning.batch_size import bytes_beside_models
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, MIB, Sizes
-from triforce_tree.planning.pass_time import pass_tokens
-from triforce_tree.trees.device_shapes import tree_shapes
-from triforce_tree.trees.shapes import Shape, grown_alone
+from triforce_tree.trees.device_shapes import device_tree_shape, tree_shapes
+from triforce_tree.trees.shapes import Shape, grown_alone, tree_shape
 
 # (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps:
 # buffers and graphs are made anew for other settings.
@@ -51,6 +49,7 @@ _GAMMA, _GROUPED_GAMMA = 20, 15
 _TAIL_TOKENS = 64
 # From this many query heads for each KV head on a chain of 16 tokens fills a tile of the attention kernel.
 _GROUPED = 4
+_DEFAULTS = HierarchyConfig().as_options()
 _RETRIEVAL_NAMES = frozenset({"budget", "chunk", "recent"})
 # A product with weights of 8 bits takes a microsecond more to launch than one of 16, and a layer has four of
 # them (``docs/kernel.md``): layers of fewer bytes gain nothing. On a CPU those of a few MiB stay in caches.
@@ -127,62 +126,86 @@ def retrieval_size(read: Read, context: int, gamma: int) -> dict[str, int]:
     return {"budget": budget, "chunk": chunk}
 
 
-def device_defaults(
-    config: HierarchyConfig,
-    given: Collection[str],
-    gpu: bool,
-    prompt: int,
-    group: int,
-    trees: bool,
-    batch: int = 1,
-    read: Callable[[], Read] | None = None,
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the defaults depend on of the models and of their device.
+
+    Attributes:
+        gpu: whether the target is on a GPU.
+        group: query heads of the target for each KV head.
+        grows_trees: whether a draft model grows trees of any shape.
+        few_bits: whether level 1 should be faster in 8 bits (:func:`gains_from_few_bits`).
+        weights, drafted: bytes of the target's and of the draft's weights; without a draft 0.
+        slot: bytes of the keys and values of one token, in layers without a window.
+    """
+
+    gpu: bool
+    group: int
+    grows_trees: bool
+    few_bits: bool = False
+    weights: float = 0.0
+    drafted: float = 0.0
+    slot: float = 0.0
+
+    @classmethod
+    def of(cls, target: HFModel, draft: HFModel | None) -> "ModelFacts":
+        """Reads these facts from the models, which visits all their modules."""
+        elements = sum(shape.elements for shape in target.kv_shapes if shape.window is None)
+        return cls(
+            gpu=target.device.type == "cuda",
+            group=target.heads.group,
+            grows_trees=draft is not None and target.states is None,
+            few_bits=gains_from_few_bits(target),
+            weights=weight_bytes(target.model),
+            drafted=weight_bytes(draft.model) if draft is not None else 0.0,
+            slot=elements * target.dtype.itemsize,
+        )
+
+    def read(self, config: HierarchyConfig, batch: int) -> Read:
+        """The bytes that passes read for one of ``batch`` sequences, on a CPU."""
+        few = config.retrieval_weight_bits == 8 or self.few_bits
+        weights, depth = self.weights / batch, tree_shapes(config)[0].depth
+        return Read(weights, weights / 4 if few else weights, self.slot, depth * self.drafted / batch)
+
+
+def resolve(
+    config: HierarchyConfig, given: Collection[str], facts: ModelFacts, prompt: int, batch: int = 1
 ) -> HierarchyConfig:
-    """``config`` with a device's own values for options that were left at their defaults.
+    """Returns a request's settings: ``config`` with the device's values for options left at their defaults.
+
+    It is called once for a request whose keys, values and weights are all on the device.
 
     Args:
         given: names of options that stay as they are, even at their defaults.
-        gpu: whether the target is on one; a CPU's defaults are those of ``HierarchyConfig``, but for
-            ``other_trees``, ``retrieval_weight_bits``, and ``budget`` and ``chunk`` where ``read`` is given.
+        facts: of the models. On a CPU the defaults are those of ``HierarchyConfig``, but for ``other_trees``,
+            ``retrieval_weight_bits``, ``budget`` and ``chunk``.
         prompt: tokens of the longest prompt.
-        group: query heads of the target for each KV head.
-        trees: whether a draft model grows trees of any shape.
         batch: sequences.
-        read: bytes that passes read, for a CPU's budget and chunk.
     """
-    options, defaults = config.as_options(), HierarchyConfig().as_options()
-    free = {name for name in options if name not in given and options[name] == defaults[name]}
+    options = config.as_options()
+    free = {name for name in options if name not in given and options[name] == _DEFAULTS[name]}
     chosen: dict[str, Any] = {"retrieval_weight_bits": "auto"}
-    grouped = group >= _GROUPED
-    shapes = (_GROUPED_TREES if grouped else _GPU_TREES) if gpu else _CPU_TREES
-    if trees and "tree" in free and (others := _beside(shapes, config, config.lookup, given)):
+    grouped = facts.group >= _GROUPED
+    shapes = (_GROUPED_TREES if grouped else _GPU_TREES) if facts.gpu else _CPU_TREES
+    if facts.grows_trees and "tree" in free and (others := _beside(shapes, config, given)):
         chosen["other_trees"] = others
-    if gpu:
+    if facts.gpu:
         chosen["gamma"] = _GROUPED_GAMMA if grouped else _GAMMA
-        if trees:
+        if facts.grows_trees:
             chosen["tree"] = _TREE
         if grouped:
             chosen["runner_ups"] = False
         if free >= _RETRIEVAL_NAMES:
-            _, budget, chunk = retrieval_step(prompt, group)
+            _, budget, chunk = retrieval_step(prompt, facts.group)
             chosen |= {"budget": budget, "chunk": chunk}
-    elif read is not None and free >= _RETRIEVAL_NAMES:
-        chosen |= retrieval_size(read(), prompt, config.gamma)
-    chosen = {name: value for name, value in chosen.items() if name in free}
-    made = HierarchyConfig.from_options(**{**options, **chosen})
-    if gpu and trees and "tail_tree" in free and not config.offloads:
-        with_tail = replace(made, tail_tree=True)
-        tokens = pass_tokens(with_tail, 3)
-        return with_tail if tokens <= _TAIL_TOKENS and tokens * batch <= MOST_ROWS else made
-    return made
-
-
-def bytes_read(target: HFModel, draft: HFModel | None, config: HierarchyConfig, batch: int = 1) -> Read:
-    """What passes of these models read for a sequence, on a CPU."""
-    weights = weight_bytes(target.model) / batch
-    few = config.retrieval_weight_bits == 8 or gains_from_few_bits(target)
-    slot = sum(shape.elements for shape in target.kv_shapes if shape.window is None) * target.dtype.itemsize
-    drafted = weight_bytes(draft.model) / batch if draft is not None else 0.0
-    return Read(weights, weights / 4 if few else weights, slot, tree_shapes(config)[0].depth * drafted)
+    elif free >= _RETRIEVAL_NAMES:
+        chosen |= retrieval_size(facts.read(config, batch), prompt, config.gamma)
+    if facts.gpu and facts.grows_trees and not config.offloads:
+        values = {**options, **{name: value for name, value in chosen.items() if name in free}}
+        tail = device_tree_shape(tree_shape(values["tree"])).nodes - 1
+        tokens = 1 + values["gamma"] * (1 if values["runner_ups"] is False else 2) + tail
+        chosen["tail_tree"] = tokens <= _TAIL_TOKENS and tokens * batch <= MOST_ROWS
+    return config.changed({name: value for name, value in chosen.items() if name in free})
 
 
 def retrieval_step(prompt: int, group: int) -> tuple[int, int, int]:
@@ -192,33 +215,14 @@ def retrieval_step(prompt: int, group: int) -> tuple[int, int, int]:
 
 
 def _beside(
-    shapes: Sequence[str | Shape], config: HierarchyConfig, lookup: int | None, given: Collection[str]
+    shapes: Sequence[str | Shape], config: HierarchyConfig, given: Collection[str]
 ) -> tuple[str | Shape, ...]:
-    """Those of ``shapes`` that passes may take in place of the tree, where ``other_trees`` is not given.
-
-    Args:
-        lookup: most matched tokens beside every tree.
-    """
+    """Returns those of ``shapes`` that passes may take in place of the tree, where none are given."""
     # Buffers of more shapes are not in the memory plan; with a chain beside them shapes differ little.
-    if config.offloads is not False or lookup:
+    if config.offloads is not False or config.lookup:
         return ()
     # lookup=0 asks for no matched tokens at all.
     return grown_alone(shapes) if "lookup" in given else tuple(shapes)
-
-
-def chosen_settings(
-    config: HierarchyConfig,
-    given: Collection[str],
-    target: HFModel,
-    draft: HFModel | None,
-    prompt: int,
-    batch: int = 1,
-) -> HierarchyConfig:
-    """Returns ``config`` with the device's defaults for ``batch`` prompts of at most ``prompt`` tokens."""
-    trees = draft is not None and target.states is None
-    gpu, group = target.device.type == "cuda", target.heads.group
-    read = partial(bytes_read, target, draft, config, batch)
-    return device_defaults(config, given, gpu, prompt, group, trees, batch, read)
 
 
 def gains_from_few_bits(target: HFModel) -> bool:

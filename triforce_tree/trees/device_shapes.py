@@ -7,6 +7,7 @@ draws of these children (``kernels.step.place_nodes``).
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees.sequoia import Ranks
@@ -74,6 +75,7 @@ class DeviceTreeShape:
         return 1 + max(rank for _, rank in self.places[depth])
 
 
+@lru_cache(maxsize=256)
 def device_tree_shape(shape: Shape) -> DeviceTreeShape:
     """The layout of a shape's nodes."""
     if isinstance(shape, WithChain):
@@ -86,7 +88,12 @@ def device_tree_shape(shape: Shape) -> DeviceTreeShape:
 
 def tree_shapes(config: HierarchyConfig) -> list[DeviceTreeShape]:
     """The layouts of ``config.shapes``."""
-    return [device_tree_shape(parse_shape(shape)) for shape in config.shapes]
+    return list(_layouts(config.shapes))
+
+
+@lru_cache(maxsize=256)
+def _layouts(shapes: tuple[str | Shape, ...]) -> tuple[DeviceTreeShape, ...]:
+    return tuple(device_tree_shape(parse_shape(shape)) for shape in shapes)
 
 
 @dataclass(frozen=True)

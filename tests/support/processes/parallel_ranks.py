@@ -24,11 +24,10 @@ from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine, load
 from triforce_tree.bench.texts import pydoc_text
 from triforce_tree.config import load_arguments
-from triforce_tree.decoding.memory import level_one_copy
 from triforce_tree.kv.offload import layout
 from triforce_tree.models import tensor_parallel
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.planning import batch_size, machine, memory_plan
+from triforce_tree.planning import batch_size, device_defaults, machine, memory_plan
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed, stage_clock
 
@@ -179,7 +178,7 @@ def decisions() -> dict[str, Any]:
     result["plan"] = plan.as_dict()
 
     # Level 1's bits by "auto": every rank has room for a copy, then only rank 0.
-    level_one_copy.gains_from_few_bits = lambda target: True
+    device_defaults.gains_from_few_bits = lambda target: True
     batch_size.total_bytes = lambda device: 0
     for name, room in (("room", 1 << 50), ("room on rank 0", 0 if RANK else 1 << 50)):
         batch_size.free_bytes = lambda device, room=room: room

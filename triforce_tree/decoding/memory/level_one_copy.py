@@ -14,7 +14,7 @@ from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.planning import batch_size
-from triforce_tree.planning.device_defaults import gains_from_few_bits, level_one_bits
+from triforce_tree.planning.device_defaults import level_one_bits
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import Sizes
 from triforce_tree.runtime import distributed
@@ -67,13 +67,12 @@ class LevelOneCopy:
 
     @property
     def choosable(self) -> bool:
-        """Whether fewer bits may be chosen: the target gains from them (``gains_from_few_bits``).
+        """Whether a copy may be made without being asked for.
 
-        Not after memory ran out with a copy, and not for a target that was seen to change, as in training:
-        a copy would be of other weights soon.
+        It may not after memory ran out with a copy, and not for a target that was seen to change, as in
+        training: a copy would soon be of other weights.
         """
-        changes = self._target.revision + self._target.weights_revision
-        return not (changes or self._given_up) and gains_from_few_bits(self._target)
+        return not (self._target.revision or self._target.weights_revision or self._given_up)
 
     def with_bits(
         self,
