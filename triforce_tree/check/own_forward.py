@@ -18,6 +18,7 @@ from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 _CHUNK = 2048  # tokens of a prompt in one forward
+_SCORED = 256  # tokens in one forward that returns the logits of all of them
 
 
 class RoundedCache(DynamicCache):
@@ -115,3 +116,30 @@ def last_position_logits(engine: Engine, tokens: Sequence[int], positions: int) 
     with torch.no_grad():
         logits: Tensor = model(as_ids(model, tokens), logits_to_keep=positions, **how).logits
     return logits[0, -positions:].float()
+
+
+@torch.no_grad()
+def token_logprobs(engine: Engine, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
+    """Scores the tokens from ``start`` on, each given all tokens before it, by the target's raw logits.
+
+    Args:
+        start: number of tokens that are given; at least 1.
+
+    Returns:
+        Log-probabilities, fp32 ``[len(tokens) - start]``, and whether each token is the most probable one,
+        bool, both in host memory.
+    """
+    model: Any = engine.hierarchy.target.model
+    cache = prefilled(engine, tokens[: start - 1])
+    # Where rotary frequencies depend on the length, one forward chooses them for all tokens.
+    chunk = _SCORED if LengthRope.of(model) is None else len(tokens)
+    logprobs, greedy = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
+    for at in range(start - 1, len(tokens) - 1, chunk):
+        fed = tokens[at : min(at + chunk, len(tokens) - 1)]
+        out = model(as_ids(model, fed), use_cache=True, **{CACHE: cache})
+        cache = out[CACHE]
+        found = out.logits[0].float()
+        coming = as_ids(model, tokens[at + 1 : at + 1 + len(fed)])[0].to(found.device)
+        logprobs.append(found.log_softmax(-1).gather(-1, coming[:, None])[:, 0].cpu())
+        greedy.append((found.argmax(-1) == coming).cpu())
+    return torch.cat(logprobs), torch.cat(greedy)

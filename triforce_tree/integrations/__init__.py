@@ -1,0 +1,1 @@
+"""Classes by which other programs use this engine."""
