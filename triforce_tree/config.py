@@ -9,7 +9,7 @@ from triforce_tree.option_checks import alone, misplaced_option, one_of, unknown
 from triforce_tree.trees.shapes import MOST_DEPTH, Shape, grown_alone, other_shapes, tree_shape
 from triforce_tree.trees.topology_files import SUFFIX
 
-# Most tokens that one pass may propose.
+# The most tokens that one pass may propose.
 MOST_PROPOSED = 1024
 # With the root one tile of 16 rows in the target's forward.
 _MATCHED_ALONE = 15
@@ -19,7 +19,7 @@ NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False 
 
 @dataclass(frozen=True)
 class StreamingConfig:
-    """The draft model's cache: ``sinks`` first tokens and a window of recent ones (StreamingLLM).
+    """The draft model's cache: the first ``sinks`` tokens and a window of the newest ones (StreamingLLM).
 
     Tokens leave the window in blocks: it holds between ``window`` and ``2 * window`` tokens.
     """
@@ -34,20 +34,15 @@ class StreamingConfig:
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """The retrieval cache of level 1, in tokens (TriForce, section 4.1).
+    """The retrieval cache of level 1 (TriForce, section 4.1).
 
-    ``budget`` counts the first chunk and the ``recent`` window, which are always included, and the retrieved
-    chunks; the window may exceed ``recent`` by half before its start moves. With ``refresh`` = n every n-th
-    forward of level 1, counted from the first one after each level-2 pass, selects its chunks by the query of
-    its root; with 0 only that first one does.
+    ``budget`` is its size in tokens. It holds the first chunk of the text, the ``recent`` newest tokens, and
+    the chunks that were retrieved. Its window of recent tokens may grow by half before its start moves.
 
-    ``select_chunks`` is the retrieval policy, on every device and for an offloaded cache: a function with the
-    arguments of ``triforce_tree.kernels.step.select_chunks``, the default: for each KV head chunk 0 and the
-    chunks whose mean keys score highest with the root's query. A policy that needs more, or that CUDA graphs
-    cannot hold, has attributes which say so (:class:`triforce_tree.kv.chunk_policy.ChunkPolicy`).
-
-    With ``key_variance`` the variances of each chunk's keys are kept as well, and enter its score: in some
-    models a better selection, for twice the bytes that are read to select (docs/retrieval.md).
+    ``select_chunks`` is the retrieval policy: a function with the arguments of
+    ``triforce_tree.kernels.step.select_chunks``, the default, which selects chunk 0 for each KV head and the
+    chunks whose mean keys score highest with the root's query. What a policy needs beside these arguments
+    is said by its attributes (:class:`triforce_tree.kv.chunk_policy.ChunkPolicy`).
     """
 
     budget: int = 1536
@@ -84,67 +79,34 @@ class RetrievalConfig:
             )
 
     def columns(self, head_dim: int) -> int:
-        """Numbers that are kept of each chunk's keys: their mean, and with ``key_variance`` the variances."""
+        """Returns how many numbers are kept of a chunk's keys: means, and with ``key_variance`` variances."""
         return 2 * head_dim if self.key_variance else head_dim
 
     def chooses(self, forward: int) -> bool:
-        """Whether this forward of level 1, counted from 0 after each level-2 pass, selects chunks."""
+        """Returns whether a forward of level 1 selects chunks; the first after a level-2 pass is number 0."""
         return forward == 0 or (self.refresh > 0 and forward % self.refresh == 0)
 
 
 @dataclass(frozen=True)
 class HierarchyConfig:
-    """What each level does in one step.
+    """The settings of all levels. docs/options.md and docs/advanced.md say what each option does.
 
-    ``gamma`` is γ2, the most tokens that level 1 proposes to one level-2 pass, in ``rounds`` forwards (None:
-    chosen from measured acceptance and stage times); ``tree`` the shape of the draft model's token trees (see
-    :func:`triforce_tree.trees.shapes.parse_shape`); ``other_trees`` are at most two further shapes that
-    passes may take instead, where they are expected to be faster, and ``lookup:N``, at most N tokens that
-    followed the newest ones before, for one N or two (names in one string, or a sequence; "none" for none;
-    None: by the device where ``tree`` is not given, else none). ``runner_ups`` says whether level 2 also
-    verifies one runner-up token at every depth of the chain (None: on a GPU, where more tokens in a forward
-    cost little), ``tail_tree`` whether it also verifies a tree of the shape ``tree`` at the chain's end.
-    ``lookup`` is the most tokens that suffix matching proposes: alone where there is no draft model (None:
-    15), else beside the draft's trees, in the same pass (None: 0, which is none). ``levels`` 3 is the whole
-    hierarchy, 2 the draft under the full target, 1 autoregressive decoding, without matched tokens too;
-    "auto" takes 3 where the prompt is at least twice the retrieval budget and some layer of the target sees
-    more of it than a sliding window, else 2. While decoding, passes of fewer levels take their place where
-    that is faster: plain ones always, those of two levels with "auto" (on a cache that is not offloaded).
+    Values that are left at their defaults are chosen for a request by the device's defaults
+    (``planning/device_defaults.py``) or, where memory is limited, by the memory plan. Some values mean a
+    choice that is made later:
 
-    Level 1 may run on a copy of the weights in ``retrieval_weight_bits`` 8 or 4, which changes what is
-    proposed, but not the distribution of the output; "auto" is 8 for large layers where there is memory to
-    spare, else 16, where no memory plan decides (docs/options.md).
-    ``prefill_chunk`` tokens of a prompt are prefilled in one forward; None: 1024, on a GPU 4096.
-
-    ``kv_bits`` 8 stores the target's keys and values in 8 bits, with a scale for each vector; 16 is the
-    target's own dtype. Output then follows exactly the distribution of the target with that cache, as plain
-    decoding (``levels=1``) with the same ``kv_bits`` does.
-
-    ``exact`` True computes the target so that a token's logits do not depend, to the last bit, on the tokens
-    verified with it: greedy text is that of plain decoding (``levels=1``) with ``exact``, ties of equal
-    logits included, in 16 bits too (docs/losslessness.md).
-
-    ``context_parallel`` C splits the keys and values of every sequence by position over C of the W
-    processes that torchrun started, where C divides W; W / C processes each split the target's heads. "auto"
-    becomes, when models are loaded, the C that is possible and has the fastest passes by their bytes and
-    collectives.
-
-    ``prefix_cache`` True keeps keys and values of the last call where a prompt begins with the same tokens,
-    in whole chunks of a prefill, so that the text stays the same, bit by bit. It takes no memory. A size
-    (``"16GiB"``, or bytes) also keeps chunks of the texts before in so much host memory, those used longest
-    ago dropped first: for caches on the device without sliding windows, recurrent layers or several ranks.
-
-    ``offload`` True keeps the full cache in host memory, as far as ``gpu_memory`` (bytes, or "24GiB": the
-    most that the whole engine takes of the device) does not hold it; "auto" does so where the device cannot
-    hold all of it, False never; None is "auto" where ``gpu_memory`` or ``host_memory`` is given, and else
-    False. ``host_memory`` is the most of host memory for page-locked KV slots and weights, in all processes
-    of this machine; None leaves 4 GiB or a tenth of it to the system, whichever is more. ``offload_weights``
-    True keeps the weights of the target's layers there too, and copies them to the device in each pass of
-    level 2; "auto" does so, where a cache may be offloaded, with models named by id or folder whose weights
-    alone exceed the device, or ``gpu_memory``; False never. True alone means ``offload`` True.
-    ``host_attention`` True lets the CPU attend to a share of the KV slots in host memory while the others are
-    copied; "auto" does so where something is offloaded and the package has a kernel for this processor and
-    model; False never.
+    - ``levels`` "auto": by the length of the prompt, and again before each pass.
+    - ``rounds`` None: before each pass, from measured acceptance and stage times.
+    - ``other_trees`` None: by the device where ``tree`` is not given, else none.
+    - ``runner_ups`` None: on a GPU.
+    - ``lookup`` None: 15 tokens without a draft model, else none.
+    - ``retrieval_weight_bits`` "auto": when buffers are made, by free memory.
+    - ``prefill_chunk`` None: by the device.
+    - ``context_parallel`` "auto": when the models are loaded.
+    - ``offload`` None: "auto" where ``gpu_memory`` or ``host_memory`` is given, True where
+      ``offload_weights`` is True, else False.
+    - ``offload_weights`` "auto": when models named by id or folder are loaded, where they may be offloaded.
+    - ``host_attention`` "auto": where something is offloaded and a kernel for this processor exists.
     """
 
     levels: int | str = "auto"
@@ -229,10 +191,10 @@ class HierarchyConfig:
             alone("exact=True", {**refused, **split})
 
     def matched_tokens(self, draft_model: bool) -> int:
-        """Most tokens that suffix matching proposes in a pass, alone or beside a draft model's trees.
+        """Returns the most tokens that suffix matching proposes in a pass, alone or beside a draft's trees.
 
         Raises:
-            ValueError: none, where there is no draft model.
+            ValueError: there is no draft model, and ``lookup`` is 0, so that nothing would be proposed.
         """
         if self.lookup == 0 and not draft_model:
             raise ValueError(
@@ -244,12 +206,12 @@ class HierarchyConfig:
 
     @property
     def text_ranks(self) -> int:
-        """Ranks that split each text by position: 1 where "auto" was not decided, as in one process."""
+        """How many ranks split each text by position; 1 where "auto" was not decided, as in one process."""
         return self.context_parallel if isinstance(self.context_parallel, int) else 1
 
     @property
     def shapes(self) -> tuple[str | Shape, ...]:
-        """The trees that passes may propose, ``tree`` first; it alone where rounds are given."""
+        """The trees that passes may propose, ``tree`` first; ``tree`` alone where ``rounds`` is given."""
         if self.rounds is not None or self.levels == 1:
             return self.trees[:1]
         # Passes of two levels verify matched tokens.
@@ -294,24 +256,25 @@ class HierarchyConfig:
         return 0 if isinstance(self.prefix_cache, bool) else bytes_of(self.prefix_cache, "prefix_cache")
 
     @property
-    def weight_bits(self) -> int:  # of level 1; 16 where "auto" was not decided
+    def weight_bits(self) -> int:
+        """Bits of level 1's weights; 16 where "auto" was not decided."""
         return self.retrieval_weight_bits if isinstance(self.retrieval_weight_bits, int) else 16
 
     def as_options(self) -> dict[str, Any]:
-        """All options as one flat dict, as ``from_options`` takes them."""
+        """Returns all options in one flat dict, as :meth:`from_options` takes them."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         streaming, retrieval = own.pop("streaming"), own.pop("retrieval")
         return {**own, **vars(streaming), **vars(retrieval)}
 
     def changed(self, options: Mapping[str, Any]) -> "HierarchyConfig":
-        """These settings with other options; ``context_parallel="auto"`` stays as it was decided."""
+        """Returns these settings with other options; ``context_parallel="auto"`` stays as it was decided."""
         if options.get("context_parallel") == "auto":
             options = {**options, "context_parallel": self.context_parallel}
         return self.from_options(**{**self.as_options(), **options})
 
     @classmethod
     def from_options(cls, **options: Any) -> "HierarchyConfig":
-        """A configuration from options as the command line and :func:`triforce_tree.load` take them.
+        """Returns the settings that a flat dict of options describes (:func:`flat_options`).
 
         Raises:
             ValueError: an unknown or impossible option.

@@ -63,7 +63,7 @@ def test_their_defaults_are_the_same() -> None:
         ["generate"],
         ["chat"],
         ["explain"],
-        *(["bench", kind] for kind in ("text", "needle", "ruler", "pg19", "longbench")),
+        *(["bench", kind] for kind in ("text", "needle", "pg19")),
         ["check"],
         ["demo"],
     ],

@@ -1,13 +1,13 @@
-"""Defaults by device and context: the settings that were fastest in measurements of models of real size.
+"""The settings of a request: what the user gave, and for the rest values that were fastest when measured.
 
-Figures: ``docs/log/2026-11-21-single-settings.md``, and the lengths in ``docs/results/on_chip_h200.json``.
-On a GPU a pass over a few more tokens costs little more, and chunk means are read anew in every round.
+On a GPU a pass over a few more tokens costs little more, and the mean keys of all chunks are read in every
+round. So the budget and the chunks follow the length of the prompt in steps.
 
-On a CPU budget and chunk are those with the least expected time of a token. A larger budget makes level 1
-slower, and the target accept more of what it proposes. What the target refuses was measured along texts at
-several lengths, budgets and chunks (``docs/log/2026-11-26-budget-and-chunk.md``), and follows a law in these
-alone; a pass over a few tokens takes as long as reading its weights, keys and values. Smaller chunks select
-better, and more means of them are read.
+On a CPU the budget and the chunks are those with the least expected time of a token. A larger budget makes
+level 1 slower, and lets the target accept more of what it proposes. The share that the target refuses follows
+a law that was fitted to measurements (docs/log/2026-11-26-budget-and-chunk.md); a pass over a few tokens
+takes as long as reading its weights, keys and values. Smaller chunks select better, and more of their means
+are read.
 """
 
 import itertools
@@ -28,8 +28,8 @@ from triforce_tree.planning.memory_map import GIB, MIB, Sizes
 from triforce_tree.trees.device_shapes import device_tree_shape, tree_shapes
 from triforce_tree.trees.shapes import Shape, grown_alone, tree_shape
 
-# (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps:
-# buffers and graphs are made anew for other settings.
+# (least tokens of the prompt, budget, chunk): about 4,096 means of each head are read. There are few steps,
+# because other settings need new buffers and graphs.
 _RETRIEVAL = ((98_304, 8192, 32), (49_152, 8192, 16), (32_768, 4096, 8), (8192, 2048, 8), (0, 1024, 8))
 # The same under grouped-query attention, where 16,384 gain as much with sampling as they lose without.
 _GROUPED_RETRIEVAL = (_RETRIEVAL[0], (49_152, 4096, 16), *_RETRIEVAL[2:])
@@ -57,7 +57,7 @@ _LEAST_LAYER, _LEAST_LAYER_CPU = 64 * MIB, 8 * MIB
 # Device memory that a copy of the weights leaves unused where its bits are chosen.
 _LEAST_UNUSED, _UNUSED = 4 * GIB, 0.15
 
-# What a CPU's budget and chunk are chosen among; few, since buffers are made anew for each of them.
+# What a CPU's budget and chunk are chosen from. They are few, because each needs new buffers.
 BUDGETS, CHUNKS = (1024, 1536, 2048, 4096, 8192, 16_384, 32_768), (8, 16, 32)
 # Tokens that a round of drafting adds to the chain.
 _GATHERED = 3.0
@@ -67,13 +67,13 @@ _WORTH = 1.02
 
 @dataclass(frozen=True)
 class Read:
-    """Bytes that passes read, for a sequence.
+    """How many bytes passes read for one sequence.
 
     Attributes:
-        weights: of the target, in one of its forwards.
-        level_one: of level 1's weights, where they have fewer bits.
-        slot: keys and values of one token, in layers without a window.
-        draft: a round of drafting.
+        weights: the target's weights, in one of its forwards.
+        level_one: the weights of level 1, which may have fewer bits.
+        slot: the keys and values of one token, in layers without a window.
+        draft: what a round of drafting reads.
     """
 
     weights: float
@@ -83,10 +83,10 @@ class Read:
 
 
 def missed(budget: int, chunk: int, context: int) -> float:
-    """The expected share of level 1's tokens that the target refuses, each after accepted ones.
+    """Returns the probability that the target refuses a token of level 1 that follows accepted ones.
 
-    Fitted to the embedded pair, the mean of four kinds of text at temperatures of 0.6 and 1 (rms error 7 %).
-    Texts differ by a factor of 2 to 6 behind 32,768 and 65,536 tokens, and of 13 to 41 behind 16,384.
+    The law was fitted to the embedded pair: to the mean of four kinds of text at temperatures of 0.6 and 1
+    (rms error 7 %). Single texts differ from it by a factor of 2 to 41.
 
     Args:
         budget: smaller than ``context``.
@@ -97,7 +97,7 @@ def missed(budget: int, chunk: int, context: int) -> float:
 
 
 def bytes_of_token(read: Read, context: int, budget: int, chunk: int, gamma: int) -> float:
-    """Bytes that are read for a token, with the best number of rounds (arXiv 2211.17192, equation 1)."""
+    """Returns the bytes read per token with the best number of rounds (arXiv 2211.17192, equation 1)."""
     a = 1 - missed(budget, chunk, context)
     # The mean key of each chunk is half of a slot.
     round_ = read.draft + read.level_one + budget * read.slot + context / chunk * read.slot / 2
@@ -110,10 +110,10 @@ def bytes_of_token(read: Read, context: int, budget: int, chunk: int, gamma: int
 
 
 def retrieval_size(read: Read, context: int, gamma: int) -> dict[str, int]:
-    """``budget`` and ``chunk`` for prompts of ``context`` tokens; empty where they are too short for any.
+    """Returns ``budget`` and ``chunk`` for prompts of ``context`` tokens; nothing for too short prompts.
 
     Args:
-        gamma: most tokens of a chain.
+        gamma: the most tokens of a chain.
     """
     sizes = [size for size in itertools.product(BUDGETS, CHUNKS) if 2 * size[0] <= context]
     times = {size: bytes_of_token(read, context, *size, gamma) for size in sizes}
