@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from triforce_tree.api import load
 from triforce_tree.check.own_forward import token_logprobs
+from triforce_tree.config import load_arguments
 
 NAME = "triforce_tree"
 # Longest input where the model's configuration names no limit.
@@ -42,7 +43,7 @@ class TriforceTreeLM(TemplateLM):
             beginning, as with the harness's own models.
         max_gen_toks: new tokens where a task names no limit.
         options: further arguments of :func:`triforce_tree.load`, such as ``device``, ``dtype``, ``levels`` or
-            ``gpu_memory``.
+            ``gpu_memory``; advanced options stand beside them.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class TriforceTreeLM(TemplateLM):
         super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"batch_size={batch_size!r} must be a number of prompts, 1 or more")
-        self.engine = load(pretrained, draft, **options)
+        self.engine = load(pretrained, draft, **load_arguments(options))
         if self.engine.tokenizer is None:
             raise ValueError(f"pretrained={pretrained!r} has no tokenizer; name one by tokenizer=FOLDER")
         self.tokenizer: Any = self.engine.tokenizer
