@@ -45,7 +45,6 @@ for _name in ("api_cases", "program_cases"):
 # Read once, when transformers, datasets and triton are first imported: by the tests, later.
 for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ.setdefault(_name, "1")
-# Whatever was measured on this machine, tests choose their settings themselves.
 # Nothing is read from the user's cache folder or written there. Workers of xdist inherit the folder.
 _OWN_CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="triforce-tree-tests-")
 if _OWN_CACHE:
@@ -78,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if "kernels" in item.keywords and torch.cuda.is_available():
+    if item.get_closest_marker("kernels") and torch.cuda.is_available():
         item.add_marker("gpu")
 
 
@@ -95,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     skip = pytest.mark.skip(reason="needs a CUDA device and pytest's option -m gpu")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 
@@ -162,7 +161,7 @@ def _a_clock_that_counts(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     Measured times decide about rounds of drafting, settings that are tried, and figures in tables. Tests on a
     GPU have the real clock.
     """
-    if "gpu" in request.keywords:
+    if request.node.get_closest_marker("gpu"):
         return
     readings = itertools.count(1)
     monkeypatch.setattr(time, "perf_counter", lambda: next(readings) / 64)

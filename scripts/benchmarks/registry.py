@@ -96,7 +96,7 @@ BENCHMARKS = {
     ),
     "tree_attention": Benchmark(
         "benchmarks.attention.run",
-        "tree attention beside its peers; --check: the gate",
+        "tree attention beside its peers",
         "tree_attention_h200.json",
     ),
     "workloads": Benchmark(
@@ -137,7 +137,7 @@ BENCHMARKS = {
         to_file=True,
     ),
     "kernels_by_arch": Benchmark(
-        "checks.kernels_by_arch",
+        "checks.kernels_by_arch.__main__",
         "compiles every kernel for GPUs not at hand",
         "kernels_by_arch.json",
         to_file=True,

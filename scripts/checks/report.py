@@ -2,13 +2,10 @@
 
 import argparse
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,11 +15,6 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=(doc or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-
-
-def need_gpu(made: argparse.ArgumentParser) -> None:
-    if not torch.cuda.is_available():
-        made.error("there is no GPU here; the tests run these kernels in Triton's interpreter")
 
 
 class Report:
@@ -54,22 +46,3 @@ class Report:
 
 def last_line(result: Any) -> None:
     print(json.dumps(result))
-
-
-def in_shards(report: Report, module: Sequence[str], workers: int) -> None:
-    """Run a module in parallel processes, because most of the time is compilation, and gather their rows.
-
-    Args:
-        module: and its arguments; ``--shard I`` comes after them. Its last line are the rows of a report.
-    """
-    command = [sys.executable, "-m", *module, "--shard"]
-    running = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        for i in range(workers)
-    ]
-    for index, process in enumerate(running):
-        lines = process.communicate()[0].strip().splitlines()
-        if process.returncode or not lines:
-            report.add(f"shard {index}", False, error=f"the process ended with status {process.returncode}")
-        else:
-            report.rows += json.loads(lines[-1])

@@ -32,6 +32,13 @@ def test_the_operators_decide_as_their_definitions(name: str) -> None:
     assert case.distance(case.generations(operators=True)) < NOISE
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_decide_as_the_definitions(name: str) -> None:
+    case = CASES[name]
+    assert case.distance(case.generations("cuda", batch=128, operators=True)) < 1e-5
+
+
 GREEDY = ProbsFromLogits(greedy=True)
 GREEDY_CASES = {
     "plain": (1, {}),

@@ -1,4 +1,4 @@
-"""The few-row linear kernel, in the interpreter, against fp64; the benchmark `linear` checks a GPU.
+"""The few-row linear kernel, in the interpreter, against fp64; `tests/gpu/test_linear.py` runs it on a GPU.
 
 The interpreter multiplies bf16 tiles wrongly, so these run fp16.
 """

@@ -1,10 +1,9 @@
-"""What the checks for a GPU share, and those parts of them that a CPU can run."""
+"""What the checks share, and the links at the repository's top."""
 
 import json
 from typing import Any
 
 import pytest
-import torch
 
 
 def test_a_report_ends_with_a_line_of_json(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,20 +22,6 @@ def test_a_report_ends_with_a_line_of_json(script: Any, capsys: pytest.CaptureFi
     failed = [row["check"] for row in last["failed"]]
     assert (last["checks"], failed, last["device"]) == (4, ["raises", "too far"], "cpu")
     assert last["failed"][0]["error"] == "2 is not 3"
-
-
-@pytest.mark.slow
-def test_streamed_weights_give_the_bits_of_the_whole_model(script: Any) -> None:
-    checks = script("checks.check_offload").Checks(torch.device("cpu"), torch.float32, True, 0)
-    checks.streamed_weights()
-    assert [row["passed"] for row in checks.report.rows] == [True, True]
-
-
-def test_experts_in_host_memory(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--tiny", "--host", "weights", "--levels", "2", "--new", "12"]
-    assert script("checks.check_shapes").main(words) == 0
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (last["checks"], last["failed"], last["layers"]) == (1, [], 4)
 
 
 def test_the_links_at_the_top_have_targets(

@@ -40,13 +40,13 @@ def test_a_sample_compiles_within_every_limit(tmp_path: Path) -> None:
 
 
 def test_the_results_are_within_every_limit(script: Any, result: dict[str, Any]) -> None:
-    checks = script("checks.kernels_by_arch")
+    checks = script("checks.kernels_by_arch.__main__")
     assert {kind["arch"] for kind in result["kernels"]} == set(KNOWN)
     assert list(checks.faults(result["kernels"])) == []
 
 
 def test_faults_are_found(script: Any) -> None:
-    checks = script("checks.kernels_by_arch")
+    checks = script("checks.kernels_by_arch.__main__")
 
     def faults(*rows: dict[str, Any]) -> list[str]:
         return list(checks.faults(checks.summary(list(rows))))

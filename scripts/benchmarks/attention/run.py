@@ -1,11 +1,11 @@
-"""Tree attention on one GPU: the correctness gate, then time per call beside the peers that are there.
+"""Tree attention on one GPU: time per call beside the peers that are there.
 
-    python -m scripts.benchmarks tree_attention --check                           # the gate alone
-    python -m scripts.benchmarks tree_attention --build --out docs/results        # gate, timings, results
+    python -m scripts.benchmarks tree_attention --build --out docs/results
 
-A speed is never reported where the gate failed. Calls are timed in a CUDA graph over KV copies that together
-exceed L2; the roofline of a cell is the larger of its bytes over the read bandwidth and its FLOPs over the
-matmul rate, both measured in the same run. One run makes the results file, which is written after each step.
+The tests of ``tests/gpu/test_tree_attention.py`` must pass on the same GPU first. Calls are timed in a CUDA
+graph over KV copies that together exceed L2; the roofline of a cell is the larger of its bytes over the read
+bandwidth and its FLOPs over the matmul rate, both measured in the same run. One run makes the results file,
+which is written after each step.
 """
 
 import argparse
@@ -24,10 +24,9 @@ from torch import Tensor
 from scripts.benchmarks.attention.peers import PEERS, peers
 from scripts.benchmarks.attention.problems import Ceilings, Cell, measure_ceilings, random_kv, tree_mask
 from scripts.benchmarks.attention.tables import FILE, cells
+from scripts.benchmarks.common.command import need_gpu
 from scripts.benchmarks.common.results import Record, header, write
 from scripts.benchmarks.common.timing import time_calls
-from scripts.checks.report import need_gpu
-from scripts.checks.tree_attention_check import gate
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.launch import run
 from triforce_tree.kernels.attention.plan import Plan, plan_trees
@@ -121,10 +120,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.benchmarks tree_attention", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--check", action="store_true", help="run the correctness gate only")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="check every Nth case only")
-    parser.add_argument("--build", action="store_true", help="compile FlashInfer's modules during the gate")
-    parser.add_argument("--workers", type=int, default=14, help="processes of the gate")
+    parser.add_argument("--build", action="store_true", help="compile FlashInfer's modules first")
     parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
     args = parser.parse_args(words)
     need_gpu(parser)
@@ -135,17 +131,8 @@ def main(words: Sequence[str] | None = None) -> None:
             args.out.mkdir(parents=True, exist_ok=True)
             write(args.out / FILE, result)
 
-    build = [sys.executable, "-m", "scripts.benchmarks.attention.peers", "--build"]
-    builder = subprocess.Popen(build) if args.build else None
-    result["gate"] = found = gate(args.workers, args.every)
-    save()
-    print(json.dumps(found, indent=1), flush=True)
-    if found["failed"] or found["replays"]["different_elements"]:
-        sys.exit("the gate failed: no speeds are reported")
-    if builder:
-        builder.wait()
-    if args.check:
-        return
+    if args.build:
+        subprocess.run([sys.executable, "-m", "scripts.benchmarks.attention.peers", "--build"], check=True)
     ceilings = measure_ceilings()
     result["ceilings"], result["rows"] = vars(ceilings), []
     for cell in CELLS:

@@ -43,7 +43,7 @@ FITTING: Columns = {
     "spill over 64 B": "{spilling}", "worst spill of a thread, bytes": "{worst}",
 }  # fmt: skip
 _FITTED = (
-    "Every variant of `scripts/checks/kernel_variants.py`, compiled ahead of time by Triton {triton} and its "
+    "Every variant of `scripts/checks/kernels_by_arch`, compiled ahead of time by Triton {triton} and its "
     "assembler; of these cards only sm_90 has run them. Commit {commit}, {date}. "
 )
 
@@ -90,17 +90,6 @@ def _layout_columns(content: Record) -> Columns:
     return {"layout": "{layout}", **{size: lambda row, size=size: us(row.get(size)) for size in sizes}}
 
 
-def _gate(content: Record) -> list[Record]:
-    found, every = content["gate"], content["gate"]["replays"]
-    told = {
-        "cases checked / failed": f"{found['cases']} / {len(found['failed'])}",
-        "worst error in 16 bits, times torch's": found.get("worst_error_ratio", "-"),
-        "worst error in fp32, times torch's": found.get("worst_error_ratio_fp32", "-"),
-        "graph replays / elements that differ": f"{every['replays']:,} / {every['different_elements']}",
-    }
-    return [{"what": what, "figure": figure} for what, figure in told.items()]
-
-
 def _fits(content: Record) -> list[Record]:
     """By architecture: how many kernels compile, the most shared memory, the most spilled bytes."""
     rows = []
@@ -120,7 +109,6 @@ _MAKERS = {
     "cells": cells,
     "aims": listing(REACHED, _aimed),
     "layouts": listing(_layout_columns, _layouts),
-    "gate": listing({"gate": "{what}", "of the same run": "{figure}"}, _gate),
 }
 
 

@@ -50,6 +50,11 @@ def device_of(made: argparse.ArgumentParser, tiny: bool) -> torch.device:
     return torch.device("cpu" if tiny else "cuda")
 
 
+def need_gpu(made: argparse.ArgumentParser) -> None:
+    if not torch.cuda.is_available():
+        made.error("there is no GPU here")
+
+
 def machine_of(device: torch.device) -> str:
     """For the name of a results file: ``h200`` of an NVIDIA H200; ``cpu``."""
     if device.type == "cpu":

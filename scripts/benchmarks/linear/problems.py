@@ -1,7 +1,6 @@
-"""Few-row linear layers to time and to check on a GPU: shapes, random weights, errors."""
+"""Few-row linear layers to time and to test on a GPU: shapes, random weights, errors."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -117,40 +116,3 @@ class Weights:
         if not scales:
             near = torch.nn.functional.linear(x, weight, added)
         return gold, 2 * (near.double() - gold).abs().max().item() + 1e-6
-
-
-def gate(part: int, parts: int) -> Iterator[tuple[str, str | None]]:
-    """A share of the problems, each with what is wrong with it: default configurations, poisoned memory."""
-    shapes = list(dict.fromkeys(shape for layer in LAYERS.values() for shape in layer))
-    units = [(b, shape, torch.bfloat16) for b in BITS for shape in [*shapes, *ODD]]
-    units += [(b, shape, torch.float16) for b in BITS for shape in ODD]
-    for bits, shape, dtype in units[part::parts]:
-        weights, bias = Weights(bits, shape, 1, dtype), None
-        if shape.ins % 1000 in (0, 264):
-            bias = [torch.randn(outs, dtype=dtype, device="cuda") for outs in shape.outs]
-        for rows in (1, 7, 16, 17, 32, 64, 96, 128):
-            name = f"{bits} bits {shape} {str(dtype)[6:]} M={rows}"
-            try:
-                yield name, _wrong(weights, rows, bias)
-            except Exception as error:
-                yield name, repr(error)[:300]
-
-
-def _wrong(weights: Weights, rows: int, bias: list[Tensor] | None) -> str | None:
-    """What is wrong with the result for so many rows; None if nothing is."""
-    shape = weights.shape
-    x = torch.randn(rows, shape.ins, dtype=weights.dtype, device="cuda")
-    gold, allowed = weights.exact(x, bias)
-    for size in (shape.out * rows, 64 * shape.out * max(16, rows)):
-        poison = torch.full((size,), torch.nan, dtype=torch.float32, device="cuda")
-        del poison
-    made = weights.call(x, 0, bias)
-    again = [weights.call(x, 0, bias) for _ in range(8)]
-    error = (made.double() - gold).abs().max().item()
-    if not error <= allowed:
-        return f"error {error:.3g} above {allowed:.3g}"
-    if not all(torch.equal(made, other) for other in again):
-        return "a second call gave other bits"
-    if any(counters.any() for counters in weights.counters):
-        return "counters are not zero after the call"
-    return None

@@ -1,11 +1,11 @@
-"""Few-row linear layers on one GPU: check them, then time single launches, whole decoder layers and a peer.
+"""Few-row linear layers on one GPU: times of single launches, whole decoder layers and a peer.
 
     python -m scripts.benchmarks linear --out linear.json
-    python -m scripts.benchmarks linear --out linear.json --quick      # the check and single launches
+    python -m scripts.benchmarks linear --out linear.json --quick      # single launches alone
 
 Linears of one input are one launch. All run with the configurations that the engine chooses
-(``kernels/linear/configs.py``), in a CUDA graph, weights rotated beyond L2. Parallel processes check, so that
-they compile together. The sweep over configurations was ``scripts/tune_linear.py`` of commit fcfaa8f.
+(``kernels/linear/configs.py``), in a CUDA graph, weights rotated beyond L2. ``tests/gpu/test_linear.py`` must
+pass on the same GPU first. The sweep over configurations was ``scripts/tune_linear.py`` of commit fcfaa8f.
 """
 
 import argparse
@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from scripts.benchmarks.attention.problems import measure_ceilings
+from scripts.benchmarks.common.command import need_gpu
 from scripts.benchmarks.common.results import Record, header, write
 from scripts.benchmarks.common.timing import time_calls
 from scripts.benchmarks.linear import problems
 from scripts.benchmarks.linear.problems import BITS, LAYERS, ROTATION, Shape, Weights, weight_bytes
 from scripts.benchmarks.linear.tables import EARLY
-from scripts.checks.report import Report, in_shards, last_line, need_gpu
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear.configs import LinearConfig, choose
 from triforce_tree.runtime.files.writable import check_writable
@@ -148,24 +148,15 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="python -m scripts.benchmarks linear", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--out", type=Path, default=Path("linear.json"), help="results file")
-    parser.add_argument("--quick", action="store_true", help="the check and single launches")
-    parser.add_argument("--workers", type=int, default=14, help="processes that check")
-    parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="single launches alone")
     args = parser.parse_args(words)
     need_gpu(parser)
-    if args.shard is not None:
-        last_line(
-            [{"check": n, "passed": not e, "error": e} for n, e in problems.gate(args.shard, args.workers)]
-        )
-        return 0
     check_writable(args.out)
-    report = Report()
-    in_shards(report, ["scripts.benchmarks", "linear", "--workers", str(args.workers)], args.workers)
     ceilings = measure_ceilings()
     result = header(0) | {
         "torch": torch.__version__, "triton": triton.__version__,
         "gpu": torch.cuda.get_device_name(), "read_bandwidth": ceilings.read_bandwidth,
-        "checked": len(report.rows), "failed": report.failed, "cells": list(single(ceilings.read_bandwidth)),
+        "cells": list(single(ceilings.read_bandwidth)),
     }  # fmt: skip
     if not args.quick:
         x = torch.randn(16, 4096, device="cuda").bfloat16()
@@ -177,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> int:
     write(args.out, result)
     for row in result["cells"]:
         print("{bits} bits {outs} x {ins} M={rows}: {us:.2f} us, {of_roof:.0%} of the roofline".format(**row))
-    return report.finish()
+    return 0
 
 
 if __name__ == "__main__":

@@ -94,8 +94,6 @@ _TINY_GRID = "--shapes pair --contexts 1024 --kinds documentation --temperatures
 _ON_CPU = "--shapes pair --temperatures 0 0.8 --seeds 1"
 
 GPU = (
-    # What decides whether the rest is worth its time comes first.
-    Step("step-kernels", "scripts.checks.step_kernels_check", 1.5, tiny=None),
     _bench("requests", f"requests --texts {TEXTS}", 5, tiny="--text python-topics"),
     _bench("any-text-7b", f"any_text --shapes 7b --texts {TEXTS}", 9, timed=True, tiny=_TINY_GRID),
     _bench("any-text-8b", f"any_text --shapes 8b --texts {TEXTS}", 8, timed=True, tiny=_TINY_GRID),

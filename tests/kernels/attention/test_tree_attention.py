@@ -1,5 +1,4 @@
-"""The tree-attention kernels, in the interpreter, against fp64; ``scripts/checks/tree_attention_check.py``
-checks a GPU.
+"""The tree-attention kernels against fp64 on small shapes; see ``tests/gpu/test_tree_attention.py``.
 
 The interpreter multiplies bf16 tiles wrongly, so these run fp16 and fp32.
 """

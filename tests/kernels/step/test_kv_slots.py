@@ -1,7 +1,7 @@
 """KV slots, mean keys and chunk selection: definitions against naive code, kernels against definitions.
 
 The kernels run in Triton's interpreter where there is no GPU, which rounds bf16 wrongly: fp16 and fp32
-here, bf16 in ``scripts/checks/step_kernels_check.py``.
+here, bf16 in ``tests/gpu/test_step_kernels.py``.
 """
 
 import dataclasses

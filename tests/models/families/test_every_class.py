@@ -49,6 +49,18 @@ def test_a_class_gives_its_own_text_or_is_refused_with_the_reason(stem: str, scr
         assert trial.run(path) == paths.Outcome("equal"), (variant, path)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("stem", [stem for stem in SAMPLE if stem + _HEADS[0] not in REFUSED])
+def test_a_class_gives_its_own_text_from_cuda_graphs(stem: str, script: Any) -> None:
+    """Some classes are equal but run step by step, which the outcome says."""
+    build, paths = script("checks.models.build"), script("checks.models.paths")
+    [name] = {stem + head for head in _HEADS} & {*script("checks.models.sample").SAMPLE}
+    family = script("checks.models.classes").families()[name]
+    trial = paths.Trial(build.build_varied(family, build.DEFAULT, build.prompt_of(paths.PROMPTS[0])), "cuda")
+    outcome = trial.run("captured")
+    assert outcome.outcome == "equal" or "run step by step" in outcome.reason, outcome
+
+
 def test_the_sample_is_all_listed(script: Any) -> None:
     assert len(SAMPLE) == len(script("checks.models.sample").SAMPLE)
 

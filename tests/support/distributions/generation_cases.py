@@ -1,4 +1,4 @@
-"""Generations that are small enough to enumerate, for tests and ``scripts/checks/check_distributions.py``."""
+"""Generations that are small enough to enumerate."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """Problems for the tree-attention kernels, each with its exact result in fp64.
 
 Used by the tests, which run them in Triton's interpreter on small shapes, and by
-``scripts/checks/tree_attention_check.py``, which runs all of them on a GPU. The exact result is computed
+``tests/gpu/test_tree_attention.py``, which runs all of them on a GPU. The exact result is computed
 independently of ``attention.reference``, so that the reference is tested too.
 """
 

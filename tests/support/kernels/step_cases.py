@@ -1,7 +1,7 @@
 """Problems for the kernels of a decoding step, to be compared with the operators' definitions.
 
-Used by the tests, in Triton's interpreter on small shapes, and by ``scripts/checks/step_kernels_check.py`` on
-a GPU. A problem holds the arguments of an operator; ``agree`` runs kernel and definition on copies of them.
+Used by the tests, in Triton's interpreter on small shapes, and by ``tests/gpu/test_step_kernels.py`` on a
+GPU. A problem holds the arguments of an operator; ``agree`` runs kernel and definition on copies of them.
 Storage that an operator must not read is NaN.
 """
 

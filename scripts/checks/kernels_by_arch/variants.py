@@ -11,10 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from scripts.checks.blocks import variants as query_blocks
-from scripts.checks.exact import variants as exact
-from scripts.checks.linears import variants as linears
-from scripts.checks.prefill import variants as prefill
+from scripts.checks.kernels_by_arch import blocks as query_blocks
+from scripts.checks.kernels_by_arch import exact, linears, prefill
 from triforce_tree.kernels.attention import launch, merge
 from triforce_tree.kernels.attention.configs import choose as choose_attention
 from triforce_tree.kernels.attention.plan import Heads, plan_trees

@@ -1,27 +1,21 @@
-"""The kernels of the decoding program on a GPU: equal to their references, captured in CUDA graphs too.
+"""The kernels of a decoding step at real sizes are equal to their definitions, in CUDA graphs too."""
 
-    python -m scripts.checks.step_kernels_check
-    python -m scripts.checks.step_kernels_check --only traversal expan
-
-Problems are those of ``step_cases.py``, ``grow_cases.py`` and ``suffix_cases.py`` in
-``tests/support/kernels``. Ends with status 1 where an operator differs from its reference.
-"""
-
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from scripts.checks.report import Report, need_gpu, parser
 from tests.support.kernels import step_cases
 from tests.support.kernels.acceptance_cases import LIKENESS, greedy, runner_up, traversal
 from tests.support.kernels.grow_cases import beginning, expansion, placement, scattered
 from tests.support.kernels.step_cases import Problem, selection
 from tests.support.kernels.suffix_cases import graft, indexing, matching
+
+pytestmark = pytest.mark.gpu
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 BOTH = (HALF, SINGLE)
@@ -30,7 +24,7 @@ Make = Callable[[], Problem]
 
 
 def problems() -> Iterator[Make]:
-    """Makers of every problem, deterministic."""
+    """Returns the makers of all problems."""
     slots = {
         step_cases.append: [
             (1, 32, 400, 16, 128), (6, 8, 300, 33, 128), (2, 4, 5000, 2000, 64), (3, 2, 90, 1, 96),
@@ -120,7 +114,7 @@ def _append_int8(*shape: Any) -> Problem:
 
 
 def captured() -> Iterator[Callable[..., Problem]]:
-    """Makers by seed, for one graph that is replayed with the inputs of other seeds."""
+    """Returns makers that take a seed, for one graph that is replayed with the inputs of other seeds."""
 
     def cut(make: Callable[..., Problem], seed: int) -> Problem:
         """Trees differ in depth, which a graph holds fixed."""
@@ -150,8 +144,25 @@ def captured() -> Iterator[Callable[..., Problem]]:
     yield partial(cut, partial(traversal, 4, 32, 4096, GPU, 0.3, 10.0, both=0.5))
 
 
-def replayed(make: Callable[..., Problem]) -> None:
-    """Capture with one set of inputs, replay with that and two others; each replay twice, bit for bit."""
+def named(make: object) -> str:
+    """The name of a test: the maker of its problem and the arguments."""
+    if not isinstance(make, partial):
+        return getattr(make, "__name__", str(make)).removeprefix("torch.")
+    keywords = (f"{name}={value}" for name, value in make.keywords.items())
+    return f"{make.func.__name__}({', '.join([*map(named, make.args), *keywords])})"
+
+
+@pytest.mark.parametrize("make", [*problems()], ids=named)
+@torch.inference_mode()
+def test_kernels_agree_with_their_definitions(make: Make) -> None:
+    problem = make()
+    step_cases.agree(problem, problem.package)
+
+
+@pytest.mark.parametrize("make", [*captured()], ids=named)
+@torch.inference_mode()
+def test_replays_with_other_inputs(make: Callable[..., Problem]) -> None:
+    """A graph is captured with one set of inputs and replayed with that and two others, twice each."""
     torch.manual_seed(0)
     sets = [make(seed=seed) for seed in range(3)]
     op = getattr(sets[0].package, sets[0].op)
@@ -178,38 +189,3 @@ def replayed(make: Callable[..., Problem]) -> None:
         problem.judge(runs[0], problem.expected())
         for a, b in zip(*runs, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def _agrees(make: Make) -> None:
-    problem = make()
-    step_cases.agree(problem, problem.package)
-
-
-def named(make: object) -> str:
-    """Maker and arguments."""
-    if not isinstance(make, partial):
-        return getattr(make, "__name__", str(make)).removeprefix("torch.")
-    keywords = (f"{name}={value}" for name, value in make.keywords.items())
-    return f"{make.func.__name__}({', '.join([*map(named, make.args), *keywords])})"
-
-
-def main() -> int:
-    made = parser(__doc__)
-    made.add_argument("--only", nargs="*", default=[""], metavar="PART", help="problems whose names have one")
-    args = made.parse_args()
-    need_gpu(made)
-    report = Report()
-    runs = [(named(make), partial(_agrees, make)) for make in problems()]
-    runs += [(f"graph: {named(make)}", partial(replayed, make)) for make in captured()]
-    runs = [(name, check) for name, check in runs if any(part in name for part in args.only)]
-    if not runs:
-        made.error(f"no problem has a name with {' or '.join(args.only)}")
-    with torch.inference_mode():
-        for seed, (name, check) in enumerate(runs):
-            torch.manual_seed(seed)
-            report.attempt(name, check)
-    return report.finish(gpu=torch.cuda.get_device_name())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Launches of the kernels of a prefill's layers, as ``kernel_variants`` has them."""
+"""Launches of the kernels of a prefill's layers, as ``variants`` has them."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

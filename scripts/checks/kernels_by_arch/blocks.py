@@ -1,4 +1,4 @@
-"""Launches of attention by blocks of queries, as ``kernel_variants`` has them."""
+"""Launches of attention by blocks of queries, as ``variants`` has them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Launches of the kernels of linear layers with few rows, as ``kernel_variants`` has them."""
+"""Launches of the kernels of linear layers with few rows, as ``variants`` has them."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

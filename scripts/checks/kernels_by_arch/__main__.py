@@ -33,7 +33,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from scripts.benchmarks.common.results import header, write
-from scripts.checks.kernel_variants import variants
+from scripts.checks.kernels_by_arch.variants import variants
 from scripts.checks.report import last_line, parser
 from triforce_tree.bench.results import Records
 from triforce_tree.kernels.device import KNOWN, Device, emulated

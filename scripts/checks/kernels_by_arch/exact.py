@@ -1,4 +1,4 @@
-"""The launches of bit-exact mode for ``kernel_variants``: calls on CPU tensors that are never run."""
+"""The launches of bit-exact mode for ``variants``: calls on CPU tensors that are never run."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,1 +1,0 @@
-"""Attention by blocks of queries, compiled for GPUs that are not at hand."""

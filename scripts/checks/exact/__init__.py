@@ -1,1 +1,0 @@
-"""Checks of bit-exact mode on a GPU."""

@@ -1,1 +1,0 @@
-"""The kernels of a prefill, compiled for GPUs that are not at hand."""

@@ -1,0 +1,113 @@
+"""Decoding with the embedded pair: greedy text, the distribution of sampled tokens, seeds and memory."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from tests.support.models.pair_on_gpu import FIXED, long_text, pair_on
+from triforce_tree import Engine
+from triforce_tree.check.goodness_of_fit import chi_square, chi_square_p
+from triforce_tree.check.losslessness import uncertain_contexts
+from triforce_tree.config import load_arguments
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+BATCH, REPEATS = 256, 8
+LEAST_P = 1e-4  # about fifty p-values are tested
+PASSES = 2000
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    made = pair_on(DEVICE, request.param, **FIXED)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}, {"tail_tree": True}], ids=str)
+def test_levels_decode_the_same_greedy_text(options: dict[str, Any]) -> None:
+    """Prompts of three lengths in one batch, in fp32."""
+    engine, text = pair_on(DEVICE, torch.float32, **FIXED), long_text()
+    prompts = [text[1000 * i : 1000 * i + n] for i, n in enumerate((700, 1500, 3001))]
+    plain, *others = (
+        engine.with_options(**load_arguments({**options, "levels": levels}))
+        .generate(prompts, max_new_tokens=200, do_sample=False)
+        .sequences.tolist()
+        for levels in (1, 2, 3)
+    )
+    assert others == [plain, plain]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"levels": 1},
+        {"levels": 2},
+        {},
+        {"tail_tree": True},
+        {"runner_ups": False, "retrieval_weight_bits": 8},
+    ],
+    ids=str,
+)
+def test_sampled_tokens_follow_the_target(
+    engine: Engine, options: dict[str, Any], temperature: float
+) -> None:
+    """The first new token, and the second after the two likeliest first ones, in batches of equal prompts."""
+    target = engine.hierarchy.target
+    if options.get("retrieval_weight_bits") and target.dtype == torch.float32:
+        pytest.skip("weights of fp32 are not packed")
+    [prompt] = uncertain_contexts(engine, long_text()[:900], 1)
+    to_probs, made = ProbsFromLogits.at(temperature), engine.with_options(**load_arguments(options))
+
+    def probs_after(tokens: list[int]) -> Tensor:
+        with torch.no_grad():
+            logits = target.model(torch.tensor([tokens], device=DEVICE), logits_to_keep=1).logits[0]
+        return to_probs(logits, list)[0]
+
+    def p_value(counts: Counter[int], tokens: list[int]) -> float:
+        return chi_square_p(*chi_square(counts, probs_after(tokens)))
+
+    drawn = [
+        tuple(sequence[-2:])
+        for seed in range(REPEATS)
+        for sequence in made.generate(
+            [prompt] * BATCH, max_new_tokens=2, do_sample=True, temperature=temperature, top_k=0, seed=seed
+        ).sequences.tolist()
+    ]
+    assert p_value(Counter(first for first, _ in drawn), prompt) > LEAST_P
+    for token in probs_after(prompt).topk(2).indices.tolist():
+        after = Counter(second for first, second in drawn if first == token)
+        assert p_value(after, [*prompt, token]) > LEAST_P
+
+
+class Memory(BaseStreamer):  # type: ignore[misc]
+    """Reads the bytes that are allocated on the GPU after every hundredth call."""
+
+    def __init__(self) -> None:
+        self.calls, self.readings = 0, list[int]()
+
+    def put(self, value: Tensor) -> None:
+        self.calls += 1
+        if self.calls % 100 == 0:
+            self.readings.append(torch.cuda.memory_allocated())
+
+    def end(self) -> None: ...
+
+
+def test_a_seed_repeats_a_long_text_and_memory_stays(engine: Engine) -> None:
+    texts, memory = [], Memory()
+    for _ in range(2):
+        out = engine.generate(
+            long_text()[:4000], max_new_tokens=PASSES, do_sample=True, seed=7, streamer=memory
+        )
+        texts.append(out.sequences.tolist())
+    assert texts[0] == texts[1]
+    assert max(memory.readings) - memory.readings[0] < 1 << 20
