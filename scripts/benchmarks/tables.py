@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from scripts.benchmarks import front
+from scripts.benchmarks import front, pages
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import Record, Table
@@ -70,6 +70,7 @@ def notes(_: Record) -> str:
 
 TABLES = {
     "log": Table(on_chip.FILE, notes, ""),
+    "pages": Table(on_chip.FILE, lambda _: pages.index(), ""),
     "files": Table(on_chip.FILE, files, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES,
@@ -108,9 +109,10 @@ def main(words: Sequence[str] | None = None) -> int:
         for path in plots.draw(RESULTS):
             print(f"{path.relative_to(ROOT)}: written")
     old = False
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        text = path.read_text(encoding="utf-8")
-        if (fresh := filled(text)) != text:
+    generated = {RESULTS / name for name in pages.PAGES}
+    for path in (ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md"), *generated})):
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if (fresh := filled(pages.source(path.name) if path in generated else text)) != text:
             old = True
             if not args.check:
                 replace_file(path, fresh)
