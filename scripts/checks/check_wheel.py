@@ -31,7 +31,7 @@ from transformers import LlamaForCausalLM
 from transformers.utils import is_kernels_available
 import kernels, sys
 import triforce_tree.api, triforce_tree.decoding.program
-import triforce_tree.kernels.attention.planned
+import triforce_tree.kernels.attention.backend
 assert is_kernels_available() or not {wanted}, "transformers does not want this release of kernels"
 for module in (kernels, triforce_tree):
     assert module.__file__.startswith(sys.prefix), module.__file__

@@ -12,13 +12,14 @@ from tests.support.kernels.kernels_cases import poisoned_memory
 from triforce_tree.branching.forward import Ahead
 from triforce_tree.branching.layout import Feed, Layout, arranged
 from triforce_tree.branching.node import Node
-from triforce_tree.kernels.attention import nodes as node_attention
 from triforce_tree.kernels.attention import reference
+from triforce_tree.kernels.attention import segments as node_plans
+from triforce_tree.kernels.attention.backend import backend
 from triforce_tree.kernels.attention.blocks import plan as block_plans
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.configs import KernelConfig
-from triforce_tree.kernels.attention.nodes import NodePlan, Segment
-from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads
+from triforce_tree.kernels.attention.segments import NodePlan, Segment
 
 
 def random_tree(rng: random.Random) -> list[Node]:
@@ -101,7 +102,7 @@ TABLE = [[7, 1, 4, 5, 11], [0], [6, 3], [8], [2]]
 def problem(heads: Heads, dtype: torch.dtype, queries: int, page: int, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     config = KernelConfig(16, 32, 4, 2, 1)
-    for module in (node_attention, block_plans):
+    for module in (node_plans, block_plans):
         monkeypatch.setattr(module, "config_for", lambda *_: config)
     device = torch.device(triton_ops.DEVICE)
     plan = NodePlan(heads, queries, 9, 24, 3, device=device, dtype=dtype)
@@ -155,7 +156,6 @@ def test_kernel_and_definition_over_ragged_nodes(
 ) -> None:
     """Pages in any order, causal tails, a query that sees nothing, segments in several pieces."""
     triton_ops.require_triton()
-    from triforce_tree.kernels.attention import launch
     from triforce_tree.kernels.attention.blocks import launch as block_launch
 
     plan, blocks, q, kv, table, dense, mask = problem(heads, dtype, queries, page, monkeypatch)
@@ -163,12 +163,12 @@ def test_kernel_and_definition_over_ragged_nodes(
     exact, exact_lse = reference.tree_attention(
         q[:7].transpose(0, 1)[None].float(), *dense, mask, scale=0.2, sinks=sinks, **how
     )
-    options = {"scale": 0.2, "table": table, "sinks": sinks, **how}
-    found = []
+    paged, params = KV(*kv, table), AttentionParams(0.2, sinks=sinks, **how)
+    found = [node_plans.definition(q, paged, plan.plan, params)]
     if not q.is_cuda:
-        found += [f(q, *kv, plan, **options) for f in (node_attention.definition, node_attention.states)]
+        found.append(backend("cpu").segments(plan.plan, dtype).states(q, paged, params))
     with poisoned_memory():
-        found.append(launch.run(q, *kv, plan.plan, **options))
+        found.append(backend("triton").segments(plan.plan, dtype).states(q, paged, params))
         found.append(block_launch.run(q, *kv, blocks, scale=0.2, sinks=sinks, **how))
     for out, lse in found:
         torch.testing.assert_close(out[:7].float(), exact[0].transpose(0, 1), atol=3e-3, rtol=0)

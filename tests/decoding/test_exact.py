@@ -17,8 +17,9 @@ from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig, load_arguments
+from triforce_tree.kernels.attention.exact.attention import ExactAttention
+from triforce_tree.kernels.cpu.fp32 import exact as fp32_exact
 from triforce_tree.kernels.cpu.fp32 import library
-from triforce_tree.kv import exact_view
 from triforce_tree.models.exact.host import use_exact_modules
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.supported import UnsupportedModelError
@@ -130,12 +131,12 @@ def test_modules_by_rows(family: str, dtype: torch.dtype) -> None:
 
 
 def test_a_model_whose_rows_depend_on_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = exact_view.attention
+    own = fp32_exact.attention
 
-    def by_count(request: exact_view.ExactAttention) -> Tensor:
+    def by_count(request: ExactAttention) -> Tensor:
         return own(request) * (1 + 2**-20 * (request.tokens > 1))
 
-    monkeypatch.setattr(exact_view, "attention", by_count)
+    monkeypatch.setattr(fp32_exact, "attention", by_count)
     with pytest.raises(
         UnsupportedModelError, match="computed alone differ in their last bits from those among"
     ):

@@ -32,7 +32,7 @@ from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
-from triforce_tree.models.attention import AttentionParams
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.verify.sampling import ProbsFromLogits
 from triforce_tree.verify.verifier import Acceptance, Verifier

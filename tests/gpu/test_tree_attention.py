@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.support.kernels.kernels_cases import ERROR_LIMIT, Case, build, enough_seeds, random_tree, run_case
+from triforce_tree.kernels.attention.backend import backend
 from triforce_tree.kernels.attention.configs import KernelConfig, choose
-from triforce_tree.kernels.attention.plan import Heads, Plan, pack_mask, plan_trees
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, Plan, pack_mask, plan_trees
 from triforce_tree.kernels.device import describe
 
 pytestmark = pytest.mark.gpu
@@ -159,13 +160,12 @@ def test_keys_and_values_in_8_bits(case: Case) -> None:
 
 
 def test_one_graph_of_torch_compile() -> None:
-    from triforce_tree.kernels.attention.launch import run
-
     problem = build(Case(Heads(8, 2, 128), ((500, 16),)), "cuda")
     plan = plan_trees(problem.case.heads, problem.masks, [500], device="cuda")
+    attention = backend("triton").trees(plan, torch.bfloat16)
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = run(q * 2, k, v, plan, scale=0.09)
+        out, lse = attention.states(q * 2, KV(k, v), AttentionParams(0.09))
         return out + 1, lse
 
     plain = layer(problem.q, problem.k, problem.v)
@@ -176,24 +176,23 @@ def test_one_graph_of_torch_compile() -> None:
 
 def test_replays_with_other_lengths_and_trees() -> None:
     """A captured graph gives the bits of eager runs."""
-    from triforce_tree.kernels.attention.launch import run
-
     rng = random.Random(0)
     heads, size, longest = Heads(32, 8, 128), 64, 9000
     q = torch.randn(size, 32, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 8, longest + size, 128, device="cuda", dtype=q.dtype) for _ in range(2))
     masks = [random_tree(size, ("depth", "breadth")[i % 2], rng)[0].cuda() for i in range(VARIANTS)]
     lengths = [torch.tensor([rng.randrange(longest)], dtype=torch.int32, device="cuda") for _ in masks]
-    plan = plan_trees(heads, masks[:1], [0], device="cuda")
+    plan, params = plan_trees(heads, masks[:1], [0], device="cuda"), AttentionParams(0.09)
+    attention = backend("triton").trees(plan, q.dtype)
     words, eager = [], []
     for mask, length in zip(masks, lengths, strict=True):
         words.append(pack_mask(mask))
         _set(plan, words[-1], length)
-        eager.append(run(q, k, v, plan, scale=0.09))
+        eager.append(attention.states(q, KV(k, v), params))
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        out, lse = run(q, k, v, plan, scale=0.09)
+        out, lse = attention.states(q, KV(k, v), params)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(REPLAYS):
         pick = rng.randrange(VARIANTS)

@@ -1,14 +1,13 @@
 """The C kernels for fp32 on the CPU against torch: errors, uninitialised memory, equal bits in any batch."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels import step
-from triforce_tree.kernels.attention.plan import FirstVisible, Heads, Plan, plan_trees
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
 from triforce_tree.kernels.cpu import cpu_attention, host
 from triforce_tree.kernels.cpu.fp32 import attention as fp32_attention
 from triforce_tree.kernels.cpu.fp32 import library as fp32_library
@@ -76,6 +75,9 @@ def test_weights_are_narrowed_only_where_no_value_changes() -> None:
     assert fp32_linear.narrowed(weight) is None
 
 
+PARAMS = AttentionParams(0.1)
+
+
 def _planned(
     heads: Heads, batch: int, queries: int, tail: int, length: int
 ) -> tuple[Plan, Tensor, Tensor, Tensor]:
@@ -84,10 +86,7 @@ def _planned(
     mask = torch.rand(queries, tail).tril(tail - queries) > 0.5
     mask[torch.arange(queries), tail - queries + torch.arange(queries)] = True
     lengths = [length - 3 * b for b in range(batch)]
-    plan = plan_trees(
-        heads, [mask] * batch, lengths, device=torch.device("cpu"), dtype=torch.float32,
-        kv_dtype=torch.float32,
-    )  # fmt: skip
+    plan = plan_trees(heads, [mask] * batch, lengths, device="cpu")
     slots = -(-(length + tail + 5) // 8) * 8
     k = torch.randn(batch, heads.kv, slots, heads.dim)
     v = torch.randn(batch, heads.kv, slots, heads.value_dim)
@@ -97,14 +96,17 @@ def _planned(
     return plan, torch.randn(batch * queries, heads.query, heads.dim), k, v
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, **how: Any) -> Tensor:
+def _check(
+    q: Tensor, kv: KV, plan: Plan, params: AttentionParams, first: FirstVisible | None = None
+) -> Tensor:
     """Compare with torch's definition: twice its error in fp32 at most."""
-    out = fp32_attention.attention(q, k, v, plan, **how)
+    out = fp32_attention.attention(q, kv, plan, params, first)
     assert out is not None
+    double = kv._replace(k=kv.k.double(), v=kv.v.double())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "fp32_attention", lambda *_: None)
-        exact = host.planned_attention(q.double(), k.double(), v.double(), plan, **how)
-        plain = host.planned_attention(q, k, v, plan, **how)
+        exact = host.planned_attention(q.double(), double, plan, params, first)
+        plain = host.planned_attention(q, kv, plan, params, first)
     assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
     return out
 
@@ -122,12 +124,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, **how: Any) -> Tensor:
 )
 def test_attention(heads: Heads, queries: int, tail: int, length: int) -> None:
     plan, q, k, v = _planned(heads, 2, queries, tail, length)
-    out = _check(q, k, v, plan, scale=0.1)
-    _check(q, k, v, plan, scale=0.1, softcap=2.0, sinks=torch.randn(heads.query))
+    out = _check(q, KV(k, v), plan, PARAMS)
+    _check(q, KV(k, v), plan, AttentionParams(0.1, softcap=2.0, sinks=torch.randn(heads.query)))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(fp32_attention.attention(q, k, v, plan, 0.1), out)
+        assert torch.equal(fp32_attention.attention(q, KV(k, v), plan, PARAMS), out)
     finally:
         torch.set_num_threads(threads)
 
@@ -135,8 +137,8 @@ def test_attention(heads: Heads, queries: int, tail: int, length: int) -> None:
 @pytest.mark.parametrize("fewer", [1, 4])
 def test_attention_of_fewer_queries_than_planned(fewer: int) -> None:
     plan, q, k, v = _planned(Heads(4, 2, 32), 1, 9, 9, 600)
-    out = _check(q, k, v, plan, scale=0.2)
-    assert torch.equal(_check(q[:fewer], k, v, plan, scale=0.2), out[:fewer])
+    out = _check(q, KV(k, v), plan, PARAMS)
+    assert torch.equal(_check(q[:fewer], KV(k, v), plan, PARAMS), out[:fewer])
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -151,21 +153,21 @@ def test_attention_through_a_table_and_in_windows() -> None:
         for h in range(heads.kv):
             for pool, slots in zip(paged, (k, v), strict=True):
                 pool[order[b, h], h] = slots[b, h].view(pages, page, 64)
-    out = _check(q, k, v, plan, scale=0.1)
-    assert torch.equal(_check(q, *paged, plan, scale=0.1, table=table), out)
+    out = _check(q, KV(k, v), plan, PARAMS)
+    assert torch.equal(_check(q, KV(*paged, table), plan, PARAMS), out)
     first = torch.randint(520, 627, (12,), dtype=torch.int32)
     low, high = first.view(2, 6).amin(1), first.view(2, 6).amax(1)
     for b in range(2):
         k[b, :, : low[b]] = v[b, :, : low[b]] = torch.nan
-    _check(q, k, v, plan, scale=0.1, first=FirstVisible(first, low, high))
+    _check(q, KV(k, v), plan, PARAMS, FirstVisible(first, low, high))
 
 
 def test_attention_leaves_other_dtypes_and_shapes_to_torch() -> None:
     plan, q, k, v = _planned(Heads(2, 2, 40), 1, 3, 3, 50)
-    assert fp32_attention.attention(q, k, v, plan, 0.1) is None
+    assert fp32_attention.attention(q, KV(k, v), plan, PARAMS) is None
     plan, q, k, v = _planned(Heads(2, 2, 48), 1, 3, 3, 50)
-    assert fp32_attention.attention(q, k.double(), v.double(), plan, 0.1) is None
-    assert fp32_attention.attention(q, k, v, replace(plan, queries=4), 0.1) is None
+    assert fp32_attention.attention(q, KV(k.double(), v.double()), plan, PARAMS) is None
+    assert fp32_attention.attention(q, KV(k, v), replace(plan, queries=4), PARAMS) is None
 
 
 @pytest.mark.parametrize("ring", [0, 24])

@@ -12,14 +12,14 @@ from tests.support.models.program_cases import SMALL, decoded, program_of
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.suffix_matching import SuffixMatching
-from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.plan import AttentionParams, Heads
 from triforce_tree.kernels.attention.reference import tree_attention
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
 from triforce_tree.kv import prefill as prefill_module
 from triforce_tree.kv import store as store_module
 from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.kv.store import KVStore
-from triforce_tree.models.attention import AttentionParams, KVShape
+from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

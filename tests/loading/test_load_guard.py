@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 import triforce_tree
 from tests.support.models.families import CAPPED, FAMILIES_BY_LENGTH, prompt_of, tiny
 from triforce_tree import UnsupportedModelError
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading import rounding
 from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.loading.load_guard import compare_at_load, named_lengths
 from triforce_tree.models import hf_model
-from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.supported import likely_cause

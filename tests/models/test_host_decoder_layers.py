@@ -16,9 +16,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.cpu.cpu_attention import fp32_instructions
 from triforce_tree.kernels.cpu.fp32 import library as fp32_library
-from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.host.linears import Int8Linear
 from triforce_tree.models.step_model import StepModel, int8_step_model, step_model

@@ -1,7 +1,6 @@
-"""Attention of a forward over a tree of texts: by blocks of queries on a GPU; by nodes or paths on a CPU."""
+"""Attention of a forward over a tree of texts: by blocks of queries, by nodes, or by paths."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,10 +9,9 @@ from torch import Tensor
 from triforce_tree.branching.layout import Layout
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import KVPool
-from triforce_tree.kernels.attention import nodes, planned
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
-from triforce_tree.kernels.attention.nodes import NodePlan
-from triforce_tree.kernels.attention.plan import Heads, plan_trees
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
+from triforce_tree.kernels.attention.segments import NodePlan
 from triforce_tree.kernels.cpu.fp32.library import library
 from triforce_tree.runtime.devices import pinned
 
@@ -23,7 +21,7 @@ the C kernel then takes less time than the calls for each node. Measured on two 
 
 
 class BlockAttention:
-    """On a GPU: by blocks of queries.
+    """By blocks of queries, with the Triton kernels.
 
     Args:
         heads: kinds of attention of the layers.
@@ -50,15 +48,17 @@ class BlockAttention:
         for plan in self._plans.values():
             plan.prepare(layout.segments, pages)
 
-    def __call__(self, heads: Heads, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    def __call__(self, heads: Heads, q: Tensor, kv: KV, params: AttentionParams) -> Tensor:
         """The output ``[T, H_q, D_v]`` of queries ``[T, H_q, D]`` over pages ``[pages, H_kv, page, D]``."""
         from triforce_tree.kernels.attention.blocks import launch
 
-        return launch.run(q, k, v, self._plans[heads], **how)[0]
+        return launch.run(
+            q, kv.k, kv.v, self._plans[heads], scale=params.scale, softcap=params.softcap, sinks=params.sinks
+        )[0]
 
 
 class NodeAttention:
-    """On a CPU: by nodes, or in short trees by paths; arguments and methods are :class:`BlockAttention`'s."""
+    """By nodes, or in short trees by paths; arguments and methods are :class:`BlockAttention`'s."""
 
     def __init__(
         self, heads: Iterable[Heads], pool: KVPool, queries: int, segments: int, owners: int, tail: int
@@ -66,6 +66,8 @@ class NodeAttention:
         device, dtype = pool.store.device, pool.store.dtype
         kinds, sizes = list(heads), (queries, segments, owners, tail)
         self._plans = {kind: NodePlan(kind, *sizes, device=device, dtype=dtype) for kind in kinds}
+        backend = pool.store.attention
+        self._attentions = {kind: backend.segments(own.plan, dtype) for kind, own in self._plans.items()}
         self._table = torch.zeros(segments, max(1, pool.pages), dtype=torch.int32, device=device)
         # What each row of the table was written from.
         self._written: list[tuple[Node, tuple[int, ...]] | None] = [None] * segments
@@ -88,16 +90,17 @@ class NodeAttention:
                 self._table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
                 self._written[row] = node, pages
 
-    def __call__(self, heads: Heads, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    def __call__(self, heads: Heads, q: Tensor, kv: KV, params: AttentionParams) -> Tensor:
         if self._short:
-            return self._paths(heads, q, k, v, **how)
-        return nodes.states(q, k, v, self._plans[heads], table=self._table, **how)[0]
+            return self._paths(heads, q, kv, params)
+        return self._attentions[heads].run(q, kv._replace(table=self._table), params)
 
 
 class PathSlots:
     """What each query sees of its own path, in a table of single slots, which it reads for itself.
 
-    Of layers with a sliding window, which see few positions, and of short trees on a CPU.
+    Of layers with a sliding window, which see few positions, of short trees on a CPU, and of backends that
+    attend to trees of texts in no other way.
 
     Args:
         heads: kinds of attention of the layers.
@@ -120,7 +123,8 @@ class PathSlots:
         # With a window the table's address stays: captured graphs hold it.
         self._table = torch.zeros(queries, window or 0, dtype=torch.int32, device=device)
         nothing = [torch.ones(1, 0, dtype=torch.bool)] * queries
-        self._plans = {h: plan_trees(h, nothing, [0] * queries, device=device, dtype=dtype) for h in heads}
+        plans = {kind: plan_trees(kind, nothing, [0] * queries, device=device) for kind in heads}
+        self._attentions = {kind: pool.store.attention.trees(own, dtype) for kind, own in plans.items()}
 
     def set(self, layout: Layout) -> None:
         """Describe the coming forward."""
@@ -134,14 +138,15 @@ class PathSlots:
         for own, slots in zip(table, paths, strict=False):
             own[: len(slots)] = slots
         if self._window is None:
-            self._table = torch.from_numpy(table)
+            self._table = torch.from_numpy(table).to(self._table.device)
         else:
             self._table.copy_(pinned(torch.from_numpy(table), self._table.device), non_blocking=True)
         lengths = torch.zeros(queries, dtype=torch.int32, device="cpu")
         lengths[: len(paths)] = torch.tensor([len(slots) for slots in paths])
         lengths = pinned(lengths, self._table.device)
-        for plan in self._plans.values():
-            plan.lengths.copy_(lengths, non_blocking=True)
+        for attention in self._attentions.values():
+            attention.plan.lengths.copy_(lengths, non_blocking=True)
+            attention.begin()
 
     def _seen(self, position: int) -> int:
         """How many positions a query at this one sees."""
@@ -149,7 +154,20 @@ class PathSlots:
             return position + 1
         return 1 + (position % self._window if self._chunked else min(position, self._window - 1))
 
-    def __call__(self, heads: Heads, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    def __call__(self, heads: Heads, q: Tensor, kv: KV, params: AttentionParams) -> Tensor:
         """As of :class:`BlockAttention`."""
-        keys, values = (pages.transpose(1, 2).flatten(0, 1)[:, :, None] for pages in (k, v))
-        return planned.run(q, keys, values, self._plans[heads], table=self._table, **how)
+        keys, values = (pages.transpose(1, 2).flatten(0, 1)[:, :, None] for pages in (kv.k, kv.v))
+        # The table has what a window shows alone.
+        return self._attentions[heads].run(q, KV(keys, values, self._table), params)
+
+
+def attention_of(
+    heads: Iterable[Heads], pool: KVPool, queries: int, segments: int, owners: int, tail: int
+) -> BlockAttention | NodeAttention | PathSlots:
+    """As the backend of the pool's store attends to texts; arguments as of :class:`BlockAttention`."""
+    match pool.store.attention.can.texts:
+        case "blocks":
+            return BlockAttention(heads, pool, queries, segments, owners, tail)
+        case "nodes":
+            return NodeAttention(heads, pool, queries, segments, owners, tail)
+    return PathSlots(heads, pool, queries)

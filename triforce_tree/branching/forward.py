@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from triforce_tree.branching.attention import BlockAttention, NodeAttention, PathSlots
+from triforce_tree.branching.attention import BlockAttention, PathSlots, attention_of
 from triforce_tree.branching.layout import Feed, Layout, arranged
 from triforce_tree.branching.pool import KVPool
-from triforce_tree.models.attention import AttentionParams, KVShape
+from triforce_tree.kernels.attention.plan import KV, AttentionParams
+from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, step_model
 from triforce_tree.runtime.devices import pinned, sent
@@ -69,9 +69,8 @@ class _Buffers:
         self._model, self._pool, self.sizes = model, pool, sizes
         self._ids = torch.zeros(3, sizes.queries, dtype=torch.int64, device=device)
         whole = sorted({shape.heads for shape in shapes if shape.window is None}, key=repr)
-        kind: type[BlockAttention | NodeAttention]
-        kind = BlockAttention if device.type == "cuda" else NodeAttention
-        self._attention = kind(whole, pool, sizes.queries, sizes.segments, sizes.owners, sizes.tail)
+        capacities = sizes.queries, sizes.segments, sizes.owners, sizes.tail
+        self._attention = attention_of(whole, pool, *capacities)
         self._windows: dict[tuple[int, bool], PathSlots] = {}
         for shape in shapes:
             if shape.window is not None and (key := (shape.window, shape.chunked)) not in self._windows:
@@ -80,7 +79,8 @@ class _Buffers:
         self.logits = torch.empty(0)
         # Runs of several tokens come once, and are not worth a capture. Buffers are zero at first, so that
         # the trial runs of a capture write to slot 0, which nobody reads.
-        self._run = executor([Step(self._forward, model.capturable and not sizes.tail)], device)
+        capturable = model.capturable and not sizes.tail and pool.store.attention.can.captures
+        self._run = executor([Step(self._forward, capturable)], device)
 
     def __call__(self, layout: Layout, tokens: Tensor | None = None) -> Tensor:
         """Logits ``[T, V]`` of the layout's queries, until the next forward.
@@ -127,11 +127,8 @@ class _Buffers:
         number, place = store.place(layer)
         group = store.groups[number]
         queries = q[0].transpose(0, 1)
-        how: dict[str, Any] = {"scale": params.scale, "softcap": params.softcap, "sinks": params.sinks}
-        if params.window is None:
-            return self._attention(group.shape.heads, queries, *group.paged(place), **how)[None]
-        window = self._windows[params.window, params.chunked]
-        return window(group.shape.heads, queries, *group.paged(place), **how)[None]
+        attend = self._attention if params.window is None else self._windows[params.window, params.chunked]
+        return attend(group.shape.heads, queries, KV(*group.paged(place)), params)[None]
 
 
 class Ahead:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from triforce_tree.branching.node import Node
-from triforce_tree.kernels.attention.nodes import Segment
+from triforce_tree.kernels.attention.segments import Segment
 
 
 class Feed(NamedTuple):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import KVPool
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kv.prefill import windowed_attention
-from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.stats import Progress
 

@@ -9,9 +9,9 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.grown_tree import GrownTree
 from triforce_tree.drafters.token_map import Forwards, MappedModel, TokenMap
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kv.prefill import windowed_attention
 from triforce_tree.kv.store import KVStore
-from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import MOST_ROWS, step_model
 from triforce_tree.runtime.sequence_state import SequenceState

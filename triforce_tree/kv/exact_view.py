@@ -1,17 +1,16 @@
 """The view of a KV store on the device for forwards whose rows have the same bits in any company."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor
 
-from triforce_tree.kernels.attention.exact.attention import attention, near_of
-from triforce_tree.kernels.attention.exact.request import ExactAttention, Near
-from triforce_tree.kernels.attention.plan import Plan
+from triforce_tree.kernels.attention.backend import Attention
+from triforce_tree.kernels.attention.exact.attention import ExactAttention, Near
+from triforce_tree.kernels.attention.plan import KV, AttentionParams
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.kv.window import Window
-from triforce_tree.models.attention import AttentionParams
 
 MOST_DEPTH = 64
 """Deepest token of a tree: positions so near to a query may be in any slots."""
@@ -48,24 +47,17 @@ class ExactView(TreeAttentionView):
         if layer == self._first_layer:
             # Not in ``begin``: buffers given to ``follow`` may be filled as late as before the first layer.
             mask = self.mask.view(self.store.batch, -1, self.mask.shape[1])
-            self._near = near_of(self.lengths, mask, k.shape[2])
+            self._near = self.store.attention.exact.near(self.lengths, mask, k.shape[2])
 
-    def _attention(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: Plan,
-        sinks: Tensor | None,
-        window: Window | None,
-        **how: Any,
+    def _packed_attention(
+        self, q: Tensor, kv: KV, attention: Attention, params: AttentionParams, window: Window | None
     ) -> Tensor:
-        """As in :class:`TreeAttentionView`, by position instead of by the plan's tasks."""
-        assert how["scales"] is None, "8-bit keys and values are refused before"
-        size, chunked = (window.size, window.chunked) if window is not None else (0, False)
+        """As in :class:`TreeAttentionView`, by position."""
+        assert kv.scales is None, "8-bit keys and values are refused before"
+        # A window that hides nothing of any sequence is none.
+        size, chunked = (window.size, window.chunked) if window is not None else (None, False)
+        params = replace(params, window=size, chunked=chunked)
         mask = self.mask.view(self.store.batch, -1, self.mask.shape[1])
-        request = ExactAttention(
-            q, keys, values, self.lengths, mask, how["scale"], how["table"], size, chunked,
-            how["softcap"] or 0.0, sinks, self._near,
-        )  # fmt: skip
-        return attention(request)
+        request = ExactAttention(q, kv, params, self.lengths, mask, self._near)
+        out: Tensor = self.store.attention.exact.attention(request)
+        return out

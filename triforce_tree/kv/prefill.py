@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kernels.step.kv_slots import dequantized
 from triforce_tree.kv.recurrent_states import PromptPass, RecurrentStates
 from triforce_tree.kv.store import KVStore
-from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.model_copy import decoder_layers

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv.view import KVView
-from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.recurrent.running import RecurrentPass, Rows, StateShapes
 
 

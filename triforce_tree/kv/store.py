@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels import step
+from triforce_tree.kernels.attention.backend import default
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kv.window import ring_table
 from triforce_tree.models.attention import KVShape
@@ -125,6 +126,7 @@ class KVStore:
         groups: by their first layers.
         dtype: of new keys and values, and of queries.
         rows: KV slots of a sequence in layers without a window.
+        attention: the backend of views that are made from now on, by default the device's.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class KVStore:
         self.bits = bits
         self.batch, self.page, self.scratch = batch, page, scratch
         self.rows = -(-rows // page) * page
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.attention = device, dtype, default(device)
         # Most committed tokens: later slots are scratch.
         self._most_tokens = rows - (scratch or 0)
         members: dict[KVShape, list[int]] = {}

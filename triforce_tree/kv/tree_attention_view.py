@@ -5,21 +5,20 @@ accepted ones; the next forward overwrites the others.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels import step
-from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import Heads, Plan, pack_mask, plan_trees
+from triforce_tree.kernels.attention.backend import Attention
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, pack_mask, plan_trees
 from triforce_tree.kv.chunk_policy import BoundPolicy
 from triforce_tree.kv.store import KVGroup, KVStore
 from triforce_tree.kv.window import Window
-from triforce_tree.models.attention import AttentionParams
 from triforce_tree.runtime.executor import Cuts
 
 
@@ -68,17 +67,18 @@ class TreeAttentionView:
             mask = torch.ones(queries, tail, dtype=torch.bool)
         batch, device = store.batch, store.device
         self.at = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.resizable = device.type != "cuda"
+        self.resizable = store.attention.can.fewer_queries
+        self.capturable = store.attention.can.captures
         self.ahead = tail - queries
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.mask = pack_mask(mask).repeat(batch, 1).to(device)
         self._windows: dict[tuple[int, bool], Window] = {}
-        plans: dict[Heads, Plan] = {}
-        self._plans: list[Plan] = []
+        by_heads: dict[Heads, Attention] = {}
+        self._attentions: list[Attention] = []
         for group in store.groups:
             heads, window = group.shape.heads, group.shape.window
-            if heads not in plans:
-                plans[heads] = self._plan(heads, mask, group.k.dtype)
+            if heads not in by_heads:
+                by_heads[heads] = self._attention_of(heads, mask, group.k.dtype)
             kind = (window or 0, group.shape.chunked)
             if window is not None and kind not in self._windows:
                 if depths is None and tail > queries:
@@ -86,20 +86,19 @@ class TreeAttentionView:
                         f"window={window} needs the depths of all {tail} tail tokens; pass depths"
                     )
                 self._windows[kind] = Window(window, depths, queries, batch, device, group.shape.chunked)
-            plan = plans[heads]
+            attention = by_heads[heads]
             if window is not None:
-                plan = replace(plan, mask=self._windows[kind].masked(self.mask))
-            self._plans.append(plan)
+                masked = self._windows[kind].masked(self.mask)
+                attention = attention.over(replace(attention.plan, mask=masked))
+            self._attentions.append(attention)
         self._first_layer = min((group.layers[0] for group in store.groups), default=0)
 
-    def _plan(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Plan:
-        """The plan of layers with such heads, over ``self.lengths`` and ``self.mask``."""
+    def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Attention:
+        """The attention of layers with such heads, over ``self.lengths`` and ``self.mask``."""
         batch, device, dtype = self.store.batch, self.store.device, self.store.dtype
-        masks = [mask] * batch
-        plan = plan_trees(
-            heads, masks, [0] * batch, device=device, dtype=dtype, kv_dtype=kv_dtype, page=self._page
-        )
-        return replace(plan, lengths=self.lengths, mask=self.mask)
+        plan = plan_trees(heads, [mask] * batch, [0] * batch, device=device)
+        plan = replace(plan, lengths=self.lengths, mask=self.mask)
+        return self.store.attention.trees(plan, dtype, kv_dtype, self._page)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """Set the lengths, and the mask, of the coming forward.
@@ -123,7 +122,7 @@ class TreeAttentionView:
             lengths: int32 ``[B]``, tokens before the tail.
         """
         self.at, self.lengths = at, lengths
-        self._plans = [replace(plan, lengths=lengths) for plan in self._plans]
+        self._attentions = [each.over(replace(each.plan, lengths=lengths)) for each in self._attentions]
 
     def move(self, index: Tensor) -> None:
         """Move new token ``index[b, i]``, int64 ``[B, R]``, to the i-th new slot; -1 moves nothing."""
@@ -133,12 +132,12 @@ class TreeAttentionView:
         number, place = self.store.place(layer)
         self._write(layer, k, v, params)
         group = self.store.groups[number]
-        plan, window = self._plans[number], self._windows.get((group.shape.window or 0, group.shape.chunked))
+        window = self._windows.get((group.shape.window or 0, group.shape.chunked))
         if group.ring:
-            scales = group.paged_scales(place)
-            return self._attend(q, *group.paged(place), plan, params, window, group.table, scales)
-        scales = group.scales_of(place)
-        return self._attend(q, *self.store.layer(layer), plan, params, window, scales=scales)
+            kv = KV(*group.paged(place), group.table, group.paged_scales(place))
+        else:
+            kv = KV(*self.store.layer(layer), scales=group.scales_of(place))
+        return self._attend(q, kv, self._attentions[number], params, window)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, params: AttentionParams) -> None:
         """Store the new keys and values of one layer."""
@@ -146,48 +145,40 @@ class TreeAttentionView:
             # Not in ``begin``: buffers given to ``follow`` may be filled as late as before the first layer.
             for window in self._windows.values():
                 window.update(self.lengths, self.mask)
+            for attention in self._all_attentions:
+                attention.begin()
         group = self.store.check(layer, params.window)
         keys, values = self.store.layer(layer)
         scales = self.store.scales(layer) or (None, None)
         step.append_kv(keys, values, k, v, self.at, group.ring, *scales)
 
+    @property
+    def _all_attentions(self) -> Iterable[Attention]:
+        """Those that the layers of a forward use."""
+        return self._attentions
+
     def _attend(
         self,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: Plan,
+        kv: KV,
+        attention: Attention,
         params: AttentionParams,
         window: Window | None = None,
-        table: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         batch, heads, queries, dim = q.shape
         packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
-        out = self._attention(
-            packed, keys, values, plan, params.sinks, window, scale=params.scale, table=table,
-            softcap=params.softcap, scales=scales,
-        )  # fmt: skip
+        out = self._packed_attention(packed, kv, attention, params, window)
         return out.view(batch, queries, heads, -1)
 
-    def _attention(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: Plan,
-        sinks: Tensor | None,
-        window: Window | None,
-        **how: Any,
+    def _packed_attention(
+        self, q: Tensor, kv: KV, attention: Attention, params: AttentionParams, window: Window | None
     ) -> Tensor:
-        """Attention of packed queries ``[B * T, H_q, D]``: ``[B * T, H_q, D_v]``, by ``planned.run``.
+        """Attention of packed queries ``[B * T, H_q, D]``: ``[B * T, H_q, D_v]``.
 
         Args:
             window: of the layer.
-            how: scale, table, softcap and scales, see ``planned.run``.
         """
-        first = window.first_visible if window is not None else None
-        return planned.run(q, keys, values, plan, sinks=sinks, first=first, **how)
+        return attention.run(q, kv, params, window.first_visible if window is not None else None)
 
 
 def _path_depths(queries: int, tail: int, mask: Tensor | None) -> list[int] | None:
@@ -205,13 +196,13 @@ class _Retrieved:
         table: int32 ``[layers, B, H_kv, pages]``: the selected chunks, ascending, then the recent ones.
         means: ``[layers, B, H_kv, C, D]``, the mean key of every chunk; ``2 D`` with ``key_variance``.
         first_page: int32 ``[B, 1, 1]``, the first page of each sequence.
-        plan: attention over the slots of the table.
+        attention: over the slots of the table.
     """
 
     table: Tensor
     means: Tensor
     first_page: Tensor
-    plan: Plan
+    attention: Attention
 
 
 class PagedRetrievalView(TreeAttentionView):
@@ -248,18 +239,18 @@ class PagedRetrievalView(TreeAttentionView):
         chunk, device = config.chunk, store.device
         self.slots = (config.budget - config.recent) // chunk
         self._policy = BoundPolicy(config)
-        self.capturable = self._policy.capturable
+        self.capturable = self.capturable and self._policy.capturable
         self.refreshing = False
         recent = -(-(config.recent + max_growth + queries) // chunk) + 2
         self._recent = torch.arange(recent, device=device)
         self._visible = torch.zeros_like(self.lengths)
         self.retrieved = [
-            None if group.shape.window is not None else self._retrieved(group, plan, self.slots + recent)
-            for group, plan in zip(store.groups, self._plans, strict=True)
+            None if group.shape.window is not None else self._retrieved(group, attention, self.slots + recent)
+            for group, attention in zip(store.groups, self._attentions, strict=True)
         ]
         self.boundary = torch.zeros(store.batch, dtype=torch.int64, device=device)
 
-    def _retrieved(self, group: KVGroup, plan: Plan, pages: int) -> _Retrieved:
+    def _retrieved(self, group: KVGroup, attention: Attention, pages: int) -> _Retrieved:
         layers, batch, heads, _, dim = group.k.shape
         device, size = group.k.device, (layers, batch, heads)
         columns = self.config.columns(dim)
@@ -267,7 +258,7 @@ class PagedRetrievalView(TreeAttentionView):
             table=torch.zeros(*size, pages, dtype=torch.int32, device=device),
             means=torch.zeros(*size, self.chunks, columns, device=device, dtype=self.store.dtype),
             first_page=(torch.arange(batch, device=device)[:, None, None] * group.pages_apart).int(),
-            plan=replace(plan, lengths=self._visible),
+            attention=attention.over(replace(attention.plan, lengths=self._visible)),
         )
 
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
@@ -282,10 +273,17 @@ class PagedRetrievalView(TreeAttentionView):
         other.capturable = self.capturable
         other._visible = torch.zeros_like(self._visible)
         other.retrieved = [
-            None if own is None else replace(own, plan=replace(plan, lengths=other._visible))
-            for own, plan in zip(self.retrieved, other._plans, strict=True)
+            None
+            if own is None
+            else replace(own, attention=each.over(replace(each.plan, lengths=other._visible)))
+            for own, each in zip(self.retrieved, other._attentions, strict=True)
         ]
         return other
+
+    @property
+    def _all_attentions(self) -> Iterable[Attention]:
+        whole = zip(self._attentions, self.retrieved, strict=True)
+        return (own if retrieved is None else retrieved.attention for own, retrieved in whole)
 
     @property
     def chunks(self) -> int:
@@ -324,8 +322,8 @@ class PagedRetrievalView(TreeAttentionView):
             self._to_pages(table[:, :, : self.slots], retrieved.first_page)
         self._write(layer, k, v, params)
         group = self._paged(number)
-        scales = group.paged_scales(place)
-        return self._attend(q, *group.paged(place), retrieved.plan, params, table=table, scales=scales)
+        kv = KV(*group.paged(place), table, group.paged_scales(place))
+        return self._attend(q, kv, retrieved.attention, params)
 
     def _to_pages(self, chunks: Tensor, first_page: Tensor) -> None:
         """Replace chunks of the sequences, int32 ``[..., B, H_kv, n]``, by their pages."""

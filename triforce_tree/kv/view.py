@@ -12,7 +12,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
-from triforce_tree.models.attention import AttentionParams
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.models.recurrent.running import RecurrentPass
 from triforce_tree.runtime.executor import Cuts
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.device import KernelError
 from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.kv.recurrent_states import RecurrentStates
@@ -26,7 +27,7 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.loading.layer_slice import LayerSlice
 from triforce_tree.loading.rounding import NOISE, explained_error, noisy_embeddings, relative_error
-from triforce_tree.models.attention import AttentionParams, scales_queries
+from triforce_tree.models.attention import scales_queries
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall

@@ -8,29 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.plan import AttentionParams, Heads
 from triforce_tree.models.recurrent.running import ChunkPass
-
-
-@dataclass(frozen=True)
-class AttentionParams:
-    """How one layer attends.
-
-    Attributes:
-        scale: factor on the raw scores.
-        window: positions that a query sees, its own included; the key at position j is visible to the query
-            at position i iff ``i - j < window``. None: all of them.
-        chunked: the window does not slide: the key is visible iff ``j // window == i // window`` and
-            ``j <= i`` (chunked attention of Llama 4).
-        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them as they are.
-        sinks: ``[H_q]`` logits of a virtual key whose value is zero.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    chunked: bool = False
 
 
 class Attend(Protocol):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.device import explained
 from triforce_tree.models.attention import (
-    AttentionParams,
     KVCache,
     KVShape,
     effective_window,

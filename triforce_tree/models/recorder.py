@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from triforce_tree.kernels.attention.plan import Heads
-from triforce_tree.models.attention import AttentionParams
+from triforce_tree.kernels.attention.plan import AttentionParams, Heads
 from triforce_tree.models.model_copy import listed_layers
 from triforce_tree.models.recurrent.running import ChunkPass, Rows, StateShapes
 

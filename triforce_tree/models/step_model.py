@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.models.attention import (
     Attend,
-    AttentionParams,
     RunningAttention,
     effective_window,
     keep_chunks,

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from scripts.benchmarks.attention.problems import KV, Cell, random_kv, tree_mask
 from scripts.benchmarks.common.timing import median_us
-from triforce_tree.kernels.attention.plan import plan_trees
+from triforce_tree.kernels.attention.backend import backend
+from triforce_tree.kernels.attention.plan import KV as Stored
+from triforce_tree.kernels.attention.plan import AttentionParams, plan_trees
 
 PAGE = 64
 # The least that flash-attn takes.
@@ -218,12 +220,11 @@ PEERS: dict[str, Peer] = {
 
 def peers(cell: Cell, kv: KV, names: Sequence[str]) -> dict[str, float | str]:
     """Microseconds of each peer on this cell, or why it has none."""
-    from triforce_tree.kernels.attention.launch import run
-
     q = torch.randn(cell.batch * cell.size, cell.query_heads, cell.dim, device="cuda").bfloat16()
     trees = [tree_mask(cell.size)] * cell.batch
     plan = plan_trees(cell.heads, trees, [cell.length] * cell.batch, device="cuda")
-    ours, _ = run(q, *kv[0], plan, scale=cell.dim**-0.5)
+    attention = backend("triton").trees(plan, q.dtype)
+    ours = attention.run(q, Stored(*kv[0]), AttentionParams(cell.dim**-0.5))
     return {name: compared(partial(PEERS[name], cell, q, kv), ours) for name in names}
 
 

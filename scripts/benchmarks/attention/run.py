@@ -28,8 +28,8 @@ from scripts.benchmarks.common.command import need_gpu
 from scripts.benchmarks.common.results import Record, header, write
 from scripts.benchmarks.common.timing import time_calls
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.launch import run
-from triforce_tree.kernels.attention.plan import Plan, plan_trees
+from triforce_tree.kernels.attention.launch import TritonAttention, prepare
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, plan_trees
 
 # Query heads, KV heads, prefix, tree, sequences.
 CELLS = [
@@ -42,16 +42,16 @@ LAYOUTS = ("heads", "rows", 1, 16, 64, 128, 256)
 SLOW = "FlexAttention"  # autotunes for long in each cell, so it is timed last
 
 
-def _problem(cell: Cell) -> tuple[Tensor, Plan]:
+def _problem(cell: Cell) -> tuple[Tensor, TritonAttention]:
     mask = tree_mask(cell.size)
     plan = plan_trees(cell.heads, [mask] * cell.batch, [cell.length] * cell.batch, device="cuda")
     q = torch.randn(cell.batch * cell.size, cell.query_heads, cell.dim, device="cuda").bfloat16()
-    return q, plan
+    return q, prepare(plan, q.dtype)
 
 
 def ours(cell: Cell, kv: list, layout: str | int = "heads") -> float:
     """Microseconds of one call; with a page size for ``layout``, through a shuffled page table."""
-    (q, plan), scale, table = _problem(cell), cell.dim**-0.5, None
+    (q, attention), params, table = _problem(cell), AttentionParams(cell.dim**-0.5), None
     if isinstance(layout, int):
         # Pages of all sequences in one pool; the same bytes as the unpaged copies.
         pages = cell.rows // layout + 1
@@ -61,13 +61,14 @@ def ours(cell: Cell, kv: list, layout: str | int = "heads") -> float:
             tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
             for _ in kv
         ]
-    return time_calls([lambda k=k, v=v: run(q, k, v, plan, scale=scale, table=table) for k, v in kv])
+    return time_calls([lambda k=k, v=v: attention.states(q, KV(k, v, table), params) for k, v in kv])
 
 
 def error_ratio(cell: Cell, kv: tuple) -> float:
     """Our largest error over torch's in bf16, against fp64, on the first sequence and KV head."""
-    (q, plan), scale, group, mask = _problem(cell), cell.dim**-0.5, cell.heads.group, tree_mask(cell.size)
-    out, _ = run(q, *kv, plan, scale=scale)
+    (q, attention), scale = _problem(cell), cell.dim**-0.5
+    group, mask = cell.heads.group, tree_mask(cell.size)
+    out = attention.run(q, KV(*kv), AttentionParams(scale))
     packed = q[: cell.size, :group].transpose(0, 1)[None]
     k, v = (x[:1, :1] for x in kv)
     exact, _ = reference.tree_attention(packed.double(), k.double(), v.double(), mask, scale=scale)

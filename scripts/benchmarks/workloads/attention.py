@@ -13,10 +13,11 @@ from scripts.benchmarks.workloads import published
 from scripts.benchmarks.workloads.storage import Problem, in_pages, page_table
 from triforce_tree.bench.results import Record
 from triforce_tree.branching.attention import MOST_READ
-from triforce_tree.kernels.attention import planned
+from triforce_tree.kernels.attention.backend import default
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
-from triforce_tree.kernels.attention.nodes import NodePlan, states
-from triforce_tree.kernels.attention.plan import config_for, plan_trees
+from triforce_tree.kernels.attention.configs import config_for
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, plan_trees
+from triforce_tree.kernels.attention.segments import NodePlan
 
 Calls = list[Callable[[], Tensor]]
 Way = Callable[[Problem, Tensor], Calls]
@@ -63,9 +64,11 @@ def _sequences(
     stored: Callable[[int], tuple[Tensor, Tensor]],
 ) -> Calls:
     nothing = [torch.ones(1, 0, dtype=torch.bool)] * len(lengths)
-    plan = plan_trees(problem.heads, nothing, lengths, device=problem.device, dtype=problem.dtype)
-    run = partial(planned.run, q, plan=plan, scale=problem.scale, table=table)
-    return [partial(run, *stored(seed)) for seed in range(problem.copies(positions))]
+    plan = plan_trees(problem.heads, nothing, lengths, device=problem.device)
+    attention, params = default(problem.device).trees(plan, problem.dtype), AttentionParams(problem.scale)
+    attention.begin()
+    copies = range(problem.copies(positions))
+    return [partial(attention.run, q, KV(*stored(seed), table), params) for seed in copies]
 
 
 def flattened(problem: Problem, q: Tensor) -> Calls:
@@ -86,8 +89,13 @@ def flattened(problem: Problem, q: Tensor) -> Calls:
     plan.set(layout.segments)
     table = page_table(problem.lengths, problem.page, problem.device)
 
+    attention, params = (
+        default(problem.device).segments(plan.plan, problem.dtype),
+        AttentionParams(problem.scale),
+    )
+
     def call(k: Tensor, v: Tensor) -> Tensor:
-        return states(q, k, v, plan, scale=problem.scale, table=table)[0]
+        return attention.run(q, KV(k, v, table), params)
 
     made: Calls = []
     for seed in range(problem.copies(problem.workload.stored)):

@@ -7,7 +7,8 @@ from itertools import product
 import torch
 
 from triforce_tree.kernels.attention.exact import launch
-from triforce_tree.kernels.attention.exact.request import ExactAttention
+from triforce_tree.kernels.attention.exact.attention import ExactAttention
+from triforce_tree.kernels.attention.plan import KV, AttentionParams
 from triforce_tree.kernels.linear.launch import pinned_linear
 from triforce_tree.kernels.norm.launch import row_rms_norm
 
@@ -31,15 +32,16 @@ def _attend(windowed: bool, dtype: torch.dtype, dim: int, value_dim: int) -> Non
     slots = (16, 2, 128) if windowed else (1, 2, 1024)
     request = ExactAttention(
         q=torch.zeros(16, 8, dim, dtype=dtype),
-        k=torch.zeros(*slots, dim, dtype=dtype),
-        v=torch.zeros(*slots, value_dim, dtype=dtype),
+        kv=KV(
+            torch.zeros(*slots, dim, dtype=dtype),
+            torch.zeros(*slots, value_dim, dtype=dtype),
+            torch.zeros(1, 8, dtype=torch.int32) if windowed else None,
+        ),
+        params=AttentionParams(0.1, 512, 5.0, torch.zeros(8, dtype=dtype))
+        if windowed
+        else AttentionParams(0.1),
         lengths=torch.zeros(1, dtype=torch.int32),
         mask=torch.zeros(1, 16, 1, dtype=torch.int64),
-        scale=0.1,
-        table=torch.zeros(1, 8, dtype=torch.int32) if windowed else None,
-        window=512 if windowed else 0,
-        softcap=5.0 if windowed else 0.0,
-        sinks=torch.zeros(8, dtype=dtype) if windowed else None,
     )
     launch.attention(request)
 

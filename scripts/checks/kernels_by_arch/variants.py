@@ -15,7 +15,7 @@ from scripts.checks.kernels_by_arch import blocks as query_blocks
 from scripts.checks.kernels_by_arch import exact, linears, prefill
 from triforce_tree.kernels.attention import launch, merge
 from triforce_tree.kernels.attention.configs import choose as choose_attention
-from triforce_tree.kernels.attention.plan import Heads, plan_trees
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
 from triforce_tree.kernels.device import Device
 from triforce_tree.kernels.exchange import chunks_kernels as exchange_kernels
 from triforce_tree.kernels.exchange import experts_kernels
@@ -89,9 +89,7 @@ def _attend(kind: str, dtype: torch.dtype, heads: Heads, queries: int, int8: boo
     mask = torch.ones(queries, queries, dtype=torch.bool)
     stored = torch.int8 if int8 else dtype
     page = _PAGES.get(kind, 0)
-    plan = plan_trees(
-        heads, [mask] * batch, [512] * batch, device="cpu", dtype=dtype, kv_dtype=stored, page=page
-    )
+    plan = plan_trees(heads, [mask] * batch, [512] * batch, device="cpu")
     q = torch.zeros(plan.queries, heads.query, heads.dim, dtype=dtype)
     slots = (8, 2, page) if page else (batch, 2, 1024)
     k, v = (torch.zeros(*slots, dim, dtype=stored) for dim in (heads.dim, heads.value_dim))
@@ -99,9 +97,8 @@ def _attend(kind: str, dtype: torch.dtype, heads: Heads, queries: int, int8: boo
     table = _int32(1, 2, 128) if page else None
     first = _ints(queries) if kind == "window" else None
     softcap, sinks = (5.0, torch.zeros(heads.query)) if kind == "window" else (None, None)
-    launch.run(
-        q, k, v, plan, scale=0.1, table=table, first=first, softcap=softcap, sinks=sinks, scales=scales
-    )
+    params = AttentionParams(0.1, softcap=softcap, sinks=sinks)
+    launch.prepare(plan, dtype, stored, page).run(q, KV(k, v, table, scales), params, first)
 
 
 def _exact() -> Iterator[Variant]:

@@ -1,15 +1,18 @@
 """Attention of sequences that begin alike, the prefix read once, against each sequence with a copy of it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.kernels import triton_ops
-from tests.support.kernels.kernels_cases import tree_mask
+from tests.support.kernels.kernels_cases import poisoned_memory, tree_mask
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.nodes import PrefixPlan, PrefixSegment
-from triforce_tree.kernels.attention.plan import Heads, pack_mask
-from triforce_tree.kernels.cpu import host_prefix
+from triforce_tree.kernels.attention.backend import backend
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, pack_mask
+from triforce_tree.kernels.attention.segments import PrefixPlan, PrefixSegment
+from triforce_tree.kernels.cpu import backend as cpu_backend
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
 
 FIRST, APART = 80, 72
@@ -49,21 +52,31 @@ def problem(
     return torch.randn(batch * queries, heads.query, heads.dim).to(dtype), (slots[0], slots[1])
 
 
-def plan_of(heads: Heads, mask: Tensor, lengths: list[int], q: Tensor, kv_dtype: torch.dtype) -> PrefixPlan:
+def plan_of(heads: Heads, mask: Tensor, lengths: list[int], device: str = "cpu") -> PrefixPlan:
     batch = len(lengths) - 1
-    made = empty_plan(heads, mask, lengths[1:], q, kv_dtype, depth=1)
+    made = empty_plan(heads, mask, lengths[1:], depth=1, device=device)
     made.set([PrefixSegment(0, lengths[0], 0, batch)], places(batch))
     return made
 
 
-def empty_plan(
-    heads: Heads, mask: Tensor, lengths: list[int], q: Tensor, kv_dtype: torch.dtype, depth: int
-) -> PrefixPlan:
+def empty_plan(heads: Heads, mask: Tensor, lengths: list[int], depth: int, device: str = "cpu") -> PrefixPlan:
     """Without prefixes; ``lengths`` of the sequences."""
-    batch, device = len(lengths), triton_ops.DEVICE
+    batch = len(lengths)
     words = pack_mask(mask).repeat(batch, 1).to(device)
     counts = torch.tensor([*lengths, *[0] * depth * batch], dtype=torch.int32, device=device)
-    return PrefixPlan(heads, mask, batch, depth, counts, words, q.dtype, kv_dtype)
+    return PrefixPlan(heads, mask, batch, depth, counts, words)
+
+
+def attended(name: str, plan: PrefixPlan, q: Tensor, kv: KV, **how: Any) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps of this backend, on the CPU."""
+    device = plan.plan.device
+    k, v, *rest = (t.to(device) for t in (kv.k, kv.v, *(kv.scales or ())))
+    with poisoned_memory():
+        made = backend(name).prefixes(plan, q.dtype, k.dtype)
+        made.begin()
+        moved = KV(k, v, scales=(rest[0], rest[1]) if rest else None)
+        out, lse = made.states(q.to(device), moved, AttentionParams(0.4, **how))
+    return out.cpu(), lse.cpu()
 
 
 def expected(q: Tensor, kv: Slots, mask: Tensor, lengths: list[int], **how: object) -> tuple[Tensor, Tensor]:
@@ -91,33 +104,26 @@ def test_on_the_cpu(
     q, kv = problem(shape, counts, 5, 7, torch.float32)
     variants = {"plain": {}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": torch.randn(shape.query)}}
     if not compiled:
-        monkeypatch.setattr(host_prefix, "attention", lambda *args, **how: None)
-    plan = plan_of(shape, mask, counts, q, q.dtype) if triton_ops.DEVICE == "cpu" else None
-    if plan is None:
-        pytest.skip("plans are for the GPU")
-    made = plan(q, *kv, scale=0.4, **variants[variant])
+        monkeypatch.setattr(cpu_backend, "fp32_attention", lambda *args, **how: None)
+    made = attended("cpu", plan_of(shape, mask, counts), q, KV(*kv), **variants[variant])
     torch.testing.assert_close(made, expected(q, kv, mask, counts, **variants[variant]))
 
 
 def test_fewer_queries_than_planned() -> None:
     """The first ones of each sequence, as forwards on the CPU bring them."""
-    if triton_ops.DEVICE != "cpu":
-        pytest.skip("plans are for the GPU")
     shape, counts, mask = HEADS["GQA"], LENGTHS["ragged"], tree_mask(6, 6, 2)
     q, kv = problem(shape, counts, 2, 6, torch.float32)
-    plan = plan_of(shape, mask, counts, q, q.dtype)
+    plan = plan_of(shape, mask, counts)
     for _ in range(2):
-        made = plan(q, *kv, scale=0.4)
+        made = attended("cpu", plan, q, KV(*kv))
         torch.testing.assert_close(made, expected(q, kv, mask[:2, :2], counts))
 
 
 def test_in_8_bits_on_the_cpu() -> None:
-    if triton_ops.DEVICE != "cpu":
-        pytest.skip("plans are for the GPU")
     shape, counts, mask = HEADS["GQA"], LENGTHS["ragged"], tree_mask(5, 7, 1)
     q, kv = problem(shape, counts, 5, 7, torch.float32)
     (k, k_scale), (v, v_scale) = map(quantized, kv)
-    made = plan_of(shape, mask, counts, q, torch.int8)(q, k, v, scale=0.4, scales=(k_scale, v_scale))
+    made = attended("cpu", plan_of(shape, mask, counts), q, KV(k, v, scales=(k_scale, v_scale)))
     stored = dequantized(k, k_scale, q.dtype), dequantized(v, v_scale, q.dtype)
     torch.testing.assert_close(made, expected(q, stored, mask, counts))
 
@@ -137,36 +143,29 @@ def test_in_8_bits_on_the_cpu() -> None:
 def test_by_the_kernel(heads: str, queries: int, lengths: str, dtype: torch.dtype) -> None:
     """One launch over the prefix and all sequences; with more query rows than a tile, several programs."""
     triton_ops.require_triton()
-    from triforce_tree.kernels.attention import launch
-
     shape, counts = HEADS[heads], LENGTHS[lengths]
     mask = tree_mask(queries, queries, 3)
     q, kv = problem(shape, counts, queries, queries, dtype)
     sinks = torch.randn(shape.query)
-    plan = plan_of(shape, mask, counts, q, dtype).plan
-    for part in (plan.partial_out, plan.partial_lse):
-        part.fill_(torch.nan)
-    on_device = [t.to(triton_ops.DEVICE) for t in (q, *kv, sinks)]
-    out, lse = launch.run(*on_device[:3], plan, scale=0.4, sinks=on_device[3])
+    plan = plan_of(shape, mask, counts, triton_ops.DEVICE)
+    sinks_there = sinks.to(triton_ops.DEVICE)
+    out, lse = attended("triton", plan, q, KV(*kv), sinks=sinks_there)
     exact, exact_lse = expected(q, kv, mask, counts, sinks=sinks)
     limit = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
-    torch.testing.assert_close(out.cpu().float(), exact, **limit)
-    torch.testing.assert_close(lse.cpu(), exact_lse, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out.float(), exact, **limit)
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-3, atol=1e-3)
 
 
 @triton_ops.runs_kernels
 def test_by_the_kernel_in_8_bits() -> None:
     triton_ops.require_triton()
-    from triforce_tree.kernels.attention import launch
-
     shape, counts, mask = HEADS["GQA"], LENGTHS["ragged"], tree_mask(5, 5, 1)
     q, kv = problem(shape, counts, 5, 5, torch.float32)
     (k, k_scale), (v, v_scale) = map(quantized, kv)
-    plan = plan_of(shape, mask, counts, q, torch.int8).plan
+    plan = plan_of(shape, mask, counts, triton_ops.DEVICE)
     stored = dequantized(k, k_scale, q.dtype), dequantized(v, v_scale, q.dtype)
-    q_on, k_on, v_on, *scales = (t.to(triton_ops.DEVICE) for t in (q, k, v, k_scale, v_scale))
-    out, _ = launch.run(q_on, k_on, v_on, plan, scale=0.4, scales=(scales[0], scales[1]))
-    torch.testing.assert_close(out.cpu(), expected(q, stored, mask, counts)[0], rtol=1e-5, atol=1e-5)
+    out, _ = attended("triton", plan, q, KV(k, v, scales=(k_scale, v_scale)))
+    torch.testing.assert_close(out, expected(q, stored, mask, counts)[0], rtol=1e-5, atol=1e-5)
 
 
 # Prefixes of five sequences: one of all with two groups behind it, of which one has a group of its own; two
@@ -216,18 +215,16 @@ def each_alone(q: Tensor, alone: list[Slots], mask: Tensor, **how: object) -> tu
 @pytest.mark.parametrize("sinks", [False, True])
 def test_groups_on_the_cpu(sinks: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One plan, whose prefixes change."""
-    if triton_ops.DEVICE != "cpu":
-        pytest.skip("plans are for the GPU")
     if not compiled:
-        monkeypatch.setattr(host_prefix, "attention", lambda *args, **how: None)
+        monkeypatch.setattr(cpu_backend, "fp32_attention", lambda *args, **how: None)
     heads, lengths, mask = HEADS["GQA"], [9, 0, 40, 3, 17], tree_mask(5, 5, 1)
     variant = {"sinks": torch.randn(heads.query)} if sinks else {}
     plan = None
     for groups in GROUPS.values():
         q, kv, alone = grouped(heads, lengths, 5, groups, torch.float32)
-        plan = plan or empty_plan(heads, mask, lengths, q, q.dtype, depth=3)
+        plan = plan or empty_plan(heads, mask, lengths, depth=3)
         plan.set([PrefixSegment(*each) for each in groups], places(len(lengths)))
-        made = plan(q, *kv, scale=0.4, **variant)
+        made = attended("cpu", plan, q, KV(*kv), **variant)
         torch.testing.assert_close(made, each_alone(q, alone, mask, **variant))
 
 
@@ -246,22 +243,17 @@ def test_groups_by_the_kernel(heads: str, queries: int, dtype: torch.dtype, name
     sequence's queries are in several segments, or in one that others of the same slots do not follow.
     """
     triton_ops.require_triton()
-    from triforce_tree.kernels.attention import launch
-
     shape, lengths, mask = HEADS[heads], [9, 0, 40, 3, 17], tree_mask(queries, queries, 3)
     made, addresses = None, set()
     for groups in (GROUPS[name] for name in names):
         q, kv, alone = grouped(shape, lengths, queries, groups, dtype)
-        made = made or empty_plan(shape, mask, lengths, q, dtype, depth=3)
+        made = made or empty_plan(shape, mask, lengths, 3, triton_ops.DEVICE)
         made.set([PrefixSegment(*each) for each in groups], places(len(lengths)))
         plan = made.plan
         addresses.add(
             tuple(t.data_ptr() for t in (plan.lengths, plan.segments, plan.owner_start, plan.owners))
         )
-        for part in (plan.partial_out, plan.partial_lse):
-            part.fill_(torch.nan)
-        on_device = [t.to(triton_ops.DEVICE) for t in (q, *kv)]
-        out, lse = launch.run(*on_device, plan, scale=0.4)
+        out, lse = attended("triton", made, q, KV(*kv))
         exact, exact_lse = each_alone(q, alone, mask)
         limit = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
         torch.testing.assert_close(out.cpu().float(), exact, **limit)

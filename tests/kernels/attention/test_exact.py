@@ -5,6 +5,7 @@ By Triton in its interpreter (fp16), and by the C kernel.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from tests.support.kernels import triton_ops
 from tests.support.kernels.triton_ops import DEVICE
 from triforce_tree.kernels.attention.exact import attention as exact
-from triforce_tree.kernels.attention.exact.request import ExactAttention
-from triforce_tree.kernels.attention.plan import pack_mask
+from triforce_tree.kernels.attention.exact.attention import ExactAttention
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, pack_mask
 from triforce_tree.kernels.cpu.fp32 import exact as fp32_exact
 from triforce_tree.kernels.cpu.fp32 import library
 from triforce_tree.kv.exact_view import MOST_DEPTH
@@ -32,8 +33,14 @@ def triton(request: ExactAttention) -> Tensor:
     triton_ops.require_triton()
     from triforce_tree.kernels.attention.exact import launch
 
-    moved = {name: t.to(DEVICE) for name, t in vars(request).items() if isinstance(t, Tensor)}
-    return launch.attention(replace(request, **moved)).cpu()
+    def moved(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.to(DEVICE)
+
+    k, v, table, _ = request.kv
+    params = replace(request.params, sinks=moved(request.params.sinks))
+    own = {name: moved(t) for name, t in vars(request).items() if isinstance(t, Tensor)}
+    kv = KV(k.to(DEVICE), v.to(DEVICE), moved(table))
+    return launch.attention(replace(request, kv=kv, params=params, **own)).cpu()
 
 
 def parents_of(nodes: int) -> list[int]:
@@ -57,9 +64,13 @@ def case(
     for b, length in enumerate(lengths):
         k[b, :, length + nodes :] = v[b, :, length + nodes :] = torch.nan
     q = torch.randn(len(lengths) * nodes, 4, dims[0]).to(dtype)
-    return ExactAttention(
-        q, k, v, torch.tensor(lengths, dtype=torch.int32), mask.repeat(len(lengths), 1, 1), scale=0.2
-    )
+    places = torch.tensor(lengths, dtype=torch.int32)
+    return ExactAttention(q, KV(k, v), AttentionParams(0.2), places, mask.repeat(len(lengths), 1, 1))
+
+
+def of_layer(request: ExactAttention, **how: Any) -> ExactAttention:
+    """The same request in a layer that attends in another way."""
+    return replace(request, params=replace(request.params, **how))
 
 
 def alone(request: ExactAttention, query: int, slots: int, tokens: int) -> ExactAttention:
@@ -68,24 +79,25 @@ def alone(request: ExactAttention, query: int, slots: int, tokens: int) -> Exact
     Keys are in the slots of their positions, and all earlier ones before the tail.
     """
     b = query // request.tokens
-    path = exact.seen_slots(replace(request, window=0))[query][0]
+    path = exact.seen_slots(of_layer(request, window=None))[query][0]
     tokens = min(tokens, len(path))
     k, v = (
         torch.full((1, *t.shape[1:2], slots, t.shape[3]), torch.nan, dtype=t.dtype)
-        for t in (request.k, request.v)
+        for t in (request.kv.k, request.kv.v)
     )
-    k[0, :, : len(path)], v[0, :, : len(path)] = request.k[b][:, path], request.v[b][:, path]
+    k[0, :, : len(path)], v[0, :, : len(path)] = request.kv.k[b][:, path], request.kv.v[b][:, path]
     q = torch.randn(tokens, *request.q.shape[1:]).to(request.q.dtype)
     q[-1] = request.q[query]
     mask = pack_mask(torch.ones(tokens, tokens, dtype=torch.bool).tril())[None]
     start = torch.tensor([len(path) - tokens], dtype=torch.int32)
-    return replace(request, q=q, k=k, v=v, lengths=start, mask=mask)
+    return replace(request, q=q, kv=KV(k, v), lengths=start, mask=mask)
 
 
 def check(attention: Attention, request: ExactAttention, queries: list[int], other_slots: int) -> None:
     """Compare with fp64, and with each of these queries alone: as a root, and at the end of a line."""
     out = attention(request)
-    wide = replace(request, q=request.q.double(), k=request.k.double(), v=request.v.double())
+    double = KV(request.kv.k.double(), request.kv.v.double())
+    wide = replace(request, q=request.q.double(), kv=double)
     expected, plain = exact.definition(wide), exact.definition(request)
     limit = 2 * (plain - expected).abs().max() + torch.finfo(request.q.dtype).eps
     assert (out - expected).abs().max() <= limit
@@ -109,14 +121,14 @@ FEATURES = {
 def test_in_c(dtype: torch.dtype, features: str) -> None:
     """Across the runs of 512 positions, with widths that are no multiple of a vector."""
     for lengths in ([3, 64], [505, 511]):
-        request = replace(case(lengths, 13, (24, 40), dtype, 600), **FEATURES[features])
+        request = of_layer(case(lengths, 13, (24, 40), dtype, 600), **FEATURES[features])
         check(fp32_exact.attention, request, [0, 5, 12, 13, 20, 25], 540)
 
 
 @pytest.mark.parametrize("features", FEATURES)
 def test_in_triton(features: str) -> None:
     """Across the first two chunks, with more and fewer chunks in the cache than in the tree's."""
-    request = replace(case([125, 650], 12, (16, 16), torch.float16, 1040), **FEATURES[features])
+    request = of_layer(case([125, 650], 12, (16, 16), torch.float16, 1040), **FEATURES[features])
     check(triton, request, [0, 11, 23], 670)
 
 
@@ -129,7 +141,7 @@ def test_near_positions_in_triton() -> None:
 
 
 def test_chunks_of_three_sizes() -> None:
-    from triforce_tree.kernels.attention.exact import launch, positions
+    from triforce_tree.kernels.attention.exact import kernels, launch
 
     starts = [0]
     while starts[-1] < 40_000:
@@ -138,8 +150,8 @@ def test_chunks_of_three_sizes() -> None:
     for chunk, start in enumerate(starts):
         assert launch.chunks_of(start) == chunk
         assert launch.chunks_of(start + 1) == chunk + 1
-    assert positions.TILE.value + positions.DEPTH.value == positions.NEAR.value
-    assert positions.DEPTH.value == MOST_DEPTH
+    assert kernels.TILE.value + kernels.DEPTH.value == kernels.NEAR.value
+    assert kernels.DEPTH.value == MOST_DEPTH
 
 
 @pytest.mark.parametrize("way", ["triton", "c"])
@@ -147,15 +159,15 @@ def test_through_a_table(way: str) -> None:
     if way == "c" and library.library() is None:
         pytest.skip("needs a processor with AVX2, and a C compiler")
     attention = triton if way == "triton" else fp32_exact.attention
-    request = replace(case([100, 201], 9, (16, 16), torch.float16, 224), window=70)
+    request = of_layer(case([100, 201], 9, (16, 16), torch.float16, 224), window=70)
     out = attention(request)
     pages = 224 // PAGE
     order = torch.randperm(2 * pages).view(2, pages)
     paged = [torch.full((2 * pages, 2, PAGE, 16), torch.nan, dtype=torch.float16) for _ in range(2)]
-    for pool, slots in zip(paged, (request.k, request.v), strict=True):
+    for pool, slots in zip(paged, (request.kv.k, request.kv.v), strict=True):
         for b in range(2):
             pool[order[b]] = slots[b].view(2, pages, PAGE, 16).transpose(0, 1)
-    assert torch.equal(attention(replace(request, k=paged[0], v=paged[1], table=order.int())), out)
+    assert torch.equal(attention(replace(request, kv=KV(*paged, order.int()))), out)
 
 
 @pytest.mark.parametrize("way", ["triton", "c"])
@@ -180,6 +192,7 @@ def test_real_shapes_on_a_gpu(dims: tuple[int, int], heads: tuple[int, int], len
     small = case([length], nodes, dims, torch.bfloat16, length + 70)
     k, v = (torch.randn(1, heads[1], length + 70, dim).bfloat16() for dim in dims)
     request = replace(
-        small, q=torch.randn(nodes, heads[0], dims[0]).bfloat16(), k=k, v=v, scale=dims[0] ** -0.5
-    )
+        small, q=torch.randn(nodes, heads[0], dims[0]).bfloat16(), kv=KV(k, v),
+        params=AttentionParams(dims[0] ** -0.5),
+    )  # fmt: skip
     check(triton, request, [0, 17, 39], length + 1500)

@@ -15,8 +15,8 @@ from tests.support.kernels.triton_ops import DEVICE, runs_kernels
 pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
 
 from triforce_tree.kernels.attention.configs import KernelConfig
-from triforce_tree.kernels.attention.launch import run
-from triforce_tree.kernels.attention.plan import Heads, plan_trees
+from triforce_tree.kernels.attention.launch import prepare
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
 
 triton_ops.require_triton()
@@ -103,11 +103,12 @@ def test_scales_that_do_not_fit_raise(ops) -> None:
         ops.append_kv(cache, cache, new, new, start)
     with pytest.raises(ValueError, match=r"scales \(1, 2, 7, 1\) do not fit a cache of \(1, 2, 8, 4\)"):
         ops.append_kv(cache, cache, new, new, start, 0, scale[:, :, :7], scale[:, :, :7])
-    plan = plan_trees(Heads(2, 2, 4), [torch.ones(1, 1, dtype=torch.bool)], [5], device="cpu", dtype=SINGLE)
+    plan = plan_trees(Heads(2, 2, 4), [torch.ones(1, 1, dtype=torch.bool)], [5], device="cpu")
+    attention, q, params = prepare(plan, SINGLE), torch.zeros(1, 2, 4), AttentionParams(1.0)
     with pytest.raises(ValueError, match="int8 need the scales of both"):
-        run(torch.zeros(1, 2, 4), cache, cache, plan, scale=1.0)
+        attention.run(q, KV(cache, cache), params)
     with pytest.raises(ValueError, match=r"must be \(1, 2, 8, 1\)"):
-        run(torch.zeros(1, 2, 4), cache, cache, plan, scale=1.0, scales=(scale[:, :1], scale[:, :1]))
+        attention.run(q, KV(cache, cache, scales=(scale[:, :1], scale[:, :1])), params)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,24 @@
 """Attention with a plan on the CPU, against the reference on KV slots gathered one by one."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.kernels.kernels_cases import tree_mask
-from triforce_tree.kernels.attention import planned, reference
-from triforce_tree.kernels.attention.plan import FirstVisible, Heads, plan_trees
-from triforce_tree.kernels.cpu import host
+from triforce_tree.kernels.attention import reference
+from triforce_tree.kernels.attention.backend import backend
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
 
 PAGE = 4
+
+
+def attend(q: Tensor, kv: KV, plan: Plan, first: FirstVisible | None = None, **variant: Any) -> Tensor:
+    """By the CPU's backend, with a scale of 0.4."""
+    made = backend("cpu").trees(plan, q.dtype)
+    made.begin()
+    return made.run(q, kv, AttentionParams(0.4, **variant), first)
 
 
 def expected(
@@ -60,12 +69,12 @@ def test_contiguous_kv(batch: str, heads: str, variant: str) -> None:
     how = variant_of(variant, shape)
     q = torch.randn(sum(map(len, masks)), shape.query, shape.dim)
     k, v = torch.randn(2, len(masks), shape.kv, 160, shape.dim)
-    plan = plan_trees(shape, masks, lengths, device="cpu", dtype=q.dtype)
+    plan = plan_trees(shape, masks, lengths, device="cpu")
     ends = [length + mask.shape[1] for length, mask in zip(lengths, masks, strict=True)]
     kv = [(k[b, :, :end], v[b, :, :end]) for b, end in enumerate(ends)]
     for b, end in enumerate(ends):
         k[b, :, end:] = v[b, :, end:] = torch.nan
-    out = planned.run(q, k, v, plan, scale=0.4, **how)
+    out = attend(q, KV(k, v), plan, **how)
     torch.testing.assert_close(out, expected(q, kv, masks, 0.4, **how))
 
 
@@ -85,7 +94,7 @@ def test_paged_kv(batch: str, heads: str, per_head: bool) -> None:
     for b, end in enumerate(ends):
         table[b, ..., -(-end // PAGE) :] = 60
     q = torch.randn(sum(map(len, masks)), shape.query, shape.dim)
-    plan = plan_trees(shape, masks, lengths, device="cpu", dtype=q.dtype)
+    plan = plan_trees(shape, masks, lengths, device="cpu")
     kv = []
     for b, end in enumerate(ends):
         picked = []
@@ -96,7 +105,7 @@ def test_paged_kv(batch: str, heads: str, per_head: bool) -> None:
                 heads_kv.append(torch.stack([pages[own[r // PAGE], head, r % PAGE] for r in range(end)]))
             picked.append(torch.stack(heads_kv))
         kv.append((picked[0], picked[1]))
-    out = planned.run(q, k, v, plan, scale=0.4, table=table)
+    out = attend(q, KV(k, v, table), plan)
     torch.testing.assert_close(out, expected(q, kv, masks, 0.4))
 
 
@@ -110,10 +119,10 @@ def test_pages_that_overlap_in_memory() -> None:
     k, v = (t.as_strided(shape, strides, t.storage_offset()) for t in cache)
     table = torch.stack([torch.arange(positions // PAGE) + b * apart for b in range(batch)]).int()
     masks = [tree_mask(5, 5, b) for b in range(batch)]
-    plan = plan_trees(heads, masks, [7, 19, 0], device="cpu", dtype=torch.float32)
+    plan = plan_trees(heads, masks, [7, 19, 0], device="cpu")
     q = torch.randn(15, heads.query, heads.dim)
-    whole = planned.run(q, *cache, plan, scale=0.4)
-    assert torch.equal(planned.run(q, k, v, plan, scale=0.4, table=table), whole)
+    whole = attend(q, KV(*cache), plan)
+    assert torch.equal(attend(q, KV(k, v, table), plan), whole)
 
 
 def test_against_a_softmax_by_hand() -> None:
@@ -121,8 +130,8 @@ def test_against_a_softmax_by_hand() -> None:
     heads, masks, lengths = Heads(4, 2, 8), [tree_mask(6, 8, 0), tree_mask(3, 3, 1)], [9, 4]
     k, v = torch.randn(2, 2, heads.kv, 20, heads.dim)
     q = torch.randn(9, heads.query, heads.dim)
-    plan = plan_trees(heads, masks, lengths, device="cpu", dtype=q.dtype)
-    out = planned.run(q, k, v, plan, scale=0.4)
+    plan = plan_trees(heads, masks, lengths, device="cpu")
+    out = attend(q, KV(k, v), plan)
     for b, (queries, mask) in enumerate(zip((q[:6], q[6:]), masks, strict=True)):
         before = torch.ones(len(mask), lengths[b], dtype=torch.bool)
         seen = torch.cat([before, mask], 1)
@@ -136,14 +145,14 @@ def test_lengths_and_masks_change_in_place() -> None:
     k, v = torch.randn(2, 2, 1, 40, 8)
     q = torch.randn(8, 2, 8)
     masks = [tree_mask(4, 6, seed) for seed in (0, 1)]
-    plan = plan_trees(heads, [torch.ones(4, 6, dtype=torch.bool)] * 2, [0, 0], device="cpu", dtype=q.dtype)
+    plan = plan_trees(heads, [torch.ones(4, 6, dtype=torch.bool)] * 2, [0, 0], device="cpu")
     for lengths in ([3, 30], [34, 0]):
         plan.lengths.copy_(torch.tensor(lengths))
         words = torch.stack([(mask.long() << torch.arange(6)).sum(1) for mask in masks])
         plan.mask.copy_(words.reshape(-1, 1))
-        fresh = plan_trees(heads, masks, lengths, device="cpu", dtype=q.dtype)
-        out = planned.run(q, k, v, plan, scale=1.0)
-        assert torch.equal(out, planned.run(q, k, v, fresh, scale=1.0))
+        fresh = plan_trees(heads, masks, lengths, device="cpu")
+        out = attend(q, KV(k, v), plan)
+        assert torch.equal(out, attend(q, KV(k, v), fresh))
 
 
 def test_the_highest_bit_of_a_mask_word() -> None:
@@ -151,9 +160,9 @@ def test_the_highest_bit_of_a_mask_word() -> None:
     heads, mask = Heads(1, 1, 8), torch.zeros(64, 64, dtype=torch.bool)
     mask[:, 63] = True
     k, v = torch.randn(2, 1, 1, 64, 8)
-    plan = plan_trees(heads, [mask], [0], device="cpu", dtype=k.dtype)
+    plan = plan_trees(heads, [mask], [0], device="cpu")
     assert int(plan.mask.max()) < 0
-    out = planned.run(torch.randn(64, 1, 8), k, v, plan, scale=1.0)
+    out = attend(torch.randn(64, 1, 8), KV(k, v), plan)
     torch.testing.assert_close(out, v[0, :, 63].expand(64, 1, 8))
 
 
@@ -164,7 +173,7 @@ def test_fewer_queries_than_planned(given: int, tail: int, paged: bool) -> None:
     """The first queries of every sequence, with as many fewer new positions: later slots are not read."""
     heads, batch, lengths = Heads(4, 2, 8), 3, [13, 0, 4100]
     masks = [tree_mask(6, tail, seed) for seed in range(batch)]
-    plan = plan_trees(heads, masks, lengths, device="cpu", dtype=torch.float32)
+    plan = plan_trees(heads, masks, lengths, device="cpu")
     size = 4120  # more than one batched product is used for
     k, v = torch.randn(2, batch, heads.kv, size, heads.dim)
     ends = [length + tail - 6 + given for length in lengths]
@@ -181,16 +190,16 @@ def test_fewer_queries_than_planned(given: int, tail: int, paged: bool) -> None:
         k, v = (
             t.unflatten(2, (pages, PAGE)).flip(2).transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v)
         )
-    out = planned.run(q, k, v, plan, scale=0.4, table=table)
+    out = attend(q, KV(k, v, table), plan)
     torch.testing.assert_close(out, wanted)
 
 
 def test_windows_of_fewer_queries_than_planned() -> None:
     heads, mask = Heads(4, 2, 8), tree_mask(5, 5, 0)
-    plan = plan_trees(heads, [mask], [30], device="cpu", dtype=torch.float32)
+    plan = plan_trees(heads, [mask], [30], device="cpu")
     k, v = torch.randn(2, 1, heads.kv, 40, heads.dim)
     q, first = torch.randn(3, heads.query, heads.dim), torch.tensor([4, 0, 29, 30, 30])
     first_rows = FirstVisible(first, first.amin(0, keepdim=True), first.amax(0, keepdim=True))
-    out = host.planned_attention(q, k, v, plan, scale=0.4, first=first_rows)
+    out = attend(q, KV(k, v), plan, first_rows)
     wanted = expected(q, [(k[0, :, :33], v[0, :, :33])], [mask[:3, :3]], 0.4, first=first[:3])
     torch.testing.assert_close(out, wanted)

@@ -24,8 +24,8 @@ pytest.importorskip("triton", reason="the kernels need Triton; install triton to
 
 from triforce_tree.kernels.attention import merge, reference
 from triforce_tree.kernels.attention.configs import KernelConfig, choose, key_parts, value_columns
-from triforce_tree.kernels.attention.launch import row_views, run
-from triforce_tree.kernels.attention.plan import Heads, pack_mask, plan_pieces, plan_trees
+from triforce_tree.kernels.attention.launch import prepare, prepare_pieces, row_views
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, pack_mask, plan_trees
 from triforce_tree.kernels.device import KNOWN
 
 triton_ops.require_triton()
@@ -128,20 +128,16 @@ def test_plan_is_updated_in_place():
     torch.manual_seed(2)
     q = torch.randn(9, 4, 64, dtype=HALF, device=DEVICE)
     k, v = (torch.randn(1, 2, 300, 64, dtype=HALF, device=DEVICE) for _ in range(2))
-    plan = plan_trees(heads, [first], [50], device=DEVICE, dtype=HALF, config=SMALL)
-    run(q, k, v, plan, scale=0.125)
+    plan, params = plan_trees(heads, [first], [50], device=DEVICE), AttentionParams(0.125)
+    attention = prepare(plan, HALF, config=SMALL)
+    attention.run(q, KV(k, v), params)
     places = [plan.lengths.data_ptr(), plan.mask.data_ptr()]
     plan.mask.copy_(pack_mask(second))
     plan.lengths.fill_(201)
     assert places == [plan.lengths.data_ptr(), plan.mask.data_ptr()]
-    changed = run(q, k, v, plan, scale=0.125)
-    fresh = run(
-        q,
-        k,
-        v,
-        plan_trees(heads, [second], [201], device=DEVICE, dtype=HALF, config=SMALL),
-        scale=0.125,
-    )
+    changed = attention.states(q, KV(k, v), params)
+    other = prepare(plan_trees(heads, [second], [201], device=DEVICE), HALF, config=SMALL)
+    fresh = other.states(q, KV(k, v), params)
     assert all(torch.equal(a, b) for a, b in zip(changed, fresh, strict=True))
 
 
@@ -173,10 +169,10 @@ def test_pieces_give_the_same_bits_alone_and_together(
     k, v = (part.transpose(1, 2) for part in kv.unbind(2))
     made = {}
     with poisoned_memory():
-        plans = plan_pieces(heads, queries, positions, 3, device=DEVICE, dtype=dtype)
+        pieces = prepare_pieces(heads, queries, positions, 3, device=DEVICE, dtype=dtype)
         for first, count in ((0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (0, 3)):
             own = slice(first, first + count)
-            found = run(q.repeat(count, 1, 1), k[own], v[own], plans[count - 1], scale=0.09)
+            found = pieces[count - 1].states(q.repeat(count, 1, 1), KV(k[own], v[own]), AttentionParams(0.09))
             made[first, count] = [t.unflatten(0, (count, queries)) for t in found]
     for (first, count), states in made.items():
         for i in range(count):
@@ -191,17 +187,10 @@ def test_pieces_give_the_same_bits_alone_and_together(
 
 
 def test_query_that_sees_nothing_gets_zero():
-    plan = plan_trees(
-        Heads(2, 1, 64),
-        [torch.zeros(3, 3, dtype=torch.bool)],
-        [0],
-        device=DEVICE,
-        dtype=HALF,
-        config=SMALL,
-    )
+    plan = plan_trees(Heads(2, 1, 64), [torch.zeros(3, 3, dtype=torch.bool)], [0], device=DEVICE)
     q, k = (torch.randn(s, dtype=HALF, device=DEVICE) for s in [(3, 2, 64), (1, 1, 3, 64)])
     with poisoned_memory():
-        out, lse = run(q, k, k, plan, scale=1.0)
+        out, lse = prepare(plan, HALF, config=SMALL).states(q, KV(k, k), AttentionParams(1.0))
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
@@ -260,10 +249,10 @@ def test_fakes_agree_with_the_operators():
 
 def test_fake_output_has_the_width_of_the_values():
     heads, mask = Heads(2, 1, 96, 64), torch.ones(3, 3, dtype=torch.bool)
-    plan = plan_trees(heads, [mask], [5], device=DEVICE, dtype=HALF, config=SMALL)
+    attention = prepare(plan_trees(heads, [mask], [5], device=DEVICE), HALF, config=SMALL)
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, k, v = (torch.empty(shape, dtype=HALF) for shape in [(3, 2, 96), (1, 1, 8, 96), (1, 1, 8, 64)])
-        out, lse = run(q, k, v, plan, scale=1.0)
+        out, lse = attention.states(q, KV(k, v), AttentionParams(1.0))
     assert (out.shape, lse.shape) == ((3, 2, 64), (3, 2))
 
 
@@ -315,13 +304,14 @@ def test_errors_name_the_remedy():
     with pytest.raises(ValueError, match="multiple"):
         Heads(5, 2, 64)
     mask = torch.ones(1, 1, dtype=torch.bool)
-    plan = plan_trees(Heads(2, 1, 64), [mask], [0], device=DEVICE, dtype=SINGLE)
+    attention = prepare(plan_trees(Heads(2, 1, 64), [mask], [0], device=DEVICE), SINGLE)
+    one, zero = AttentionParams(1.0), AttentionParams(0.0)
     q, k = torch.zeros(2, 2, 64, device=DEVICE), torch.zeros(1, 1, 1, 64, device=DEVICE)
     with pytest.raises(ValueError, match="make a new plan"):
-        run(q, k, k, plan, scale=1.0)
+        attention.run(q, KV(k, k), one)
     with pytest.raises(ValueError, match=r"v has shape .*, and must have \(1, 1, 1, 64\)"):
-        run(q[:1], k, k[..., :32], plan, scale=1.0)
+        attention.run(q[:1], KV(k, k[..., :32]), one)
     with pytest.raises(ValueError, match="positive"):
-        run(q[:1], k, k, plan, scale=0.0)
+        attention.run(q[:1], KV(k, k), zero)
     with pytest.raises(ValueError, match=r"plan with dtype=torch\.float16"):
-        run(q[:1].half(), k, k, plan, scale=1.0)
+        attention.run(q[:1].half(), KV(k, k), one)

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from tests.support.kernels.kernels_cases import poisoned_memory, tree_mask
 from triforce_tree.kernels import step
-from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import Heads, pack_mask
+from triforce_tree.kernels.attention import backend
+from triforce_tree.kernels.attention.plan import AttentionParams, Heads, pack_mask
 from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kv import prefill
 from triforce_tree.kv import store as store_module
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
-from triforce_tree.models.attention import AttentionParams, KVShape
+from triforce_tree.models.attention import KVShape
 
 CPU = torch.device("cpu")
 
@@ -36,11 +36,12 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         from triforce_tree.kernels.attention import launch
         from triforce_tree.kernels.step import kv_slots_kernels
 
-        def run(*args: Any, **kwargs: Any) -> Tensor:
+        def run(self: launch.TritonAttention, *args: Any) -> Tensor:
             with poisoned_memory():
-                return launch.run(*args, **kwargs)[0]
+                return self.states(*args)[0]
 
-        monkeypatch.setattr(planned, "run", run)
+        monkeypatch.setitem(backend._DEFAULTS, "cpu", "triton")
+        monkeypatch.setattr(launch.TritonAttention, "run", run)
         monkeypatch.setattr(step, "append_kv", kv_slots_kernels.append_kv)
         monkeypatch.setattr(step, "move_kv", kv_slots_kernels.move_kv)
     return str(request.param)

@@ -6,23 +6,23 @@ import torch
 from tests.support.distributions.batched_ops import append_kv, attention, move_kv, traverse_tree
 from tests.support.kernels import acceptance_cases
 from triforce_tree.kernels import step
-from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import Heads, plan_trees
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
+from triforce_tree.kernels.cpu.host import planned_attention
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages"])
 def test_batched_attention_equals_the_planned_one(paged: bool) -> None:
     heads, batch, page = Heads(4, 2, 8), 3, 4
     masks = [torch.ones(5, 7).tril(2).bool()] * batch
-    plan = plan_trees(heads, masks, [9, 0, 21], device="cpu", dtype=torch.float32)
+    plan = plan_trees(heads, masks, [9, 0, 21], device="cpu")
     q = torch.randn(batch * 5, 4, 8)
     table = None
     k, v = torch.randn(2, batch, 2, 32, 8)
     if paged:
         k, v = torch.randn(2, 40, 2, page, 8)
         table = torch.randint(40, (batch, 2, 8), dtype=torch.int32)
-    expected = planned.run(q, k, v, plan, scale=0.3, table=table)
-    torch.testing.assert_close(attention(q, k, v, plan, scale=0.3, table=table), expected)
+    given = q, KV(k, v, table), plan, AttentionParams(0.3)
+    torch.testing.assert_close(attention(*given), planned_attention(*given))
 
 
 def test_batched_kv_writes_equal_the_definitions() -> None:

@@ -11,8 +11,8 @@ from tests.support.models.offloaded_cases import NEW, PIECE, PROMPTS, logits_of,
 from tests.support.models.program_cases import decoded
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import Heads, plan_trees
+from triforce_tree.kernels.attention.backend import default
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
 from triforce_tree.kernels.cpu import host_rows
 from triforce_tree.kernels.cpu.host_rows import attend
 from triforce_tree.kv.offload.host_attention import HostAttention
@@ -62,11 +62,9 @@ def test_states_are_those_of_the_definition(
 def definition(heads: Heads, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """What the device computes from the same keys and values."""
     count = q.shape[0]
-    plan = plan_trees(
-        heads, [torch.ones(count, 0, dtype=torch.bool)], [kv.shape[0]], device=q.device, dtype=q.dtype
-    )
+    plan = plan_trees(heads, [torch.ones(count, 0, dtype=torch.bool)], [kv.shape[0]], device=q.device)
     k, v = (part.transpose(0, 1)[None] for part in heads.split(kv))
-    return planned.states(q, k, v, plan, scale=scale)
+    return default(q.device).trees(plan, q.dtype).states(q, KV(k, v), AttentionParams(scale))
 
 
 def test_the_same_input_gives_the_same_bits() -> None:

@@ -8,8 +8,8 @@ from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
-from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import FirstVisible, Plan
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan
+from triforce_tree.kernels.cpu import backend as cpu_backend
 from triforce_tree.kernels.step.kv_slots import quantized
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
@@ -20,7 +20,7 @@ def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "traverse_tree", traverse_tree)
     monkeypatch.setattr(step, "append_kv", append_kv)
     monkeypatch.setattr(step, "move_kv", move_kv)
-    monkeypatch.setattr(planned, "run", attention)
+    monkeypatch.setattr(cpu_backend, "planned_attention", attention)
 
 
 def prefill_alike(program: DecodingProgram, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,32 +90,23 @@ def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    *,
-    scale: float,
-    table: Tensor | None = None,
-    first: FirstVisible | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, kv: KV, plan: Plan, params: AttentionParams, first: FirstVisible | None = None
 ) -> Tensor:
-    """``planned.run`` if all sequences have equally many queries, and a tail of at most 64 KV slots."""
+    """``planned_attention`` if all sequences have equally many queries, and a tail of at most 64 KV slots."""
     assert first is None
-    assert softcap is None
-    assert sinks is None
+    assert params.softcap is None
+    assert params.sinks is None
+    k, v, table, scales = kv
     if scales is not None:
         # Of slots past the end, which hold NaN and are not seen, keys and values are 0.
         k, v = (t * own.nan_to_num(0.0) for t, own in zip((k, v), scales, strict=True))
     if table is not None:
-        pages, heads = table.long(), torch.arange(table.shape[1])[:, None]
-        k, v = (t[pages, heads].flatten(2, 3) for t in (k, v))
-    batch, kv, rows, dim = k.shape
+        pages, each = table.long(), torch.arange(table.shape[1])[:, None]
+        k, v = (t[pages, each].flatten(2, 3) for t in (k, v))
+    batch, heads, rows, dim = k.shape
     tail = int(plan.segments[2, 0])
-    packed = q.view(batch, -1, kv, plan.heads.group, dim)  # [B, T, H_kv, G, D]
-    scores = torch.einsum("btkgd,bksd->bkgts", packed, k) * scale
+    packed = q.view(batch, -1, heads, plan.heads.group, dim)  # [B, T, H_kv, G, D]
+    scores = torch.einsum("btkgd,bksd->bkgts", packed, k) * params.scale
     offset = torch.arange(rows) - plan.lengths.long()[:, None]  # [B, S], 0 at the first slot of the tail
     mask_words = plan.mask.view(batch, -1, 1)
     bits = (mask_words >> offset.clamp(0, 63)[:, None]) & 1  # [B, T, S]

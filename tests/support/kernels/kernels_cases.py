@@ -289,32 +289,17 @@ def enough_seeds(case: Case, seed: int) -> list[int]:
 
 def _run(problem: Problem) -> tuple[Tensor, Tensor]:
     """Plan and run: out and lse."""
-    from triforce_tree.kernels.attention.launch import run
-    from triforce_tree.kernels.attention.plan import plan_trees
+    from triforce_tree.kernels.attention.launch import prepare
+    from triforce_tree.kernels.attention.plan import KV, AttentionParams, plan_trees
 
     case, device = problem.case, problem.q.device
     with poisoned_memory():
-        plan = plan_trees(
-            case.heads,
-            problem.masks,
-            [length for length, _ in case.trees],
-            device=device,
-            dtype=case.dtype,
-            config=case.config,
-            kv_dtype=problem.k.dtype,
-        )
-        return run(
-            problem.q,
-            problem.k,
-            problem.v,
-            plan,
-            scale=problem.scale,
-            table=problem.table,
-            first=problem.first,
-            softcap=case.softcap,
-            sinks=problem.sinks,
-            scales=problem.scales,
-        )
+        lengths = [length for length, _ in case.trees]
+        plan = plan_trees(case.heads, problem.masks, lengths, device=device)
+        attention = prepare(plan, case.dtype, problem.k.dtype, config=case.config)
+        kv = KV(problem.k, problem.v, problem.table, problem.scales)
+        params = AttentionParams(problem.scale, softcap=case.softcap, sinks=problem.sinks)
+        return attention.states(problem.q, kv, params, problem.first)
 
 
 def tree_mask(queries: int, tail: int, seed: int) -> Tensor:

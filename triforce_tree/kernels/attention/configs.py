@@ -6,7 +6,10 @@ is a pure function of problem and device. The measurements behind the table are 
 
 from dataclasses import dataclass, replace
 
-from triforce_tree.kernels.device import Device
+import torch
+
+from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.device import Device, describe
 
 # Pages of so many slots and more have the tiles of keys and values without pages.
 _WHOLE_PAGE = 64
@@ -221,3 +224,25 @@ def shared_bytes(
 
 def _padded(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def config_for(
+    query_rows: int,
+    heads: Heads,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kv_dtype: torch.dtype | None = None,
+    page: int = 0,
+) -> KernelConfig:
+    """The configuration from the table; for tensors on the CPU heads may exceed its limit."""
+    dim, value_dim = heads.dim, heads.value_dim
+    if torch.device(device).type == "cpu":
+        dim, value_dim = min(dim, MOST_VALUES), min(value_dim, MOST_VALUES)
+    kv_bytes = 1 if kv_dtype == torch.int8 else 0
+    return choose(query_rows, dim, dtype.itemsize, describe(device), value_dim, kv_bytes, page)
+
+
+def slices_for(query_rows: int, device: torch.device | str, config: KernelConfig) -> int:
+    """One slice for each resident program of the device, divided by the sibling tiles of a slice."""
+    programs = describe(device).processors * config.programs_per_sm
+    return max(1, programs // -(-query_rows // config.block_m))

@@ -6,6 +6,7 @@ tree, page table) is read from device buffers: a captured CUDA graph stays valid
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,8 +15,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triforce_tree.kernels.attention.combine import combine_kernel
-from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, key_parts, smaller, value_columns
-from triforce_tree.kernels.attention.plan import FirstVisible, Plan
+from triforce_tree.kernels.attention.configs import (
+    EDGE,
+    KernelConfig,
+    config_for,
+    key_parts,
+    slices_for,
+    smaller,
+    value_columns,
+)
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
 from triforce_tree.kernels.attention.tree_attention import tree_attention_kernel
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.fitting import fitted, within
@@ -23,65 +32,136 @@ from triforce_tree.kernels.launching import launched_early, warps
 from triforce_tree.kernels.operators import fake, numbers, operator
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+@dataclass(frozen=True)
+class TritonAttention:
+    """A plan with what the kernels need beside it; see ``backend.Attention``.
+
+    Attributes:
+        plan: what the queries see.
+        config, slices: tiles, and equal parts that the list of all (segment, KV head, tile) is divided into,
+            one for each program: DeFT-Flatten (arXiv 2404.00242, section 3.3) with slices of the size of a
+            multiprocessor's share rather than of 128 tokens.
+        partial_out, partial_lse, bounds: workspace of the two kernels.
+    """
+
+    plan: Plan
+    config: KernelConfig
+    slices: int
+    partial_out: Tensor
+    partial_lse: Tensor
+    bounds: Tensor
+
+    def over(self, plan: Plan) -> "TritonAttention":
+        """The same tiles and workspace for another plan of the same sizes."""
+        return replace(self, plan=plan)
+
+    def begin(self) -> None:
+        """The kernels read the plan's buffers themselves."""
+
+    def run(
+        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
+    ) -> Tensor:
+        """See ``backend.Attention``."""
+        return self.states(q, kv, params, first)[0]
+
+    def states(
+        self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``backend.Attention``; ``first`` may be integers ``[queries]`` alone.
+
+        Raises:
+            ValueError: a tensor does not fit the plan, or has a layout that the kernels do not serve.
+        """
+        plan, heads = self.plan, self.plan.heads
+        if q.shape != (plan.queries, heads.query, heads.dim):
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}, the plan is for "
+                f"{(plan.queries, heads.query, heads.dim)}; make a new plan"
+            )
+        if (q.dtype == torch.float32) != (self.partial_lse.dtype == torch.float64):
+            raise ValueError(f"q is {q.dtype}, the plan is for another dtype; plan with dtype={q.dtype}")
+        if not params.scale > 0:
+            raise ValueError(
+                f"scale={params.scale} must be positive: the running maximum is that of unscaled scores"
+            )
+        low = high = None
+        if isinstance(first, FirstVisible):
+            first, low, high = first
+        elif first is not None:
+            # Where layers share it, ``FirstVisible`` avoids this.
+            first = first.to(torch.int32)
+            low, high = _bounds(first, plan)
+        k_scale, v_scale = kv.scales or (None, None)
+        return _run(
+            q, kv.k, kv.v, plan.lengths, plan.segments, plan.mask, plan.owner_start, plan.owners, kv.table,
+            first, low, high, params.sinks, k_scale, v_scale, self.partial_out, self.partial_lse, self.bounds,
+            params.scale, params.softcap or 0.0, heads.kv, self.slices, plan.max_queries,
+            numbers(self.config),
+        )  # fmt: skip
+
+
+def prepare(
     plan: Plan,
-    *,
-    scale: float,
-    table: Tensor | None = None,
-    first: Tensor | FirstVisible | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of all queries of a plan, once per layer.
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    page: int = 0,
+    config: KernelConfig | None = None,
+    slices: int | None = None,
+) -> TritonAttention:
+    """Choose tiles for a plan, and allocate workspace.
 
     Args:
-        q: ``[queries, H_q, D]``, last dimension dense.
-        k: ``[B, H_kv, S, D]``, or with a ``table`` pages ``[pages, H_kv, page, D]``; any strides with the
-            last dimension dense. ``[S, H_kv, D]`` storage is ``k.transpose(0, 1)[None]``.
-        v: the same with D_v for D.
-        plan: from ``plan_trees``, or that of a ``NodePlan`` or ``PrefixPlan``.
-        scale: positive factor on the raw scores.
-        table: int32 ``[B, pages of a sequence]``, or ``[B, H_kv, pages]`` where every KV head has a
-            selection of its own (a retrieval view). Position r is slot ``r % page`` of page
-            ``table[..., r // page]``.
-        first: integer ``[queries]``; query i sees no position before ``first[i]`` (sliding windows). Where
-            layers share it, ``FirstVisible`` avoids computing the bounds of every segment in each layer.
-        softcap: scores become ``softcap * tanh(score / softcap)``.
-        sinks: ``[H_q]`` logits of a virtual key whose value is zero.
-        scales: fp32, of keys and of values in int8, each as ``k`` with 1 for D; None for other dtypes.
+        dtype: of queries and KV.
+        kv_dtype: of keys and values where it is not ``dtype``: int8.
+        page: KV slots of a page, for which the tiles are chosen; 0 for none.
+        config: tile shapes; from the table when None.
+        slices: equal parts that the list of tiles is divided into; one per program of the device when None.
+    """
+    heads, device = plan.heads, plan.device
+    query_rows = plan.max_queries * heads.group
+    config = config or config_for(query_rows, heads, dtype, device, kv_dtype, page)
+    slices = slices or slices_for(query_rows, device, config)
+    pieces = (plan.seen * heads.kv + slices * plan.max_queries) * heads.group
+    exact, units = dtype == torch.float32, plan.lengths.shape[0] * heads.kv
+    return TritonAttention(
+        plan,
+        config,
+        slices,
+        partial_out=torch.empty(pieces, heads.value_dim, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(pieces, dtype=torch.float64 if exact else torch.float32, device=device),
+        bounds=torch.empty(units, 2, dtype=torch.int32, device=device),
+    )
+
+
+def prepare_pieces(
+    heads: Heads, queries: int, positions: int, most: int, *, device: torch.device | str, dtype: torch.dtype
+) -> list[TritonAttention]:
+    """Plan 1 to ``most`` pieces of ``positions`` KV positions, each seen by its own copy of the queries.
+
+    A piece gives the same bits whatever the number of pieces: the number of slices divides the tiles of a
+    piece, so that no slice spans two pieces, and every piece is divided like the first.
+
+    Args:
+        heads: of the attention.
+        queries: of each piece.
+        device, dtype: of queries and KV.
 
     Returns:
-        out ``[queries, H_q, D_v]`` in q's dtype and natural-log lse fp32 ``[queries, H_q]``; (0,
-        -inf) for a query that sees nothing.
+        attention to 1, 2, ... pieces. They share one workspace, so they must run on one stream.
     """
-    heads = plan.heads
-    if q.shape != (plan.queries, heads.query, heads.dim):
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}, the plan is for "
-            f"{(plan.queries, heads.query, heads.dim)}; make a new plan"
-        )
-    if (q.dtype == torch.float32) != (plan.partial_lse.dtype == torch.float64):
-        raise ValueError(f"q is {q.dtype}, the plan is for another dtype; plan with dtype={q.dtype}")
-    if not scale > 0:
-        raise ValueError(f"scale={scale} must be positive: the running maximum is that of unscaled scores")
-    low = high = None
-    if isinstance(first, FirstVisible):
-        first, low, high = first
-    elif first is not None:
-        first = first.to(torch.int32)
-        low, high = _bounds(first, plan)
-    k_scale, v_scale = scales or (None, None)
-    return _run(
-        q, k, v, plan.lengths, plan.segments, plan.mask, plan.owner_start, plan.owners, table,
-        first, low, high, sinks, k_scale, v_scale, plan.partial_out, plan.partial_lse, plan.bounds,
-        scale, softcap or 0.0,
-        heads.kv, plan.slices, plan.max_queries,
-        numbers(plan.config),
-    )  # fmt: skip
+    config = replace(config_for(queries * heads.group, heads, dtype, device), align=0)
+    # The tiles that ``schedule.spans`` computes.
+    full, ragged = divmod(positions, config.block_n)
+    tiles = heads.kv * max(1, full + -(-ragged // EDGE))
+    limit = min(tiles, slices_for(queries * heads.group, device, config))
+    cuts = next(cuts for cuts in range(limit, 0, -1) if tiles % cuts == 0)
+    masks = [torch.ones(queries, 0, dtype=torch.bool)] * most
+    plan = plan_trees(heads, masks, [positions] * most, device=device)
+    made = prepare(plan, dtype, config=config, slices=most * cuts)
+    return [
+        replace(made, plan=plan.first(count, count * queries), slices=count * cuts)
+        for count in range(1, most + 1)
+    ]
 
 
 def _bounds(first: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,9 @@
-"""Attention plans: lengths, masks and workspace of a forward in device buffers that captured graphs read.
+"""What the queries of a forward see: lengths and masks in device buffers that captured graphs read.
 
 A *segment* is a range of KV positions with the queries that see it: ``length`` positions visible to all of
 them, then ``tail`` positions under the mask. One long prefix with a token tree is one segment; a ragged
 batch of such trees is one per sequence; tree-shaped KV (few-shot prompting, multi-step reasoning)
 is one per node, with leaf queries in depth-first order, so that each node's queries are a range.
-The kernel divides the list of all (segment, KV head, tile) evenly over its programs: DeFT-Flatten
-(arXiv 2404.00242, section 3.3) with slices of the size of a multiprocessor's share rather than of 128 tokens.
 """
 
 from collections.abc import Sequence
@@ -14,9 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from triforce_tree.kernels.attention.configs import EDGE, MOST_VALUES, KernelConfig, choose
-from triforce_tree.kernels.device import describe
 
 
 @dataclass(frozen=True)
@@ -64,9 +59,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Plan:
-    """Device buffers for one topology. Their addresses never change, so a captured graph may hold them.
+    """One topology, in device buffers. Their addresses never change, so a captured graph may hold them.
 
     Attributes:
+        queries: their number in all segments.
         lengths: int32 ``[segments]``, unmasked positions of each segment. Write it in place as contexts
             grow.
         segments: int32 ``[6, segments]``: sequence, first KV position, length of the tail, first query,
@@ -75,24 +71,71 @@ class Plan:
             ``64 w + j``.
         owner_start, owners: int32; query i belongs to segments
             ``owners[owner_start[i] : owner_start[i + 1]]``.
-        partial_out, partial_lse, bounds: workspace of the two kernels.
-        slices: equal parts that the tile list is divided into.
+        seen: pairs of a query and a segment that it sees, at most.
         max_queries: the largest number of queries of one segment.
     """
 
     heads: Heads
-    config: KernelConfig
     queries: int
     lengths: Tensor
     segments: Tensor
     mask: Tensor
     owner_start: Tensor
     owners: Tensor
-    partial_out: Tensor
-    partial_lse: Tensor
-    bounds: Tensor
-    slices: int
+    seen: int
     max_queries: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.lengths.device
+
+    def first(self, segments: int, queries: int) -> "Plan":
+        """The plan of the first segments alone, which have the first queries; the lengths are shared."""
+        return replace(
+            self,
+            queries=queries,
+            lengths=self.lengths[:segments],
+            segments=self.segments[:, :segments].contiguous(),
+        )
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """How one layer attends.
+
+    Attributes:
+        scale: positive factor on the raw scores.
+        window: positions that a query sees, its own included; the key at position j is visible to the query
+            at position i iff ``i - j < window``. None: all of them.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them as they are.
+        sinks: ``[H_q]`` logits of a virtual key whose value is zero.
+        chunked: the window does not slide: the key is visible iff ``j // window == i // window`` and
+            ``j <= i`` (chunked attention of Llama 4).
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    chunked: bool = False
+
+
+class KV(NamedTuple):
+    """Keys and values of one layer.
+
+    Attributes:
+        k: ``[B, H_kv, S, D]``, or with a ``table`` pages ``[pages, H_kv, page, D]``; any strides with the
+            last dimension dense. ``[S, H_kv, D]`` storage is ``k.transpose(0, 1)[None]``.
+        v: the same with D_v for D.
+        table: int32 ``[B, pages of a sequence]``, or ``[B, H_kv, pages]`` where every KV head has a selection
+            of its own (a retrieval view). Position r is slot ``r % page`` of page ``table[..., r // page]``.
+        scales: fp32, of keys and of values in int8, each as ``k`` with 1 for D; None for other dtypes.
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor | None = None
+    scales: tuple[Tensor, Tensor] | None = None
 
 
 class FirstVisible(NamedTuple):
@@ -135,16 +178,7 @@ def unpack_mask(words: Tensor) -> Tensor:
 
 
 def plan_trees(
-    heads: Heads,
-    masks: Sequence[Tensor],
-    lengths: Sequence[int] | Tensor,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.bfloat16,
-    config: KernelConfig | None = None,
-    slices: int | None = None,
-    kv_dtype: torch.dtype | None = None,
-    page: int = 0,
+    heads: Heads, masks: Sequence[Tensor], lengths: Sequence[int] | Tensor, *, device: torch.device | str
 ) -> Plan:
     """Plan a batch of token trees, each after a prefix of its own.
 
@@ -152,61 +186,16 @@ def plan_trees(
         heads: of the attention.
         masks: per sequence, bool ``[T_b, N_b]`` over the sequence's last N_b positions (T_b may differ).
         lengths: ``[B]`` positions before the tail.
-        device, dtype: of queries and KV.
-        config: tile shapes; from the table when None.
-        slices: equal parts that the list is divided into; one per program of the device when None.
-        kv_dtype: of keys and values where it is not ``dtype``: int8.
-        page: KV slots of a page, for which the tiles are chosen; 0 for none.
     """
     counts = [m.shape[0] for m in masks]
-    config = config or config_for(max(counts) * heads.group, heads, dtype, device, kv_dtype, page)
     tails = [m.shape[1] for m in masks]
-    total, words = sum(counts), max(1, -(-max(tails) // 64))
+    words = max(1, -(-max(tails) // 64))
     packed = [pack_mask(m, words).to(device) for m in masks]
     firsts = _running(counts)
     columns = [list(range(len(counts))), [0] * len(counts), tails, firsts, counts, firsts]
     owners = [s for s, count in enumerate(counts) for _ in range(count)]
-    starts = list(range(total + 1))
-    made = _make(heads, columns, lengths, owners, starts, total, device, dtype, config, slices)
-    return replace(made, mask=packed[0] if len(packed) == 1 else torch.cat(packed))
-
-
-def plan_pieces(
-    heads: Heads, queries: int, query_rows: int, most: int, *, device: torch.device | str, dtype: torch.dtype
-) -> list[Plan]:
-    """Plan 1 to ``most`` pieces of ``positions`` KV positions, each seen by its own copy of the queries.
-
-    A piece gives the same bits whatever the number of pieces: the number of slices divides the tiles of a
-    piece, so that no slice spans two pieces, and every piece is divided like the first.
-
-    Args:
-        heads: of the attention.
-        queries: of each piece.
-        device, dtype: of queries and KV.
-
-    Returns:
-        plans for 1, 2, ... pieces. They share one workspace, so they must run on one stream.
-    """
-    config = replace(config_for(queries * heads.group, heads, dtype, device), align=0)
-    # The tiles that ``schedule.spans`` computes.
-    full, ragged = divmod(query_rows, config.block_n)
-    tiles = heads.kv * max(1, full + -(-ragged // EDGE))
-    limit = min(tiles, slices_for(queries * heads.group, device, config))
-    cuts = next(cuts for cuts in range(limit, 0, -1) if tiles % cuts == 0)
-    masks = [torch.ones(queries, 0, dtype=torch.bool)] * most
-    plan = plan_trees(
-        heads, masks, [query_rows] * most, device=device, dtype=dtype, config=config, slices=most * cuts
-    )
-    return [
-        replace(
-            plan,
-            queries=count * queries,
-            lengths=plan.lengths[:count],
-            segments=plan.segments[:, :count].contiguous(),
-            slices=count * cuts,
-        )
-        for count in range(1, most + 1)
-    ]
+    mask = packed[0] if len(packed) == 1 else torch.cat(packed)
+    return planned(heads, columns, lengths, owners, list(range(sum(counts) + 1)), mask, device)
 
 
 def _running(counts: Sequence[int]) -> list[int]:
@@ -216,26 +205,24 @@ def _running(counts: Sequence[int]) -> list[int]:
     return sums
 
 
-def _make(
+def planned(
     heads: Heads,
-    columns: list[list[int]],
+    columns: Sequence[Sequence[int]],
     lengths: Sequence[int] | Tensor,
-    owners: list[int],
-    owner_start: list[int],
-    queries: int,
+    owners: Sequence[int],
+    owner_start: Sequence[int],
+    mask: Tensor,
     device: torch.device | str,
-    dtype: torch.dtype,
-    config: KernelConfig | None,
-    slices: int | None = None,
 ) -> Plan:
-    counts = columns[4]
-    most = max(counts)
-    query_rows = most * heads.group
-    config = config or config_for(query_rows, heads, dtype, device)
-    units = len(counts) * heads.kv
-    slices = slices or slices_for(query_rows, device, config)
-    pieces = (sum(counts) * heads.kv + slices * most) * heads.group
+    """A plan of any segments.
 
+    Args:
+        columns: of ``Plan.segments``, as lists.
+        lengths: of each segment.
+        owners, owner_start: as in :class:`Plan`, as lists.
+        mask: mask words on the device.
+    """
+    counts = columns[4]
     # One transfer for all integers, so that a plan costs less than the launches that it saves.
     flat: list[int] = []
     spans = []
@@ -250,41 +237,12 @@ def _make(
         device_lengths.copy_(lengths)
     return Plan(
         heads=heads,
-        config=config,
-        queries=queries,
+        queries=len(owner_start) - 1,
         lengths=device_lengths,
         segments=segments.view(6, len(counts)),
-        mask=torch.zeros(queries, 1, dtype=torch.int64, device=device),
+        mask=mask,
         owner_start=device_owner_start,
         owners=device_owners,
-        partial_out=torch.empty(pieces, heads.value_dim, dtype=torch.float32, device=device),
-        # For fp32 inputs a base-2 log-sum-exp in fp32 would lose more precision than the sum itself.
-        partial_lse=torch.empty(
-            pieces, dtype=torch.float64 if dtype == torch.float32 else torch.float32, device=device
-        ),
-        bounds=torch.empty(units, 2, dtype=torch.int32, device=device),
-        slices=slices,
-        max_queries=most,
+        seen=sum(counts),
+        max_queries=max(counts),
     )
-
-
-def config_for(
-    query_rows: int,
-    heads: Heads,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kv_dtype: torch.dtype | None = None,
-    page: int = 0,
-) -> KernelConfig:
-    """The configuration from the table; on the CPU, where plans hold one too, heads may exceed its limit."""
-    dim, value_dim = heads.dim, heads.value_dim
-    if torch.device(device).type == "cpu":
-        dim, value_dim = min(dim, MOST_VALUES), min(value_dim, MOST_VALUES)
-    kv_bytes = 1 if kv_dtype == torch.int8 else 0
-    return choose(query_rows, dim, dtype.itemsize, describe(device), value_dim, kv_bytes, page)
-
-
-def slices_for(query_rows: int, device: torch.device | str, config: KernelConfig) -> int:
-    """One slice for each resident program of the device, divided by the sibling tiles of a slice."""
-    programs = describe(device).processors * config.programs_per_sm
-    return max(1, programs // -(-query_rows // config.block_m))

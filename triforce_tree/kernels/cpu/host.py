@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.plan import FirstVisible, Plan
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan
 from triforce_tree.kernels.cpu.fp32.attention import attention as fp32_attention
 from triforce_tree.kernels.step.kv_slots import dequantized
 
@@ -28,50 +28,31 @@ ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_li
 
 
 def planned_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    *,
-    scale: float,
-    table: Tensor | None = None,
-    first: FirstVisible | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, kv: KV, plan: Plan, params: AttentionParams, first: FirstVisible | None = None
 ) -> Tensor:
-    """Attention with a plan from ``plan_trees``: the output of ``launch.run``, with the same arguments.
+    """Attention with a plan from ``plan_trees``, see ``attention.backend.Attention.run``.
 
     Args:
         q: ``[queries, H_q, D]``, or the first T queries of every sequence where the plan has more.
-        k, v: ``[B, H_kv, S, D]``, or pages ``[P, H_kv, page, D]`` with a ``table``; D_v for D in v.
-        table: int32 ``[B, H_kv, W]`` or ``[B, W]``.
-        first: the first position that each query of the plan sees.
-        scales: of keys and values in int8, which are multiplied out into q's dtype.
+        kv: keys and values in int8 are multiplied out into q's dtype.
 
     Returns:
         ``[queries, H_q, D_v]``, for the queries in ``q``.
     """
-    if scales is None:
-        out = fp32_attention(q, k, v, plan, scale, table, first, softcap, sinks)
+    if kv.scales is None:
+        out = fp32_attention(q, kv, plan, params, first)
         if out is not None:
             return out
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    how: dict[str, Any] = {"scale": params.scale, "softcap": params.softcap, "sinks": params.sinks}
     outs = [
         tree_attention(*tensors, first=own, **how)[0].transpose(0, 1)
-        for *tensors, own in by_sequence(q, k, v, plan, table, first, scales)
+        for *tensors, own in by_sequence(q, kv, plan, first)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def by_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    table: Tensor | None,
-    first: FirstVisible | None,
-    scales: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, kv: KV, plan: Plan, first: FirstVisible | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
     """Queries, keys, values and mask of each sequence of a plan; arguments as for :func:`planned_attention`.
 
@@ -79,17 +60,17 @@ def by_sequence(
         ``reference.tree_attention``'s q, k, v and mask for one sequence, and its ``first``.
     """
     _, _, tails, firsts, counts, _ = plan.segments.tolist()
-    stored = (k, v, *(scales or ()))
+    stored = (kv.k, kv.v, *(kv.scales or ()))
     query_counts = _queries_per_sequence(q.shape[0], counts)
     for b, (queries, length) in enumerate(zip(q.split(query_counts), plan.lengths.tolist(), strict=True)):
         own = slice(firsts[b], firsts[b] + query_counts[b])
         # Each query that is left out also shortens the tail by one position.
         mask = tail_mask(plan.mask[own], tails[b] - counts[b] + query_counts[b])
         start, stop = 0 if first is None else int(first.low[b]), length + mask.shape[1]
-        if table is None:
+        if kv.table is None:
             keys, values, *own_scales = (t[b : b + 1, :, start:stop] for t in stored)
         else:
-            pages = table[b] if table.ndim == 3 else table[b].expand(plan.heads.kv, -1)
+            pages = kv.table[b] if kv.table.ndim == 3 else kv.table[b].expand(plan.heads.kv, -1)
             keys, values, *own_scales = (gathered_rows(t, pages, start, stop) for t in stored)
         if own_scales:
             pairs = zip((keys, values), own_scales, strict=True)

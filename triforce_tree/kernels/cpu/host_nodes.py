@@ -1,4 +1,4 @@
-"""Attention over tree-shaped KV on the CPU: ``attention.nodes.definition`` in few calls for many short nodes.
+"""Attention over tree-shaped KV on the CPU: ``segments.definition`` in few calls for many short nodes.
 
 A tree has a few nodes with many rows or queries, and many leaves of a few rows with one query each. The
 leaves are computed together, padded to the longest of them; all partial results are merged at once.
@@ -29,7 +29,7 @@ def node_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results of ``attention.nodes.states``, for tensors on the CPU."""
+    """Arguments as of ``segments.definition``; q may hold fewer queries than planned."""
     parts: list[_Part] = []
     short: list[tuple[int, int, int]] = []
     for length, (node, _, tail, first, count, _) in zip(

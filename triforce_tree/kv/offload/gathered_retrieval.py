@@ -14,10 +14,10 @@ from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels import exchange, step
+from triforce_tree.kernels.attention.plan import KV, AttentionParams
 from triforce_tree.kv.chunk_policy import BoundPolicy
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_view import OffloadedView
-from triforce_tree.models.attention import AttentionParams
 
 _SELECTED_SHARE = 0.25
 """Chunks that one refresh selects, as a share of the slots: with half, a refresh takes 1.4 times as long, and
@@ -80,8 +80,8 @@ class GatheredRetrievalView(OffloadedView):
         if self.refreshing:
             self._select(host_layer, q[:, :, 0], keys, values, params.scale)
         self._write(layer, k, v, params)
-        [plan] = self._plans
-        return self._attend(q, keys, values, plan, params)
+        [attention] = self._attentions
+        return self._attend(q, KV(keys, values), attention, params)
 
     def _select(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         host, copied = self.cache.host, self._copied[layer]

@@ -14,12 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.plan import AttentionParams, Heads
 from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.kv.prefill import SequenceRows
-from triforce_tree.models.attention import AttentionParams
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.model_copy import decoder_layers

@@ -12,14 +12,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import Plan, plan_pieces
+from triforce_tree.kernels.attention.backend import Attention
+from triforce_tree.kernels.attention.plan import KV, AttentionParams
 from triforce_tree.kernels.attention.reference import merge_states
 from triforce_tree.kernels.cpu.host_rows import State
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
-from triforce_tree.models.attention import AttentionParams
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import Cuts
 
@@ -103,8 +102,8 @@ class StreamedView(OffloadedView):
         self.capturable = self._cuts if IN_PIECES and distributed.world_size() == 1 else False
         self._kept: dict[tuple[object, ...], Tensor] = {}
         most = max(1, min(TOGETHER, max(host.resident_slots, default=0) // host.piece))
-        self._pieces_plans = plan_pieces(
-            host.heads, queries, host.piece, most, device=host.device, dtype=cache.window.dtype
+        self._pieces = self.store.attention.pieces(
+            host.heads, queries, host.piece, most, host.device, cache.window.dtype
         )
         # Lengths of a piece, four numbers apart: kernels are specialised on the alignment of pointers.
         steps = torch.arange(host.piece // host.unit + 1, dtype=torch.int32) * host.unit
@@ -134,11 +133,8 @@ class StreamedView(OffloadedView):
         # The window alone is written by the forward.
         self._write(layer, k, v, params)
         keys, values = self.store.layer(layer)
-        [plan] = self._plans
-        out, lse = planned.states(
-            packed.flatten(0, 1), keys, values, plan,
-            scale=params.scale, softcap=params.softcap, sinks=params.sinks,
-        )  # fmt: skip
+        [attention] = self._attentions
+        out, lse = attention.states(packed.flatten(0, 1), KV(keys, values), params)
         window = self._keep("out", out), self._keep("lse", lse)
         resident = [
             [
@@ -208,8 +204,8 @@ class StreamedView(OffloadedView):
             states of one or several pieces, ``[n, T, H_q, D_v]`` and ``[n, T, H_q]``, in the pieces' order.
         """
         resident = self.cache.host.resident(host_layer, b, self.cache.share(self.queries))
-        runs = resident.split(len(self._pieces_plans))
-        return [self._states(q, run, self._pieces_plans[len(run) - 1], params) for run in runs if len(run)]
+        runs = resident.split(len(self._pieces))
+        return [self._states(q, run, self._pieces[len(run) - 1], params) for run in runs if len(run)]
 
     def _attend_to_rest(self, host_layer: int, b: int, q: Tensor, params: AttentionParams) -> list[State]:
         """As :meth:`_attend_to_resident`, to the other pieces, which are streamed or not whole."""
@@ -218,15 +214,16 @@ class StreamedView(OffloadedView):
         for piece in host.pieces(host_layer, b, self._share, len(host.resident(host_layer, b, self._share))):
             kv = piece.kv if piece.resident else host.ring.acquire()
             step = (piece.stop - piece.start) // host.unit
-            plan = replace(self._pieces_plans[0], lengths=self._piece_lengths[step, :1])
-            states.append(self._states(q, kv[None], plan, params))
+            one = self._pieces[0]
+            one = one.over(replace(one.plan, lengths=self._piece_lengths[step, :1]))
+            states.append(self._states(q, kv[None], one, params))
             if not piece.resident:
                 host.ring.release()
         return states
 
-    def _states(self, q: Tensor, kv: Tensor, plan: Plan, params: AttentionParams) -> State:
+    def _states(self, q: Tensor, kv: Tensor, attention: Attention, params: AttentionParams) -> State:
         """Attention to pieces ``[n, slots, row]``."""
         queries = q if len(kv) == 1 else q.repeat(len(kv), 1, 1)
         k, v = (part.transpose(1, 2) for part in self.cache.host.heads.split(kv))
-        out, lse = planned.states(queries, k, v, plan, scale=params.scale, softcap=params.softcap)
+        out, lse = attention.states(queries, KV(k, v), replace(params, sinks=None))
         return out.unflatten(0, (len(kv), -1)), lse.unflatten(0, (len(kv), -1))

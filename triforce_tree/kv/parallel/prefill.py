@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.attention.prefill import attention_states
 from triforce_tree.kernels.attention.reference import merge_states
 from triforce_tree.kernels.ranks import merged_over_ranks
@@ -12,7 +13,6 @@ from triforce_tree.kv.parallel.store import SplitStore
 from triforce_tree.kv.prefill import SequenceRows
 from triforce_tree.kv.recurrent_states import RecurrentStates
 from triforce_tree.kv.store import KVStore
-from triforce_tree.models.attention import AttentionParams
 
 
 class SplitSequenceRows(SequenceRows):

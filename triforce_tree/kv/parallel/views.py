@@ -3,20 +3,19 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
-from triforce_tree.kernels.attention import planned
-from triforce_tree.kernels.attention.plan import Plan
+from triforce_tree.kernels.attention.backend import Attention
+from triforce_tree.kernels.attention.plan import KV, AttentionParams
 from triforce_tree.kernels.ranks import merged_over_ranks
 from triforce_tree.kv.parallel.split import SequenceSplit
 from triforce_tree.kv.parallel.store import SplitStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.kv.window import Window
-from triforce_tree.models.attention import AttentionParams
 from triforce_tree.runtime.executor import Cuts
 
 
@@ -34,20 +33,13 @@ class _PartView(TreeAttentionView):
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         super().begin(self.split.counts(start), mask_words if self.split.has_tail else None)
 
-    def _attention(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: Plan,
-        sinks: Tensor | None,
-        window: Window | None,
-        **how: Any,
+    def _packed_attention(
+        self, q: Tensor, kv: KV, attention: Attention, params: AttentionParams, window: Window | None
     ) -> Tensor:
         assert window is None, "layers with a window are not split"
-        own_sinks = sinks if self.split.has_tail else None
-        out, lse = planned.states(q, keys, values, plan, sinks=own_sinks, **how)
-        return merged_over_ranks(out, lse, self.split.group)
+        if not self.split.has_tail:
+            params = replace(params, sinks=None)
+        return merged_over_ranks(*attention.states(q, kv, params), self.split.group)
 
 
 class _PartRetrievalView(_PartView, PagedRetrievalView):
@@ -85,7 +77,7 @@ class SplitView:
         self._slots, self._split, self._part = store, store.split, part
         part.on(store.split)
         self._whole = TreeAttentionView(store.whole, queries, mask=mask, depths=depths)
-        self.resizable = part.resizable
+        self.resizable, self.capturable = part.resizable, part.capturable
         self._start = torch.zeros_like(part.at)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
@@ -133,7 +125,6 @@ class SplitRetrievalView(SplitView):
     ) -> None:
         self.config, self.refreshing = share_of(config, store.split.group.size), False
         self._retrieval = _PartRetrievalView(store.part, queries, self.config, max_growth, depths)
-        self.capturable: bool | Cuts = self._retrieval.capturable
         self._take(store, self._retrieval, queries, None, depths)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:

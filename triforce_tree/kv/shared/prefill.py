@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.step.kv_slots import dequantized
 from triforce_tree.kv.prefill import SequenceRows, in_int8, windowed_attention
 from triforce_tree.kv.shared.store import SharedStore
-from triforce_tree.models.attention import AttentionParams
 
 
 class SharedSequenceRows(SequenceRows):

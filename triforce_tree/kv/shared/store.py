@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.nodes import PrefixPlan, PrefixSegment
+from triforce_tree.kernels.attention.segments import PrefixPlan, PrefixSegment
 from triforce_tree.kv.cached_tokens import CachedTokens
 from triforce_tree.kv.shared.tree import DEPTH, PrefixTree, Run
 from triforce_tree.kv.store import KVGroup, KVStore

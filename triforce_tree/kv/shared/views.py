@@ -7,12 +7,12 @@ from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels import step
-from triforce_tree.kernels.attention.nodes import PrefixPlan
-from triforce_tree.kernels.attention.plan import Heads, Plan
+from triforce_tree.kernels.attention.backend import Attention
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads
+from triforce_tree.kernels.attention.segments import PrefixPlan
 from triforce_tree.kv.shared.store import SharedStore
 from triforce_tree.kv.store import KVGroup
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
-from triforce_tree.models.attention import AttentionParams
 
 
 class SharedView(TreeAttentionView):
@@ -35,17 +35,17 @@ class SharedView(TreeAttentionView):
         # Of each sequence after its prefixes, then of the segments of prefixes.
         count = (1 + store.depth) * store.batch
         self._all_lengths = torch.zeros(count, dtype=torch.int32, device=store.device)
-        self._prefix_plans: dict[Heads, PrefixPlan] = {}
+        # The store refers to them weakly.
+        self._plans: list[PrefixPlan] = []
         super().__init__(store, queries, mask=mask, depths=depths)
 
-    def _plan(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Plan:
+    def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Attention:
         store = self.store
         self.lengths = self._all_lengths[: store.batch]
-        made = self._prefix_plans[heads] = PrefixPlan(
-            heads, mask, store.batch, store.depth, self._all_lengths, self.mask, store.dtype, kv_dtype
-        )
-        store.tell(made)
-        return made.plan
+        plan = PrefixPlan(heads, mask, store.batch, store.depth, self._all_lengths, self.mask)
+        store.tell(plan)
+        self._plans.append(plan)
+        return store.attention.prefixes(plan, store.dtype, kv_dtype)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """See :class:`TreeAttentionView`."""
@@ -57,13 +57,8 @@ class SharedView(TreeAttentionView):
         number, place = self.store.place(layer)
         self._write(layer, k, v, params)
         group = self.store.whole[number]
-        batch, heads, queries, dim = q.shape
-        packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
-        out, _ = self._prefix_plans[group.shape.heads](
-            packed, group.k[place], group.v[place], scale=params.scale, softcap=params.softcap,
-            sinks=params.sinks, scales=group.scales_of(place),
-        )  # fmt: skip
-        return out.view(batch, queries, heads, -1)
+        kv = KV(group.k[place], group.v[place], scales=group.scales_of(place))
+        return self._attend(q, kv, self._attentions[number], params)
 
 
 class SharedRetrievalView(PagedRetrievalView):

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.cpu.fp32.decoder import Norm, finish, project
 from triforce_tree.kernels.cpu.fp32.library import library
-from triforce_tree.models.attention import AttentionParams, RunningAttention
+from triforce_tree.models.attention import RunningAttention
 from triforce_tree.models.host.layers import equal, gated_parts, norm_epsilon
 from triforce_tree.models.host.linears import FewRowMatrix, few_row_weight
 from triforce_tree.models.model_copy import hooked

@@ -7,8 +7,8 @@ queries that see it. So a block has one softmax over all nodes of its paths, and
 in DeFT-Flatten (arXiv 2404.00242, section 3.3). Nodes that several blocks see are read by each, at about the
 same time, through L2.
 
-``nodes.NodePlan`` has a partial result for every node and query instead, which takes longer where nodes are
-short or many.
+``segments.NodePlan`` has a partial result for every node and query instead, which takes longer where nodes
+are short or many.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.configs import EDGE, KernelConfig
-from triforce_tree.kernels.attention.nodes import Segment
-from triforce_tree.kernels.attention.plan import Heads, config_for, slices_for
+from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, config_for, slices_for
+from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.segments import Segment
 from triforce_tree.runtime.devices import pinned
 
 # A query takes 16 bits of an entry, which is signed.

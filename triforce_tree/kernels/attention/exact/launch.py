@@ -11,11 +11,15 @@ import triton
 from torch import Tensor
 
 from triforce_tree.kernels.attention.configs import KernelConfig, choose, smaller
-from triforce_tree.kernels.attention.exact.combine import exact_combine_kernel
-from triforce_tree.kernels.attention.exact.far_kernel import exact_far_kernel
-from triforce_tree.kernels.attention.exact.near_kernel import exact_near_kernel
-from triforce_tree.kernels.attention.exact.positions import NEAR, TILE, near_slots_kernel
-from triforce_tree.kernels.attention.exact.request import ExactAttention, Near
+from triforce_tree.kernels.attention.exact.attention import ExactAttention, Near
+from triforce_tree.kernels.attention.exact.kernels import (
+    NEAR,
+    TILE,
+    exact_combine_kernel,
+    exact_far_kernel,
+    exact_near_kernel,
+    near_slots_kernel,
+)
 from triforce_tree.kernels.attention.launch import row_views
 from triforce_tree.kernels.device import Device, describe
 from triforce_tree.kernels.fitting import fitted, within
@@ -31,7 +35,7 @@ _TOGETHER = 16
 
 
 def chunks_of(positions: int) -> int:
-    """Chunks of so many positions; see ``positions.chunk_start``."""
+    """Chunks of so many positions; see ``kernels.chunk_start``."""
     first, second, third = min(positions, 4096), min(positions, 16384) - 4096, positions - 16384
     return -(-first // 512) + max(0, -(-second // 1024)) + max(0, -(-third // 4096))
 
@@ -60,12 +64,13 @@ def configuration(dim: int, value_dim: int, element_bytes: int, device: Device) 
 
 
 def attention(request: ExactAttention) -> Tensor:
-    """See ``exact.attention``; bf16 and fp16.
+    """``[B * T, H_q, D_v]`` in the dtype of ``q``; bf16 and fp16.
 
     Raises:
         ValueError: dtypes, shapes or layouts that the kernel does not serve.
     """
-    q, k, v, table = request.q.contiguous(), request.k, request.v, request.table
+    q, (k, v, table, _), params = request.q.contiguous(), request.kv, request.params
+    window, softcap = params.window or 0, params.softcap or 0.0
     (queries, q_heads, dim), (kv_heads, value_dim) = q.shape, (k.shape[1], v.shape[3])
     group, batch, tokens = q_heads // kv_heads, request.lengths.shape[0], request.tokens
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -85,7 +90,7 @@ def attention(request: ExactAttention) -> Tensor:
     partial_out = torch.empty(queries * q_heads * pieces, value_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(queries * q_heads * pieces, dtype=torch.float32, device=q.device)
     out = torch.empty(queries, q_heads, value_dim, dtype=q.dtype, device=q.device)
-    windowed = request.window > 0
+    windowed = window > 0
     value_block = max(16, triton.next_power_of_2(value_dim))
     strides = (*k.stride()[:3], *v.stride()[:3], *((0, 0) if table is None else table.stride()[:2]))
 
@@ -99,12 +104,12 @@ def attention(request: ExactAttention) -> Tensor:
         made = exact_far_kernel[(units * (pieces - 2),)](
             q, k, v, *((views.k, views.v) if views is not None and tma else (k, v)),
             partial_out, partial_lse, found.positions, request.lengths if table is None else table,
-            request.scale, request.softcap, *strides, *(views.steps if views is not None else (0, 0, 0)),
-            tokens, blocks, pieces, units, request.window,
+            params.scale, softcap, *strides, *(views.steps if views is not None else (0, 0, 0)),
+            tokens, blocks, pieces, units, window,
             GROUP=group, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
             BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_V=value_block,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n,
-            PAGE=page, TMA=tma, WINDOW=windowed, CHUNKED=request.chunked, SOFTCAP=request.softcap > 0,
+            PAGE=page, TMA=tma, WINDOW=windowed, CHUNKED=params.chunked, SOFTCAP=softcap > 0,
             STAGES=cfg.stages, **early, **warps(cfg.warps),
         )  # fmt: skip
         within(made, device)
@@ -116,17 +121,17 @@ def attention(request: ExactAttention) -> Tensor:
     blocks = -(-tokens * group // group_block)
     exact_near_kernel[((queries + batch * blocks) * kv_heads,)](
         q, k, v, partial_out, partial_lse, found.positions, found.slots, request.lengths,
-        request.lengths if table is None else table, request.scale, request.softcap, *strides,
-        tokens, pieces, queries * kv_heads, blocks, request.window,
+        request.lengths if table is None else table, params.scale, softcap, *strides,
+        tokens, pieces, queries * kv_heads, blocks, window,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_V=value_block, BLOCK_N=config.block_n,
-        BLOCK_G=group_block, PAGE=page, WINDOW=windowed, CHUNKED=request.chunked,
-        SOFTCAP=request.softcap > 0, **early, **warps(4, **limit),
+        BLOCK_G=group_block, PAGE=page, WINDOW=windowed, CHUNKED=params.chunked,
+        SOFTCAP=softcap > 0, **early, **warps(4, **limit),
     )  # fmt: skip
     options = warps(max(1, _TOGETHER * value_block // 1024))
     exact_combine_kernel[(queries, q_heads)](
-        out, partial_out, partial_lse, found.positions, request.sinks, pieces, request.window,
+        out, partial_out, partial_lse, found.positions, params.sinks, pieces, window,
         HEADS=q_heads, DIM=value_dim, BLOCK_D=value_block, TOGETHER=_TOGETHER, WINDOW=windowed,
-        CHUNKED=request.chunked, SINKS=request.sinks is not None, **early, **options,
+        CHUNKED=params.chunked, SINKS=params.sinks is not None, **early, **options,
     )  # fmt: skip
     return out

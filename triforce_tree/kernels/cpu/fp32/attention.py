@@ -5,7 +5,7 @@ import struct
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.plan import FirstVisible, Plan
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan
 from triforce_tree.kernels.cpu.fp32.library import page_table, run_with_work, usable
 
 _ATTENTION = struct.Struct("35qdd")
@@ -15,14 +15,10 @@ _VECTOR = 16
 
 def attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: KV,
     plan: Plan,
-    scale: float,
-    table: Tensor | None = None,
+    params: AttentionParams,
     first: FirstVisible | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor | None:
     """``host.planned_attention`` without ``scales``; None where the C kernel does not serve the arguments.
@@ -32,7 +28,8 @@ def attention(
     It serves fp32 keys and values, the latter of a multiple of 16 elements, and plans with as many queries
     for each sequence. What a query gets does not depend on the other queries, bit for bit.
     """
-    library = usable(q, k, v)
+    k, v, table, _ = kv
+    library, sinks = usable(q, k, v), params.sinks
     batch, heads = plan.lengths.shape[0], plan.heads
     if library is None or v.shape[3] % _VECTOR or plan.max_queries * batch != plan.queries:
         return None
@@ -49,6 +46,7 @@ def attention(
         *page_table(table), k.shape[2], plan.lengths.data_ptr(), plan.segments.data_ptr(),
         plan.mask.data_ptr(), plan.mask.shape[1], *firsts, 0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-        batch, tokens, heads.kv, heads.group, q.shape[2], v.shape[3], threads, scale, softcap or 0.0,
+        batch, tokens, heads.kv, heads.group, q.shape[2], v.shape[3], threads,
+        params.scale, params.softcap or 0.0,
     ))  # fmt: skip
     return out

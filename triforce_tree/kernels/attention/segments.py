@@ -1,7 +1,6 @@
-"""Attention over tree-shaped KV whose shape changes from step to step: a plan in fixed buffers, and its
-definition in plain torch.
+"""Plans of segments that change from forward to forward: nodes of a tree of texts, and common prefixes.
 
-Each node of the tree keeps its keys and values in pages of its own, once for all texts that go through it.
+Each node of a tree keeps its keys and values in pages of its own, once for all texts that go through it.
 The queries are in depth-first order, so that those which see a node are a range: DeFT-Flatten (arXiv
 2404.00242, section 3.3) over all nodes in one call.
 """
@@ -14,18 +13,16 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
+from triforce_tree.kernels.attention.configs import config_for
 from triforce_tree.kernels.attention.plan import (
+    KV,
+    AttentionParams,
     Heads,
     Plan,
-    _make,
-    config_for,
     pack_mask,
-    plan_trees,
-    slices_for,
+    planned,
+    unpack_mask,
 )
-from triforce_tree.kernels.cpu.host import gathered_rows, tail_mask
-from triforce_tree.kernels.cpu.host_nodes import node_attention
-from triforce_tree.kernels.cpu.host_prefix import HostPrefixPlan, prefix_attention
 
 
 class Segment(NamedTuple):
@@ -59,7 +56,7 @@ class NodePlan:
         device, dtype: of queries and KV.
 
     Attributes:
-        plan: for ``launch.run``.
+        plan: for a backend's ``segments``.
     """
 
     def __init__(
@@ -73,12 +70,12 @@ class NodePlan:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        config = config_for(queries * heads.group, heads, dtype, device)
-        # A segment with more queries is cut into pieces, which run side by side and share KV through L2.
-        self._most = max(1, min(queries, config.block_m // heads.group))
-        # At least two: the kernel treats a single segment as a whole sequence.
+        # A segment with more queries than a tile has is cut into pieces, which run side by side and share KV
+        # through L2.
+        block = config_for(queries * heads.group, heads, dtype, device).block_m
+        self._most = max(1, min(queries, block // heads.group))
+        # At least two: a single segment is a whole sequence for the kernel.
         count = max(2, segments + owners // self._most)
-        slices = slices_for(self._most * heads.group, device, config)
         sizes = (count, 6 * count, queries + 1, owners)
         ends = [0]
         for size in sizes:
@@ -88,22 +85,16 @@ class NodePlan:
         self._device = torch.zeros(ends[-1], dtype=torch.int32, device=device)
         self._parts = [slice(start, start + size) for start, size in zip(ends, sizes, strict=False)]
         lengths, columns, owner_start, owner = (self._device[part] for part in self._parts)
-        pieces = (owners * heads.kv + slices * self._most) * heads.group
-        exact = dtype == torch.float32
         self._tail = tail
         self.plan = Plan(
             heads=heads,
-            config=config,
             queries=queries,
             lengths=lengths,
             segments=columns.view(6, count),
             mask=torch.zeros(queries, max(1, -(-tail // 64)), dtype=torch.int64, device=device),
             owner_start=owner_start,
             owners=owner,
-            partial_out=torch.empty(pieces, heads.value_dim, dtype=torch.float32, device=device),
-            partial_lse=torch.empty(pieces, dtype=torch.float64 if exact else torch.float32, device=device),
-            bounds=torch.empty(count * heads.kv, 2, dtype=torch.int32, device=device),
-            slices=slices,
+            seen=owners,
             max_queries=self._most,
         )
 
@@ -154,66 +145,30 @@ class NodePlan:
                 )
 
 
-def states(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: NodePlan,
-    *,
-    scale: float,
-    table: Tensor,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of all queries over the nodes that they see: the Triton kernel on CUDA, else ``host_nodes``.
-
-    Args:
-        q: ``[T, H_q, D]``; T is the plan's number of queries, or less on the CPU.
-        k, v: pages ``[pages, H_kv, page, D]`` and ``[pages, H_kv, page, D_v]``.
-        table: int32 ``[nodes, pages of a node]``.
-        scale, softcap, sinks: as for ``launch.run``.
-
-    Returns:
-        out ``[T, H_q, D_v]`` in q's dtype and natural-log lse fp32 ``[T, H_q]``; (0, -inf) for a query that
-        sees nothing.
-    """
-    if q.is_cuda:
-        from triforce_tree.kernels.attention import launch
-
-        return launch.run(q, k, v, plan.plan, scale=scale, table=table, softcap=softcap, sinks=sinks)
-    return node_attention(q, k, v, plan.plan, scale=scale, table=table, softcap=softcap, sinks=sinks)
-
-
-def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: NodePlan,
-    *,
-    scale: float,
-    table: Tensor,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`states` in plain torch: attention over each segment, merged (DeFT, section 3.2)."""
-    kv_heads, made = k.shape[1], plan.plan
-    out = q.new_zeros(*q.shape[:2], v.shape[3], dtype=torch.float32)
+def definition(q: Tensor, kv: KV, made: Plan, params: AttentionParams) -> tuple[Tensor, Tensor]:
+    """What a backend's ``segments`` compute, in plain torch: attention over each segment, merged (DeFT,
+    section 3.2)."""
+    assert kv.table is not None
+    page = kv.k.shape[2]
+    out = q.new_zeros(*q.shape[:2], kv.v.shape[3], dtype=torch.float32)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     for length, (node, _, tail, first, count, _) in zip(
         made.lengths.tolist(), made.segments.T.tolist(), strict=True
     ):
         if not count or not length + tail:
             continue
-        own, pages = slice(first, first + count), table[node].expand(kv_heads, -1)
-        keys, values = (gathered_rows(t, pages, 0, length + tail) for t in (k, v))
-        mask = tail_mask(made.mask[own], tail)
-        queries = q[own].transpose(0, 1)[None]
-        part, part_lse = reference.tree_attention(queries, keys, values, mask, scale=scale, softcap=softcap)
+        own, positions = slice(first, first + count), torch.arange(length + tail, device=q.device)
+        slots = kv.table[node].long()[positions // page], slice(None), positions % page
+        keys, values = (t[slots].transpose(0, 1)[None] for t in (kv.k, kv.v))
+        mask = unpack_mask(made.mask[own])[:, :tail]
+        part, part_lse = reference.tree_attention(
+            q[own].transpose(0, 1)[None], keys, values, mask, scale=params.scale, softcap=params.softcap
+        )
         outs = torch.stack([out[own], part[0].transpose(0, 1).float()])
         lses = torch.stack([lse[own], part_lse[0].transpose(0, 1)])
         out[own], lse[own] = reference.merge_states(outs, lses)
-    if sinks is not None:
-        total = torch.logaddexp(lse, sinks.float())
+    if params.sinks is not None:
+        total = torch.logaddexp(lse, params.sinks.float())
         out, lse = out * (lse - total).exp()[..., None], total
     return out.to(q.dtype), lse
 
@@ -243,53 +198,44 @@ class PrefixPlan:
         lengths: int32 ``[B + depth * B]``, positions of each sequence between its prefixes and the tail, then
             of each segment, which :meth:`set` writes.
         words: int64 ``[B * T, words]``, the mask that is read.
-        dtype, kv_dtype: of queries, and of keys and values.
+
+    Attributes:
+        plan: of all segments: each sequence's own slots, then the prefixes.
+        batch, depth, count, tail: B, ``depth``, T and N.
+        prefixes, places: what :meth:`set` was given last, on the host.
     """
 
     def __init__(
-        self,
-        heads: Heads,
-        mask: Tensor,
-        batch: int,
-        depth: int,
-        lengths: Tensor,
-        words: Tensor,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
+        self, heads: Heads, mask: Tensor, batch: int, depth: int, lengths: Tensor, words: Tensor
     ) -> None:
-        self._batch, self._depth = batch, depth
-        (self._count, self._tail), device = mask.shape, lengths.device
-        rows = batch * self._count
-        config = config_for(rows * heads.group, heads, dtype, device, kv_dtype)
-        # As many queries of segments as there can be, for the size of the workspace.
+        self.batch, self.depth = batch, depth
+        self.count, self.tail = mask.shape
+        # As many queries of segments as there can be, for the size of a backend's workspace.
         nominal = [PrefixSegment(0, 0, 0, batch)] * depth
-        zeros, own = [0] * (batch + depth * batch), [0] * batch
-        columns = self._columns(nominal, own)
-        made = _make(heads, columns, zeros, *self._owners(nominal), rows, device, dtype, config)
-        self.plan = replace(made, lengths=lengths, mask=words)
-        self._host: HostPrefixPlan | None = None
-        if device.type == "cpu":
-            alone = plan_trees(heads, [mask], [0], device=device, dtype=dtype)
-            parts = zip(lengths[:batch].split(1), words.split(self._count), strict=True)
-            self._host = HostPrefixPlan([replace(alone, lengths=one, mask=seen) for one, seen in parts])
-        self.set((), own)
+        zeros, places = [0] * (batch + depth * batch), [0] * batch
+        columns = self._columns(nominal, places)
+        made = planned(heads, columns, zeros, *self._owners(nominal), words, lengths.device)
+        self.plan = replace(made, lengths=lengths)
+        self.prefixes: list[PrefixSegment] = []
+        self.places = places
+        self.set((), places)
 
     def _columns(self, prefixes: Sequence[PrefixSegment], own: Sequence[int]) -> list[list[int]]:
-        batch, count = self._batch, self._count
-        rows = [(0, place, self._tail, count * b, count, count * b) for b, place in enumerate(own)]
+        batch, count = self.batch, self.count
+        rows = [(0, place, self.tail, count * b, count, count * b) for b, place in enumerate(own)]
         earlier = batch * count
         for place, _, first, sequences in prefixes:
             rows.append((0, place, 0, count * first, count * sequences, earlier))
             earlier += count * sequences
-        rows += [(0,) * 6] * (batch + self._depth * batch - len(rows))
+        rows += [(0,) * 6] * (batch + self.depth * batch - len(rows))
         return [list(column) for column in zip(*rows, strict=True)]
 
     def _owners(self, prefixes: Sequence[PrefixSegment]) -> tuple[list[int], list[int]]:
         """The segments of all queries, and where those of each begin."""
         owners, starts = list[int](), [0]
-        for b in range(self._batch):
-            seen = [self._batch + n for n, each in enumerate(prefixes) if 0 <= b - each.first < each.rows]
-            for _ in range(self._count):
+        for b in range(self.batch):
+            seen = [self.batch + n for n, each in enumerate(prefixes) if 0 <= b - each.first < each.rows]
+            for _ in range(self.count):
                 owners += [*seen, b]
                 starts.append(len(owners))
         return owners, starts
@@ -301,37 +247,7 @@ class PrefixPlan:
         owners, starts = self._owners(prefixes)
         plan.owners[: len(owners)] = torch.tensor(owners, dtype=torch.int32)
         plan.owner_start.copy_(torch.tensor(starts, dtype=torch.int32))
-        lengths = torch.zeros(self._depth * self._batch, dtype=torch.int32)
+        lengths = torch.zeros(self.depth * self.batch, dtype=torch.int32)
         lengths[: len(prefixes)] = torch.tensor([each.length for each in prefixes], dtype=torch.int32)
-        plan.lengths[self._batch :].copy_(lengths)
-        if self._host is not None:
-            self._host.prefixes, self._host.places = [each for each in prefixes if each.length], list(own)
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Attention with this plan; q may hold fewer queries a sequence than T on the CPU.
-
-        Args:
-            q: ``[B * T, H_q, D]``.
-            k, v: ``[1, H_kv, S, D]``, D_v for D in v.
-            scale, softcap, sinks, scales: as for ``launch.run``.
-
-        Returns:
-            out ``[B * T, H_q, D_v]`` and natural-log lse fp32 ``[B * T, H_q]``.
-        """
-        if q.is_cuda:
-            from triforce_tree.kernels.attention import launch
-
-            return launch.run(q, k, v, self.plan, scale=scale, softcap=softcap, sinks=sinks, scales=scales)
-        assert self._host is not None
-        stored = [k, v, *(scales or ())]
-        return prefix_attention(q, stored, self._host, scale=scale, softcap=softcap, sinks=sinks)
+        plan.lengths[self.batch :].copy_(lengths)
+        self.prefixes, self.places = [each for each in prefixes if each.length], list(own)

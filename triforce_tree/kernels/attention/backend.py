@@ -1,0 +1,260 @@
+"""Attention backends: implementations of attention over KV slots, behind one protocol.
+
+A KV view makes an :class:`Attention` for each kind of heads, once. Its ``begin`` is called before the first
+layer of each forward, for what a backend has to plan by the forward's lengths and masks, and ``run`` in each
+layer. A further backend is a module with a subclass of :class:`AttentionBackend` and a line in
+``_REGISTERED``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
+from triforce_tree.kernels.attention.segments import PrefixPlan
+
+# By name: the module and the class. Modules are imported when their backend is asked for, so that what one of
+# them needs may be missing.
+_REGISTERED = {
+    "triton": ("triforce_tree.kernels.attention.triton_backend", "TritonBackend"),
+    "cpu": ("triforce_tree.kernels.cpu.backend", "CpuBackend"),
+    "flashinfer": ("triforce_tree.kernels.attention.flashinfer_backend", "FlashInferBackend"),
+}
+_DEFAULTS = {"cuda": "triton"}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do.
+
+    Attributes:
+        devices: types of torch devices.
+        dtypes: of queries; and of keys and values, where they are not in 8 bits.
+        kv_bits: bits of keys and values.
+        head_dims: elements of a query and a value that it serves, which must be equal; None for any.
+        tree_mask: whether each query may see another selection of the tail. A backend without it computes
+            chains alone.
+        lse: whether it returns the log-sum-exp, which attention over parts needs.
+        captures: whether a CUDA graph can hold a call: it never waits for the device, and reads lengths and
+            masks from the plan's buffers. True on a CPU, which has no such graphs.
+        fewer_queries: whether a call may bring the first queries of each sequence alone.
+        exact: whether it has ``exact``, whose bits do not depend on other queries.
+        pieces: whether it has ``pieces``, which caches in host memory need.
+        texts: how it attends to a tree of texts: by "blocks" of queries, by "nodes" (``segments``), or by the
+            "paths" of single queries, which any backend can.
+    """
+
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    kv_bits: tuple[int, ...] = (16,)
+    head_dims: tuple[int, ...] | None = None
+    tree_mask: bool = True
+    lse: bool = True
+    captures: bool = False
+    fewer_queries: bool = False
+    exact: bool = False
+    pieces: bool = False
+    texts: str = "paths"
+
+
+class Attention(Protocol):
+    """Attention of the queries of one plan."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def over(self, plan: Plan) -> Self:
+        """The same for another plan of the same sizes, in other buffers; workspace may be shared."""
+
+    def begin(self) -> None:
+        """Called before the first layer of each forward, when the plan's buffers have been written."""
+
+    def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
+        """Attention of all queries in one layer.
+
+        Args:
+            q: ``[queries, H_q, D]``, rotated, last dimension dense.
+            kv: keys and values of the layer, those of the new tokens included.
+            params: scale, softcap and sinks; windows are in ``first`` and in the plan's mask.
+            first: the first position that each query sees (sliding windows).
+
+        Returns:
+            ``[queries, H_q, D_v]`` in q's dtype.
+        """
+
+    def states(
+        self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same with natural-log lse fp32 ``[queries, H_q]``; (0, -inf) for a query that sees nothing."""
+
+
+class AttentionBackend:
+    """One implementation of attention. :meth:`trees` is all that a backend must have.
+
+    Attributes:
+        name: as in the option ``attention_backend``.
+        can: what it can do.
+    """
+
+    name: ClassVar[str]
+    can: ClassVar[Capabilities]
+
+    def missing(self) -> str | None:
+        """Why it cannot be used in this process, such as a package that is not installed; None if it can."""
+        return None
+
+    def trees(
+        self, plan: Plan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, page: int = 0
+    ) -> Attention:
+        """Attention with a plan from ``plan_trees``.
+
+        Args:
+            dtype: of queries and KV.
+            kv_dtype: of keys and values where it is not ``dtype``: int8.
+            page: KV slots of the pages that most layers have; 0 for none.
+        """
+        raise NotImplementedError
+
+    def segments(self, plan: Plan, dtype: torch.dtype) -> Attention:
+        """Attention with the plan of a ``NodePlan``, over pages and a table; not of "paths"."""
+        raise NotImplementedError
+
+    def prefixes(
+        self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> Attention:
+        """Attention of sequences with common prefixes over ``[1, H_kv, S, D]``; arguments as for trees."""
+        return _PrefixesInPages(self, plan, dtype, kv_dtype)
+
+    def pieces(
+        self, heads: Heads, queries: int, positions: int, most: int, device: torch.device, dtype: torch.dtype
+    ) -> list[Attention]:
+        """Attention to 1, 2, ... ``most`` pieces of ``positions`` KV positions, each seen by a copy of the
+        queries; a piece gives the same bits whatever the number of pieces."""
+        raise NotImplementedError
+
+    @property
+    def exact(self) -> Any:
+        """A module with ``attention(ExactAttention)`` and ``near(lengths, mask, tokens)``."""
+        raise NotImplementedError
+
+
+class _PrefixesInPages:
+    """Sequences with common prefixes by tables of single slots, for backends that read each for itself."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        prefixes: PrefixPlan,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+    ) -> None:
+        self._prefixes, self.plan = prefixes, prefixes.plan
+        made, batch = prefixes.plan, prefixes.batch
+        mask = torch.ones(prefixes.count, prefixes.tail, dtype=torch.bool)
+        trees = plan_trees(made.heads, [mask] * batch, [0] * batch, device=made.device)
+        trees = replace(trees, mask=made.mask)
+        self._trees, self._lengths = backend.trees(trees, dtype, kv_dtype, 1), trees.lengths
+        self._table = torch.zeros(batch, 0, dtype=torch.int32, device=made.device)
+
+    def over(self, plan: Plan) -> Self:
+        raise NotImplementedError("its plan is that of the prefixes")
+
+    def begin(self) -> None:
+        """Write the slots of all positions of each sequence into the table."""
+        own = self.plan.lengths[: self._prefixes.batch].tolist()
+        paths: list[list[range]] = []
+        for b, (length, place) in enumerate(zip(own, self._prefixes.places, strict=True)):
+            shared = [each for each in self._prefixes.prefixes if 0 <= b - each.first < each.rows]
+            runs = [range(each.place, each.place + each.length) for each in shared]
+            paths.append([*runs, range(place, place + length + self._prefixes.tail)])
+        slots = [[slot for run in path for slot in run] for path in paths]
+        table = torch.zeros(len(slots), max(map(len, slots)), dtype=torch.int32)
+        for row, seen in zip(table, slots, strict=True):
+            row[: len(seen)] = torch.tensor(seen, dtype=torch.int32)
+        self._table = table.to(self.plan.device)
+        self._lengths.copy_(torch.tensor([len(seen) - self._prefixes.tail for seen in slots]))
+        self._trees.begin()
+
+    def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
+        return self._trees.run(q, self._in_pages(kv), params, first)
+
+    def states(
+        self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._trees.states(q, self._in_pages(kv), params, first)
+
+    def _in_pages(self, kv: KV) -> KV:
+        """Each slot as a page."""
+        k, v, *scales = (t[0].transpose(0, 1)[:, :, None] for t in (kv.k, kv.v, *(kv.scales or ())))
+        return KV(k, v, self._table, (scales[0], scales[1]) if scales else None)
+
+
+def register(name: str, module: str, kind: str) -> None:
+    """Make ``attention_backend=name`` known: the class ``kind`` of a module."""
+    _REGISTERED[name] = module, kind
+
+
+def names() -> list[str]:
+    """Names of all backends."""
+    return list(_REGISTERED)
+
+
+@cache
+def backend(name: str) -> AttentionBackend:
+    """The backend of this name."""
+    module, kind = _REGISTERED[name]
+    made: Callable[[], AttentionBackend] = getattr(import_module(module), kind)
+    return made()
+
+
+def default(device: torch.device) -> AttentionBackend:
+    """The backend of a device where none is named."""
+    return backend(_DEFAULTS.get(device.type, "cpu"))
+
+
+def chosen(name: str, device: torch.device) -> AttentionBackend:
+    """The backend of this name, or the device's for "auto"."""
+    return default(device) if name == "auto" else backend(name)
+
+
+def refuse(
+    name: str, device: torch.device, dtype: torch.dtype, heads: set[Heads], options: dict[str, bool | int]
+) -> None:
+    """Raise ValueError where a backend cannot attend for a model with these settings.
+
+    Args:
+        name: of the backend, or "auto".
+        device, dtype, heads: of the model's attention.
+        options: ``kv_bits``, and whether ``exact`` and ``offload`` are on.
+    """
+    if name == "auto":
+        return
+    if name not in _REGISTERED:
+        raise ValueError(f"attention_backend={name!r} is not known; use auto, {', '.join(_REGISTERED)}")
+    made, given = backend(name), f"attention_backend={name!r}"
+    can, remedy = made.can, "leave out attention_backend"
+    if device.type not in can.devices:
+        raise ValueError(f"{given} runs on {' and '.join(can.devices)}, not on {device.type}; {remedy}")
+    if reason := made.missing():
+        raise ValueError(f"{given}: {reason}")
+    if dtype not in can.dtypes:
+        raise ValueError(f"{given} does not serve models in {dtype}; {remedy}")
+    if options["kv_bits"] not in can.kv_bits:
+        raise ValueError(f"{given} does not work with kv_bits={options['kv_bits']}; leave one of them out")
+    if options["exact"] and not can.exact:
+        raise ValueError(f"{given} does not work with exact=True; leave one of them out")
+    if options["offload"] and not can.pieces:
+        raise ValueError(f"{given} does not work with an offloaded cache; leave one of them out")
+    if not (can.tree_mask and can.lse):
+        raise ValueError(f"{given} has no mask of a tree, or no log-sum-exp; {remedy}")
+    for one in heads:
+        if can.head_dims is not None and not (one.dim == one.value_dim and one.dim in can.head_dims):
+            raise ValueError(
+                f"{given} does not serve heads of {one.dim} and {one.value_dim} elements, but of "
+                f"{', '.join(map(str, can.head_dims))}; {remedy}"
+            )

@@ -1,0 +1,180 @@
+"""The attention backend of the CPU: C kernels where the machine can build them and they serve, else torch.
+
+Its calls read lengths and masks when they are made, and take fewer queries of each sequence than planned.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from triforce_tree.kernels.attention import reference
+from triforce_tree.kernels.attention.backend import Attention, AttentionBackend, Capabilities
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
+from triforce_tree.kernels.attention.segments import PrefixPlan
+from triforce_tree.kernels.cpu.fp32.attention import attention as fp32_attention
+from triforce_tree.kernels.cpu.host import by_sequence, planned_attention
+from triforce_tree.kernels.cpu.host_nodes import node_attention
+
+# Plans are kept for so many lengths of prefixes and numbers of queries.
+_MOST_PLANS = 64
+
+State = tuple[Tensor, Tensor]
+"""Outputs ``[queries, H_q, D_v]`` and their log-sum-exp fp32 ``[queries, H_q]``."""
+
+
+class CpuBackend(AttentionBackend):
+    """See the module."""
+
+    name = "cpu"
+    can = Capabilities(
+        devices=("cpu",),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        kv_bits=(16, 8),
+        captures=True,
+        fewer_queries=True,
+        exact=True,
+        pieces=True,
+        texts="nodes",
+    )
+
+    def trees(
+        self, plan: Plan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, page: int = 0
+    ) -> Attention:
+        return _Trees(plan)
+
+    def segments(self, plan: Plan, dtype: torch.dtype) -> Attention:
+        return _Segments(plan)
+
+    def prefixes(
+        self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> Attention:
+        return _Prefixes(plan)
+
+    def pieces(
+        self, heads: Heads, queries: int, positions: int, most: int, device: torch.device, dtype: torch.dtype
+    ) -> list[Attention]:
+        nothing = torch.ones(queries, 0, dtype=torch.bool)
+        plan = plan_trees(heads, [nothing] * most, [positions] * most, device=device)
+        return [_Trees(plan.first(count, count * queries)) for count in range(1, most + 1)]
+
+    @property
+    def exact(self) -> Any:
+        from triforce_tree.kernels.cpu.fp32 import exact
+
+        return exact
+
+
+@dataclass(frozen=True)
+class _OnHost:
+    """What is common to the following: nothing is kept beside the plan."""
+
+    plan: Plan
+
+    def over(self, plan: Plan) -> Any:
+        return replace(self, plan=plan)
+
+    def begin(self) -> None:
+        """Lengths and masks are read at each call."""
+
+
+class _Trees(_OnHost):
+    """Plans from ``plan_trees``."""
+
+    def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
+        return planned_attention(q, kv, self.plan, params, first)
+
+    def states(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> State:
+        outs, lses = [], []
+        how: dict[str, Any] = {"scale": params.scale, "softcap": params.softcap, "sinks": params.sinks}
+        for *tensors, own in by_sequence(q, kv, self.plan, first):
+            out, lse = reference.tree_attention(*tensors, first=own, **how)
+            outs.append(out[0].transpose(0, 1))
+            lses.append(lse[0].transpose(0, 1))
+        return torch.cat(outs), torch.cat(lses)
+
+
+class _Segments(_OnHost):
+    """The plan of a ``NodePlan``; queries may be fewer than planned."""
+
+    def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
+        return self.states(q, kv, params, first)[0]
+
+    def states(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> State:
+        assert first is None, "nodes have no windows"
+        assert kv.table is not None
+        return node_attention(
+            q, kv.k, kv.v, self.plan, scale=params.scale, table=kv.table, softcap=params.softcap,
+            sinks=params.sinks,
+        )  # fmt: skip
+
+
+class _Prefixes:
+    """All queries over each prefix, and each sequence's over its own slots, merged by log-sum-exp.
+
+    Keys and values are ``[1, H_kv, S, D]`` with those of the prefixes.
+    """
+
+    def __init__(self, prefixes: PrefixPlan) -> None:
+        self._prefixes, self.plan = prefixes, prefixes.plan
+        made, batch = prefixes.plan, prefixes.batch
+        nothing = torch.ones(prefixes.count, prefixes.tail, dtype=torch.bool)
+        alone = plan_trees(made.heads, [nothing], [0], device="cpu")
+        parts = zip(made.lengths[:batch].split(1), made.mask.split(prefixes.count), strict=True)
+        self._own = [replace(alone, lengths=one, mask=seen) for one, seen in parts]
+        self._plans: dict[tuple[int, int], Plan] = {}
+
+    def over(self, plan: Plan) -> Self:
+        raise NotImplementedError("its plan is that of the prefixes")
+
+    def begin(self) -> None:
+        """Lengths and masks are read at each call."""
+
+    def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
+        return self.states(q, kv, params, first)[0]
+
+    def states(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> State:
+        assert first is None, "slots with common prefixes have no windows"
+        count = q.shape[0] // len(self._own)
+        stored = [kv.k, kv.v, *(kv.scales or ())]
+        states = []
+        for part, own, place in zip(q.split(count), self._own, self._prefixes.places, strict=True):
+            states.append(_state(part, _kv(stored, slice(place, None)), own, params))
+        outs, lses = zip(*states, strict=True)
+        out, lse = torch.cat(outs), torch.cat(lses)
+        alone = replace(params, sinks=None)
+        for place, length, begin, rows in self._prefixes.prefixes:
+            queries = slice(begin * count, (begin + rows) * count)
+            seen = _kv(stored, slice(place, place + length))
+            part = _state(q[queries], seen, self._plan_of(length, rows * count), alone)
+            pairs = zip(part, (out[queries], lse[queries]), strict=True)
+            both = (torch.stack(pair) for pair in pairs)
+            out[queries], lse[queries] = reference.merge_states(*both)
+        return out, lse
+
+    def _plan_of(self, length: int, queries: int) -> Plan:
+        """So many queries over a prefix, all of which see all of it."""
+        key = length, queries
+        if key not in self._plans:
+            if len(self._plans) > _MOST_PLANS:
+                self._plans.clear()
+            nothing = torch.ones(queries, 0, dtype=torch.bool)
+            self._plans[key] = plan_trees(self.plan.heads, [nothing], [length], device="cpu")
+        return self._plans[key]
+
+
+def _kv(stored: list[Tensor], slots: slice) -> KV:
+    """These slots of keys and values, and of their scales, if there are any."""
+    k, v, *scales = (t[:, :, slots] for t in stored)
+    return KV(k, v, scales=(scales[0], scales[1]) if scales else None)
+
+
+def _state(q: Tensor, kv: KV, plan: Plan, params: AttentionParams) -> State:
+    """One sequence by the C kernel where it serves, else by the definition."""
+    if kv.scales is None:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        out = fp32_attention(q, kv, plan, params, lse=lse)
+        if out is not None:
+            return out, lse
+    return _Trees(plan).states(q, kv, params)
