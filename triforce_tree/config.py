@@ -102,6 +102,7 @@ class HierarchyConfig:
     - ``lookup`` None: 15 tokens without a draft model, else none.
     - ``retrieval_weight_bits`` "auto": when buffers are made, by free memory.
     - ``prefill_chunk`` None: by the device.
+    - ``attention_backend`` "auto": by the device (``kernels/attention/backend.py``).
     - ``context_parallel`` "auto": when the models are loaded.
     - ``offload`` None: "auto" where ``gpu_memory`` or ``host_memory`` is given, True where
       ``offload_weights`` is True, else False.
@@ -121,6 +122,7 @@ class HierarchyConfig:
     prefill_chunk: int | None = None
     kv_bits: int = 16
     exact: bool = False
+    attention_backend: str = "auto"
     prefix_cache: bool | int | str = True
     context_parallel: int | str = "auto"
     offload: bool | str | None = None
@@ -182,6 +184,10 @@ class HierarchyConfig:
             within("context_parallel", self.context_parallel, 1)
         for name in ("exact", "tail_tree"):
             one_of(name, getattr(self, name), True, False)
+        if not isinstance(self.attention_backend, str):
+            raise ValueError(
+                f"attention_backend={self.attention_backend!r} must be the name of a backend, or 'auto'"
+            )
         offloaded = "an offloaded cache (offload, gpu_memory, host_memory, offload_weights)"
         refused = {offloaded: self.offloads, f"kv_bits={self.kv_bits}": self.kv_bits != 16}
         split = {f"context_parallel={self.context_parallel}": self.text_ranks > 1}

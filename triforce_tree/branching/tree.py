@@ -18,6 +18,7 @@ from triforce_tree.branching.scoring import fill_logprobs
 from triforce_tree.generation.inputs import Inputs, check_rows, prompt_of
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.tokenized_texts import text_ids
+from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
@@ -99,6 +100,7 @@ class TextTree:
         self.root, self.decode_seconds = Node(None, tokens), 0.0
         with engine.hierarchy.generation(), target.active():
             pool = KVPool(target, slots)
+            pool.store.attention = chosen(config.attention_backend, target.device)
             self._rows = TreeRows(target, pool, chunk_tokens(config.prefill_chunk, target.device))
             self.max_bytes = pool.bytes
             self._choose_rope()

@@ -10,6 +10,7 @@ from triforce_tree.config import NO_OFFLOAD, HierarchyConfig
 from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS
 from triforce_tree.decoding.stages import FullView
 from triforce_tree.drafters.base import Drafter, features_of
+from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kv.exact_view import ExactView
 from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
@@ -93,6 +94,7 @@ def device_slots(
         raise ValueError(f"kv_bits={config.kv_bits}, but the given store has {store.bits}; make another")
     store.check_room(batch, positions, scratch)
     own = store.in_pages(page)
+    own.attention = chosen(config.attention_backend, target.device)
 
     def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> TreeAttentionView:
         made = ExactView if config.exact else TreeAttentionView
@@ -149,6 +151,7 @@ def _over_ranks(
         target.kv_layers, batch, max_seq_len, limits.scratch_slots, retrieval.chunk, least, own,
         target.device, target.dtype,
     )  # fmt: skip
+    split.part.attention = split.whole.attention = chosen(config.attention_backend, target.device)
     retrieval_view = _retrieval_view(SplitRetrievalView, split, config, levels)
     rows = partial(SplitSequenceRows, split)
     return DeviceSlots(split.whole, split, partial(SplitView, split), retrieval_view, rows)
@@ -175,6 +178,8 @@ def _with_prefix(
         store = PooledStore(layout, prefix.room, prefix.unit)
     else:
         store = TreeStore(layout, prefix.size.slots, slots - prefix.size.saved)
+
+    store.attention = chosen(config.attention_backend, target.device)
 
     def view(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> SharedView:
         return SharedView(store, queries, mask, depths)

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from triforce_tree.kernels.attention.backend import AttentionBackend
 from triforce_tree.kernels.attention.configs import KernelConfig
-from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, plan_trees
 from triforce_tree.kernels.step.kv_slots import quantized
 
 ERROR_LIMIT = 2.0
@@ -271,10 +272,15 @@ def poisoned_memory() -> Iterator[None]:
         yield
 
 
-def run_case(case: Case, device: str, seeds: Sequence[int] = (0,)) -> float:
-    """The largest error of one problem a seed over torch's; at most ``ERROR_LIMIT`` passes."""
+def run_case(
+    case: Case, device: str, seeds: Sequence[int] = (0,), backend: AttentionBackend | None = None
+) -> float:
+    """The largest error of one problem a seed over torch's; at most ``ERROR_LIMIT`` passes.
+
+    ``backend``: by default the Triton kernels, with the case's tiles.
+    """
     problems = (build(case, device, seed) for seed in seeds)
-    return error_ratio((problem, *_run(problem)) for problem in problems)
+    return error_ratio((problem, *_run(problem, backend)) for problem in problems)
 
 
 def enough_seeds(case: Case, seed: int) -> list[int]:
@@ -287,19 +293,34 @@ def enough_seeds(case: Case, seed: int) -> list[int]:
     return [seed + 10_000 * at for at in range(-(-160 // rows) if case.dtype == torch.float32 else 1)]
 
 
-def _run(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Plan and run: out and lse."""
-    from triforce_tree.kernels.attention.launch import prepare
-    from triforce_tree.kernels.attention.plan import KV, AttentionParams, plan_trees
+def first_visible(problem: Problem) -> FirstVisible | None:
+    """The first positions that queries see, as views compute them."""
+    if problem.first is None:
+        return None
+    parts = problem.first.int().split([size for _, size in problem.case.trees])
+    lows, highs = (torch.stack([f(part) for part in parts]) for f in (torch.amin, torch.amax))
+    return FirstVisible(torch.cat(parts), lows, highs)
 
+
+def _run(problem: Problem, backend: AttentionBackend | None) -> tuple[Tensor, Tensor]:
+    """Plan and run: out and lse."""
     case, device = problem.case, problem.q.device
     with poisoned_memory():
         lengths = [length for length, _ in case.trees]
         plan = plan_trees(case.heads, problem.masks, lengths, device=device)
-        attention = prepare(plan, case.dtype, problem.k.dtype, config=case.config)
         kv = KV(problem.k, problem.v, problem.table, problem.scales)
         params = AttentionParams(problem.scale, softcap=case.softcap, sinks=problem.sinks)
-        return attention.states(problem.q, kv, params, problem.first)
+        if backend is None:
+            from triforce_tree.kernels.attention.launch import prepare
+
+            attention = prepare(plan, case.dtype, problem.k.dtype, config=case.config)
+            return attention.states(problem.q, kv, params, problem.first)
+        made = backend.trees(plan, case.dtype, problem.k.dtype)
+        made.begin()
+        first = first_visible(problem)
+        out, lse = made.states(problem.q, kv, params, first)
+        assert torch.equal(made.run(problem.q, kv, params, first), out) or backend.name == "cpu"
+        return out, lse
 
 
 def tree_mask(queries: int, tail: int, seed: int) -> Tensor:

@@ -16,6 +16,7 @@ from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.option_values import checked
 from triforce_tree.generation.output import GenerateOutput, by_row
 from triforce_tree.generation.own_forward import seeded, with_own_forward
+from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.text.new_text import new_text
@@ -56,6 +57,7 @@ def beam_search(
         if target.length_rope is not None:
             target.length_rope.choose_for_texts([len(prompt) for prompt in prompts.rows])
         pool = beam_pool(target, prompts.rows, beams, new_tokens)
+        pool.store.attention = chosen(engine.hierarchy.config.attention_backend, target.device)
         rows = TreeRows(target, pool, chunk_tokens(engine.hierarchy.config.prefill_chunk, target.device))
         out = cast(
             GenerateBeamDecoderOnlyOutput,

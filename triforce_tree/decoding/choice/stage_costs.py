@@ -19,6 +19,7 @@ from triforce_tree.decoding.prepared_stages import StageProgress
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import parameter_bytes
@@ -338,6 +339,7 @@ def settings_of(
         "batch": program.batch,
         "kv_bits": config.kv_bits,
         "exact": config.exact,
+        "attention": chosen(config.attention_backend, device).name,
         # Costs are interpolated between lengths, but graphs and split sizes are made for the longest.
         "context": 1 << (program.max_seq_len - 1).bit_length(),
         "cache on": "device" if transferred is None else "host",
