@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -335,4 +335,4 @@ def _wrapper(device: torch.device) -> Any:
 @cache
 def _workspace(device: torch.device) -> Tensor:
     """One for all plans of a device, whose calls follow each other on one stream."""
-    return cast(Tensor, torch.empty(_WORKSPACE, dtype=torch.uint8, device=device))
+    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
