@@ -220,6 +220,7 @@ def custom_generate(
             criteria = StoppingCriteriaList([*criteria, StopStrings(own_tokenizer, strings)])
         run_once = engine.runner(RunOptions(Streamers.of(streamer, 1), seed=own_seed))
         out = run_once(model, input_ids, stopping_criteria=criteria, **kwargs)
+        assert out is not None, "a single sequence is decoded"
         wanted = kwargs["generation_config"].return_dict_in_generate
         return out if wanted else out.sequences
 

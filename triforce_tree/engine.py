@@ -23,13 +23,13 @@ from triforce_tree.branching.several.calls import tree_of, with_several
 from triforce_tree.config import HierarchyConfig, Options, flat_options
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.choice.stage_costs import Allowance
-from triforce_tree.decoding.loop import Decoder
-from triforce_tree.decoding.oom_retry import OomRetryDecoder
+from triforce_tree.decoding.loop import DecodingLoop
+from triforce_tree.decoding.memory.planned_programs import PlannedPrograms
 from triforce_tree.decoding.plain_passes import PlainPasses
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.generation.batch.joining import Joining
-from triforce_tree.generation.batch.run import BatchRun, RunOptions
+from triforce_tree.generation.batch.run import Batch, RunOptions
 from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.checkpoint_settings import without_settings
@@ -40,7 +40,7 @@ from triforce_tree.generation.inputs import Ids, Inputs
 from triforce_tree.generation.keywords import checked_count, checked_seeds, checked_switch
 from triforce_tree.generation.notices import CostNotices
 from triforce_tree.generation.output import GenerateOutput, joined, placed
-from triforce_tree.generation.request import Job, OneByOneError, Request
+from triforce_tree.generation.request import Job, Request
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
@@ -255,28 +255,32 @@ class Engine:
             Streamers.of(streamer, count), progress, *checked_seeds(seed, count), pinned,
             checked_switch("logprobs", logprobs), checked_count("max_batch", max_batch), joining,
         )  # fmt: skip
-        padded = request.prompts.left_padded()
+        padded, target = request.prompts.left_padded(), without_settings(self.hierarchy.target.model)
 
-        def continued(part: slice, how: RunOptions) -> GenerateOutput:
-            target = without_settings(self.hierarchy.target.model)
+        def continued(part: slice, how: RunOptions) -> GenerateOutput | None:
             allowed = prefix_allowed_tokens_fn
-            out: GenerateOutput = target.generate(
+            out: GenerateOutput | None = target.generate(
                 padded.ids[part].to(target.device), attention_mask=padded.mask[part].to(target.device),
                 generation_config=request.config, logits_processor=request.processors,
                 stopping_criteria=request.criteria,
                 prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(part.start + n, sent)),
                 custom_generate=self.runner(how), **request.options,
             )  # fmt: skip
-            return placed(out, ids[part], moves_scores=not self.hierarchy.offloads)
+            return None if out is None else placed(out, ids[part], not self.hierarchy.offloads)
 
-        try:
-            return continued(slice(0, count), how)
-        except OneByOneError:
-            outputs = [how.ended(n, continued(slice(n, n + 1), how.alone(n))) for n in range(count)]
-            return joined(outputs, ids, request.pad_token)
+        out = continued(slice(0, count), how)
+        if out is not None:
+            return out
+        # One by one: transformers prepares processors for each sequence alone.
+        numbers = range(count)
+        outputs = [how.ended(n, continued(slice(n, n + 1), how.alone(n))) for n in numbers]
+        return joined(outputs, ids, request.pad_token)
 
-    def runner(self, how: RunOptions) -> Callable[..., GenerateOutput]:
-        """The ``custom_generate`` callable, which transformers' ``generate`` runs after its preparation."""
+    def runner(self, how: RunOptions) -> Callable[..., GenerateOutput | None]:
+        """The ``custom_generate`` callable, which transformers' ``generate`` runs after its preparation.
+
+        It returns None where the sequences must be decoded one by one; a single one need not be.
+        """
 
         def run(
             model: PreTrainedModel,
@@ -285,7 +289,7 @@ class Engine:
             stopping_criteria: StoppingCriteriaList,
             generation_config: GenerationConfig,
             **model_inputs: Any,
-        ) -> GenerateOutput:
+        ) -> GenerateOutput | None:
             # attention_mask is in model_inputs: as a named parameter it would be passed twice.
             job = Job.read(
                 self.hierarchy.target, input_ids, logits_processor, stopping_criteria, generation_config,
@@ -296,7 +300,8 @@ class Engine:
 
         return run
 
-    def _run(self, job: Job, how: RunOptions) -> GenerateOutput:
+    def _run(self, job: Job, how: RunOptions) -> GenerateOutput | None:
+        """Decode the sequences of a job together; None where they must be decoded one by one."""
         prompts, to_probs, new_tokens, seed = job.prompts, job.to_probs, job.new_tokens, how.seed
         hierarchy, most = self.hierarchy, min(how.max_batch or len(prompts), len(prompts))
         for prompt in prompts:
@@ -315,27 +320,24 @@ class Engine:
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
         whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
         if whole or not hierarchy.together(to_probs, prompts):
-            raise OneByOneError
+            return None
         rows = how.rows(hierarchy, most, len(longest[-1]), coming, prefix)
         names = job.outputs | ({"logprobs"} if how.logprobs else set())
         scores = EmittedScores(names, to_probs, prompts, kept_on(hierarchy, job.input_ids)) if names else None
         order, first = prefix.beginning(prompts, rows)
-        total, least = len(longest[-1]) + coming, min(map(len, first))
         allowance = Allowance.of(len(longest[-1]), new_tokens, hierarchy.target.device)
+        for sequence, own in zip(job.sequences, seeds or (), strict=False):
+            sequence.seed = own
+        sequences = [job.sequences[n] for n in order]
+        total = len(longest[-1]) + coming
         with hierarchy.active():
-
-            def make(number: int, sequences: Sequence[Sequence[int]]) -> Decoder:
-                nonlocal total
-                # The levels are those of the first prompts: shorter ones that have joined do not count.
-                alike = [each if len(each) >= least else first[0] for each in sequences]
-                reuse: Reuse = "all" if len(sequences) > len(first) else self._reuse
-                program = hierarchy.program(alike, total - max(map(len, alike)), how.pinned, reuse, prefix())
-                total = program.max_seq_len
-                return Decoder(program, to_probs, chosen, seed is not None, number, seeds, allowance)
-
-            decoder = OomRetryDecoder(make, first, hierarchy.shrink)
-            run = BatchRun(job, how, decoder, rows, scores, self.tokenizer, hierarchy, order, prefix)
-            out = run.decode(self._reuse)
+            loop = DecodingLoop(
+                PlannedPrograms(hierarchy, first, total, self._reuse, how.pinned, prefix),
+                [*sequences[:rows], *[None] * (rows - len(sequences))],
+                to_probs, chosen, seed is not None, seeds is not None, allowance, how.progress, self._reuse,
+            )  # fmt: skip
+            batch = Batch(job, how, loop, scores, self.tokenizer, hierarchy, sequences[rows:], prefix)
+            out = batch.decode()
         return self._described(out)
 
     def _run_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:
@@ -346,12 +348,8 @@ class Engine:
         self._choose_settings(prompts, coming)
         self._notices.tell_in_step(why)
         with hierarchy.active():
-
-            def make(sequences: Sequence[Sequence[int]]) -> DecodingProgram:
-                left = longest + coming - max(map(len, sequences))
-                return hierarchy.program(sequences, left, how.pinned, self._reuse)
-
-            passes = PlainPasses(make, hierarchy.shrink, prompts, how.progress, self._reuse)
+            programs = PlannedPrograms(hierarchy, prompts, longest + coming, self._reuse, how.pinned)
+            passes = PlainPasses(programs, prompts, how.progress, self._reuse)
             out = decode_in_step(
                 job, how, hierarchy.target, passes, self.tokenizer, kept_on(hierarchy, job.input_ids)
             )

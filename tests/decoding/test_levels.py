@@ -19,16 +19,17 @@ from tests.support.models.program_cases import (
     decoded,
     draft_of,
     exact,
+    finished,
     model,
     program_of,
     reference,
     references,
+    sequences_of,
 )
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
@@ -46,10 +47,10 @@ def test_a_draft_that_is_the_target_is_always_accepted(to_probs: ProbsFromLogits
     target = model("llama-gqa")
     program = program_of(target, target, 2, 3, tree="chain:3", window=200)
     # Whole passes: no token is cut off.
-    new, decoder = decoded(program, PROMPTS, [32, 24, 16], to_probs)
+    new, loop = decoded(program, PROMPTS, [32, 24, 16], to_probs)
     assert not to_probs.greedy or new == references(new=[32, 24, 16])
-    assert decoder.levels[-1].acceptance_rate == 1.0
-    assert decoder.levels[-1].mean_accepted_length == 4.0
+    assert loop.levels[-1].acceptance_rate == 1.0
+    assert loop.levels[-1].mean_accepted_length == 4.0
 
 
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -62,9 +63,9 @@ def test_a_budget_that_holds_the_context_makes_level_1_as_good_as_level_2(
     program = program_of(
         target, draft_of("llama-gqa"), 3, 3, **{**EVERYTHING, "window": 6}, runner_ups=runner_ups
     )
-    new, decoder = decoded(program, COVERED, [20] * 3, to_probs)
+    new, loop = decoded(program, COVERED, [20] * 3, to_probs)
     assert not to_probs.greedy or new == [reference(target, prompt, 20) for prompt in COVERED]
-    full, retrieval = decoder.levels[-1], decoder.levels[1]
+    full, retrieval = loop.levels[-1], loop.levels[1]
     assert full.accepted == full.proposed > 30
     assert 0 < retrieval.accepted < retrieval.proposed
 
@@ -73,9 +74,9 @@ def test_a_budget_that_holds_the_context_makes_level_1_as_good_as_level_2(
 def test_caches_that_hold_everything_make_all_levels_equal(to_probs: ProbsFromLogits) -> None:
     target = model("llama-gqa")
     program = program_of(target, target, 3, 3, **EVERYTHING, tree="chain:3", gamma=8)
-    _, decoder = decoded(program, COVERED, [18] * 3, to_probs)
-    assert [level.acceptance_rate for level in decoder.levels[1:]] == [1.0, 1.0]
-    assert decoder.levels[-1].mean_accepted_length == 9.0
+    _, loop = decoded(program, COVERED, [18] * 3, to_probs)
+    assert [level.acceptance_rate for level in loop.levels[1:]] == [1.0, 1.0]
+    assert loop.levels[-1].mean_accepted_length == 9.0
 
 
 def test_more_retrieved_chunks_are_more_like_the_whole_context() -> None:
@@ -167,11 +168,11 @@ def test_a_right_draft_lengthens_passes_by_the_tree_behind_the_chain(
     target = model("llama-gqa")
     options = {**EVERYTHING, "gamma": 4, "rounds": 1, "tree": "chain:3", "runner_ups": runner_ups}
     program = program_of(target, target, 3, 3, **options, tail_tree=True)
-    _, decoder = decoded(program, COVERED, [16] * 3, to_probs)
-    assert sum(decoder.passes.values()) == 2
-    passed = decoder.levels[-1]
+    _, loop = decoded(program, COVERED, [16] * 3, to_probs)
+    assert sum(loop.passes.values()) == 2
+    passed = loop.levels[-1]
     assert (passed.forwards, passed.proposed, passed.accepted) == (6, 42, 42)
-    assert decoder.levels[0].emitted == 6 * 2 * 3, "a tree of three tokens a round, and one behind the chain"
+    assert loop.levels[0].emitted == 6 * 2 * 3, "a tree of three tokens a round, and one behind the chain"
 
 
 @pytest.mark.parametrize("levels", [2, 3])
@@ -180,17 +181,12 @@ def test_plain_passes_between_leave_no_trace(levels: int) -> None:
     target = model("llama-gqa")
     program = program_of(target, target, levels, 3, **EVERYTHING, tree="chain:3", runner_ups=False)
     prompts = COVERED
-    decoder = Decoder(program, GREEDY, 0)
-    decoder.prefill(prompts)
+    loop = DecodingLoop.over(program, GREEDY, 0)
     wanted = iter([1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 1] * 3)
-    decoder.controller.choose = lambda: PassKind(levels, 1) if next(wanted) else PLAIN
-    new: list[list[int]] = [[] for _ in prompts]
-    for blocks in decoder.decode(prompts, [Ending(24)] * 3):
-        for tokens, block in zip(new, blocks, strict=True):
-            tokens += block
-    assert new == [reference(target, prompt, 24) for prompt in prompts]
-    assert decoder.levels[1].acceptance_rate == 1.0
-    assert decoder.levels[-1].accepted == decoder.levels[-1].proposed > 0
+    loop.controller.choose = lambda: PassKind(levels, 1) if next(wanted) else PLAIN
+    assert finished(loop, prompts, [24] * 3) == [reference(target, prompt, 24) for prompt in prompts]
+    assert loop.levels[1].acceptance_rate == 1.0
+    assert loop.levels[-1].accepted == loop.levels[-1].proposed > 0
 
 
 SWITCHING = [PassKind(3, 2), PassKind(2, 1), PLAIN, PLAIN, PassKind(2, 1), PassKind(3, 1)]
@@ -198,31 +194,26 @@ SWITCHING = [PassKind(3, 2), PassKind(2, 1), PLAIN, PLAIN, PassKind(2, 1), PassK
 
 def switched(
     program: DecodingProgram, to_probs: ProbsFromLogits, seed: int = 0
-) -> tuple[list[list[int]], Decoder]:
-    """The new tokens of ``PROMPTS`` where passes of all kinds take turns, and the decoder."""
-    decoder = Decoder(program, to_probs, seed)
-    decoder.prefill(PROMPTS)
+) -> tuple[list[list[int]], DecodingLoop]:
+    """The new tokens of ``PROMPTS`` where passes of all kinds take turns, and the loop."""
+    loop = DecodingLoop.over(program, to_probs, seed)
     kinds = cycle(SWITCHING)
-    decoder.controller.choose = lambda: next(kinds)
-    new: list[list[int]] = [[] for _ in PROMPTS]
-    for blocks in decoder.decode(PROMPTS, [Ending(count) for count in NEW]):
-        for tokens, block in zip(new, blocks, strict=True):
-            tokens += block
-    return new, decoder
+    loop.controller.choose = lambda: next(kinds)
+    return finished(loop, PROMPTS, NEW), loop
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
 def test_levels_may_change_with_every_pass(family: str) -> None:
     program = program_of(model(family), draft_of(family), 3, 3, rounds=None)
     assert program.two_levels
-    new, decoder = switched(program, GREEDY)
+    new, loop = switched(program, GREEDY)
     assert new == references(family)
-    assert len(decoder.passes) == 4
-    draft, retrieval, full = decoder.levels
+    assert len(loop.passes) == 4
+    draft, retrieval, full = loop.levels
     assert 0 < retrieval.forwards < draft.forwards / program.drafter.depth
     assert 0 < retrieval.accepted < retrieval.proposed
     assert 0 < full.accepted < full.proposed
-    assert sum(decoder.passes.values()) * 3 >= full.forwards > 0
+    assert sum(loop.passes.values()) * 3 >= full.forwards > 0
     drawn = [switched(program, SAMPLED, 4)[0] for _ in range(2)]
     assert drawn[0] == drawn[1]
 
@@ -231,16 +222,15 @@ def test_levels_may_change_with_every_pass(family: str) -> None:
 def test_a_pass_of_three_levels_selects_among_chunks_of_all_passes() -> None:
     """The other passes leave the chunk means: they are caught up with, after a rewind as well."""
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3, rounds=None)
-    _, decoder = switched(program, GREEDY)
+    _, loop = switched(program, GREEDY)
     kinds = cycle([PLAIN, PLAIN, PassKind(2, 1)])
-    decoder.controller.choose = lambda: next(kinds)
+    loop.controller.choose = lambda: next(kinds)
     longer = [[*prompt, *prompt_of(8)] for prompt in PROMPTS]
-    decoder.prefill(longer)
-    blocks = decoder.decode(longer, [Ending(30)] * 3)
-    sequences = [list(prompt) for prompt in longer]
-    for new in (next(blocks) for _ in range(12)):
-        for sequence, tokens in zip(sequences, new, strict=True):
-            sequence += tokens
+    begun = sequences_of(longer, [30] * 3)
+    loop.begin(begun)
+    for _ in range(12):
+        loop.step()
+    sequences = [sequence.tokens for sequence in begun]
     program.retrieval_view.retrieved[0].means[..., 12:, :] = torch.nan
     means = program.cache.means
     means._known = [min(48, tokens) for tokens in means._known]

@@ -22,7 +22,7 @@ from tests.support.models.program_cases import (
     references,
 )
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.token_map import MappedModel, TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
@@ -85,13 +85,13 @@ def test_greedy_text_is_the_targets_under_drafts_of_other_sizes(size: int, level
     """The prompts and the new tokens hold ids that the narrower draft lacks."""
     assert max(max(new) for new in references()) >= 40
     draft = with_rows(draft_of("llama-gqa"), [*range(min(V, size)), *[-1] * (size - V)])
-    new, decoder = decoded(program(draft, levels, TokenMap.padded(V, size)), PROMPTS, NEW)
+    new, loop = decoded(program(draft, levels, TokenMap.padded(V, size)), PROMPTS, NEW)
     assert new == references()
-    assert all(level.accepted for level in decoder.levels[1:])
+    assert all(level.accepted for level in loop.levels[1:])
 
 
-def statistics(decoder: Decoder) -> list[tuple[int, int, int]]:
-    return [(level.forwards, level.proposed, level.accepted) for level in decoder.levels]
+def statistics(loop: DecodingLoop) -> list[tuple[int, int, int]]:
+    return [(level.forwards, level.proposed, level.accepted) for level in loop.levels]
 
 
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -6,6 +6,7 @@ import torch
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import (
     GREEDY,
+    NEW,
     PROMPTS,
     SAMPLED,
     decoded,
@@ -14,8 +15,9 @@ from tests.support.models.program_cases import (
     model,
     program_of,
     reference,
+    sequences_of,
 )
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.shapes import BestFirst, parse_shape
@@ -50,10 +52,10 @@ def test_more_siblings_than_tokens(tree: str, to_probs: ProbsFromLogits) -> None
     target = tiny("llama", vocab_size=4)
     program = program_of(target, perturbed(target, 0.5), 2, 2, tree=tree)
     prompts = [prompt_of(40, 4), prompt_of(33, 4)]
-    decoder = Decoder(program, to_probs, 0)
-    decoder.prefill(prompts)
+    loop = DecodingLoop.over(program, to_probs, 0)
+    loop.begin(sequences_of(prompts, [20, 20]))
     tree = program.stage("draft").tree
-    program.run("draft", *decoder.draws.generators)
+    program.run("draft", *loop.draws.generators)
     for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         children: dict[int, list[int]] = {}
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
@@ -69,9 +71,9 @@ def test_more_siblings_than_tokens(tree: str, to_probs: ProbsFromLogits) -> None
 def test_trees_have_the_shape_they_should(tree: str, to_probs: ProbsFromLogits) -> None:
     """Each node has the children that the shape or the tree's own distributions say; masks are ancestors."""
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 2, 3, tree=tree)
-    decoder = Decoder(program, to_probs, 0)
-    decoder.prefill(PROMPTS)
-    program.run("draft", *decoder.draws.generators)
+    loop = DecodingLoop.over(program, to_probs, 0)
+    loop.begin(sequences_of(PROMPTS, NEW))
+    program.run("draft", *loop.draws.generators)
     grown, shape = program.stage("draft").tree, parse_shape(tree)
     for b in range(3):
         tokens, parents = grown.tokens[b].tolist(), grown.parents[b].tolist()

@@ -8,12 +8,11 @@ import torch
 
 import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny
-from tests.support.models.program_cases import GREEDY, draft_of, model, program_of, reference
+from tests.support.models.program_cases import GREEDY, draft_of, model, program_of, reference, sequences_of
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.suffix_index import LONGEST, SHORTEST, SuffixIndex
 
 
@@ -94,26 +93,24 @@ def decoded(
     All matched tokens are proposed.
     """
     drafter, left, accepted = program.drafter, list(kinds), 0
-    decoder = Decoder(program, GREEDY, 0)
+    loop = DecodingLoop.over(program, GREEDY, 0)
 
     def choose() -> PassKind:
         kind = left.pop(0) if left else PLAIN
         if program.shapes[kind.shape].matched:
-            matches = drafter.match(decoder._running(lambda sequence: sequence))
+            matches = drafter.match(loop.running_texts)
             most = program.shapes[kind.shape].depth
             drafter.take(matches, [most if m and m.common else 0 for m in matches])
         return kind
 
-    decoder.controller.choose, decoder.lookup = choose, None
-    decoder.prefill(prompts)
-    new: list[list[int]] = [[] for _ in prompts]
-    for blocks in decoder.decode(prompts, [Ending(count)] * len(prompts)):
-        last = max(decoder.passes, key=lambda kind: kind.shape)
-        for tokens, block in zip(new, blocks, strict=True):
-            tokens += block
-            accepted += max(0, len(block) - 1) if last.shape else 0
-        decoder.passes.clear()
-    return new, accepted
+    loop.controller.choose, loop.chooser.lookup = choose, None
+    sequences = sequences_of(prompts, [count] * len(prompts))
+    loop.begin(sequences)
+    for fresh in loop.decode():
+        last = max(loop.passes, key=lambda kind: kind.shape)
+        accepted += sum(len(new) - 1 for _, new in fresh) if last.shape else 0
+        loop.passes.clear()
+    return [sequence.new for sequence in sequences], accepted
 
 
 @pytest.mark.parametrize("levels", [2, 3])

@@ -7,7 +7,8 @@ import pytest
 
 from tests.support.distributions.generation_cases import Case
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
-from triforce_tree.decoding.loop import Decoder
+from tests.support.models.program_cases import finished, sequences_of
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -34,17 +35,15 @@ def generations(kind: str) -> Generations:
     return Generations(target, draft, levels, PROMPT, batch=1, **options)
 
 
-def decoder_of(kind: str) -> Decoder:
-    decoder = Decoder(generations(kind).program, GREEDY, 0)
-    decoder.program.rewind([PROMPT])
-    return decoder
+def loop_of(kind: str) -> DecodingLoop:
+    return DecodingLoop.over(generations(kind).program, GREEDY, 0)
 
 
 def blocks(kind: str, ending: Ending) -> tuple[list[list[int]], str | None]:
     """What each pass of level 2 yields, and why the text ended."""
-    decoder = decoder_of(kind)
-    result = [block for [block] in decoder.decode([PROMPT], [ending])]
-    return result, decoder.finish_reasons[0]
+    loop, [sequence] = loop_of(kind), sequences_of([PROMPT], [ending])
+    loop.begin([sequence], cached=True)
+    return [new for [(_, new)] in loop.decode()], sequence.finish_reason
 
 
 @cache
@@ -97,17 +96,17 @@ def test_blocks_come_as_they_are_committed() -> None:
 
 
 def test_only_tokens_of_the_text_count_as_emitted() -> None:
-    decoder = decoder_of("hierarchy")
-    new = flat([block for [block] in decoder.decode([PROMPT], [Ending(4)])])
-    target = decoder.levels[-1]
+    loop = loop_of("hierarchy")
+    [new] = finished(loop, [PROMPT], [4], again=True)
+    target = loop.levels[-1]
     assert (len(new), target.emitted, target.accepted) == (4, 4, 10)
 
 
 def test_counts_of_each_level() -> None:
-    decoder = decoder_of("hierarchy")
-    out = flat([block for [block] in decoder.decode([PROMPT], [Ending(11)])])
-    draft, retrieval, target = decoder.levels
-    assert [level.name for level in decoder.levels] == ["draft", "retrieval", "target"]
+    loop = loop_of("hierarchy")
+    [out] = finished(loop, [PROMPT], [11], again=True)
+    draft, retrieval, target = loop.levels
+    assert [level.name for level in loop.levels] == ["draft", "retrieval", "target"]
     assert target.forwards == 1, "ten tokens of level 1 and a bonus token"
     assert retrieval.forwards == 2
     assert (retrieval.proposed, retrieval.accepted, retrieval.emitted) == (8, 8, 10)
@@ -120,7 +119,7 @@ def test_counts_of_each_level() -> None:
 
 
 def test_a_level_that_did_nothing_has_no_rates() -> None:
-    [target] = decoder_of("plain").levels
+    [target] = loop_of("plain").levels
     assert target.acceptance_rate is None
     assert target.mean_accepted_length is None
 
@@ -131,11 +130,11 @@ def test_level_1_gathers_what_its_rounds_bring_up_to_gamma(gamma: int, rounds: i
     target = stranger(VOCABULARY, 0)
     options = {"tree": "chain:3", "gamma": gamma, "rounds": rounds, "runner_ups": True, **EVERYTHING}
     program = Generations(target, target, 3, PROMPT, batch=1, **options).program
-    decoder = Decoder(program, GREEDY, 0)
-    program.rewind([PROMPT])
+    loop = DecodingLoop.over(program, GREEDY, 0)
+    loop.begin(sequences_of([PROMPT], [12]), cached=True)
     for done in range(rounds):
         for stage in ("draft", "retrieval" if done else "retrieval_refresh"):
-            program.run(stage, *decoder.draws.generators)
+            program.run(stage, *loop.draws.generators)
     state, count = program.state, min(gamma, 4 * rounds)
     assert int(state.chain) == count
     chain = state.tokens[0, len(PROMPT) : len(PROMPT) + count].tolist()

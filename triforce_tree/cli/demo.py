@@ -7,7 +7,7 @@ the text is continued: by all levels and by the target alone in turns, in the sa
 import argparse
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence as Sequences
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,8 +31,9 @@ from triforce_tree.cli.console import (
 )
 from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds
 from triforce_tree.decoding.explain.tally import Node, as_lines
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.engine import Engine
 from triforce_tree.kv.cached_tokens import common_prefix
@@ -144,13 +145,12 @@ def _prompt(engine: Engine, args: argparse.Namespace, fact: list[int]) -> list[i
 def _answer(engine: Engine, program: DecodingProgram, prompt: list[int], interrupt: Interrupt) -> str:
     """The greedy answer to a question at the end of a prompt, by all levels."""
     assert engine.tokenizer is not None
-    decoder = Decoder(program, ProbsFromLogits.at(0.0), 0, repeatable=True)
-    program.rewind([prompt])
-    new: list[int] = []
-    for [fresh] in decoder.decode([prompt], [Ending(ANSWER_TOKENS, _stop_tokens(engine))]):
+    loop = DecodingLoop.over(program, ProbsFromLogits.at(0.0), 0, repeatable=True)
+    sequence = Sequence(prompt, Ending(ANSWER_TOKENS, _stop_tokens(engine)))
+    loop.begin([sequence], cached=True)
+    for _ in loop.decode():
         interrupt.check()
-        new += fresh
-    return new_text(engine.tokenizer, prompt, new, _stop_tokens(engine)).split("\n")[0]
+    return new_text(engine.tokenizer, prompt, sequence.new, _stop_tokens(engine)).split("\n")[0]
 
 
 def _stop_tokens(engine: Engine) -> frozenset[int]:
@@ -177,7 +177,7 @@ def _continued(
     return pieces
 
 
-def _show_tree(engine: Engine, trees: Sequence[Sequence[Node]], show: Console) -> None:
+def _show_tree(engine: Engine, trees: Sequences[Sequences[Node]], show: Console) -> None:
     """Show the tree that shows most.
 
     It has branches, if any has, then a long accepted path that leaves first choices, then most nodes.
@@ -186,10 +186,10 @@ def _show_tree(engine: Engine, trees: Sequence[Sequence[Node]], show: Console) -
         return
     assert engine.tokenizer is not None
 
-    def branches(tree: Sequence[Node]) -> bool:
+    def branches(tree: Sequences[Node]) -> bool:
         return any(node.rank > 0 for node in tree)
 
-    def shown(tree: Sequence[Node]) -> tuple[bool, int, int]:
+    def shown(tree: Sequences[Node]) -> tuple[bool, int, int]:
         accepted = [node for node in tree if node.accepted and node.parent >= 0]
         return branches(tree), len(accepted) + 2 * sum(node.rank > 0 for node in accepted), len(tree)
 
@@ -212,7 +212,7 @@ def _speed(speeds: Speeds | None, levels: int) -> str:
     )
 
 
-def _verdict(pieces: Sequence[Piece], greedy: bool) -> str:
+def _verdict(pieces: Sequences[Piece], greedy: bool) -> str:
     count = sum(len(piece.tokens) for piece in pieces)
     if not greedy:
         return f"{count} tokens sampled from the target's own distribution"

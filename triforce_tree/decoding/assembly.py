@@ -13,7 +13,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.memory.level_one_copy import LevelOneCopy
 from triforce_tree.decoding.memory.new_plan import new_plan
-from triforce_tree.decoding.oom_retry import with_or_without
+from triforce_tree.decoding.memory.retries import with_or_without
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.draft_level import DraftLevel

@@ -1,274 +1,462 @@
-"""The decoding loop: the stages of a pass, one wait for the device, endings, statistics, choice of passes."""
+"""The decoding loop: sequences join a batch, are prefilled, decoded in passes, and make place for others."""
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Sequences
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from triforce_tree.decoding.choice.chooser import PassChooser
 from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.cost_table import other_costs, stage_costs
-from triforce_tree.decoding.choice.costs_by_length import CostsByLength
-from triforce_tree.decoding.choice.estimates import judged
-from triforce_tree.decoding.choice.learnt_table import LearntChoices
-from triforce_tree.decoding.choice.lookup_choice import LookupChoice
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.choice.stage_costs import UNLIMITED, Allowance
-from triforce_tree.decoding.choice.times.shared_times import PassTimes, SharedTimes
-from triforce_tree.decoding.prepared_stages import held_back, seeded
+from triforce_tree.decoding.memory.retries import retried
+from triforce_tree.decoding.prepared_stages import seeded
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stage_set import drafted, stage_name
-from triforce_tree.decoding.stop_criteria import Ending, append, tokens_left
-from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.kv.cached_tokens import Reuse, common_prefix
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
-from triforce_tree.runtime.stats import LevelStats, Progress
+from triforce_tree.runtime.stats import LevelStats, Progress, added
 from triforce_tree.verify.draws import Draws
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-Value = TypeVar("Value")
 _LOG = logging.getLogger(__name__)
 
-Observer = Callable[[list[list[int]], Callable[[int], Tensor]], None]
-"""Gets each sequence's new tokens of a pass, and a function such as :meth:`Decoder.emitted_logits`."""
+Texts = Sequences[list[int]]
+Rows = list[Sequence | None]
+Fresh = list[tuple[Sequence, list[int]]]
+"""Sequences, and the new tokens of each."""
+
+Observer = Callable[[Fresh, Callable[[int], Tensor]], None]
+"""Gets what a pass has added, and a function such as :meth:`DecodingLoop.emitted_logits`."""
 
 
-class Decoder:
-    """Decodes a batch of sequences with one :class:`DecodingProgram`.
+class Programs(Protocol):
+    """Makes the programs of a loop within the memory plan."""
+
+    def make(self, texts: Texts) -> DecodingProgram:
+        """Returns a program with a row for each of these texts."""
+
+    def shrink(self) -> bool:
+        """Reduce the memory plan; returns False where it cannot be reduced further."""
+
+
+class OneProgram:
+    """A single program, for loops that neither grow nor get by with less memory."""
+
+    def __init__(self, program: DecodingProgram) -> None:
+        self._program = program
+
+    def make(self, texts: Texts) -> DecodingProgram:
+        return self._program
+
+    def shrink(self) -> bool:
+        return False
+
+
+def best_row(rows: Sequences[Sequence | None], free: Sequences[int], prompt: Sequences[int]) -> int:
+    """The free row whose neighbours begin most like a prompt.
+
+    What rows that follow each other share is read once. Where no neighbour begins like it, it is a row with
+    few neighbours that have little in common, as a later prompt may begin like them.
 
     Args:
-        program: made for this batch size; one decoder uses it at a time.
+        rows: the running sequence in each row.
+        free: rows that have none.
+    """
+    if len(free) == 1:
+        return free[0]
+    prompts = [[], *(row.prompt if row is not None else [] for row in rows), []]
+
+    def gain(b: int) -> tuple[int, int, int]:
+        before, after = prompts[b], prompts[b + 2]
+        alike = common_prefix(before, prompt) + common_prefix(prompt, after)
+        return alike, -common_prefix(before, after), -bool(before) - bool(after)
+
+    return max(free, key=gain)
+
+
+class DecodingLoop:
+    """Decodes the sequences of a batch, each :meth:`step` by one pass of the target.
+
+    Prompts may differ in length. A sequence that has ended stays in its row of the batch until another one is
+    prefilled there, between two passes; the others keep their state, and all buffers and CUDA graphs stay as
+    they are. Where device memory runs out, the memory plan is reduced, a smaller program is fed with all
+    tokens so far, and the step is repeated with new random numbers.
+
+    Args:
+        programs: makes the program, and another one where memory runs out or more rows are wanted.
+        rows: the sequences to begin with, None for a row without one.
         to_probs: logits to probabilities.
         seed: of all draws, 0 to 2**63 - 1.
-        repeatable: same seed, same tokens: the choice of passes follows from the table of stage costs, the
-            tokens and how many may follow alone, and each sequence of a batch has draws of its own: those it
-            has alone with the seed ``draws.sequence_seed``. Else it also follows from times measured while
-            decoding, and from what earlier decoders that were not repeatable left (``learnt_table.py``).
-        attempt: number of earlier decoders of the same generation; each draws new random numbers.
-        seeds: of single sequences, see :class:`Draws`; None where no sequence has one or will have.
+        repeatable: same seed, same tokens: see :class:`PassChooser`. Each sequence then has draws of its own,
+            those that it has alone with the seed ``draws.sequence_seed``.
+        by_position: whether sequences may have seeds of their own.
         allowance: what measuring the stages' costs may take, where they are not known.
+        progress: called with numbers of prompt tokens as they are prefilled.
+        reuse: which tokens that the cache holds from earlier generations are kept.
 
     Attributes:
-        finish_reasons: why the sequence in each row has ended; None while it runs.
-        reused: tokens of each prompt that its prefill found in the cache.
-        levels: statistics, level 0 first.
+        rows: the sequence in each row of the batch; one that has ended stays until another one replaces it.
+        joining: sequences that are not prefilled yet, in the order in which they joined.
+        program: decodes them.
+        chooser: chooses the passes.
         passes: number of passes by kind.
-        report: of the last pass by row: tokens that it committed, and draft tokens that it verified.
-        lookup: chooses passes that verify matched tokens; None where there are none.
+        prefill_seconds, decode_seconds: host time.
         after_stage: called with the name of each stage after it was started, for measurements.
     """
 
     def __init__(
         self,
+        programs: Programs,
+        rows: Sequences[Sequence | None],
+        to_probs: ProbsFromLogits,
+        seed: int,
+        repeatable: bool = False,
+        by_position: bool = False,
+        allowance: Allowance = UNLIMITED,
+        progress: Progress | None = None,
+        reuse: Reuse = "none",
+    ) -> None:
+        self._programs, self._to_probs, self._seed, self._repeatable = programs, to_probs, seed, repeatable
+        self._by_position, self._allowance = by_position, allowance
+        self._progress, self._reuse = progress, reuse
+        self.rows: Rows = []
+        self.joining: list[Sequence] = []
+        self.passes: Counter[PassKind] = Counter()
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.after_stage: Callable[[str], None] | None = None
+        self._attempts, self._is_fed, self._growing, self._after_plain = 0, False, False, False
+        self._before: list[LevelStats] = []
+        self._levels: list[LevelStats] = []
+        self._program: DecodingProgram | None = None
+        self._clock: StageClock
+        self._verified_by: str
+        self.chooser: PassChooser
+        self.draws: Draws
+        self._place(rows)
+
+    @classmethod
+    def over(
+        cls,
         program: DecodingProgram,
         to_probs: ProbsFromLogits,
         seed: int,
         repeatable: bool = False,
-        attempt: int = 0,
-        seeds: Sequence[int | None] | None = None,
-        allowance: Allowance = UNLIMITED,
-    ) -> None:
-        self.program, self._to_probs = program, to_probs
-        by_position = seeded(program) if seeds is not None else program.seeded
-        program.prepare(to_probs)
-        program.selected.timings.begin()
-        lowest = [program.drafter.name] if program.drafter is not None else []
-        retrieval = ["retrieval"] if program.levels == 3 else []
-        self.levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
-        self.passes: Counter[PassKind] = Counter()
-        self.after_stage: Callable[[str], None] | None = None
-        self.controller = PassController(
-            program.levels, program.shapes[0].depth, program.max_draft_tokens, program.config.rounds,
-            program.two_levels, program.shapes, program.tail_tree,
-        )  # fmt: skip
-        self._costs: CostsByLength | None = None
-        if self.controller.fixed is None:
-            first = stage_costs(program, to_probs, None, allowance)
-            self._costs = CostsByLength(self.controller, first, other_costs(program, to_probs, first))
-        self.lookup = LookupChoice.of(self.controller, program.drafter)
-        self._learns = self._costs is not None and not repeatable
-        self._learnt = LearntChoices(program, to_probs) if self._learns else None
-        self._times = SharedTimes()
-        if self._costs and self._learnt:
-            if (learnt := self._learnt.last()) is not None:
-                self.controller.resume(learnt)
-                self._costs.factors = learnt.cost_factors
-            # With a seed the choice must not depend on which stages are there already.
-            self.controller.preparation.begin(held_back(program))
-        count = program.batch if repeatable else 1
-        self.draws = Draws(seed, attempt, count, program.device, seeds or (), by_position)
-        self.prefill_seconds = self.decode_seconds = 0.0
-        self.reused = [0] * program.batch
-        self.finish_reasons: list[str | None] = []
-        self.report: list[tuple[int, int]] = []
-        self._clock = StageClock(program.device)
-        self._last: tuple[PassKind, float] | None = None  # with its seconds beyond those of its stages
+        progress: Progress | None = None,
+    ) -> "DecodingLoop":
+        """A loop over a given program; its sequences follow by :meth:`begin`."""
+        rows: Rows = [None] * program.batch
+        loop = cls(OneProgram(program), rows, to_probs, seed, repeatable, progress=progress)
+        loop.prepare()
+        return loop
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
-    ) -> None:
+    @property
+    def program(self) -> DecodingProgram:
+        assert self._program is not None, "memory ran out"
+        return self._program
+
+    @property
+    def controller(self) -> PassController:
+        return self.chooser.controller
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        """Statistics, level 0 first."""
+        return added(self._before, self._levels)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that go on."""
+        return [row for row in self.rows if row is not None and row.finish_reason is None]
+
+    @property
+    def free(self) -> list[int]:
+        """The rows that another sequence may take, between two passes."""
+        if not self.program.replaces:
+            return []
+        return [b for b, row in enumerate(self.rows) if row is None or row.finish_reason is not None]
+
+    def prepare(self) -> None:
+        """Make the program and its stages; :meth:`prefill` and :meth:`step` do so too."""
+        retried(self._prepare, self._smaller)
+
+    def prefill(self) -> None:
         """Feed the prompts to every level; all but their last tokens, which are the first roots.
 
-        Args:
-            reuse: which tokens that the cache holds from earlier generations are kept.
+        Raises:
+            ValueError: a prompt is too short for the levels, or too long for the buffers.
+            torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        with self._prefilling():
-            self.reused = self.program.prefill(prompts, progress, reuse)
+        retried(self._feed, self._smaller)
 
-    @contextmanager
-    def _prefilling(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._clock.synchronize()
-        self.prefill_seconds += time.perf_counter() - start
-
-    def decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        endings: Sequence[Ending | None],
-        observe: Observer | None = None,
-    ) -> Iterator[list[list[int]]]:
-        """Yield each sequence's new tokens as passes of level 2 commit them; none for one that has ended.
-
-        Before it asks for the next pass the caller may put other sequences into the place of those that have
-        ended, see :meth:`replace`.
+    def begin(self, rows: Sequences[Sequence | None], cached: bool = False) -> None:
+        """Begin with other sequences, in these rows, and feed their prompts.
 
         Args:
-            endings: of each sequence; None for a row without one, whose prompt is a placeholder.
-            observe: called after each pass, before its tokens are counted and yielded.
+            cached: whether the cache holds their keys and values, as for ``DecodingProgram.rewind``.
+        """
+        self._place(rows)
+        if cached:
+            self.program.rewind(self._texts())
+            self._begin_rows()
+        else:
+            self.prefill()
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence join in one of the :attr:`free` rows; it is prefilled before the next pass."""
+        sequence.row = best_row(self._running_rows(), self.free, sequence.prompt)
+        self.rows[sequence.row] = sequence
+        self.joining.append(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """End a sequence after its tokens so far, if it has not ended."""
+        if sequence.finish_reason is None:
+            sequence.finish_reason = "stop"
+            self._update_active()
+
+    def grow(self, rows: int) -> None:
+        """Have so many rows from the next pass on, where ``program.replaces``."""
+        self.rows += [None] * (rows - len(self.rows))
+        self._growing = True
+
+    def step(self, observe: Observer | None = None) -> Fresh:
+        """Prefill the sequences that have joined, make a pass, and append its tokens.
+
+        Args:
+            observe: called after the pass. Where memory runs out in it, the pass is repeated.
+
+        Returns:
+            the sequences that got new tokens, and these.
 
         Raises:
             ValueError: the model returned NaN.
+            torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        # The caller may append to the prompts meanwhile.
-        self._sequences, self._lengths = [list(prompt) for prompt in prompts], list(map(len, prompts))
-        self._endings = list(endings)
-        self.finish_reasons = [None if ending is not None else "empty" for ending in endings]
-        if None in self._endings:
-            self._update_active()
-        after_plain = False
-        try:
-            while None in self.finish_reasons:
-                start = time.perf_counter() - self.program.capture_seconds  # no decoding
-                if self._costs is not None:
-                    self._costs.at(max(map(len, self._sequences)), measured=self._learns)
-                new_tokens = [len(s) - n for s, n in zip(self._sequences, self._lengths, strict=True)]
-                self.controller.remaining = tokens_left(new_tokens, self._endings, self.finish_reasons)
-                matched = self.lookup and self.lookup.choose(self._running(lambda sequence: sequence))
-                kind = matched or self.controller.choose()
-                self._clock.start()
-                if kind != PLAIN:
-                    kind = self._prepare(kind, resumed=after_plain)
-                self.draws.before_pass(self._running(len))
-                report = self._pass(kind)
-                # The drafter catches up with the tokens of passes without its trees.
-                without = kind == PLAIN or self.controller.matched(kind)
-                resumed, after_plain = after_plain and not without, without
-                new = self._append(report)
-                self.report = [(count, proposed) for count, proposed, *_ in report]
-                if observe is not None:
-                    observe(new, self.emitted_logits)
-                seconds = self._clock.seconds()
-                self._count(kind, report, sum(map(len, new)), seconds, resumed)
-                taken = time.perf_counter() - self.program.capture_seconds - start
-                self.decode_seconds += taken
-                self._last = kind, taken - sum(seconds.values()) + seconds.get("capture", 0.0)
-                yield new
-            if self._costs is not None and (rest := self._times.rest()) is not None:
-                self._costs.learn(self.program, rest, self._learns)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            # What an interrupted or failed pass left is not to be continued.
-            self.program.cache.forget()
-            raise
-        finally:
-            if self._costs is not None:
-                factors = self._costs.end(self.program, self._to_probs)
-                if self._learnt is not None:
-                    self._learnt.keep(self.controller.learnt(factors))
+        return retried(self._advance, self._smaller, observe)
+
+    def decode(self) -> Iterator[Fresh]:
+        """Yield what each :meth:`step` returns until no sequence runs."""
+        with self:
+            while self.running:
+                yield self.step()
+
+    def close(self) -> None:
+        """Keep what was learnt from the passes for later requests."""
+        if self._program is not None:
+            self.chooser.close()
+
+    def __enter__(self) -> "DecodingLoop":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def emitted_logits(self, count: int) -> Tensor:
-        """The target's logits by which the last pass chose the first ``count`` new tokens of each sequence.
+        """The target's logits by which the last pass chose the first ``count`` new tokens of each row.
 
         Returns:
             fp32 ``[B, count, V]``; arbitrary for tokens that a sequence did not emit.
         """
         return self.program.verifier(self._verified_by).emitted_logits(count)
 
-    def _append(self, report: list[list[int]]) -> list[list[int]]:
-        """Append the tokens of a pass to the running sequences, each up to its end; return the new tokens."""
-        new: list[list[int]] = []
-        ended = False
-        for b, (count, _, _, broken, *tokens) in enumerate(report):
-            if broken:
-                raise ValueError(self._to_probs.nan_error)
-            sequence, ending, before = self._sequences[b], self._endings[b], len(self._sequences[b])
-            if self.finish_reasons[b] is None:
-                assert ending is not None
-                self.finish_reasons[b] = append(sequence, tokens[:count], self._lengths[b], ending)
-                ended |= self.finish_reasons[b] is not None
-            new.append(sequence[before:])
-        if ended:
+    # Programs: the first one, and those after it
+
+    def _smaller(self) -> bool:
+        """After memory ran out: drop the program, and reduce the plan."""
+        self._drop()
+        return self._programs.shrink()
+
+    def _prepare(self) -> None:
+        """Make a program for the rows if there is none, and what chooses and draws for it."""
+        if self._program is not None:
+            return
+        program = self._programs.make(self._texts())
+        noise = seeded(program) if self._by_position else program.seeded
+        program.prepare(self._to_probs)
+        lowest = [program.drafter.name] if program.drafter is not None else []
+        retrieval = ["retrieval"] if program.levels == 3 else []
+        self._levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
+        self.chooser = PassChooser(program, self._to_probs, self._repeatable, self._allowance)
+        count = program.batch if self._repeatable else 1
+        self.draws = Draws(self._seed, self._attempts, count, program.device, noise)
+        self._clock, self._after_plain = StageClock(program.device), False
+        self._program, self._attempts = program, self._attempts + 1
+
+    def _feed(self) -> None:
+        """Feed all tokens so far to every level, of a new program if there is none."""
+        self._prepare()
+        self._expect()
+        start = time.perf_counter()
+        reused = self.program.prefill(self._texts(), self._progress, self._reuse)
+        self._prefilled(start)
+        for sequence in self.joining:
+            assert sequence.row is not None
+            sequence.reused = reused[sequence.row]
+        self._begin_rows()
+
+    def _begin_rows(self) -> None:
+        """Begin the draws of the rows after their texts were fed."""
+        for b in range(len(self.rows)):
+            self._begin_draws(b)
+        if len(self.running) < len(self.rows):
             self._update_active()
-        return new
+        self._is_fed, self.joining = True, []
 
-    def replace(
-        self,
-        row: int,
-        prompt: Sequence[int],
-        ending: Ending | None,
-        number: int = 0,
-        progress: Progress | None = None,
-        reuse: Reuse = "none",
-    ) -> None:
-        """Between two passes, where ``program.replaces``, prefill another sequence in place of an ended one.
+    def _begin_draws(self, b: int) -> None:
+        row = self.rows[b]
+        seed = row.seed if row is not None and self._by_position else None
+        self.draws.begin(b, b if row is None else row.number, seed)
 
-        Args:
-            ending: None to leave the row without a sequence, with a placeholder for a prompt.
-            number: of the sequence, for its draws: see ``sequence_seed``.
+    def _prefilled(self, start: float) -> None:
+        """Add up the seconds of a prefill."""
+        self._clock.synchronize()
+        seconds = time.perf_counter() - start
+        self.prefill_seconds += seconds
+        for sequence in self.joining:
+            sequence.prefill_seconds += seconds
 
-        Raises:
-            ValueError: the prompt is too long for the buffers.
-        """
-        self._sequences[row], self._lengths[row], self._endings[row] = list(prompt), len(prompt), ending
-        with self._prefilling():
-            self.reused[row] = self.program.replace(row, self._sequences, progress, reuse)
-        self.draws.begin(row, number)
-        self.finish_reasons[row] = "empty" if ending is None else None
-        self._update_active()
-        if self._costs is not None:
-            # Those of another length may hold again.
-            self._costs.anew()
+    def _drop(self) -> None:
+        """Keep the program's statistics alone."""
+        if self._program is not None:
+            self.chooser.close()
+            self._before, self._levels = self.levels, []
+        self._program, self._is_fed = None, False
 
-    def end(self, row: int) -> None:
-        """End a sequence after the tokens that were yielded last."""
-        if self.finish_reasons[row] is None:
-            self.finish_reasons[row] = "stop"
+    def _grow(self) -> None:
+        """Go on with a program of more rows, which keeps all that is cached of the running sequences."""
+        self._growing = False
+        if self.program.cache.pooled is not None:
+            self._clear_ended()
+        self._drop()
+        self._reuse, reuse = "all", self._reuse
+        try:
+            self._feed()
+        finally:
+            self._reuse = reuse
+
+    # Rows
+
+    def _place(self, rows: Sequences[Sequence | None]) -> None:
+        """Put sequences into the rows, before anything was fed."""
+        self.rows, self._is_fed = list(rows), False
+        self.joining = [sequence for sequence in rows if sequence is not None]
+        for b, sequence in enumerate(rows):
+            if sequence is not None:
+                sequence.row = b
+
+    def _texts(self) -> list[list[int]]:
+        """All tokens in each row; a row without a sequence holds a single token."""
+        return [row.tokens if row is not None else [0] for row in self.rows]
+
+    def _running_rows(self) -> Rows:
+        return [row if row is not None and row.finish_reason is None else None for row in self.rows]
+
+    @property
+    def running_texts(self) -> list[list[int] | None]:
+        """All tokens of the sequence in each row; None where none is running."""
+        return [None if row is None else row.tokens for row in self._running_rows()]
+
+    def _join(self) -> None:
+        """Prefill the sequences that have joined, each in place of one that has ended."""
+        program, start = self.program, time.perf_counter()
+        if (pooled := program.cache.pooled) is not None:
+            ended = self._clear_ended()
+            rows = [sequence.row for sequence in self.joining if sequence.row is not None]
+            pooled.release([*rows, *ended], program.cache.cached)
+            self._expect()
+            for b in ended:
+                program.replace(b, self._texts(), self._progress, self._reuse)
+        for sequence in self.joining:
+            assert sequence.row is not None
+            sequence.reused = program.replace(sequence.row, self._texts(), self._progress, self._reuse)
+            self._begin_draws(sequence.row)
+        if self.joining or pooled is not None:
+            self._prefilled(start)
             self._update_active()
+            self.chooser.joined()
+        self.joining = []
+
+    def _any_ended(self) -> bool:
+        """Whether a pool holds slots of sequences that have ended."""
+        ended = (row is not None and row.finish_reason is not None for row in self.rows)
+        return self.program.cache.pooled is not None and any(ended)
+
+    def _clear_ended(self) -> list[int]:
+        """Leave rows whose sequence has ended without one; returns which they are."""
+        ended = [b for b, row in enumerate(self.rows) if row is not None and row.finish_reason is not None]
+        for b in ended:
+            self.rows[b] = None
+        return ended
+
+    def _expect(self) -> None:
+        """Set how many tokens may follow the sequences that are prefilled next, for the cache's pool."""
+        if (pooled := self.program.cache.pooled) is not None:
+            pooled.new_tokens = [max(1, row.left) if row is not None else 0 for row in self.rows]
 
     def _update_active(self) -> None:
-        self.program.state.active.copy_(torch.tensor([reason is None for reason in self.finish_reasons]))
+        running = [row is not None for row in self._running_rows()]
+        self.program.state.active.copy_(torch.tensor(running))
 
-    def _running(self, of: Callable[[list[int]], Value]) -> list[Value | None]:
-        """A value of each sequence; None for those that have ended."""
-        reasons = zip(self._sequences, self.finish_reasons, strict=True)
-        return [of(sequence) if reason is None else None for sequence, reason in reasons]
+    # A pass
 
-    def _prepare(self, kind: PassKind, resumed: bool) -> PassKind:
+    def _advance(self, observe: Observer | None) -> Fresh:
+        """Feed what was not fed, and make one pass."""
+        if self._growing:
+            self._grow()
+        elif not self._is_fed:
+            self._feed()
+        elif self.joining or self._any_ended():
+            self._join()
+        program, clock = self.program, self._clock
+        try:
+            start = time.perf_counter() - program.capture_seconds  # no decoding
+            rows = self._running_rows()
+            texts = self.running_texts
+            longest, left = max(map(len, self._texts())), max(row.left for row in rows if row is not None)
+            kind = self.chooser.choose(texts, longest, left)
+            clock.start()
+            if kind != PLAIN:
+                kind = self._prepare_levels(kind, texts, self._after_plain)
+            self.draws.before_pass([None if text is None else len(text) for text in texts])
+            report = self._pass(kind)
+            fresh = self._append(rows, report, observe)
+            seconds = clock.seconds()
+            # The drafter catches up with the tokens of passes without its trees.
+            without = kind == PLAIN or self.chooser.matched(kind)
+            resumed, self._after_plain = self._after_plain and not without, without
+            self._count(kind, report, fresh, seconds)
+            self.chooser.observe(kind, report, seconds, resumed)
+            taken = time.perf_counter() - program.capture_seconds - start
+            self.chooser.took(kind, taken - sum(seconds.values()) + seconds.get("capture", 0.0))
+        except BaseException:
+            # What an interrupted or failed pass left is not to be continued.
+            program.cache.forget()
+            raise
+        self.decode_seconds += taken
+        for row in rows:
+            if row is not None:
+                row.decode_seconds += taken
+        if not self.running:
+            self.chooser.finish()
+        return fresh
+
+    def _prepare_levels(self, kind: PassKind, texts: Sequences[list[int] | None], resumed: bool) -> PassKind:
         """Let the drafter catch up with what was committed, and the retrieval level after other passes.
 
         Returns:
             the pass to make: with trees of the first shape, where memory is short for another one's stages.
         """
-        program, matched = self.program, self.controller.matched(kind)
+        program, matched = self.program, self.chooser.matched(kind)
         if program.drafter is not None and not matched:
-            program.drafter.prepare(self._running(lambda sequence: sequence), resumed)
+            program.drafter.prepare(texts, resumed)
         if kind.levels == 3:
             program.resume_retrieval()
         self._clock.mark("prepare")
@@ -280,23 +468,20 @@ class Decoder:
                     raise
                 _LOG.warning("device memory is short for the stages of other_trees; passes do without them")
                 free_memory()
-                self.controller.other_costs = [None] * len(self.controller.other_costs)
-                kind = self._prepare(kind._replace(shape=0), resumed=resumed or matched)
+                self.chooser.do_without_other_trees()
+                kind = self._prepare_levels(kind._replace(shape=0), texts, resumed or matched)
             self._clock.mark("capture")
         return kind
 
     def _pass(self, kind: PassKind) -> list[list[int]]:
-        program, clock = self.program, self._clock
-        for done in range(kind.rounds):
-            self._run(stage_name("draft", kind.shape))
-            clock.mark("draft")
-            if kind.levels == 3:
-                name = "retrieval_refresh" if program.config.retrieval.chooses(done) else "retrieval"
-                self._run(stage_name(name, kind.shape))
-                clock.mark("retrieval")
+        """Run the stages of a pass; returns the rows of ``SequenceState.pass_results``."""
+        program, clock, draws = self.program, self._clock, self.draws.generators
         stage = program.last_stage(kind.levels, kind.shape)
-        self._run(stage)
-        clock.mark("target")
+        for name, timed in self._stages(kind, stage):
+            program.run(name, *draws)
+            if self.after_stage is not None:
+                self.after_stage(name)
+            clock.mark(timed)
         self._verified_by = stage
         report: list[list[int]] = program.state.pass_results().tolist()
         if program.state.rank_counts is not None:
@@ -308,46 +493,53 @@ class Decoder:
         self.passes[kind] += 1
         return report
 
-    def _run(self, stage: str) -> None:
-        self.program.run(stage, *self.draws.generators)
-        if self.after_stage is not None:
-            self.after_stage(stage)
+    def _stages(self, kind: PassKind, last: str) -> Iterator[tuple[str, str]]:
+        """The stages of a pass in their order, and under which name the seconds of each are counted."""
+        for done in range(kind.rounds):
+            yield stage_name("draft", kind.shape), "draft"
+            if kind.levels == 3:
+                name = "retrieval_refresh" if self.program.config.retrieval.chooses(done) else "retrieval"
+                yield stage_name(name, kind.shape), "retrieval"
+        yield last, "target"
+
+    def _append(self, rows: Rows, report: list[list[int]], observe: Observer | None) -> Fresh:
+        """Append the tokens of a pass to the running sequences, each up to its end."""
+        fresh: Fresh = []
+        for row, (count, _, _, broken, *tokens) in zip(rows, report, strict=True):
+            if broken:
+                raise ValueError(self._to_probs.nan_error)
+            if row is not None and count:
+                fresh.append((row, row.append(tokens[:count])))
+        if observe is not None:
+            try:
+                observe(fresh, self.emitted_logits)
+            except torch.OutOfMemoryError:
+                for row, new in fresh:
+                    row.take_back(len(new))
+                raise
+        if any(row.finish_reason is not None for row, _ in fresh):
+            self._update_active()
+        return fresh
 
     def _count(
-        self, kind: PassKind, report: list[list[int]], emitted: int, seconds: dict[str, float], resumed: bool
+        self, kind: PassKind, report: list[list[int]], fresh: Fresh, seconds: Mapping[str, float]
     ) -> None:
-        """Add up the statistics of the sequences that were still running, and let the controller learn.
+        """Add up the statistics of the sequences that were running.
 
         Args:
-            emitted: new tokens up to the end of each sequence; the report also counts later ones.
             seconds: of the stages.
-            resumed: whether the pass before it was plain.
         """
-        rounds, running = kind.rounds, [row for row in report if row[0] > 0]
+        for row, new in fresh:
+            assert row.row is not None
+            committed, proposed, *_ = report[row.row]
+            row.count(len(new), committed, proposed)
+        running = [row for row in report if row[0] > 0]
         count, proposed, gathered = (sum(row[i] for row in running) for i in range(3))
-        trees, target = rounds * len(running), self.levels[-1]
-        target.add(len(running), proposed, count - len(running), emitted, seconds["target"])
-        if trees:
+        emitted = sum(len(new) for _, new in fresh)
+        self._levels[-1].add(len(running), proposed, count - len(running), emitted, seconds["target"])
+        if trees := kind.rounds * len(running):
             forwards, tokens = (len(running) * number for number in drafted(self.program, *kind))
-            self.levels[0].add(forwards, 0, 0, tokens, seconds["prepare"] + seconds["draft"])
+            self._levels[0].add(forwards, 0, 0, tokens, seconds["prepare"] + seconds["draft"])
             if kind.levels == 3:
                 verified = trees * self.program.shapes[kind.shape].depth
-                self.levels[1].add(trees, verified, gathered - trees, gathered, seconds["retrieval"])
-        each = gathered / len(running) if running else None
-        own = PassTimes(kind, each, seconds, resumed, self._last)
-        times = self._times.share(own) if self._learns else own
-        if self._learns and times is not None and times.before is not None:
-            self.controller.host.add(*times.before)
-        if running:
-            ranks, chain = None, self.program.max_draft_tokens if kind.levels == 3 else None
-            tail = self.program.shapes[0].depth if self.program.tail_tree else None
-            rejected, tails = judged(running, chain, tail)
-            if self.lookup and self.controller.matched(kind):
-                self.lookup.observe([row[0] - 1 for row in report])
-            elif rounds and self.program.state.rank_counts is not None:
-                ranks = (*self.program.state.ranks_of(running), rounds * len(running))
-            self.controller.observe(
-                kind, len(running), gathered, count - len(running), rejected, ranks, tails
-            )
-        if self._costs is not None and times is not None:
-            self._costs.learn(self.program, times, self._learns)
+                self._levels[1].add(trees, verified, gathered - trees, gathered, seconds["retrieval"])

@@ -1,14 +1,15 @@
 """Plain passes over tokens that the caller chooses: logits after each token of a batch."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from triforce_tree.decoding.memory.planned_programs import PlannedPrograms
+from triforce_tree.decoding.memory.retries import retried
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.cached_tokens import Reuse
-from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
@@ -18,8 +19,7 @@ class PlainPasses:
     """The target's logits after sequences that grow by one token each, in passes of a program's plain stage.
 
     Args:
-        make: makes a program for these sequences within the current memory plan.
-        shrink: reduces the plan after memory ran out; False where it cannot be reduced.
+        programs: makes the program, and a smaller one where memory runs out.
         prompts: all tokens of each sequence.
         progress, reuse: as for ``DecodingProgram.prefill``.
 
@@ -31,13 +31,12 @@ class PlainPasses:
 
     def __init__(
         self,
-        make: Callable[[Sequence[Sequence[int]]], DecodingProgram],
-        shrink: Callable[[], bool],
+        programs: PlannedPrograms,
         prompts: Sequence[Sequence[int]],
         progress: Progress | None = None,
         reuse: Reuse = "none",
     ) -> None:
-        self._make, self._shrink, self._progress, self._reuse = make, shrink, progress, reuse
+        self._programs, self._progress, self._reuse = programs, progress, reuse
         self.sequences = [list(prompt) for prompt in prompts]
         self.reused: list[int] | None = None
         self.prefill_seconds = self.capture_seconds = 0.0
@@ -54,22 +53,19 @@ class PlainPasses:
             ValueError: they hold NaN.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        while True:
-            try:
-                program = self._program = self._program or self._begun()
-                program.run("plain", self._unused)
-                found = program.verifier("plain").emitted_logits(1)[:, 0]
-                if not with_nan and bool(program.state.has_nan):
-                    raise ValueError(NAN_LOGITS)
-                return found
-            except torch.OutOfMemoryError as error:
-                out_of_memory = error
-            self._program = program = None  # type: ignore[assignment]
-            # The traceback's frames hold tensors.
-            out_of_memory.__traceback__ = None
-            if not self._shrink():
-                raise out_of_memory
-            free_memory()
+        return retried(self._passed, self._smaller, with_nan)
+
+    def _passed(self, with_nan: bool) -> Tensor:
+        program = self._program = self._program or self._begun()
+        program.run("plain", self._unused)
+        found = program.verifier("plain").emitted_logits(1)[:, 0]
+        if not with_nan and bool(program.state.has_nan):
+            raise ValueError(NAN_LOGITS)
+        return found
+
+    def _smaller(self) -> bool:
+        self._program = None
+        return self._programs.shrink()
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append a token to each sequence, after :meth:`logits`."""
@@ -89,7 +85,7 @@ class PlainPasses:
 
     def _begun(self) -> DecodingProgram:
         """A program that was fed with all tokens so far."""
-        program = self._make(self.sequences)
+        program = self._programs.make(self.sequences)
         program.prepare(ProbsFromLogits(greedy=True))
         self._unused = torch.Generator(program.device)
         self.capture_seconds = program.capture_seconds

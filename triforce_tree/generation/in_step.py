@@ -6,7 +6,7 @@ padding, and pad tokens after the end of those that have ended.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as Sequences
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from triforce_tree.decoding.plain_passes import PlainPasses
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.generation.batch.run import RunOptions
-from triforce_tree.generation.batch.running_batch import BatchSequence
 from triforce_tree.generation.output import GenerateOutput, output_of
 from triforce_tree.generation.own_forward import OwnForward, seeded, with_own_forward
 from triforce_tree.generation.request import Job
@@ -44,17 +44,14 @@ def decode_in_step(
         tokenizer: for the texts of the output.
         device: that keeps logits, scores and log-probabilities.
     """
-    sequences = [
-        BatchSequence(number, prompt, ending)
-        for number, (prompt, ending) in enumerate(zip(job.prompts, job.endings, strict=True))
-    ]
+    sequences = job.sequences
     forward = _Forward(passes, any(type(p) is InfNanRemoveLogitsProcessor for p in job.processors))
     names = job.outputs if job.config.return_dict_in_generate else set()
     names |= {"logprobs"} if how.logprobs else set()
     followed = _Followed(job, how, sequences, forward, names, device)
     loop: Any = with_own_forward(target.model)
     start = time.perf_counter()
-    how.streamers.begin(job.input_ids, job.prompts, job.endings)
+    how.streamers.begin(job.input_ids, sequences)
     try:
         with seeded(_seed(job, how), target.device):
             loop._sample(
@@ -77,7 +74,7 @@ def decode_in_step(
     )
 
 
-def check_in_step(target: HFModel, prompts: Sequence[Sequence[int]], how: RunOptions, why: str) -> None:
+def check_in_step(target: HFModel, prompts: Sequences[Sequences[int]], how: RunOptions, why: str) -> None:
     """Raise ValueError where these prompts cannot be decoded together; ``why`` they must be."""
     count, together = len(prompts), f"{why}: the {len(prompts)} sequences must be decoded together"
     if how.max_batch is not None and how.max_batch < count:
@@ -129,7 +126,7 @@ class _Forward(OwnForward):
         self.logits = self._passes.logits(self._with_nan)
         return self.logits
 
-    def append(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Sequences[int]) -> None:
         """Append the newest tokens: rank 0's on all ranks."""
         self._passes.append(distributed.broadcast_object(list(tokens)))
 
@@ -152,7 +149,7 @@ class _Followed(StoppingCriteriaList):
         self,
         job: Job,
         how: RunOptions,
-        sequences: Sequence[BatchSequence],
+        sequences: Sequences[Sequence],
         forward: _Forward,
         names: set[str],
         device: torch.device,
@@ -198,8 +195,8 @@ class _Followed(StoppingCriteriaList):
             value = value.to(self._device)
             kept.append(value.masked_fill(~going.view(-1, *[1] * (value.ndim - 1)), 0))
 
-    def _add(self, sequence: BatchSequence, token: int, over: bool, stop: bool) -> None:
-        sequence.new.append(token)
+    def _add(self, sequence: Sequence, token: int, over: bool, stop: bool) -> None:
+        sequence.tokens.append(token)
         sequence.count(1, 1, 0)
         # A streamer may end its sequence.
         if self._streamers.put(sequence.number, [token], self if self._kept else None):

@@ -13,7 +13,6 @@ from triforce_tree.generation.option_values import checked
 from triforce_tree.generation.stop_strings import StopStrings
 from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.runtime.distributed import broadcast_flag
-from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Options of GenerationConfig that this package carries out. Any other that differs from its default is
 # refused by name, not ignored.
@@ -149,13 +148,6 @@ def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mas
                 "position_ids other than those of attention_mask are not supported by triforce_tree; leave "
                 "them out"
             )
-
-
-def probs_from_options(
-    config: GenerationConfig, processors: LogitsProcessorList, padding: Sequence[int] = ()
-) -> ProbsFromLogits:
-    """Logits to distributions as in transformers; processors see ``padding`` before the tokens."""
-    return ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding)
 
 
 def ending_of(

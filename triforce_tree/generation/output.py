@@ -1,7 +1,8 @@
 """The output of a generation: transformers' own, with statistics."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from triforce_tree.generation.batch.running_batch import BatchSequence
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.generation.batch.scores import by_position
 from triforce_tree.runtime.stats import LevelStats, added
 from triforce_tree.text.new_text import new_text
@@ -66,7 +67,7 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
 def output_of(
     input_ids: Tensor,
-    sequences: Sequence[BatchSequence],
+    sequences: Sequences[Sequence],
     padding: int,
     tokenizer: PreTrainedTokenizerBase | None,
     capture_seconds: float,
@@ -85,8 +86,8 @@ def output_of(
         levels = added(levels, [sequence.target])
     vocabulary = tokenizer and Vocabulary(tokenizer)
     texts = vocabulary and [
-        new_text(vocabulary, sequence.prompt, sequence.new, sequence.ending.stop_tokens)
-        for sequence in sequences
+        new_text(vocabulary, sequence.prompt, tokens, sequence.ending.stop_tokens)
+        for sequence, tokens in zip(sequences, new, strict=True)
     ]
     return GenerateOutput(
         sequences=appended(input_ids, new, padding),
@@ -120,12 +121,12 @@ def placed(out: GenerateOutput, prompt: Tensor, moves_scores: bool) -> GenerateO
     return out
 
 
-def by_row(values: Sequence[Any]) -> Any:
+def by_row(values: Sequences[Any]) -> Any:
     """The value of a single sequence, or a list of those of several."""
     return values[0] if len(values) == 1 else list(values)
 
 
-def appended(ids: Tensor, new: Sequence[Sequence[int]], padding: int) -> torch.LongTensor:
+def appended(ids: Tensor, new: Sequences[Sequences[int]], padding: int) -> torch.LongTensor:
     """int64 ``[B, W + N]``: ids ``[B, W]``, then each sequence's new tokens, padded to N."""
     rows = [ids.new_tensor(list(tokens)) for tokens in new]
     columns = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
@@ -133,7 +134,7 @@ def appended(ids: Tensor, new: Sequence[Sequence[int]], padding: int) -> torch.L
     return cast(torch.LongTensor, torch.cat([ids, columns], 1))
 
 
-def joined(outputs: Sequence[GenerateOutput], ids: Tensor, padding: int) -> GenerateOutput:
+def joined(outputs: Sequences[GenerateOutput], ids: Tensor, padding: int) -> GenerateOutput:
     """One output for the sequences of ids ``[B, W]``, which were decoded one by one; theirs stay."""
     last = copy.copy(outputs[-1])
     new = [o.sequences[0, o.sequences.shape[1] - cast(int, o.new_tokens) :].tolist() for o in outputs]

@@ -1,7 +1,7 @@
 """One call of ``generate``, checked before and after transformers' own preparation."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.generation.checkpoint_settings import refuse_unsupported_settings
 from triforce_tree.generation.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_ids
 from triforce_tree.generation.kept_state import why_in_step
@@ -28,7 +28,6 @@ from triforce_tree.generation.modalities import text_alone
 from triforce_tree.generation.options import (
     check_forced_tokens,
     ending_of,
-    probs_from_options,
     refuse_model_inputs,
     refuse_unsupported,
 )
@@ -113,18 +112,16 @@ class Job:
 
     Attributes:
         input_ids: int64 ``[B, W]``, padding included.
-        prompts: the same without padding.
+        sequences: the prompts without padding, each with its stop criteria.
         to_probs: logits to distributions.
-        endings: of each sequence.
         config: all options.
         processors, criteria: the user's own among them.
         model_inputs: for the model's forward.
     """
 
     input_ids: Tensor
-    prompts: list[list[int]]
+    sequences: list[Sequence]
     to_probs: ProbsFromLogits
-    endings: list[Ending]
     config: GenerationConfig
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
@@ -152,16 +149,19 @@ class Job:
         refuse_model_inputs(inputs, input_ids, mask)
         rows = real_ids(input_ids, mask)
         check_rows(rows, target.vocab_size)
-        prompts: list[list[int]] = [row.tolist() for row in rows]
-        width = input_ids.shape[1]
         # Processors and criteria see the padding and count it, as in transformers.
-        padding: list[list[int]] = [[] for _ in prompts]
+        padding: list[list[int]] = [[] for _ in rows]
         if mask is not None:
             padding = [row[hidden].tolist() for row, hidden in zip(input_ids, mask == 0, strict=True)]
-        # Where processors read the tokens so far, sequences of a batch come here one by one.
-        to_probs = probs_from_options(config, processors, padding[0])
-        endings = [ending_of(config, criteria, width, input_ids.device, own) for own in padding]
-        return cls(input_ids, prompts, to_probs, endings, config, processors, criteria, model_inputs)
+        # Where processors read the tokens so far, the sequences of a batch are decoded one by one.
+        to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
+        sequences = [
+            Sequence(
+                row.tolist(), ending_of(config, criteria, input_ids.shape[1], input_ids.device, own), number
+            )
+            for number, (row, own) in enumerate(zip(rows, padding, strict=True))
+        ]
+        return cls(input_ids, sequences, to_probs, config, processors, criteria, model_inputs)
 
     def why_in_step(self, vocabulary: int, texts: int = 1) -> str | None:
         """Why processors and criteria must be called for each token alone, and for all sequences together.
@@ -177,11 +177,14 @@ class Job:
         ids = self.input_ids.repeat_interleave(texts, 0)
         return why_in_step(self.processors, self.criteria, ids, vocabulary, passed)
 
-    def ending(self, prompt: Sequence[int], new_tokens: int) -> Ending:
-        """The ending of a sequence that joins the others."""
-        device = self.input_ids.device
-        own = ending_of(self.config, self.criteria, len(prompt), device)
-        return replace(own, max_new_tokens=new_tokens)
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [sequence.prompt for sequence in self.sequences]
+
+    def joining(self, prompt: list[int], new_tokens: int, number: int, seed: int | None) -> Sequence:
+        """Returns a sequence that joins the others, with the stop criteria of the call."""
+        ending = ending_of(self.config, self.criteria, len(prompt), self.input_ids.device)
+        return Sequence(prompt, replace(ending, max_new_tokens=new_tokens), number, seed)
 
     @property
     def pad_token(self) -> int:
@@ -195,14 +198,10 @@ class Job:
     @property
     def new_tokens(self) -> int:
         """Most new tokens of each sequence."""
-        return self.endings[0].max_new_tokens
+        return self.sequences[0].ending.max_new_tokens
 
     @property
     def temperature(self) -> float:
         if not self.config.do_sample:
             return 0.0
         return 1.0 if self.config.temperature is None else self.config.temperature
-
-
-class OneByOneError(Exception):
-    """These sequences cannot be decoded as one batch; caught in ``Engine.generate``."""

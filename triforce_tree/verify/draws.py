@@ -21,9 +21,8 @@ class Draws:
         attempt: number of earlier attempts at the same sequences; each draws new random numbers.
         count: of generators: 1, or one for each row; the rows hold the first sequences.
         device: of the numbers.
-        seeds: of single sequences by number, None for one without; further ones may be appended. Their draws
-            follow from the seed and the position alone.
-        seeded: where these draws are made; with ``seeds``.
+        seeded: makes the draws of sequences with seeds of their own, which follow from the seed and the
+            position alone; None where no sequence has one.
     """
 
     def __init__(
@@ -32,23 +31,20 @@ class Draws:
         attempt: int,
         count: int,
         device: torch.device,
-        seeds: Sequence[int | None] = (),
         seeded: Seeded | None = None,
     ) -> None:
         self._seed, self._attempt = seed, attempt
-        self._seeds, self._seeded = seeds, seeded
+        self._seeded = seeded
         self.generators = [torch.Generator(device) for _ in range(count)]
         for row, generator in enumerate(self.generators):
             generator.manual_seed(self._of(row))
-        for row in range(seeded.exponential.shape[0] if seeded is not None else 0):
-            self.begin(row, row)
 
-    def begin(self, row: int, number: int) -> None:
-        """Let a row have the draws of sequence ``number`` from its beginning on, if it has any of its own."""
+    def begin(self, row: int, number: int, seed: int | None = None) -> None:
+        """Let a row have the draws of sequence ``number``, or of its own seed, from its beginning on."""
         if len(self.generators) > 1:
             self.generators[row].manual_seed(self._of(number))
         if self._seeded is not None:
-            self._seeded.begin(row, self._seeds[number] if number < len(self._seeds) else None)
+            self._seeded.begin(row, seed)
 
     def before_pass(self, lengths: Sequence[int | None]) -> None:
         """Draw the random numbers of positions; see ``Seeded.fill``."""

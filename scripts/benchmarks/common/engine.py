@@ -6,7 +6,8 @@ memory.
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequences
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from scripts.benchmarks.common.timing import synchronize, timed
 from scripts.inflate.pair import inflate_pair
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.host_store import Offload
@@ -35,7 +37,7 @@ from triforce_tree.runtime.stats import LevelStats, added
 from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.sampling import ProbsFromLogits
 
-Prompts = Sequence[Sequence[int]]
+Prompts = Sequences[Sequences[int]]
 
 # Slots more than the first program needs, so that later ones of other settings fit into the same memory.
 _SPARE_SLOTS = 512
@@ -149,7 +151,7 @@ class Bench:
         config: HierarchyConfig,
         batch: int,
         max_seq_len: int,
-        temperatures: Sequence[float] = (0.0,),
+        temperatures: Sequences[float] = (0.0,),
         offload: Offload | None = None,
     ) -> None:
         """A program for these settings, captured; a cache on the device is kept where it is large enough.
@@ -254,21 +256,23 @@ class Bench:
         return bus + cache.host.ring.bytes, own.bytes if own else 0, own.seconds if own else 0.0
 
     def passes(
-        self, run: Run, temperature: float, prompts: Prompts, ends: Sequence[int], rounds: int | None
+        self, run: Run, temperature: float, prompts: Prompts, ends: Sequences[int], rounds: int | None
     ) -> Iterator[tuple[float, list[list[int]]]]:
         """(seconds of ``run`` so far, new tokens of each sequence) after each pass behind the prompts."""
-        decoder = Decoder(self.program, ProbsFromLogits.at(temperature), self.seed)
+        loop = DecodingLoop.over(self.program, ProbsFromLogits.at(temperature), self.seed)
         if rounds is not None:
-            decoder.controller.fixed = rounds
-        self.program.rewind(prompts)
+            loop.controller.fixed = rounds
+        sequences = [Sequence(list(prompt), Ending(end)) for prompt, end in zip(prompts, ends, strict=True)]
+        loop.begin(sequences, cached=True)
         synchronize(self.device)
         start, traffic, levels = self._traffic(), run.traffic, run.levels
         earlier = run.stamps[-1][0] if run.stamps else 0.0
-        for fresh in decoder.decode(prompts, [Ending(end) for end in ends]):
+        for fresh in loop.decode():
             now = zip(traffic, self._traffic(), start, strict=True)
             run.traffic = tuple(before + b - a for before, b, a in now)  # type: ignore[assignment]
-            run.levels = added(levels, decoder.levels)
-            yield earlier + decoder.decode_seconds, fresh
+            run.levels = added(levels, loop.levels)
+            new = dict(fresh)
+            yield earlier + loop.decode_seconds, [new.get(sequence, []) for sequence in sequences]
 
     def decode(self, temperature: float, prompts: Prompts, new: int, rounds: int | None = None) -> Run:
         """Decode until the first sequence is complete; 0 rounds is autoregressive decoding.

@@ -1,6 +1,7 @@
 """Measures the cells of ``plan``: timed generations, overlaps of policies, attention, acceptance by rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,8 +14,9 @@ from triforce_tree.bench.results import Record, repeated_share
 from triforce_tree.check import overlap
 from triforce_tree.config import load_arguments
 from triforce_tree.decoding.assembly import Hierarchy
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.engine import Engine
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -45,7 +47,7 @@ class Cells:
         self,
         timed: Engine,
         compared: Engine,
-        documents: Sequence[str],
+        documents: Sequences[str],
         sizes: plan.Sizes,
         own_budget: bool,
         seed: int,
@@ -152,7 +154,7 @@ class Cells:
             made.append(([*needle.prompt, *answer], len(needle.prompt)))
         return made
 
-    def _heavy(self, key: Record, number: int, prompt: Sequence[int]) -> Any:
+    def _heavy(self, key: Record, number: int, prompt: Sequences[int]) -> Any:
         """The attention that H2O selects by; None where a layer does not see all of the prompt."""
         model = self._compared.hierarchy.target.model
         if not attention.sees_everything(model):
@@ -207,7 +209,7 @@ class _Timing:
         self,
         program: DecodingProgram,
         to_probs: ProbsFromLogits,
-        prompts: Sequence[list[int]],
+        prompts: Sequences[list[int]],
         seed: int,
         wanted: Callable[[], bool],
     ) -> None:
@@ -216,19 +218,18 @@ class _Timing:
 
     def decode(self, new_tokens: int, drafts: bool) -> Record:
         """Until the first text has ``new_tokens`` tokens; a token of a batch is one of each text."""
-        decoder = Decoder(self._program, self._to_probs, self._seed)
+        loop = DecodingLoop.over(self._program, self._to_probs, self._seed)
         if not drafts:
-            decoder.controller.fixed = 0
-        self._program.rewind(self._prompts)
-        texts: list[list[int]] = [[] for _ in self._prompts]
+            loop.controller.fixed = 0
+        sequences = [Sequence(prompt, Ending(new_tokens)) for prompt in self._prompts]
+        loop.begin(sequences, cached=True)
         stamps: list[tuple[float, float]] = []
-        for fresh in decoder.decode(self._prompts, [Ending(new_tokens) for _ in texts]):
-            for one, tokens in zip(texts, fresh, strict=True):
-                one += tokens
-            stamps.append((decoder.decode_seconds, sum(map(len, texts)) / len(texts)))
-            if max(map(len, texts)) >= new_tokens or not self._wanted():
+        for _ in loop.decode():
+            counts = [len(sequence.new) for sequence in sequences]
+            stamps.append((loop.decode_seconds, sum(counts) / len(counts)))
+            if max(counts) >= new_tokens or not self._wanted():
                 break
-        levels = decoder.levels
+        levels = loop.levels
         by_tokens = {}
         for part in range(1, _PARTS + 1):
             count = new_tokens * part // _PARTS
@@ -240,5 +241,5 @@ class _Timing:
             "ms_by_tokens": by_tokens,
             "acceptance": {v.name: v.acceptance_rate for v in levels if v.acceptance_rate is not None},
             "tokens_per_pass": levels[-1].mean_accepted_length,
-            "repeated_8grams": sum(map(repeated_share, texts)) / len(texts),
+            "repeated_8grams": sum(repeated_share(each.new) for each in sequences) / len(sequences),
         }

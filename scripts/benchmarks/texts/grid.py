@@ -24,8 +24,9 @@ from triforce_tree import Engine
 from triforce_tree.bench.results import repeated_share
 from triforce_tree.bench.texts import token_ids
 from triforce_tree.config import load_arguments
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -248,22 +249,26 @@ class GridRun:
     ) -> Record:
         """Decode after the prompt, which the cache holds; ``rounds`` 0 without drafts."""
         program.learnt.clear()
-        decoder = Decoder(program, ProbsFromLogits.at(temperature), seed)
+        loop, sequence = (
+            DecodingLoop.over(program, ProbsFromLogits.at(temperature), seed),
+            Sequence(prompt, Ending(new)),
+        )
         if rounds is not None:
-            decoder.controller.fixed = rounds
-        program.rewind([prompt])
+            loop.controller.fixed = rounds
+        loop.begin([sequence], cached=True)
         synchronize(self.device)
-        tokens = [token for [fresh] in decoder.decode([prompt], [Ending(new)]) for token in fresh]
-        levels, passes = decoder.levels, decoder.passes.total()
+        for _ in loop.decode():
+            pass
+        tokens, levels, passes = sequence.new, loop.levels, loop.passes.total()
         measured: Record = {
-            "ms_per_token": 1e3 * decoder.decode_seconds / len(tokens),
+            "ms_per_token": 1e3 * loop.decode_seconds / len(tokens),
             "tokens_per_pass": len(tokens) / passes,
             "repeated_8grams": repeated_share(tokens),
             "tokens": tokens,
         }
         if rounds != 0:
-            made = sum(kind.rounds * count for kind, count in decoder.passes.items())
-            drafting = sum(count for kind, count in decoder.passes.items() if kind.rounds)
+            made = sum(kind.rounds * count for kind, count in loop.passes.items())
+            drafting = sum(count for kind, count in loop.passes.items() if kind.rounds)
             options = program.config.as_options()
             names = ("gamma", "budget", "chunk") if program.levels == 3 else ()
             measured |= {

@@ -16,7 +16,7 @@ from triforce_tree.decoding.choice import cost_table, stage_costs
 from triforce_tree.decoding.choice.cost_table import CostTable
 from triforce_tree.decoding.choice.passes import STAGE_FIELDS, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts, measure
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 
 COSTS = StageCosts((100, 500), (StageSeconds(0.008, 0.001, tree=0.01), StageSeconds(0.02, 0.001, tree=0.03)))
 SETTINGS = {"machine": "abacus", "levels": 3}
@@ -218,8 +218,8 @@ def test_no_log_without_a_reason(
     monkeypatch.setattr(prepared_stages, "_PATIENCE", 60.0)
     caplog.set_level(logging.WARNING)
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
-    Decoder(program, SAMPLED, 0)
-    Decoder(program, GREEDY, 0)
-    Decoder(program, SAMPLED, 1)
+    DecodingLoop.over(program, SAMPLED, 0)
+    DecodingLoop.over(program, GREEDY, 0)
+    DecodingLoop.over(program, SAMPLED, 1)
     assert len(measurements) == 2, "sampling costs more than the largest score"
     assert not caplog.records

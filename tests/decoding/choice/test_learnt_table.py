@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from tests.support.models.program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
-from triforce_tree.decoding import loop
+from tests.support.models.program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, finished, model, program_of
+from triforce_tree.decoding.choice import chooser
 from triforce_tree.decoding.choice.budgets.loss_budget import START_BUDGET
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.learnt_table import LearntChoices, temperature_class
 from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 LEARNT = LearntChoice(Learnt(0.6, 2.5, 0.4), 1.25, {"plain": 2.0})
@@ -28,7 +27,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "deep" / "estimates.json"
     monkeypatch.setenv("TRIFORCE_TREE_ESTIMATES", str(file))
     costs = StageSeconds(1.0, 0.05, 0.1, chain=1.1, tree=1.1)
-    monkeypatch.setattr(loop, "stage_costs", lambda *_: StageCosts((100,), (costs,)))
+    monkeypatch.setattr(chooser, "stage_costs", lambda *_: StageCosts((100,), (costs,)))
     return file
 
 
@@ -77,20 +76,19 @@ def test_a_damaged_entry_is_not_used(path: Path, change: dict[str, Any]) -> None
         assert prepared().last() is None
 
 
-def decoded(own: DecodingProgram, seed: int | None) -> tuple[Decoder, list[int]]:
-    decoder = Decoder(own, SAMPLED, seed or 0, repeatable=seed is not None)
-    decoder.prefill(PROMPTS[:1])
-    tokens = [token for [block] in decoder.decode(PROMPTS[:1], [Ending(40)]) for token in block]
-    return decoder, tokens
+def decoded(own: DecodingProgram, seed: int | None) -> tuple[DecodingLoop, list[int]]:
+    loop = DecodingLoop.over(own, SAMPLED, seed or 0, repeatable=seed is not None)
+    [tokens] = finished(loop, PROMPTS[:1], [40])
+    return loop, tokens
 
 
 def test_requests_without_a_seed_write_and_read_them(path: Path) -> None:
     before = decoded(program(), 3)[1]
     assert not path.exists()
-    fresh = Decoder(program(), SAMPLED, 0).controller
+    fresh = DecodingLoop.over(program(), SAMPLED, 0).controller
     first = decoded(program(), None)[0].controller
     assert path.is_file()
-    again = Decoder(program(), SAMPLED, 0).controller
+    again = DecodingLoop.over(program(), SAMPLED, 0).controller
     assert again.acceptance == pytest.approx(first.acceptance) != fresh.acceptance
     assert again.budget.left <= START_BUDGET
     assert decoded(program(), 3)[1] == before, "a seed's tokens follow from the seed alone"

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.distributions.simulated_trees import Simulation
-from tests.support.models.program_cases import GREEDY, NEW, PROMPTS, draft_of, model, program_of, reference
+from tests.support.models.program_cases import (
+    GREEDY,
+    NEW,
+    PROMPTS,
+    draft_of,
+    finished,
+    model,
+    program_of,
+    reference,
+)
 from triforce_tree.decoding import prepared_stages
 from triforce_tree.decoding.choice import cost_table
 from triforce_tree.decoding.choice.budgets.loss_budget import START_BUDGET
@@ -16,10 +25,9 @@ from triforce_tree.decoding.choice.estimates import LearntChoice
 from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.predicted_costs import predicted
 from triforce_tree.decoding.choice.stage_costs import StageCosts
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.prepared_stages import held_back
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
@@ -108,21 +116,20 @@ def test_first_use_makes_the_stages_of_one_shape(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(cost_table, "user_table", lambda: table)
     target = model("llama-gqa")
     program = program_of(target, draft_of("llama-gqa"), 2, other_trees=("chain:2", "chain:1"), rounds=None)
-    decoder = Decoder(program, GREEDY, 0)
+    loop = DecodingLoop.over(program, GREEDY, 0)
     assert not [name for name in program.stage_names if "/" in name]
-    decoder.controller.preparation.begin({1: 1e9, 2: 0.0})
-    decoder.controller.costs = StageSeconds(1.0, draft=0.2, tree=3.0)
+    loop.controller.preparation.begin({1: 1e9, 2: 0.0})
+    loop.controller.costs = StageSeconds(1.0, draft=0.2, tree=3.0)
     costs = StageSeconds(1.0, draft=0.02, tree=1.01)
-    assert decoder._costs is not None
-    decoder._costs.first = StageCosts((1,), (decoder.controller.costs,))
-    decoder._costs.others = [StageCosts((1,), (costs,))] * 2
-    decoder._learns = False
-    decoder.prefill(PROMPTS[:1])
-    new = [t for [block] in decoder.decode(PROMPTS[:1], [Ending(NEW[0])]) for t in block]
+    assert loop.chooser._costs is not None
+    loop.chooser._costs.first = StageCosts((1,), (loop.controller.costs,))
+    loop.chooser._costs.others = [StageCosts((1,), (costs,))] * 2
+    loop.chooser._learns = False
+    [new] = finished(loop, PROMPTS[:1], NEW[:1])
     assert new == reference(target, PROMPTS[0], NEW[0])
     made = {name for name in program.stage_names if "/" in name}
     assert made == {"draft/2", "target/2"}, "the other shape would have paid too, but not for its preparation"
-    assert {kind.shape for kind in decoder.passes} <= {0, 2}
+    assert {kind.shape for kind in loop.passes} <= {0, 2}
 
 
 def test_stages_of_matched_tokens_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

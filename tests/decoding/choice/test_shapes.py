@@ -18,18 +18,19 @@ from tests.support.models.program_cases import (
     PROMPTS,
     SAMPLED,
     draft_of,
+    finished,
     model,
     program_of,
     references,
 )
-from triforce_tree.decoding import loop, prepared_stages
+from triforce_tree.decoding import prepared_stages
+from triforce_tree.decoding.choice import chooser
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.decoding.explain.tally import AcceptanceTally
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import DraftStage, Stage
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 OTHERS = ("chain:4", "best-first:5,4,3,2")
@@ -45,36 +46,36 @@ def shaped(levels: int, batch: int = 3, family: str = "llama-gqa", **options: ob
 
 
 def switched(
-    program: DecodingProgram, to_probs: ProbsFromLogits = GREEDY, seed: int = 0, plan: object = None
-) -> tuple[list[list[int]], Decoder]:
-    """The new tokens of ``PROMPTS`` where passes of all kinds and shapes take turns, and the decoder."""
+    program: DecodingProgram,
+    to_probs: ProbsFromLogits = GREEDY,
+    seed: int = 0,
+    plan: object = None,
+    after_stage: Callable[[str], None] | None = None,
+) -> tuple[list[list[int]], DecodingLoop]:
+    """The new tokens of ``PROMPTS`` where passes of all kinds and shapes take turns, and the loop."""
     prompts = PROMPTS[: program.batch]
-    decoder = Decoder(program, to_probs, seed, repeatable=True)
-    decoder.prefill(prompts)
+    loop = DecodingLoop.over(program, to_probs, seed, repeatable=True)
     kinds = cycle(plan or KINDS[program.levels])
-    decoder.controller.choose = lambda: next(kinds)
-    new: list[list[int]] = [[] for _ in prompts]
-    for blocks in decoder.decode(prompts, [Ending(count) for count in NEW[: len(prompts)]]):
-        for tokens, block in zip(new, blocks, strict=True):
-            tokens += block
-    return new, decoder
+    loop.after_stage = after_stage
+    loop.controller.choose = lambda: next(kinds)
+    return finished(loop, prompts, NEW[: len(prompts)]), loop
 
 
 @pytest.fixture(autouse=True)
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = StageCosts((100,), (StageSeconds(1.0, 0.1, 0.1, chain=1.2, tree=1.2),))
-    monkeypatch.setattr(loop, "stage_costs", lambda *_: costs)
-    monkeypatch.setattr(loop, "other_costs", lambda program, *_: [costs] * (len(program.shapes) - 1))
+    monkeypatch.setattr(chooser, "stage_costs", lambda *_: costs)
+    monkeypatch.setattr(chooser, "other_costs", lambda program, *_: [costs] * (len(program.shapes) - 1))
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
 @pytest.mark.parametrize("levels", [2, 3])
 def test_trees_may_change_with_every_pass(levels: int, family: str) -> None:
     program = shaped(levels, family=family)
-    new, decoder = switched(program)
+    new, loop = switched(program)
     assert new == references(family)
-    assert {kind.shape for kind in decoder.passes} == {0, 1, 2}
-    for level in decoder.levels:
+    assert {kind.shape for kind in loop.passes} == {0, 1, 2}
+    for level in loop.levels:
         assert 0 <= level.accepted <= level.proposed or level.name == "draft"
     drawn = [switched(program, SAMPLED, 4)[0] for _ in range(2)]
     assert drawn[0] == drawn[1]
@@ -135,10 +136,10 @@ def test_stages_made_between_passes_are_not_decoding(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600 * hours[0])
     monkeypatch.setattr(prepared_stages, "tree_stages", slowly)
     program = shaped(2)
-    _, decoder = switched(program)
+    _, loop = switched(program)
     assert hours == [2]
     assert program.capture_seconds > 2 * 3600
-    assert 0 < decoder.decode_seconds < 3600
+    assert 0 < loop.decode_seconds < 3600
 
 
 def test_short_memory_leaves_the_first_tree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +147,10 @@ def test_short_memory_leaves_the_first_tree(monkeypatch: pytest.MonkeyPatch) -> 
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(DecodingProgram, "prepare_shape", short)
-    new, decoder = switched(shaped(2))
+    new, loop = switched(shaped(2))
     assert new == references()
-    assert {kind.shape for kind in decoder.passes} == {0}
-    assert decoder.controller.other_costs == [None, None]
+    assert {kind.shape for kind in loop.passes} == {0}
+    assert loop.controller.other_costs == [None, None]
 
 
 @pytest.mark.parametrize(("levels", "stages"), [(2, 2), (3, 4)])
@@ -169,10 +170,10 @@ def test_memory_that_runs_out_in_a_capture_leaves_no_trace(
         return run
 
     monkeypatch.setattr(prepared_stages, "executor", short)
-    new, decoder = switched(program)
+    new, loop = switched(program)
     assert made[0] >= stages
     assert new == references()
-    assert {kind.shape for kind in decoder.passes} == {0}
+    assert {kind.shape for kind in loop.passes} == {0}
 
 
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -182,20 +183,17 @@ def test_counts_by_rank_are_those_of_the_paths(levels: int, to_probs: ProbsFromL
     program = shaped(levels, 1)
     program.prepare(to_probs)
     seen: list[tuple[list[list[int]], list[list[int]]]] = []
-    observe = Decoder._count
+    observe = DecodingLoop._count
 
-    def counted(self: Decoder, kind: PassKind, report: list[list[int]], *rest: object) -> None:
+    def counted(self: DecodingLoop, kind: PassKind, report: list[list[int]], *rest: object) -> None:
         if kind.levels > 1:
             seen.append(program.state.ranks_of(report))
         observe(self, kind, report, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "_count", counted)
+        patch.setattr(DecodingLoop, "_count", counted)
         tally = AcceptanceTally(program)
-        patch.setattr(
-            Decoder, "_run", lambda self, name: (program.run(name, *self.draws.generators), tally(name))
-        )
-        switched(program, to_probs, 3)
+        switched(program, to_probs, 3, after_stage=tally)
     tried, accepted = (torch.tensor([counts[part] for counts in seen]).sum(0) for part in (0, 1))
     names = [name for name in tally.depths if name != "target" or levels == 2]
     for depth in range(tried.shape[0]):
@@ -217,20 +215,20 @@ LAW = Case(
 def test_a_shape_may_depend_on_what_earlier_passes_rejected() -> None:
     """Whichever tokens were proposed, accepted and rejected before: later draws are fresh."""
 
-    def chooser(decoder: Decoder) -> Callable[[], PassKind]:
+    def chooses(loop: DecodingLoop) -> Callable[[], PassKind]:
         history: list[object] = []
-        observe = decoder.controller.observe
+        observe = loop.controller.observe
 
         def observed(kind: PassKind, *counts: object) -> None:
-            tree = decoder.program.stage("draft" if not kind.shape else "draft/1").tree
+            tree = loop.program.stage("draft" if not kind.shape else "draft/1").tree
             history.append((counts, tree.tokens.tolist()))
             observe(kind, *counts)
 
-        decoder.controller.observe = observed
+        loop.controller.observe = observed
         return lambda: PassKind(2, 1, crc32(str(history[-1:]).encode()) % 2 if history else 1)
 
     generations = LAW.generations(batch=1)
-    generations.chooser = chooser
+    generations.chooser = chooses
     assert LAW.distance(generations) < NOISE
 
 

@@ -9,12 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models.program_cases import GREEDY, NEW, PROMPTS, draft_of, model, program_of, references
+from tests.support.models.program_cases import (
+    GREEDY,
+    NEW,
+    PROMPTS,
+    draft_of,
+    finished,
+    model,
+    program_of,
+    references,
+    sequences_of,
+)
 from triforce_tree.decoding.choice.cost_table import CostTable, stage_costs
 from triforce_tree.decoding.choice.passes import StageSeconds
 from triforce_tree.decoding.choice.stage_costs import Allowance, StageCosts, measure
-from triforce_tree.decoding.loop import Decoder
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.loop import DecodingLoop
 
 COSTS = StageCosts(
     (100, 500),
@@ -183,8 +192,9 @@ def test_an_offloaded_cache_costs_its_bytes_on_the_bus(monkeypatch: pytest.Monke
 def test_measuring_leaves_the_cache_as_it_was(levels: int) -> None:
     """Prompts that are in the cache need only be rewound."""
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3, rounds=None)
-    begun = Decoder(program, GREEDY, 0)
-    begun.prefill(PROMPTS)
+    begun = DecodingLoop.over(program, GREEDY, 0)
+    sequences = sequences_of(PROMPTS, NEW)
+    begun.begin(sequences)
     before = [
         [part[:, b, :, : len(prompt) - 1].clone() for part in program.store.kv]
         for b, prompt in enumerate(PROMPTS)
@@ -194,9 +204,4 @@ def test_measuring_leaves_the_cache_as_it_was(levels: int) -> None:
     for b, parts in enumerate(before):
         for now, slots in zip(program.store.kv, parts, strict=True):
             assert torch.equal(now[:, b, :, : slots.shape[-2]], slots)
-    program.rewind(PROMPTS)
-    new: list[list[int]] = [[] for _ in PROMPTS]
-    for blocks in begun.decode(PROMPTS, [Ending(count) for count in NEW]):
-        for tokens, block in zip(new, blocks, strict=True):
-            tokens += block
-    assert new == references()
+    assert finished(begun, PROMPTS, NEW, again=True) == references()

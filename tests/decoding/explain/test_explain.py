@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.models.program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, model, program_of
+from tests.support.models.program_cases import GREEDY, PROMPTS, SAMPLED, draft_of, finished, model, program_of
 from tests.support.models.tiny_pair import TinyPair
 from tests.support.processes.command_line import run
 from triforce_tree import Engine
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.decoding.explain.tally import AcceptanceTally, Node, as_lines, draw_probabilities
-from triforce_tree.decoding.loop import Decoder
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.trees.device_shapes import device_tree_shape
@@ -36,20 +35,18 @@ WORDS = ["the", " cat", " $dog", "\n"]
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_counts_are_those_of_the_statistics(to_probs: ProbsFromLogits) -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
-    decoder = Decoder(program, to_probs, 3)
+    loop = DecodingLoop.over(program, to_probs, 3)
     kinds = cycle([PassKind(3, 2), PassKind(2, 1), PLAIN])
-    decoder.controller.choose = lambda: next(kinds)
-    decoder.after_stage = tally = AcceptanceTally(program)
-    decoder.prefill(PROMPTS[:1])
-    for _ in decoder.decode(PROMPTS[:1], [Ending(40)]):
-        pass
-    _, retrieval, target = decoder.levels
+    loop.controller.choose = lambda: next(kinds)
+    loop.after_stage = tally = AcceptanceTally(program)
+    finished(loop, PROMPTS[:1], [40])
+    _, retrieval, target = loop.levels
     counts = {name: [d.accepted.total() for d in depths] for name, depths in tally.depths.items()}
     assert sum(counts["retrieval"]) == retrieval.accepted > 0
     assert sum(counts["target"]) + sum(counts["target, trees"]) == target.accepted > 0
     first = {name: depths[0].tried for name, depths in tally.depths.items()}
     assert first["retrieval"] == retrieval.forwards
-    assert first["target, trees"] == decoder.passes[PassKind(2, 1)]
+    assert first["target, trees"] == loop.passes[PassKind(2, 1)]
     for depths in tally.depths.values():
         assert all(after.tried <= d.accepted.total() <= d.tried for d, after in pairwise(depths))
         assert max(max(d.accepted, default=0) for d in depths) <= 2

@@ -14,6 +14,7 @@ from tests.support.models.program_cases import (
     PROMPTS,
     SAMPLED,
     draft_of,
+    finished,
     model,
     program_of,
     reference,
@@ -22,10 +23,9 @@ from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.cli.console import LevelText
 from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speeds
 from triforce_tree.decoding.explain.tally import OriginTally
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import RetrievalVerifyStage, TreeVerifyStage
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.suffix_index import SuffixIndex
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.trees.shapes import WithChain
@@ -44,9 +44,9 @@ def prefilled(levels: int = 3) -> DecodingProgram:
 def decoded(to_probs: ProbsFromLogits, seed: int) -> list[int]:
     """In one go, by the same settings."""
     program = prefilled()
-    decoder = Decoder(program, to_probs, seed, repeatable=True)
-    program.rewind([PROMPT])
-    return [token for [new] in decoder.decode([PROMPT], [Ending(NEW)]) for token in new]
+    loop = DecodingLoop.over(program, to_probs, seed, repeatable=True)
+    [new] = finished(loop, [PROMPT], [NEW], again=True)
+    return new
 
 
 def test_greedy_pieces_make_the_text_of_one_generation() -> None:

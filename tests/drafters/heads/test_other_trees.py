@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.distributions.head_folders import eagle_folder, medusa_folder
-from tests.support.models.program_cases import GREEDY, NEW, PROMPTS, SMALL, model, reference
+from tests.support.models.program_cases import GREEDY, NEW, PROMPTS, SMALL, finished, model, reference
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PassKind
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.base import drafter_bytes
 from triforce_tree.drafters.heads.choice import heads_in
 from triforce_tree.models.hf_model import HFModel
@@ -33,13 +32,12 @@ def test_passes_take_all_shapes_of_heads(kind: str, levels: int, tmp_path: Path)
     options = {**SMALL, "rounds": None, "tree": shapes[0], "other_trees": shapes[1:]}
     config = HierarchyConfig.from_options(**options)
     program = DecodingProgram(held, drafter, config, 1, 150, levels)
-    decoder = Decoder(program, GREEDY, 0, repeatable=True)
+    loop = DecodingLoop.over(program, GREEDY, 0, repeatable=True)
     kinds = cycle(PassKind(levels, 1, shape) for shape in (2, 0, 1))
-    decoder.controller.choose = lambda: next(kinds)
-    decoder.prefill(PROMPTS[:1])
-    new = [t for [block] in decoder.decode(PROMPTS[:1], [Ending(NEW[0])]) for t in block]
+    loop.controller.choose = lambda: next(kinds)
+    [new] = finished(loop, PROMPTS[:1], NEW[:1])
     assert new == reference(target, PROMPTS[0], NEW[0])
-    assert {taken.shape for taken in decoder.passes} == {0, 1, 2}
+    assert {taken.shape for taken in loop.passes} == {0, 1, 2}
     alone = heads_in(folder, {"tree": shapes[0]})
     alone.attach(held)
     limits = PassLimits.of(config, levels)

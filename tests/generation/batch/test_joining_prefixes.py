@@ -1,7 +1,6 @@
 """Prompts that join a batch and begin like what is stored share it: computed once, and texts as alone."""
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence as Sequences
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ from tests.support.models.families import prompt_of
 from tests.support.models.program_cases import reference
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
+from triforce_tree.decoding.loop import best_row
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.batch.joining import Fits, Joined
-from triforce_tree.generation.batch.running_batch import BatchSequence, RunningBatch
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv.shared.pooled import PooledStore
 
@@ -42,8 +42,8 @@ class Coming:
     """Prompts that join as soon as there is room; ``rows`` of them together."""
 
     def __init__(
-        self, prompts: Sequence[list[int]], rows: int, tokens: int | None = None,
-        seeds: Sequence[int | None] | None = None, new: Sequence[int] | None = None,
+        self, prompts: Sequences[list[int]], rows: int, tokens: int | None = None,
+        seeds: Sequences[int | None] | None = None, new: Sequences[int] | None = None,
     ) -> None:  # fmt: skip
         self.tokens, self.rows = tokens, rows
         count = len(prompts)
@@ -88,7 +88,7 @@ def decoded(engine: Engine, coming: Coming, first: int = 1, **options: Any) -> l
     return coming.texts
 
 
-def texts(prompts: Sequence[list[int]]) -> list[list[int]]:
+def texts(prompts: Sequences[list[int]]) -> list[list[int]]:
     return [reference(TARGET, prompt, NEW) for prompt in prompts]
 
 
@@ -167,14 +167,19 @@ def test_prompts_that_do_not_fit_wait() -> None:
 
 def test_a_row_beside_its_like_is_chosen() -> None:
     """Rows that share a document follow each other, so that it is read once."""
-    prompts = {0: asked(FIRST, 0), 2: asked(SECOND, 0)}
-    sequences = [BatchSequence(n, prompts[n], Ending(1)) if n in prompts else None for n in range(6)]
-    given = iter(sequences)
-    batch = RunningBatch(SimpleNamespace(), 6, lambda: next(given), lambda sequence: None)
-    assert batch._row_for(asked(FIRST, 1)) == 1
-    assert batch._row_for(asked(SECOND, 1)) in (1, 3)
+    rows = [
+        Sequence(asked(FIRST, 0), Ending(1)),
+        None,
+        Sequence(asked(SECOND, 0), Ending(1)),
+        None,
+        None,
+        None,
+    ]
+    free = [1, 3, 4, 5]
+    assert best_row(rows, free, asked(FIRST, 1)) == 1
+    assert best_row(rows, free, asked(SECOND, 1)) in (1, 3)
     # Not beside others that a later prompt may begin like.
-    assert batch._row_for(prompt_of(30)[::-1]) in (4, 5)
+    assert best_row(rows, free, prompt_of(30)[::-1]) in (4, 5)
 
 
 def test_nothing_moves_that_a_graph_would_hold() -> None:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from tests.support.models.families import CAPPED, greedy, prompt_of
 from tests.support.models.offloaded_cases import NEW, PIECE, PROMPTS, logits_of, model, program_of, references
-from tests.support.models.program_cases import SMALL, decoded
+from tests.support.models.program_cases import SMALL, decoded, sequences_of
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.kv.offload import offloaded_cache, pinned
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
@@ -41,10 +40,10 @@ SPLITS = {
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_greedy_tokens_are_the_targets(levels: int, split: str):
     program = program_of(levels, 3, split=SPLITS[split])
-    new, decoder = decoded(program, PROMPTS, NEW)
+    new, loop = decoded(program, PROMPTS, NEW)
     assert new == references(PROMPTS, NEW)
     if levels == 3:
-        assert decoder.levels[-1].mean_accepted_length > 1.2
+        assert loop.levels[-1].mean_accepted_length > 1.2
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3", "gpt-neox", "olmo2", "mixtral", "phi3"])
@@ -180,9 +179,9 @@ def test_sampled_tokens_follow_the_targets_distribution():
     program.prefill(prompts)
     seen: dict[int, list[int]] = {1: [], 2: []}
     for seed in range(draws // batch):
-        decoder = Decoder(program, to_probs, seed)
-        program.rewind(prompts)
-        for tokens in next(iter(decoder.decode(prompts, [Ending(3)] * batch))):
+        loop = DecodingLoop.over(program, to_probs, seed)
+        loop.begin(sequences_of(prompts, [3] * batch), cached=True)
+        for _, tokens in loop.step():
             seen[1].append(tokens[0])
             seen[2] += tokens[1:2]
     with torch.no_grad():

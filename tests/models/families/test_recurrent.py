@@ -13,16 +13,15 @@ import triforce_tree
 from tests.support.distributions.enumeration import NOISE, total_variation
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
 from tests.support.models.families import greedy, perturbed, prompt_of, small, tiny
-from tests.support.models.program_cases import GREEDY, SAMPLED, decoded
+from tests.support.models.program_cases import GREEDY, SAMPLED, decoded, finished
 from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, recurrent
 from triforce_tree import UnsupportedModelError
 from triforce_tree.check import losslessness as check
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv import recurrent_states
 from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, TokenPass
@@ -74,9 +73,9 @@ def test_greedy_text_of_every_family(family: str) -> None:
     known = [p + e for p, e in zip(PROMPTS, expected(family), strict=True)]
     # Different mistakes in each sequence: the numbers of accepted tokens differ within a pass.
     wrong = [mistakes(p, every) for p, every in zip(PROMPTS, (3, 4, 5), strict=True)]
-    new, decoder = decoded(program(target, 2, Foreknowledge(known, wrong, 4), 3), PROMPTS, [NEW] * 3)
+    new, loop = decoded(program(target, 2, Foreknowledge(known, wrong, 4), 3), PROMPTS, [NEW] * 3)
     assert new == expected(family)
-    assert NEW < decoder.levels[-1].accepted < decoder.levels[-1].proposed - NEW
+    assert NEW < loop.levels[-1].accepted < loop.levels[-1].proposed - NEW
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
@@ -98,12 +97,10 @@ def test_drafting_off_and_on(family: str) -> None:
     """Passes of one token, committed at once, between those that verify a chain."""
     known = [PROMPTS[0] + expected(family)[0]]
     plan = program(model(family), 2, Foreknowledge(known, [mistakes(PROMPTS[0], 3)], 3))
-    decoder = Decoder(plan, GREEDY, 0)
+    loop = DecodingLoop.over(plan, GREEDY, 0)
     kinds = iter([PassKind(2, 1), PLAIN, PLAIN, PassKind(2, 1), PassKind(2, 1), PLAIN] * NEW)
-    decoder.controller.choose = lambda: next(kinds)
-    decoder.prefill(PROMPTS[:1])
-    ending = Ending(NEW)
-    new = [token for [block] in decoder.decode(PROMPTS[:1], [ending]) for token in block]
+    loop.controller.choose = lambda: next(kinds)
+    [new] = finished(loop, PROMPTS[:1], [NEW])
     assert new == expected(family)[0]
 
 
@@ -114,9 +111,9 @@ def test_nothing_but_accepted_tokens_changes_the_states(family: str) -> None:
     drafter = Foreknowledge([text], [set(range(len(text))) - {50, 51, 57}], 4)
     used = program(target, 2, drafter)
     before = [t.data_ptr() for t in used.states.buffers]
-    [new], decoder = decoded(used, PROMPTS[:1], [NEW])
+    [new], loop = decoded(used, PROMPTS[:1], [NEW])
     assert new == expected(family)[0]
-    assert decoder.levels[-1].accepted == 3
+    assert loop.levels[-1].accepted == 3
     length = int(used.state.length[0])
     fresh = program(target, 1)
     fresh.prepare(GREEDY)
@@ -323,9 +320,9 @@ def test_captured_passes_on_a_gpu(family: str) -> None:
     assert decoded(program(target, 1, batch=3), PROMPTS, [NEW] * 3)[0] == texts
     known = [p + e for p, e in zip(PROMPTS, texts, strict=True)]
     wrong = [mistakes(p, every) for p, every in zip(PROMPTS, (3, 4, 5), strict=True)]
-    new, decoder = decoded(program(target, 2, Foreknowledge(known, wrong, 4), 3), PROMPTS, [NEW] * 3)
+    new, loop = decoded(program(target, 2, Foreknowledge(known, wrong, 4), 3), PROMPTS, [NEW] * 3)
     assert new == texts
-    assert decoder.levels[-1].accepted > NEW
+    assert loop.levels[-1].accepted > NEW
     engine = triforce_tree.load(target, tiny("llama").cuda(), tree="chain:3", advanced={"rounds": 1})
     out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPTS[0]) :].tolist() == texts[0]

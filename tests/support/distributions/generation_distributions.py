@@ -4,7 +4,8 @@ The sequences of a batch follow different scripts: a batch holds that many runs 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any, TypeVar
@@ -19,8 +20,9 @@ from tests.support.distributions.enumeration import Distribution, Script, Walk, 
 from tests.support.models.families import tiny
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.passes import PassKind
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.base import Drafter, ReadsTarget
 from triforce_tree.drafters.merged import Merged
@@ -69,18 +71,18 @@ class Generations:
 
     Attributes:
         runs: of the last enumeration.
-        chooser: makes what chooses the passes of a decoder; only with a batch of one, since its sequences
+        chooser: makes what chooses the passes of a loop; only with a batch of one, since its sequences
             would choose together. None for a plan.
     """
 
-    chooser: Callable[[Decoder], Callable[[], PassKind]] | None = None
+    chooser: Callable[[DecodingLoop], Callable[[], PassKind]] | None = None
 
     def __init__(
         self,
         target: PreTrainedModel,
         draft: PreTrainedModel | Drafter | None,
         levels: int,
-        prompt: Sequence[int],
+        prompt: Sequences[int],
         batch: int = 32,
         tokens: TokenMap | None = None,
         operators: bool = False,
@@ -136,7 +138,7 @@ class Generations:
         to_probs: ProbsFromLogits,
         ending: Ending | int,
         passes: int | None = None,
-        plan: Sequence[int | PassKind] = (),
+        plan: Sequences[int | PassKind] = (),
     ) -> Distribution:
         """The probability of each continuation of the prompt.
 
@@ -152,7 +154,7 @@ class Generations:
         probs = summed(self.outcomes(lambda runs: self.generated(runs, to_probs, ending, passes, plan)))
         return probs if passes is None else self._extended(probs, to_probs, ending.max_new_tokens)
 
-    def outcomes(self, run: Callable[[int], Sequence[Result]]) -> Iterator[tuple[Result, float]]:
+    def outcomes(self, run: Callable[[int], Sequences[Result]]) -> Iterator[tuple[Result, float]]:
         """Result and probability of every possible run of ``run``.
 
         Args:
@@ -179,40 +181,37 @@ class Generations:
         to_probs: ProbsFromLogits,
         ending: Ending,
         passes: int | None = None,
-        plan: Sequence[int | PassKind] = (),
+        plan: Sequences[int | PassKind] = (),
     ) -> list[tuple[int, ...]]:
         """The new tokens of each sequence, the first ``runs`` of which are used."""
-        prompts = [self.prompt] * self.batch
-        decoder = Decoder(self.program, to_probs, 0)
+        loop = DecodingLoop.over(self.program, to_probs, 0)
         if plan:
             kinds = cycle(
                 kind if isinstance(kind, PassKind) else PassKind(self.program.levels if kind else 1, kind)
                 for kind in plan
             )
-            decoder.controller.choose = lambda: self._with_matches(next(kinds), decoder)
-            decoder.lookup = None
+            loop.controller.choose = lambda: self._with_matches(next(kinds), loop)
+            loop.chooser.lookup = None
         if self.chooser is not None:
-            decoder.controller.choose = self.chooser(decoder)
+            loop.controller.choose = self.chooser(loop)
         for state, after_prompt in zip(self._recurrent(), self._states, strict=True):
             state.copy_(after_prompt.expand_as(state))
         if self.program.states is not None:
             self.program.states.lengths = [len(self.prompt) - 1] * self.batch
-        self.program.rewind(prompts)
         endings = [ending if b < runs else Ending(1) for b in range(self.batch)]
-        new: list[list[int]] = [[] for _ in prompts]
-        for blocks in islice(decoder.decode(prompts, endings), passes):
-            rows = zip(self.walks, new, blocks, decoder.finish_reasons, strict=True)
-            for walk, tokens, block, reason in rows:
-                tokens += block
-                walk.over = walk.over or reason is not None
-        return [tuple(tokens) for tokens in new]
+        sequences = [Sequence(self.prompt, own) for own in endings]
+        loop.begin(sequences, cached=True)
+        for _ in islice(loop.decode(), passes):
+            for walk, sequence in zip(self.walks, sequences, strict=True):
+                walk.over = walk.over or sequence.finish_reason is not None
+        return [tuple(sequence.new) for sequence in sequences]
 
-    def _with_matches(self, kind: PassKind, decoder: Decoder) -> PassKind:
+    def _with_matches(self, kind: PassKind, loop: DecodingLoop) -> PassKind:
         """A pass of a plan; all matched tokens are proposed where it verifies such."""
         drafter = self.program.drafter
         if self.program.shapes[kind.shape].matched:
             assert isinstance(drafter, WithLookup)
-            matches = drafter.match(decoder._running(lambda sequence: sequence))
+            matches = drafter.match(loop.running_texts)
             most = self.program.shapes[kind.shape].depth
             drafter.take(matches, [most if match and match.common else 0 for match in matches])
         return kind
@@ -253,7 +252,7 @@ def _cache_windows(drafter: TreeDrafter) -> None:
 
 @torch.no_grad()
 def target_distribution(
-    model: PreTrainedModel, to_probs: ProbsFromLogits, prompt: Sequence[int], count: int
+    model: PreTrainedModel, to_probs: ProbsFromLogits, prompt: Sequences[int], count: int
 ) -> Distribution:
     """The model's own distribution of the next ``count`` tokens, from plain forwards in float64."""
     exact = copy.deepcopy(model).cpu().double()

@@ -1,6 +1,6 @@
 """Small decoding programs, and three prompts whose greedy continuations are known."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Sequences
 from functools import cache
 
 import torch
@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 
 from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.draft_level import DraftLevel
 from triforce_tree.models.hf_model import HFModel
@@ -57,24 +58,35 @@ def program_of(
 
 def decoded(
     program: DecodingProgram,
-    prompts: Sequence[Sequence[int]],
-    endings: Sequence[Ending | int],
+    prompts: Sequences[Sequences[int]],
+    endings: Sequences[Ending | int],
     to_probs: ProbsFromLogits = GREEDY,
     seed: int = 0,
     again: bool = False,
-) -> tuple[list[list[int]], Decoder]:
-    """Every sequence's new tokens, and the decoder; ``again``: the prompts are in the cache already."""
-    decoder = Decoder(program, to_probs, seed)
-    if again:
-        program.rewind(prompts)
-    else:
-        decoder.prefill(prompts)
-    new: list[list[int]] = [[] for _ in prompts]
+) -> tuple[list[list[int]], DecodingLoop]:
+    """Every sequence's new tokens, and the loop; ``again``: the prompts are in the cache already."""
+    loop = DecodingLoop.over(program, to_probs, seed)
+    return finished(loop, prompts, endings, again), loop
+
+
+def sequences_of(prompts: Sequences[Sequences[int]], endings: Sequences[Ending | int]) -> list[Sequence]:
+    """Sequences with these stop criteria; a number is the most new tokens."""
     ends = [Ending(ending) if isinstance(ending, int) else ending for ending in endings]
-    for blocks in decoder.decode(prompts, ends):
-        for tokens, block in zip(new, blocks, strict=True):
-            tokens += block
-    return new, decoder
+    return [Sequence(list(prompt), ending) for prompt, ending in zip(prompts, ends, strict=True)]
+
+
+def finished(
+    loop: DecodingLoop,
+    prompts: Sequences[Sequences[int]],
+    endings: Sequences[Ending | int],
+    again: bool = False,
+) -> list[list[int]]:
+    """The new tokens of each prompt; ``again``: the prompts are in the cache already."""
+    sequences = sequences_of(prompts, endings)
+    loop.begin(sequences, cached=again)
+    for fresh in loop.decode():
+        assert all(new for _, new in fresh)
+    return [sequence.new for sequence in sequences]
 
 
 @cache
@@ -97,13 +109,13 @@ def references(family: str = "llama-gqa", new: list[int] = NEW) -> list[list[int
 
 def exact(
     levels: int, family: str = "llama-gqa", draft: PreTrainedModel | None = None, **options: object
-) -> Decoder:
-    """Check greedy equality of the batch; returns the decoder, for its statistics."""
+) -> DecodingLoop:
+    """Check greedy equality of the batch; returns the loop, for its statistics."""
     program = program_of(model(family), draft or draft_of(family), levels, len(PROMPTS), **options)
-    new, decoder = decoded(program, PROMPTS, NEW)
+    new, loop = decoded(program, PROMPTS, NEW)
     assert new == references(family)
-    assert decoder.finish_reasons == ["length"] * len(PROMPTS)
+    assert [row and row.finish_reason for row in loop.rows] == ["length"] * len(PROMPTS)
     # Without fixed rounds the controller may correctly fall back to autoregressive decoding.
-    for level in decoder.levels[1:] if program.config.rounds is not None else ():
+    for level in loop.levels[1:] if program.config.rounds is not None else ():
         assert 0 < level.accepted < level.proposed, level
-    return decoder
+    return loop

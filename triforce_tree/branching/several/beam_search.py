@@ -48,7 +48,7 @@ def beam_search(
     width = prompts.ids.shape[1]
     plain = {k: v for k, v in options.items() if k not in ("output_scores", "output_logits")}
     job = leaf_options(engine, width, plain).job
-    new_tokens, ends = job.new_tokens, job.endings[0].stop_tokens
+    new_tokens, ends = job.new_tokens, job.sequences[0].ending.stop_tokens
     for prompt in prompts.rows:
         target.check_length(len(prompt), new_tokens)
     request = prompts.request

@@ -1,7 +1,7 @@
 """Which passes decoding chose for one prompt, and why."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence as Sequences
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.decoding.choice.passes import OF_SHAPE, PassKind
 from triforce_tree.decoding.explain.tally import AcceptanceTally, DepthCounts, Node, OriginTally
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.runtime.stats import Progress
@@ -124,7 +125,7 @@ def by_rank(accepted: Counter[int]) -> list[int]:
 def explained(
     program: DecodingProgram,
     to_probs: ProbsFromLogits,
-    prompt: Sequence[int],
+    prompt: Sequences[int],
     new_tokens: int,
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -138,29 +139,32 @@ def explained(
         tokenizer: for the texts of tokens.
         progress: called with numbers of prompt tokens as they are prefilled.
     """
-    decoder = Decoder(program, to_probs, seed, repeatable=True)
-    decoder.prefill([prompt], progress)
+    loop = DecodingLoop.over(program, to_probs, seed, repeatable=True, progress=progress)
     tally, origins = AcceptanceTally(program), OriginTally(program)
 
     def after_stage(stage: str) -> None:
         tally(stage)
         origins(stage)
 
-    decoder.after_stage = after_stage
-    new = [token for [block] in decoder.decode([prompt], [Ending(new_tokens)]) for token in block]
+    loop.after_stage = after_stage
+    sequence = Sequence(list(prompt), Ending(new_tokens))
+    loop.begin([sequence])
+    for _ in loop.decode():
+        pass
+    new = sequence.new
     passes: Counter[str] = Counter()
-    for kind, made in decoder.passes.items():
-        passes[_name(kind, decoder)] += made
+    for kind, made in loop.passes.items():
+        passes[_name(kind, loop)] += made
     return Explanation(
         prompt_tokens=len(prompt),
         new_tokens=len(new),
         options=program.config.as_options() | {"levels": program.levels},
         passes=dict(passes.most_common()),
-        tokens_per_pass=len(new) / max(1, decoder.passes.total()),
+        tokens_per_pass=len(new) / max(1, loop.passes.total()),
         origins=dict(Counter(origins.names[: len(new)]).most_common()),
         acceptance=tally.depths,
-        stages=_stages(program, decoder),
-        choices=_choices(decoder, decoder.passes),
+        stages=_stages(program, loop),
+        choices=_choices(loop, loop.passes),
         trees=[shape_name(shape) for shape in program.config.shapes[: len(program.shapes)]],
         tree=tally.tree,
         words=[str(tokenizer.decode([n.token])) if tokenizer else str(n.token) for n in tally.tree],
@@ -168,13 +172,13 @@ def explained(
     )
 
 
-def _name(kind: PassKind, decoder: Decoder) -> str:
-    return MATCHED_PASSES if decoder.controller.matched(kind) else str(kind)
+def _name(kind: PassKind, loop: DecodingLoop) -> str:
+    return MATCHED_PASSES if loop.controller.matched(kind) else str(kind)
 
 
-def _stages(program: DecodingProgram, decoder: Decoder) -> dict[str, float]:
+def _stages(program: DecodingProgram, loop: DecodingLoop) -> dict[str, float]:
     """Milliseconds of one run of each stage, by its name."""
-    controller, found = decoder.controller, dict[str, float]()
+    controller, found = loop.controller, dict[str, float]()
     costs = [] if controller.costs is None else [controller.costs, *controller.other_costs]
     for shape, own in enumerate(costs):
         for field, names in _STAGES.items():
@@ -186,8 +190,8 @@ def _stages(program: DecodingProgram, decoder: Decoder) -> dict[str, float]:
     return found
 
 
-def _choices(decoder: Decoder, made: Counter[PassKind]) -> list[Choice]:
-    if decoder.controller.costs is None:
+def _choices(loop: DecodingLoop, made: Counter[PassKind]) -> list[Choice]:
+    if loop.controller.costs is None:
         return []
-    options = sorted(decoder.controller.options(), key=lambda option: -option.rate)
+    options = sorted(loop.controller.options(), key=lambda option: -option.rate)
     return [Choice(str(o.kind), made[o.kind], o.tokens, 1e3 * o.seconds) for o in options]

@@ -5,12 +5,14 @@ the median over the pieces leaves out those that it slowed unequally.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
 from triforce_tree.decoding.explain.tally import MATCHED, AcceptanceTally, Node, OriginTally
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.runtime.stats import LevelStats
 from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
@@ -53,7 +55,7 @@ class Speeds:
     pieces: int
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> "Speeds | None":
+    def of(cls, pieces: Sequences[Piece]) -> "Speeds | None":
         """Without the first piece, which warms both up, where there are others; None without any."""
         timed = list(pieces[1:] or pieces)
         if not timed:
@@ -91,8 +93,8 @@ class SideBySide:
         self._program, self._greedy, self._stop = program, to_probs.greedy, stop
         self._stop_tokens = stop_tokens
         # A sampled text repeats by its seed only where the choice of passes does.
-        self._ours = Decoder(program, to_probs, seed, repeatable=not to_probs.greedy)
-        self._alone = Decoder(program, to_probs, derived(seed, Stream.ROW, 1), repeatable=True)
+        self._ours = DecodingLoop.over(program, to_probs, seed, repeatable=not to_probs.greedy)
+        self._alone = DecodingLoop.over(program, to_probs, derived(seed, Stream.ROW, 1), repeatable=True)
         self._alone.controller.fixed = 0
         self.trees: list[list[Node]] = []
 
@@ -108,7 +110,7 @@ class SideBySide:
         matched = any(shape.matched or shape.chain for shape in self._program.shapes)
         return [names[0], MATCHED, *names[1:]] if matched and MATCHED not in names else names
 
-    def pieces(self, prompt: Sequence[int], new_tokens: int, least: int = 16) -> Iterator[Piece]:
+    def pieces(self, prompt: Sequences[int], new_tokens: int, least: int = 16) -> Iterator[Piece]:
         """Decode in pieces of at least ``least`` tokens, ``new_tokens`` in all.
 
         A greedy text ends with the first piece in which the two differ.
@@ -148,15 +150,15 @@ class SideBySide:
         tokens, seconds = self._run(self._ours, text, least, most)
         return tokens, origins.names[: len(tokens)], seconds
 
-    def _run(self, decoder: Decoder, text: list[int], least: int, most: int) -> tuple[list[int], float]:
+    def _run(self, loop: DecodingLoop, text: list[int], least: int, most: int) -> tuple[list[int], float]:
         """At least ``least`` tokens after the text, at most ``most``, and their seconds."""
-        self._program.rewind([text])
+        sequence = Sequence(text, Ending(most, self._stop_tokens))
+        loop.begin([sequence], cached=True)
         if self._program.levels == 3:
-            # Chunk means that the other one left behind: not a part of decoding.
+            # Chunk means that the other one has not updated: not a part of decoding.
             self._program.resume_retrieval()
-        before, new = decoder.decode_seconds, list[int]()
-        for [fresh] in decoder.decode([text], [Ending(most, self._stop_tokens)]):
-            new += fresh
-            if len(new) >= least or self._stop():
+        before = loop.decode_seconds
+        for _ in loop.decode():
+            if len(sequence.new) >= least or self._stop():
                 break
-        return new, decoder.decode_seconds - before
+        return sequence.new, loop.decode_seconds - before

@@ -1,6 +1,8 @@
-"""One generation: its sequences in a running batch, their streamers, scores and outputs."""
+"""One generation: its sequences in a decoding loop, their streamers, scores and outputs."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,12 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.decoding.assembly import Hierarchy
-from triforce_tree.decoding.oom_retry import OomRetryDecoder
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.loop import DecodingLoop
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.generation.batch.joining import Joining
 from triforce_tree.generation.batch.prefixes import BatchPrefixes, Prefixes
 from triforce_tree.generation.batch.room import JoiningPrefixes
-from triforce_tree.generation.batch.running_batch import BatchSequence, RunningBatch
 from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.output import GenerateOutput, output_of
@@ -45,14 +46,15 @@ class RunOptions:
         seeds = self.seeds and self.seeds[number : number + 1]
         return replace(self, streamers=own, seed=seed, seeds=seeds, joining=None)
 
-    def ended(self, number: int, output: GenerateOutput) -> GenerateOutput:
-        """The output of a sequence that was decoded ``alone``, after ``joining`` has been told of it."""
+    def ended(self, number: int, output: GenerateOutput | None) -> GenerateOutput:
+        """Hands the output of a sequence that was decoded ``alone`` to ``joining``; returns it."""
+        assert output is not None, "a single sequence is decoded"
         if self.joining is not None:
             self.joining.ended(number, output)
         return output
 
     def prefixes(
-        self, hierarchy: Hierarchy, prompts: Sequence[Sequence[int]], new_tokens: int, reuse: Reuse
+        self, hierarchy: Hierarchy, prompts: Sequences[Sequences[int]], new_tokens: int, reuse: Reuse
     ) -> Prefixes:
         """The common prefixes that a batch of the prompts stores once, and those that join it.
 
@@ -90,17 +92,17 @@ class RunOptions:
         return prefixes.fitting(fitting, most)
 
 
-class BatchRun:
-    """Decodes the sequences of a job, and those that join them.
+class Batch:
+    """The sequences of a job, and those that join them, in one decoding loop.
 
     Args:
         job: the prompts and options.
         how: streamers and progress, and where further prompts come from.
-        decoder: of ``rows`` sequences.
+        loop: decodes them.
         scores: what is wanted of the target's logits; None for nothing.
         tokenizer: for the texts of the output.
         hierarchy: whose levels these are.
-        order: numbers of the job's prompts in the order in which they begin.
+        waiting: the job's sequences that are not in the loop yet, in the order in which they begin.
         prefixes: what is stored once.
     """
 
@@ -108,118 +110,106 @@ class BatchRun:
         self,
         job: Job,
         how: RunOptions,
-        decoder: OomRetryDecoder,
-        rows: int,
+        loop: DecodingLoop,
         scores: EmittedScores | None,
         tokenizer: PreTrainedTokenizerBase | None,
         hierarchy: Hierarchy,
-        order: Sequence[int],
+        waiting: Sequences[Sequence],
         prefixes: Prefixes,
     ) -> None:
-        self._job, self._how, self._decoder, self._prefixes = job, how, decoder, prefixes
+        self._job, self._how, self._loop, self._prefixes = job, how, loop, prefixes
         self._scores, self._tokenizer, self._hierarchy = scores, tokenizer, hierarchy
-        self._given = [
-            BatchSequence(number, prompt, ending)
-            for number, (prompt, ending) in enumerate(zip(job.prompts, job.endings, strict=True))
-        ]
-        self._order, self._begun = order, 0
-        self._count = len(self._given)
-        self._batch = RunningBatch(decoder, rows, self._next, self._ended)
+        self._waiting, self._count = deque(waiting), len(job.sequences)
 
-    def decode(self, reuse: Reuse) -> GenerateOutput:
+    def decode(self) -> GenerateOutput:
         """Decode all of them; returns the output of the job's own sequences."""
-        streamers, batch, observe = self._how.streamers, self._batch, self._observe
-        streamers.begin(self._job.input_ids, self._job.prompts, self._job.endings)
-        batch.prefill(self._how.progress, reuse)
-        for fresh in batch.decode(observe if self._scores is not None else None):
-            for sequence, tokens in fresh:
-                if streamers.put(sequence.number, tokens, self._scores):
-                    batch.end(sequence)
-            if self._how.joining is not None:
-                self._grow(self._how.joining)
-        out = self._output(self._job.input_ids, self._given, handed_over=self._how.joining is not None)
-        out.levels, decoder = self._decoder.levels, self._decoder
-        out.prefill_seconds, out.decode_seconds = decoder.prefill_seconds, decoder.decode_seconds
+        streamers, loop, scores = self._how.streamers, self._loop, self._scores
+        observe = None if scores is None else scores.add
+        loop.prepare()
+        streamers.begin(self._job.input_ids, self._job.sequences)
+        loop.prefill()
+        with loop:
+            while loop.running:
+                fresh = loop.step(observe)
+                for sequence, tokens in fresh:
+                    if streamers.put(sequence.number, tokens, scores):
+                        loop.end(sequence)
+                if self._how.joining is not None:
+                    self._grow(self._how.joining)
+                for sequence, _ in fresh:
+                    if sequence.finish_reason is not None:
+                        self._ended(sequence)
+                while loop.free and (following := self._next()) is not None:
+                    loop.add(following)
+        handed_over = self._how.joining is not None
+        out = self._output(self._job.input_ids, self._job.sequences, handed_over)
+        out.levels, out.prefill_seconds, out.decode_seconds = (
+            loop.levels, loop.prefill_seconds, loop.decode_seconds
+        )  # fmt: skip
         return out
 
     def _grow(self, joining: Joining) -> None:
         """Have as many rows as are wanted, where rows can be added and memory holds them."""
-        program = self._decoder.program
+        program = self._loop.program
         # First, as the question is asked for every prompt that waits, in each pass.
         if program.device.type != "cpu" or not program.replaces or not self._job.to_probs.context_free:
             return
-        if (wanted := joining.wanted(self._fits)) <= self._batch.rows:
+        now = len(self._loop.rows)
+        if (wanted := joining.wanted(self._fits)) <= now:
             return
         rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0, self._prefixes)
-        if rows > self._batch.rows:
-            self._batch.grow(rows)
+        if rows > now:
+            self._loop.grow(rows)
 
-    def _observe(
-        self,
-        rows: Sequence[BatchSequence | None],
-        new: list[list[int]],
-        logits_of: Callable[[int], Tensor],
-    ) -> None:
-        assert self._scores is not None
-        self._scores.add([row.number if row is not None else None for row in rows], new, logits_of)
-
-    def _next(self) -> BatchSequence | None:
-        """The next sequence: of the job, then of those that join."""
-        if self._begun < len(self._given):
-            following = self._given[self._order[self._begun]]
-            if self._decoder.report and not self._has_room([(following.prompt, following.ending)]):
-                return None
-            self._begun += 1
-            return following
+    def _next(self) -> Sequence | None:
+        """The next sequence that fits: of the job, then of those that join."""
+        if self._waiting:
+            return self._waiting.popleft() if self._has_slots(self._waiting[0]) else None
         joining = self._how.joining
-        # Between passes alone, when the decoder is running.
-        joined = joining.next(self._fits) if joining is not None and self._decoder.report else None
+        joined = joining.next(self._fits) if joining is not None else None
         if joined is None:
             return None
-        sequence = BatchSequence(
-            self._count, list(joined.prompt), self._job.ending(joined.prompt, joined.new_tokens)
-        )
+        sequence = self._job.joining(list(joined.prompt), joined.new_tokens, self._count, joined.seed)
         self._count += 1
-        if self._how.seeds is not None:
-            self._how.seeds.append(joined.seed)
-        self._how.streamers.join(joined.streamer, sequence.number, sequence.prompt, sequence.ending)
+        self._how.streamers.join(joined.streamer, sequence)
         if self._scores is not None:
             self._scores.begin(sequence.prompt)
         return sequence
 
     def _fits(self, prompt: list[int], new_tokens: int) -> bool:
         """Whether the buffers and levels of the batch serve another prompt."""
-        program, job = self._decoder.program, self._job
+        program, job = self._loop.program, self._job
         return (
             len(prompt) + new_tokens <= program.max_seq_len
             and self._hierarchy.levels(len(prompt), program.max_seq_len) <= program.levels
-            and self._hierarchy.together(job.to_probs, [job.prompts[0], prompt])
-            and self._has_room([(prompt, self._job.ending(prompt, new_tokens))])
+            and self._hierarchy.together(job.to_probs, [job.sequences[0].prompt, prompt])
+            and self._has_slots(job.joining(prompt, new_tokens, 0, None))
             # A prompt that comes after a change of the models belongs to the next batch.
             and not self._hierarchy.changed
         )
 
-    def _has_room(self, coming: list[tuple[list[int], Ending]]) -> bool:
-        """Whether there are KV slots for prompts to come, beside those that are decoded."""
-        joining, pooled = self._how.joining, self._decoder.program.cache.pooled
-        running, begun = self._batch.running, self._batch.begun
+    def _has_slots(self, coming: Sequence) -> bool:
+        """Whether there are KV slots for a sequence to come, beside those that are decoded."""
+        joining, pooled = self._how.joining, self._loop.program.cache.pooled
+        begun = self._loop.joining
+        running = [sequence for sequence in self._loop.running if sequence not in begun]
         if pooled is not None:
-            coming = coming + [(each.prompt, each.ending) for each in begun]
-            wanted = [(prompt, ending.max_new_tokens) for prompt, ending in coming]
-            return pooled.room(list(running), wanted, self._how.max_batch or 0)
-        beside = [each.prompt for each in (*running.values(), *begun)]
+            wanted = [(each.prompt, each.ending.max_new_tokens) for each in (coming, *begun)]
+            rows = [sequence.row for sequence in running if sequence.row is not None]
+            return pooled.room(rows, wanted, self._how.max_batch or 0)
+        beside = [*running, *begun]
         if joining is None or joining.tokens is None or not beside:
             return True
-        return sum(map(len, [*beside, *(prompt for prompt, _ in coming)])) <= joining.tokens
+        return sum(len(each.prompt) for each in (*beside, coming)) <= joining.tokens
 
-    def _ended(self, sequence: BatchSequence) -> None:
+    def _ended(self, sequence: Sequence) -> None:
         self._how.streamers.end(sequence.number)
         if self._how.joining is not None:
             ids = self._job.input_ids.new_tensor([sequence.prompt])
             self._how.joining.ended(sequence.number, self._output(ids, [sequence]))
 
     def _output(
-        self, input_ids: Tensor, sequences: Sequence[BatchSequence], handed_over: bool = False
+        self, input_ids: Tensor, sequences: Sequences[Sequence], handed_over: bool = False
     ) -> GenerateOutput:
         """The output of some sequences, ``input_ids`` ``[B, W]``.
 
@@ -229,6 +219,5 @@ class BatchRun:
         scores: dict[str, Any] = {}
         if self._scores is not None and not handed_over:
             scores = self._scores.results([sequence.number for sequence in sequences])
-        return output_of(
-            input_ids, sequences, self._job.pad_token, self._tokenizer, self._decoder.capture_seconds, scores
-        )
+        seconds = self._loop.program.capture_seconds
+        return output_of(input_ids, sequences, self._job.pad_token, self._tokenizer, seconds, scores)

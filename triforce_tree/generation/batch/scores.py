@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triforce_tree.decoding.loop import Fresh
 from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -43,37 +44,28 @@ class EmittedScores:
             rows.append([])
         self._texts.append(id_tensor(prompt))
 
-    def add(
-        self,
-        numbers: Sequence[int | None],
-        new: Sequence[Sequence[int]],
-        logits_of: Callable[[int], Tensor],
-    ) -> None:
+    def add(self, fresh: Fresh, logits_of: Callable[[int], Tensor]) -> None:
         """Add the tokens of a pass; all of them or, where memory runs out, none.
 
         Args:
-            numbers: of the sequence in each row; None for a row without one.
-            new: new tokens of each row; none for a sequence that has ended.
+            fresh: the sequences that got new tokens, and these.
             logits_of: returns the logits that the first n tokens were chosen by, fp32 ``[B, n, V]``.
         """
-        most = max(map(len, new))
-        if most == 0:
+        if not fresh:
             return
-        logits = logits_of(most)
-        grown = [(n, b) for b, n in enumerate(numbers) if n is not None and new[b]]
-        texts = {
-            n: torch.cat([self._texts[n].to(logits.device), torch.tensor(new[b], device=logits.device)])
-            for n, b in grown
-        }
-        parts = [
-            (self._rows[name][n], self._result(name, logits[b, : len(new[b])], texts[n]).to(self._device))
-            for n, b in grown
-            for name in self._rows
-        ]
-        for rows, part in parts:
-            rows += part.unbind()
-        for n, text in texts.items():
-            self._texts[n] = text
+        logits = logits_of(max(len(new) for _, new in fresh))
+        parts: list[tuple[list[Tensor], Tensor]] = []
+        texts: dict[int, Tensor] = {}
+        for sequence, new in fresh:
+            number, own = sequence.number, logits[sequence.row, : len(new)]
+            known = self._texts[number].to(logits.device)
+            text = texts[number] = torch.cat([known, torch.tensor(new, device=logits.device)])
+            for name, rows in self._rows.items():
+                parts.append((rows[number], self._result(name, own, text).to(self._device)))
+        for kept, part in parts:
+            kept += part.unbind()
+        for number, text in texts.items():
+            self._texts[number] = text
 
     def _result(self, name: str, logits: Tensor, text: Tensor) -> Tensor:
         """``[n, V]`` or ``[n]`` of a text's last n tokens, which were chosen by ``logits`` ``[n, V]``."""

@@ -1,13 +1,14 @@
 """Streamers of a batch: each follows one sequence."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from collections.abc import Sequence as Sequences
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.runtime.token_ids import id_tensor
 
 
@@ -24,7 +25,7 @@ class TokenStreamer(BaseStreamer):
             return False
         return self.put_tokens(value.tolist())
 
-    def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:
+    def put_prompt(self, tokens: Sequences[int], end_tokens: Collection[int]) -> None:
         """The sequence begins.
 
         Args:
@@ -33,7 +34,7 @@ class TokenStreamer(BaseStreamer):
         """
         raise NotImplementedError
 
-    def put_tokens(self, tokens: Sequence[int]) -> bool:
+    def put_tokens(self, tokens: Sequences[int]) -> bool:
         """Take new tokens; returns whether the sequence is to end."""
         raise NotImplementedError
 
@@ -55,7 +56,7 @@ class Streamers:
             :class:`TokenStreamer` gets the prompt by it, and not by a put.
     """
 
-    def __init__(self, streamers: Sequence[BaseStreamer] = ()) -> None:
+    def __init__(self, streamers: Sequences[BaseStreamer] = ()) -> None:
         self._streamers: list[BaseStreamer | None] = list(streamers)
 
     @classmethod
@@ -84,21 +85,21 @@ class Streamers:
         """Those of some sequences."""
         return Streamers([each for each in self._streamers[rows] if each is not None])
 
-    def begin(self, ids: Tensor, prompts: Sequence[Sequence[int]], endings: Sequence[Ending]) -> None:
-        """Send the prompts: ``ids`` ``[B, W]``, or ``prompts`` without padding."""
+    def begin(self, ids: Tensor, sequences: Sequences[Sequence]) -> None:
+        """Send the prompts: ``ids`` ``[B, W]``, or those of ``sequences``, without padding."""
         for row, streamer in enumerate(self._streamers):
             assert streamer is not None
-            if not _told(streamer, prompts[row], endings[row]):
+            if not _takes_prompt(streamer, sequences[row]):
                 streamer.put(ids[row : row + 1].cpu())
 
-    def join(self, streamer: BaseStreamer | None, number: int, prompt: Sequence[int], ending: Ending) -> None:
+    def join(self, streamer: BaseStreamer | None, sequence: Sequence) -> None:
         """Send its prompt to the streamer of a further sequence, if it has one."""
-        self._streamers += [None] * (number + 1 - len(self._streamers))
-        self._streamers[number] = streamer
-        if streamer is not None and not _told(streamer, prompt, ending):
-            streamer.put(id_tensor(prompt)[None])
+        self._streamers += [None] * (sequence.number + 1 - len(self._streamers))
+        self._streamers[sequence.number] = streamer
+        if streamer is not None and not _takes_prompt(streamer, sequence):
+            streamer.put(id_tensor(sequence.prompt)[None])
 
-    def put(self, number: int, tokens: Sequence[int], scores: NewestScores | None = None) -> bool:
+    def put(self, number: int, tokens: Sequences[int], scores: NewestScores | None = None) -> bool:
         """Send new tokens of a sequence; whether its streamer ends it.
 
         Args:
@@ -117,10 +118,10 @@ class Streamers:
             self._streamers[number] = None
 
 
-def _told(streamer: BaseStreamer, prompt: Sequence[int], ending: Ending) -> bool:
+def _takes_prompt(streamer: BaseStreamer, sequence: Sequence) -> bool:
     """Whether a streamer takes its prompt by ``put_prompt``; it then has it."""
     put_prompt = getattr(streamer, "put_prompt", None)
     if put_prompt is None:
         return False
-    put_prompt(prompt, ending.stop_tokens)
+    put_prompt(sequence.prompt, sequence.ending.stop_tokens)
     return True

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models.program_cases import GREEDY, PROMPTS, draft_of, model, program_of
-from triforce_tree.decoding import loop
+from tests.support.models.program_cases import GREEDY, PROMPTS, draft_of, finished, model, program_of
+from triforce_tree.decoding.choice import chooser
 from triforce_tree.decoding.choice.cost_table import CostTable, correct, stage_costs
 from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.decoding.choice.stage_costs import StageCosts, settings_of
 from triforce_tree.decoding.choice.times import timings as timings_module
 from triforce_tree.decoding.choice.times.timings import LEAST_PASSES, StageTimings
-from triforce_tree.decoding.loop import Decoder
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.verify.probs import DeviceProbs
 
 # By which plain decoding is the fastest, in seconds that no machine takes.
@@ -137,12 +136,11 @@ def test_passes_are_compared_with_the_table(repeatable: bool, monkeypatch: pytes
     program = prepared()
     corrected: list[StageCosts] = []
     monkeypatch.setattr(CostTable, "replace", lambda self, settings, costs: corrected.append(costs))
-    monkeypatch.setattr(loop, "stage_costs", lambda *_: WRONG)
-    monkeypatch.setattr(loop, "other_costs", lambda *_: [None])
+    monkeypatch.setattr(chooser, "stage_costs", lambda *_: WRONG)
+    monkeypatch.setattr(chooser, "other_costs", lambda *_: [None])
     for _ in range(2):
-        decoder = Decoder(program, GREEDY, 0, repeatable)
-        decoder.prefill(PROMPTS[:1])
-        assert list(decoder.decode(PROMPTS[:1], [Ending(12)]))
-        assert set(decoder.passes) == {PLAIN}
+        loop = DecodingLoop.over(program, GREEDY, 0, repeatable)
+        finished(loop, PROMPTS[:1], [12])
+        assert set(loop.passes) == {PLAIN}
     assert len(corrected) == 1, "after the second request"
     assert corrected[0].seconds[0].plain < 1
