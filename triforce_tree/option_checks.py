@@ -3,16 +3,16 @@
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
-# Most tokens of a cache or a window.
+# The most tokens of a cache or a window.
 MOST_TOKENS = 2**20
-# Other names of dtypes that users of other programs type.
+# Names of dtypes in other programs.
 DTYPE_NAMES = {
     "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32",
     "fp32": "float32", "f32": "float32",
 }  # fmt: skip
 
 
-# Arguments of ``load`` that are no fields of the settings.
+# Arguments of ``load`` that are not options of the settings.
 LOADING = (
     "target", "draft", "drafter", "tokenizer", "draft_tokenizer", "gguf_file", "device", "dtype", "pinned",
 )  # fmt: skip
@@ -28,7 +28,7 @@ _MEMORY = "gpu_memory='24GiB' and host_memory='48GiB' limit what is used"
 _OWN_FOLDER = "download it by huggingface_hub.snapshot_download and give the folder"
 _DRAFT = "give the draft as the second argument: load(target, draft)"
 _GENERATE = "give it to generate(...)"
-# What users of other libraries ask for, and what to do here.
+# Options of other libraries, and what to do here instead.
 _ELSEWHERE = {
     "model": "give the model first: load(model)",
     "assistant_model": _DRAFT,
@@ -107,7 +107,7 @@ def shortened(value: object) -> str:
 
 
 def did_you_mean(value: object, allowed: Collection[object]) -> str:
-    """A question about a mistyped word, to put behind it; empty where no allowed one is near."""
+    """Returns " (did you mean ...?)" with the nearest allowed word, or nothing where none is near."""
     near = get_close_matches(str(value), list(map(str, allowed)), 1)
     return f" (did you mean {near[0]!r}?)" if near and isinstance(value, str) else ""
 

@@ -5,7 +5,7 @@ import pytest
 from tests.support.models.families import perturbed, prompt_of, tiny, without_tree
 from tests.support.models.program_cases import SMALL, draft_of, model, reference
 from triforce_tree import Engine, load
-from triforce_tree.config import load_arguments
+from triforce_tree.config import HierarchyConfig, load_arguments
 
 AUTO = {**SMALL, "levels": "auto"}
 # Twice the budget.
@@ -65,3 +65,12 @@ def test_planning_takes_nothing_up() -> None:
     assert engine.hierarchy.config == before
     assert engine.hierarchy.memory is None
     assert not engine.hierarchy.offloads
+
+
+def test_a_warm_request_makes_its_settings_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(model("llama-gqa"), draft_of("llama-gqa"), **load_arguments(AUTO))
+    names(engine)
+    made, check = [], HierarchyConfig.__post_init__
+    monkeypatch.setattr(HierarchyConfig, "__post_init__", lambda self: made.append(check(self)))
+    names(engine, 4)
+    assert len(made) == 1
