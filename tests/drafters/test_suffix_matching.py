@@ -1,7 +1,7 @@
 """Suffix matching as a drafter, alone and merged into other trees; its search: ``tests/kernels/suffix``."""
 
 import random
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ import torch
 import triforce_tree
 from tests.support.models.families import greedy, perturbed, tiny
 from tests.support.models.own_drafters import FixedSiblings, TableDraws
+from triforce_tree.config import load_arguments
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.merged import Merged
 from triforce_tree.drafters.suffix_matching import SuffixMatching
@@ -176,11 +177,9 @@ def test_a_merged_chain_shares_the_nodes_of_the_tree() -> None:
 TARGET = tiny("llama-gqa", vocab_size=16)
 SMALL = {"gamma": 5, "lookup": 4, "budget": 24, "chunk": 4, "recent": 8}
 PHRASE = [3, 9, 1, 4, 12, 7]
-ENGINES = {
-    "alone": partial(triforce_tree.load, TARGET, drafter="lookup"),
-    "with a draft": partial(
-        triforce_tree.load, TARGET, perturbed(TARGET, 0.1), tree="best-first:2,2", window=16
-    ),
+ENGINES: dict[str, dict[str, Any]] = {
+    "alone": {"drafter": "lookup"},
+    "with a draft": {"draft": perturbed(TARGET, 0.1), "tree": "best-first:2,2", "window": 16},
 }
 
 
@@ -188,7 +187,8 @@ ENGINES = {
 @pytest.mark.parametrize("rounds", [1, 2, None])
 @pytest.mark.parametrize("levels", [2, 3])
 def test_greedy_tokens_equal_the_targets(levels: int, rounds: int | None, name: str) -> None:
-    engine = ENGINES[name](levels=levels, rounds=rounds, **SMALL)
+    options = {**ENGINES[name], **SMALL, "levels": levels, "rounds": rounds}
+    engine = triforce_tree.load(TARGET, **load_arguments(options))
     prompts = [(PHRASE * 9)[:length] for length in (50, 37, 41)]
     out = engine.generate(prompts, max_new_tokens=40, do_sample=False)
     width = out.sequences.shape[1]

@@ -72,7 +72,9 @@ def test_a_streamer_sees_the_prompt_and_every_token_once(engine: Engine, capsys)
 
 def test_one_call_does_it_all() -> None:
     draft = perturbed(TARGET, 0.1)
-    out = triforce_tree.generate(PROMPT, TARGET, draft, levels=3, max_new_tokens=9, do_sample=False, **SMALL)
+    out = triforce_tree.generate(
+        PROMPT, TARGET, draft, levels=3, max_new_tokens=9, do_sample=False, **load_arguments(SMALL)
+    )
     assert new(out) == EXPECTED[:9]
 
 
