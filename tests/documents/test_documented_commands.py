@@ -1,5 +1,6 @@
 """Commands, code, links and the index of README.md, CONTRIBUTING.md and docs/ are true of this tree."""
 
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import triforce_tree
 from scripts.benchmarks.registry import BENCHMARKS
 from scripts.checks.guides import BLOCK
 from tests.support.processes.processes import environment
@@ -132,6 +134,13 @@ def test_the_readme_runs_as_written(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "name='target'" in done.stdout
     assert (tmp_path / "book" / "session.json").is_file()
+
+
+def test_the_api_reference_names_what_is_there() -> None:
+    """All that the package offers, beside the protocol of drafters."""
+    named = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE)
+    found = {name: pkgutil.resolve_name(name) for name in named}
+    assert {f"triforce_tree.{name}" for name in triforce_tree.__all__} <= found.keys()
 
 
 def test_the_index_lists_every_page() -> None:
