@@ -1,4 +1,4 @@
-"""A hook of mkdocs: files of the repository outside ``docs/`` to which pages link become files of the site."""
+"""A hook of mkdocs: files outside ``docs/`` to which pages link become files of the site."""
 
 import os
 import re
@@ -13,7 +13,7 @@ _LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)")
 
 
 def _outside(page: str, link: str) -> Path | None:
-    """Returns the file below the repository's root, outside ``docs/``, that a link in a page of ``docs/`` names."""
+    """Returns the path from the repository's root of a file outside ``docs/`` to which a page links."""
     path = Path(os.path.normpath(ROOT / "docs" / Path(page).parent / link))
     known = path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "docs") and path.exists()
     return path.relative_to(ROOT) if known else None
