@@ -13,6 +13,7 @@ import torch
 from tests.support.models.pair_on_gpu import long_text, pair_on
 from triforce_tree import Engine
 from triforce_tree.check.ties import first_difference
+from triforce_tree.config import load_arguments
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +49,8 @@ def engines(request: pytest.FixtureRequest, models: list[Engine]) -> Iterator[En
     warm, cold = models
     options = CACHES[request.param]
     made = Engines(
-        warm.with_options(**options), cold.with_options(**options, advanced={"prefix_cache": False})
+        warm.with_options(**load_arguments(options)),
+        cold.with_options(advanced={"prefix_cache": False}, **load_arguments(options)),
     )
     yield made
     for engine in made:
