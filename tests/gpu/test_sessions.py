@@ -50,7 +50,7 @@ def engines(request: pytest.FixtureRequest, models: list[Engine]) -> Iterator[En
     options = CACHES[request.param]
     made = Engines(
         warm.with_options(**load_arguments(options)),
-        cold.with_options(advanced={"prefix_cache": False}, **load_arguments(options)),
+        cold.with_options(**load_arguments({**options, "prefix_cache": False})),
     )
     yield made
     for engine in made:
