@@ -43,7 +43,6 @@ from triforce_tree.generation.output import GenerateOutput, joined, placed
 from triforce_tree.generation.request import Job, Request
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
-from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.device_defaults import resolve
@@ -155,12 +154,10 @@ class Engine:
             self.hierarchy.config = self._config
             return self.hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
-    def _choose_settings(
-        self, prompts: list[list[int]], new_tokens: int, prefix: PrefixSize = NO_PREFIX
-    ) -> None:
+    def _choose_settings(self, prompts: list[list[int]], new_tokens: int, pool_slots: int = 0) -> None:
         """Plan the memory, and apply the device's defaults for these prompts where it is not short."""
         hierarchy, self.hierarchy.config = self.hierarchy, self._config
-        hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given, prefix)
+        hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given, pool_slots)
         # The defaults are measured with the full cache and all weights on the device.
         if hierarchy.offloads or hierarchy.target.streamed is not None:
             return
@@ -315,16 +312,16 @@ class Engine:
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         longest = sorted(prompts, key=len)[-most:]
         coming = max(new_tokens, self._capacity - len(longest[-1]))
-        hierarchy.config, prefix = self._config, how.prefixes(hierarchy, prompts, coming, self._reuse)
-        self._choose_settings(longest, coming, prefix().size)
+        hierarchy.config, pool = self._config, how.pool(hierarchy, prompts, coming, self._reuse)
+        self._choose_settings(longest, coming, pool.slots)
         self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
         whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
         if whole or not hierarchy.together(to_probs, prompts):
             return None
-        rows = how.rows(hierarchy, most, len(longest[-1]), coming, prefix)
+        rows = how.rows(hierarchy, most, len(longest[-1]), coming, pool)
         names = job.outputs | ({"logprobs"} if how.logprobs else set())
         scores = EmittedScores(names, to_probs, prompts, kept_on(hierarchy, job.input_ids)) if names else None
-        order, first = prefix.beginning(prompts, rows)
+        order, first = pool.beginning(prompts, rows)
         allowance = Allowance.of(len(longest[-1]), new_tokens, hierarchy.target.device)
         for sequence, own in zip(job.sequences, seeds or (), strict=False):
             sequence.seed = own
@@ -332,11 +329,11 @@ class Engine:
         total = len(longest[-1]) + coming
         with hierarchy.active():
             loop = DecodingLoop(
-                PlannedPrograms(hierarchy, first, total, self._reuse, how.pinned, prefix),
+                PlannedPrograms(hierarchy, first, total, self._reuse, how.pinned, pool),
                 [*sequences[:rows], *[None] * (rows - len(sequences))],
                 to_probs, chosen, seed is not None, seeds is not None, allowance, how.progress, self._reuse,
             )  # fmt: skip
-            batch = Batch(job, how, loop, scores, self.tokenizer, hierarchy, sequences[rows:], prefix)
+            batch = Batch(job, how, loop, scores, self.tokenizer, hierarchy, sequences[rows:], pool)
             out = batch.decode()
         return self._described(out)
 

@@ -9,12 +9,14 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 import triforce_tree
-from tests.support.models.api_cases import Collect, characters
-from tests.support.models.families import prompt_of, tiny
+from tests.support.models.api_cases import SMALL, TARGET, Collect, characters
+from tests.support.models.families import perturbed, prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.several import beam_search, beams
 from triforce_tree.check.goodness_of_fit import chi_square, chi_square_p
+from triforce_tree.config import load_arguments
+from triforce_tree.verify.draws import sequence_seed
 
 PROMPT = prompt_of(40)
 # Of different lengths, padded on the left.
@@ -151,6 +153,29 @@ def test_several_samples_of_a_prompt() -> None:
     assert torch.equal(first.sequences, out.sequences[:2])
 
 
+SAMPLED: dict[str, dict[str, Any]] = {
+    "drafted": {"levels": 2, "rounds": 1},
+    "8 bits": {"levels": 1, "kv_bits": 8},
+    "exact": {"levels": 1, "exact": True},
+    "offloaded": {"levels": 1, "offload": True, "gpu_memory": "2GiB"},
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_samples_are_those_of_a_batch(kind: str) -> None:
+    """With drafts, and wherever keys and values are; each draws by the seed and its number alone."""
+    made = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **load_arguments({**SMALL, **SAMPLED[kind]}))
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 6}
+    out = made.generate([PROMPT, PROMPT[:9]], num_return_sequences=2, seed=7, output_scores=True, **options)
+    assert len(out.scores) == 6
+    assert out.scores[0].shape[0] == 4
+    assert [level.name for level in out.levels] == (["draft", "target"] if kind == "drafted" else ["target"])
+    for number, prompt in enumerate([PROMPT, PROMPT, PROMPT[:9], PROMPT[:9]]):
+        seed = sequence_seed(sequence_seed(7, number // 2), number % 2)
+        alone = made.generate(prompt, seed=[seed], **options)
+        assert alone.sequences[0, -6:].tolist() == out.sequences[number, -6:].tolist()
+
+
 def test_samples_obey_constraints() -> None:
     out = engine().generate(
         [PROMPT, PROMPT[:9]], num_return_sequences=3, do_sample=True, max_new_tokens=5,
@@ -171,7 +196,10 @@ def test_samples_obey_constraints() -> None:
         ({"num_beams": 2, "streamer": Collect()}, "a streamer takes one text as it is made"),
         ({"num_beams": 2, "num_beam_groups": 2}, "num_beam_groups=2 is not supported"),
         ({"num_beams": 2, "max_new_tokens": 5000}, "exceed the model's 2048 positions"),
-        ({"num_return_sequences": 2, "do_sample": True, "output_scores": True}, "output_scores"),
+        (
+            {"num_return_sequences": 2, "do_sample": True, "streamer": Collect()},
+            "a streamer follows one sequence",
+        ),
         ({"length_penalty": 2.0}, "length_penalty=2.0 is read with num_beams above 1 alone"),
     ],
 )

@@ -113,9 +113,7 @@ def test_retrieved_chunks_are_those_that_the_root_attends_to_most(
             interest = scores.log_softmax(-1).amax(1)
             interest[:, 0] = torch.inf
             expected = interest.topk(4).indices.sort(-1).values
-            page = (
-                program.retrieval_view.retrieved[0].table[layer, b] - b * program.store.groups[0].pages_apart
-            )
+            page = program.retrieval.retrieved[0].table[layer, b] - b * program.store.groups[0].pages_apart
             assert page[:, :4].tolist() == expected.tolist()
             recent = page[:, 4:].tolist()
             assert recent == [list(range(candidates, candidates + len(recent[0])))] * 2
@@ -125,7 +123,7 @@ def test_retrieved_chunks_are_those_that_the_root_attends_to_most(
 def test_level_1_sees_the_retrieved_chunks_and_the_recent_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The root's logits in every round, against KV slots picked one by one from the full cache."""
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3, gamma=9, rounds=4, refresh=2)
-    view, seen = program.retrieval_view, []
+    view, seen = program.retrieval, []
     apart = program.store.groups[0].pages_apart
 
     def picked(
@@ -231,7 +229,7 @@ def test_a_pass_of_three_levels_selects_among_chunks_of_all_passes() -> None:
     for _ in range(12):
         loop.step()
     sequences = [sequence.tokens for sequence in begun]
-    program.retrieval_view.retrieved[0].means[..., 12:, :] = torch.nan
+    program.retrieval.retrieved[0].means[..., 12:, :] = torch.nan
     means = program.cache.means
     means._known = [min(48, tokens) for tokens in means._known]
     program.rewind([sequence[:-3] for sequence in sequences])
@@ -240,7 +238,7 @@ def test_a_pass_of_three_levels_selects_among_chunks_of_all_passes() -> None:
     fresh.prefill([sequence[:-3] for sequence in sequences])
     for b, sequence in enumerate(sequences):
         chunks = (len(sequence) - 4) // 4
-        got, expected = (c.retrieval_view.retrieved[0].means[:, b, :, :chunks] for c in (program, fresh))
+        got, expected = (c.retrieval.retrieved[0].means[:, b, :, :chunks] for c in (program, fresh))
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -272,5 +270,5 @@ def test_the_full_cache_holds_the_targets_own_keys_and_values(switching: bool) -
         for got, expected in zip(program.store.kv, fresh.store.kv, strict=True):
             torch.testing.assert_close(got[:, b, :, :slots], expected[:, b, :, :slots], atol=2e-5, rtol=1e-4)
         chunks = (slots - 8) // 4
-        got, expected = (c.retrieval_view.retrieved[0].means[:, b, :, :chunks] for c in (program, fresh))
+        got, expected = (c.retrieval.retrieved[0].means[:, b, :, :chunks] for c in (program, fresh))
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)

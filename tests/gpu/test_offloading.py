@@ -109,7 +109,7 @@ def test_the_last_layer_may_stay_on_the_device(offloaded: Offloaded, monkeypatch
     hierarchy.release()
     monkeypatch.setattr(memory_plan, "plan", plan)
     offloaded.check()
-    assert hierarchy.last_program.offloaded.host.last_resident
+    assert hierarchy.last_program.cache.backend.cache.host.last_resident
     hierarchy.release()
 
 

@@ -17,7 +17,7 @@ from triforce_tree.kernels.attention.reference import tree_attention
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
 from triforce_tree.kv import prefill as prefill_module
 from triforce_tree.kv import store as store_module
-from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
@@ -92,7 +92,7 @@ def test_stored_slots_do_not_depend_on_chunks(window: int | None) -> None:
     stored = []
     for chunk in (1, 7, 64):
         store = KVStore([KVShape(heads, window)], 1, 128, q.device, dtype, scratch=8, bits=8)
-        rows = SequenceRows(store, 0)
+        rows = PromptCache(store, 0)
         outs = []
         for start in range(0, count, chunk):
             part = [t[:, :, start : start + chunk] for t in (q, k, v)]

@@ -229,7 +229,7 @@ def test_planned_bytes_are_those_that_a_program_allocates(variance: bool) -> Non
     made = plan(sizes, machine, config, options, Workload(2, 300, 84)).with_resident(40_000)
     drafter = TreeDrafter(models[1], made.config)
     program = DecodingProgram(models[0], drafter, made.config, 2, 384, 3, made.offload)
-    cache = program.offloaded
+    cache = program.cache.backend.cache
     assert cache is not None
     assert cache.means is not None
     assert sum(part.nbytes for part in cache.store.kv) == made.device["level 1: chunks and window"]
@@ -253,7 +253,7 @@ def test_planned_bytes_of_a_cache_in_8_bits() -> None:
     made = plan(sizes, machine, config, options, Workload(2, 300, 84))
     assert made.offload is None
     program = DecodingProgram(models[0], TreeDrafter(models[1], config), config, 2, 384, 3)
-    view = program.retrieval_view
+    view = program.retrieval
     assert view is not None
     for group, name in zip(program.store.groups, ("layers with windows", "KV"), strict=True):
         a_slot = sum(part[0, :, :, 0].nbytes for part in group.parts) * len(group.layers)
@@ -292,7 +292,7 @@ def test_planned_bytes_of_layers_with_windows(prompt: int) -> None:
     made = plan(sizes, machine, config, options, Workload(2, prompt, 84)).with_resident(20_000)
     drafter = TreeDrafter(models[1], made.config)
     program = DecodingProgram(models[0], drafter, made.config, 2, prompt + 84, 2, made.offload)
-    cache = program.offloaded
+    cache = program.cache.backend.cache
     assert cache is not None
     assert sum(part.nbytes for part in cache.store.kv) == made.device["level 1: chunks and window"]
     full = made.device["resident KV"] + made.host["KV"]

@@ -8,26 +8,29 @@ from tests.support.models.families import perturbed, prompt_of
 from tests.support.models.model_sizes import LLAMA_3_1_8B
 from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.generation.batch.run import RunOptions
-from triforce_tree.kv.shared import choice
-from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
+from triforce_tree.kv.pool import size
 from triforce_tree.planning import batch_size
 from triforce_tree.planning.memory_layout import Workload, on_device
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import plan
 
 CONTEXT, PREFIX, NEW = 102_400, 98_304, 256
+SCRATCH = 200
 
 
 def test_a_batch_stays_on_the_device_where_its_prefix_is_stored_once() -> None:
     machine = Machine(80 * GIB, 512 * GIB, 55e9, 4.4e12)
     config = HierarchyConfig.from_options(offload="auto")
     copied = plan(LLAMA_3_1_8B, machine, config, (), Workload(8, CONTEXT, NEW))
-    once = plan(LLAMA_3_1_8B, machine, config, (), Workload(8, CONTEXT, NEW, PrefixSize(PREFIX, PREFIX)))
+    pool = PREFIX + 8 * (CONTEXT - PREFIX + NEW + SCRATCH)
+    once = plan(LLAMA_3_1_8B, machine, config, (), Workload(8, CONTEXT, NEW, pool))
     assert copied.offload is not None
     assert once.offload is None
     with_copies = on_device(LLAMA_3_1_8B, machine, once.config, Workload(8, CONTEXT, NEW))
-    spared = 7 * PREFIX * LLAMA_3_1_8B.row * LLAMA_3_1_8B.full_layers
-    assert with_copies.device["KV"] - once.device["KV"] == spared
+    slot = LLAMA_3_1_8B.row * LLAMA_3_1_8B.full_layers
+    assert once.device["KV"] == pool * slot
+    spared = with_copies.device["KV"] - once.device["KV"]
+    assert spared > 6 * PREFIX * slot
     # A prompt's end is fed over a copy of one layer's slots.
     assert once.device["prefill"] - with_copies.device["prefill"] == CONTEXT * LLAMA_3_1_8B.row
     # A pass reads it once, too.
@@ -38,40 +41,42 @@ def test_a_batch_stays_on_the_device_where_its_prefix_is_stored_once() -> None:
 def test_planned_bytes_are_those_that_a_program_allocates(
     levels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "LEAST_SPARED", 1)
+    monkeypatch.setattr(size, "LEAST_SPARED", 1)
     options = {"levels": levels, "rounds": 1, "prefill_chunk": 16, **SMALL}
     engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **load_arguments(options))
-    prompts = [prompt_of(70) + [3] * n for n in (1, 4, 9)]
+    prompts = [prompt_of(700) + [3] * n for n in (1, 4, 9)]
     engine.generate(prompts, max_new_tokens=4, do_sample=False)
     program, hierarchy = engine.hierarchy.last_program, engine.hierarchy
     assert program is not None
     sizes = Sizes.of(hierarchy.target, hierarchy.draft, hierarchy.config)
-    workload = Workload(3, program.max_seq_len - 4, 4, program.cache.prefix.size)
+    backend = program.cache.backend
+    workload = Workload(3, program.max_seq_len - 4, 4, backend.pool_slots)
     planned = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, workload)
-    assert program.cache.prefix.size == (68, 68)
-    # Each sequence's own slots are rounded up to whole chunks.
-    assert (
-        planned.device["KV"] <= program.store.bytes <= planned.device["KV"] + 3 * 4 * sizes.row * sizes.layers
-    )
+    assert 0 < backend.pool_slots < 3 * 700
+    # Rounded up to whole chunks.
+    assert planned.device["KV"] <= backend.bytes <= planned.device["KV"] + 16 * sizes.row * sizes.layers
 
 
 def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = triforce_tree.load(TARGET, levels=1, advanced={"prefill_chunk": 512})
     hierarchy, how = engine.hierarchy, RunOptions()
     prompts = [[*prompt_of(1800), n] for n in range(9)]
-    prefixes = how.prefixes(hierarchy, prompts, 8, "chunks")
-    prefix = prefixes().size
-    assert prefix == (1800, 1800)
+    pool = how.pool(hierarchy, prompts, 8, "chunks")
     sizes = Sizes.of(hierarchy.target, None, hierarchy.config)
 
-    def held(batch: int, prefix: PrefixSize) -> int:
-        made = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, Workload(batch, 1801, 8, prefix))
+    def held(batch: int, slots: int) -> int:
+        made = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, Workload(batch, 1801, 8, slots))
         return made.peak - made.device["weights"] + 192 * 2**20
 
-    monkeypatch.setattr(batch_size, "free_bytes", lambda device: held(7, prefix))
-    copies = how.rows(hierarchy, 9, 1801, 8, how.prefixes(hierarchy, prompts, 8, "none"))
-    assert held(copies, NO_PREFIX) <= held(7, prefix) < held(copies + 1, NO_PREFIX)
-    assert copies < how.rows(hierarchy, 9, 1801, 8, prefixes) == 7
+    free = held(9, pool.slots)
+    monkeypatch.setattr(batch_size, "free_bytes", lambda device: free)
+    copies = how.rows(hierarchy, 9, 1801, 8, how.pool(hierarchy, prompts, 8, "none"))
+    assert held(copies, 0) <= free < held(copies + 1, 0)
+    assert copies < how.rows(hierarchy, 9, 1801, 8, pool) == 9
+    # Of less memory, for as many as it holds.
+    free = held(9, pool.slots) - 1
+    assert copies < how.rows(hierarchy, 9, 1801, 8, pool) < 9
+    assert pool.slots
 
 
 def test_documents_are_copied_where_more_sequences_fit_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +84,11 @@ def test_documents_are_copied_where_more_sequences_fit_so(monkeypatch: pytest.Mo
     engine = triforce_tree.load(TARGET, levels=1, advanced={"prefill_chunk": 512})
     hierarchy, how = engine.hierarchy, RunOptions()
     prompts = [[*prompt_of(1800)[n:], n, other] for n in range(4) for other in range(2)]
-    prefixes = how.prefixes(hierarchy, prompts, 8, "chunks")
-    assert prefixes().size == (2 * 1800 + 2 * 1792, 1794)
+    pool = how.pool(hierarchy, prompts, 8, "chunks")
+    assert pool.slots
     sizes = Sizes.of(hierarchy.target, None, hierarchy.config)
     made = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, Workload(3, 1802, 8))
     room = made.peak - made.device["weights"] + 192 * 2**20
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: room)
-    assert how.rows(hierarchy, 8, 1802, 8, prefixes) == 3
-    assert not prefixes()
+    assert how.rows(hierarchy, 8, 1802, 8, pool) == 3
+    assert not pool.slots

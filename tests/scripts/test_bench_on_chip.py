@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks.sources.python_files import docstrings
-from triforce_tree.kv.shared import choice
+from triforce_tree.kv.pool import size
 
 
 def sample(method: str, ms: float, prompt: str = "prompt 1", temperature: float = 0.0) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def test_clients_that_join_are_measured(script: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both layouts answer alike; the one that stores documents once computes and takes less."""
-    monkeypatch.setattr(choice, "LEAST_SPARED", 1)
+    monkeypatch.setattr(size, "LEAST_SPARED", 1)
     words = ["--tiny", "--context", "384", "--questions", "4", "--runs", "1", "--levels", "1", "--new", "8"]
     shared_prefix = script("benchmarks.requests.shared_prefix")
     assert shared_prefix.main([*words, "--out", str(tmp_path)]) == 0

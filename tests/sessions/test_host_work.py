@@ -9,7 +9,7 @@ import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import SMALL
 from triforce_tree.config import load_arguments
-from triforce_tree.kv import cached_tokens, shared_prefix
+from triforce_tree.kv import cached_tokens
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4}
 
@@ -33,15 +33,3 @@ def test_a_turn_compares_its_tokens_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert out.reused_tokens >= 700
     # With what the cache holds alone.
     assert counts == {"compared": 1}
-
-
-def test_one_sequence_is_not_compared_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be copied to it, so that its own tokens are compared once."""
-
-    def never(*args: object, **_: object) -> int:
-        raise AssertionError("compared")
-
-    cached = cached_tokens.CachedTokens(1, 4)
-    cached.fed(0, [1, 2, 3], 0)
-    monkeypatch.setattr(cached, "common", never)
-    assert shared_prefix.copy_prefix(None, cached, 0, [1, 2, 3, 4], 2) == 2  # type: ignore[arg-type]

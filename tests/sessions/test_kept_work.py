@@ -29,10 +29,10 @@ def engine(**options: Any) -> Engine:
 def chunk_means(made: Engine, length: int) -> list[Tensor]:
     """Of all chunks that are whole."""
     cache = made.hierarchy._program[1].cache
-    if cache.offloaded is not None:
-        found, length = [cache.offloaded.means], cache.offloaded.host.base[0]
+    if cache.backend.transfers:
+        found, length = [cache.backend.cache.means], cache.backend.cache.host.base[0]
     else:
-        found = [one.means for one in cache.retrieval_view.retrieved if one is not None]
+        found = [one.means for one in cache.retrieval.retrieved if one is not None]
     return [means[:, 0, :, : length // SMALL["chunk"]] for means in found]
 
 

@@ -34,7 +34,7 @@ def check_engine(engine: "Engine") -> None:
     if config.kv_bits != 16:
         raise ValueError(f"kv_bits={config.kv_bits} is not supported by a tree; leave it out")
     if config.exact:
-        raise ValueError("exact=True is not supported by a tree, beams or several samples; leave it out")
+        raise ValueError("exact=True is not supported by a tree or beams; leave it out")
     if config.offloads is True or config.streams is True:
         raise ValueError("a tree keeps its keys and values on the device; leave out offload")
     if distributed.current() is not None:
@@ -107,7 +107,8 @@ def leaf_options(engine: "Engine", length: int, options: dict[str, Any]) -> Leaf
 
 
 _OF_THE_CALL = ("inputs", "input_ids", "attention_mask", "streamer", "pinned")
-_NO_OPTIONS = ("seed", "logprobs", "progress", "prefix_allowed_tokens_fn")
+OF_ENGINE = ("seed", "logprobs", "progress", "prefix_allowed_tokens_fn", "max_batch", "joining")
+"""Keywords of :meth:`Engine.generate` that are no options of transformers."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def given_prompts(engine: "Engine", inputs: Any, kwargs: Mapping[str, Any]) -> t
     processors, criteria, strings = (
         options.get(name) for name in ("logits_processor", "stopping_criteria", "stop_strings")
     )
-    named = ("generation_config", "logits_processor", "stopping_criteria", "stop_strings", *_NO_OPTIONS)
+    named = ("generation_config", "logits_processor", "stopping_criteria", "stop_strings", *OF_ENGINE)
     request = Request.read(
         engine.hierarchy.target, engine.tokenizer, inputs, kwargs.get("input_ids"),
         kwargs.get("attention_mask"), config, processors, criteria, strings,

@@ -21,7 +21,7 @@ from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.kept_prefixes import KeptPrefixes
 from triforce_tree.kv.offload.offloaded_cache import one_shape
-from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize, PrefixTree
+from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.limits import within_limits
@@ -226,11 +226,11 @@ class Hierarchy:
         lengths: Sequence[int],
         new_tokens: int,
         given: Collection[str] = (),
-        prefix: PrefixSize = NO_PREFIX,
+        pool_slots: int = 0,
     ) -> None:
         """Take up the plan of :meth:`plan_memory` with its settings; raises what that does."""
         self.memory = None
-        self.memory = self.plan_memory(lengths, new_tokens, given, prefix)
+        self.memory = self.plan_memory(lengths, new_tokens, given, pool_slots)
         if self.memory is not None:
             self.config = self.memory.config
 
@@ -239,7 +239,7 @@ class Hierarchy:
         lengths: Sequence[int],
         new_tokens: int,
         given: Collection[str] = (),
-        prefix: PrefixSize = NO_PREFIX,
+        pool_slots: int = 0,
     ) -> MemoryPlan | None:
         """Decide where the KV slots of these prompts are kept; None where nothing may be offloaded.
 
@@ -249,7 +249,7 @@ class Hierarchy:
         Args:
             lengths: tokens of each prompt.
             given: names of options that stay as they are.
-            prefix: of the common prefixes that are stored once, where on the device.
+            pool_slots: KV slots of the pool that the prompts share on the device; 0 for none.
 
         Raises:
             DoesNotFitError: memory is short.
@@ -257,11 +257,11 @@ class Hierarchy:
         """
         if not self.config.offloads:
             return None
-        key = (self.config, len(lengths), frozenset(given), prefix)
+        key = (self.config, len(lengths), frozenset(given), pool_slots)
         plan = self._kept_plan(key, lengths, new_tokens)
         if plan is None:
             self.release()
-            plan = self._new_plan(given, Workload(len(lengths), max(lengths), new_tokens, prefix))
+            plan = self._new_plan(given, Workload(len(lengths), max(lengths), new_tokens, pool_slots))
         self._planned = (key, plan)
         if plan.offload is None:
             return plan
@@ -336,7 +336,7 @@ class Hierarchy:
         self,
         prompts: Sequence[Sequence[int]], new_tokens: int,
         pinned: Callable[[int], None] | None = None, reuse: Reuse = "none",
-        prefix: PrefixTree | None = None,
+        pool: PoolSize | None = None,
     ) -> DecodingProgram:  # fmt: skip
         """A program for these prompts: the last one where it serves, else a new one.
 
@@ -344,15 +344,15 @@ class Hierarchy:
             pinned: called with bytes of host memory as they are taken.
             reuse: a new program takes over what the last one holds of these prompts, where both caches are on
                 the device.
-            prefix: the common prefixes of the prompts, to be stored once (``kv/shared``).
+            pool: the pool of KV slots that the prompts share; None gives each slots of its own.
         """
         batch, max_seq_len = len(prompts), max(len(p) for p in prompts) + new_tokens
         rounded = self.rounded(max_seq_len)
         levels = self.levels(min(len(p) for p in prompts), rounded)
         split = self.memory.offload if self.memory is not None else None
-        if prefix is None or split is not None or (batch == 1 and not prefix.room):
-            prefix = PrefixTree()
-        chooses = self.config.retrieval_weight_bits == "auto" and batch == 1 and levels == 3 and not prefix
+        if split is not None:
+            pool = None
+        chooses = self.config.retrieval_weight_bits == "auto" and batch == 1 and levels == 3 and pool is None
         chooses = chooses and not self.config.offloads and self.level_one.choosable and self.facts.few_bits
         # Without the bits that are chosen: the last program serves with those that it has.
         wanted = (self.config, chooses, batch, levels, split)
@@ -361,13 +361,14 @@ class Hierarchy:
             kept, program = self._program
             if (
                 kept == wanted
-                and program.cache.fits(max_seq_len, prefix)
+                and program.cache.fits(max_seq_len, pool)
                 and not program.closed
                 and self._binds(program)
             ):
-                program.cache.prefix = prefix
+                if pool is not None:
+                    program.cache.backend.share(pool)
                 return program
-            if split is None and program.cache.worth_keeping(self.config, prompts, reuse, prefix):
+            if split is None and program.cache.worth_keeping(self.config, prompts, reuse, pool):
                 kept_cache.append(program.cache)
             else:
                 program.cache.keep_prefixes()
@@ -393,7 +394,7 @@ class Hierarchy:
         drafter, make = self.drafter() if levels > 1 else None, self.level_one.model
         settings = (self.target, drafter, config, batch, rounded, levels, split, pinned)
         program = with_or_without(
-            kept_cache, lambda cache: DecodingProgram(*settings, kept=cache, prefix=prefix, level_one=make)
+            kept_cache, lambda cache: DecodingProgram(*settings, kept=cache, pool=pool, level_one=make)
         )
         program.capture_seconds += self.level_one.taken_seconds()
         if limit := self.config.prefix_bytes:

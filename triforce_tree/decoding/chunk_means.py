@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_tree.kv.view import ChunkedView
+from triforce_tree.kv.view import RetrievalView
 
 # Chunks are updated in multiples of so many: few kernels are compiled, and what lies beyond is not read.
 _STEP = 64
@@ -14,13 +14,15 @@ class ChunkMeans:
     """Which means are up to date: passes without the retrieval level leave them.
 
     Args:
-        view: of the retrieval level; None where there are no means, or an offloaded cache keeps them itself.
+        view: of the retrieval level; None without it.
         batch: B sequences.
         max_seq_len: most tokens of a sequence.
         device: of the KV slots.
     """
 
-    def __init__(self, view: ChunkedView | None, batch: int, max_seq_len: int, device: torch.device) -> None:
+    def __init__(
+        self, view: RetrievalView | None, batch: int, max_seq_len: int, device: torch.device
+    ) -> None:
         self._view, self._most, self._device = view, max_seq_len, device
         # Tokens of each sequence, and how many of them the means take account of.
         self._lengths, self._known = [0] * batch, [0] * batch

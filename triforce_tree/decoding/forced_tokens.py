@@ -15,8 +15,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import DraftStage
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.attention.plan import pack_mask
-from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
-from triforce_tree.kv.view import ChunkedView
+from triforce_tree.kv.view import RetrievalView
 from triforce_tree.trees.ancestors import ancestor_mask
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
@@ -57,7 +56,7 @@ def draft_probs(program: DecodingProgram, count: int, generator: torch.Generator
 
 
 def retrieval_logits(
-    program: DecodingProgram, tokens: Sequence[int], step: int, view: ChunkedView | None = None
+    program: DecodingProgram, tokens: Sequence[int], step: int, view: RetrievalView | None = None
 ) -> Tensor:
     """Level 1's logits ``[T, V]`` over a chain of T tokens, the first of which is the root.
 
@@ -69,17 +68,8 @@ def retrieval_logits(
         step: tokens of one forward; at most the nodes of the drafter's trees.
         view: another retrieval view of the program's store, for as many nodes; by default the program's own.
     """
-    found = view or program.retrieval_view or program.gathered_view
-    assert found is not None, "a program of three levels has a retrieval view"
-    return _retrieval_logits(program, tokens, step, found)
-
-
-def _retrieval_logits(
-    program: DecodingProgram,
-    tokens: Sequence[int],
-    step: int,
-    view: ChunkedView | GatheredRetrievalView,
-) -> Tensor:
+    view = view or program.retrieval
+    assert view is not None, "a program of three levels has a retrieval view"
     nodes, device = program.shapes[0].nodes, program.device
     step = min(step, nodes)
     own_bits = pack_mask(torch.eye(nodes, dtype=torch.bool, device=device))
@@ -128,9 +118,9 @@ def commit(program: DecodingProgram, count: int) -> None:
     state.length += count
     if program.states is not None:
         program.states.commit(count)
-    if program.retrieval_view is not None:
-        chunk = program.retrieval_view.config.chunk
-        program.retrieval_view.update_chunk_means(before // chunk, count // chunk + 2)
+    if program.retrieval is not None:
+        chunk = program.retrieval.config.chunk
+        program.retrieval.update_chunk_means(before // chunk, count // chunk + 2)
     program.committed([count])
 
 

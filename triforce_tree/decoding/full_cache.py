@@ -1,32 +1,25 @@
-"""The target's KV cache of a batch, on the device or split with the host, and each level's views of it."""
+"""The target's KV cache of a batch: which tokens its backend holds, and each level's views of it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import cast
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.chunk_means import ChunkMeans
-from triforce_tree.decoding.device_slots import device_slots, offloaded_slots
 from triforce_tree.decoding.stages import FullView
-from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
+from triforce_tree.kv.backend import CacheSpec, KVBackend, PromptRun
+from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.kv.choose import make_backend
 from triforce_tree.kv.kept_prefixes import KeptPrefixes, PrefixExchange
 from triforce_tree.kv.marks import Marks
-from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
-from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.parallel.store import SplitStore
-from triforce_tree.kv.prefill import chunk_tokens, prefill
+from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
-from triforce_tree.kv.shared.pooled import PooledStore
-from triforce_tree.kv.shared.store import SharedStore
-from triforce_tree.kv.shared.tree import PrefixTree
-from triforce_tree.kv.shared_prefix import copy_prefix
 from triforce_tree.kv.store import KVStore
-from triforce_tree.kv.view import ChunkedView
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
-from triforce_tree.trees.device_shapes import PassLimits
 
 
 class FullCache:
@@ -38,28 +31,20 @@ class FullCache:
         batch: sequences.
         max_seq_len: most tokens of a sequence, new ones included.
         levels: 1, 2 or 3; with 3 there is a retrieval view.
-        offload: how to split the cache between device and host; None keeps it on the device.
-        pinned: called with bytes of host memory as they are taken.
-        store: KV slots on the device to work on, with whatever they hold; by default new ones.
+        offload, pinned, store, pool: see ``kv.choose.make_backend``.
         kept: an earlier cache of the same target and bits, and of no larger batch, which must not be used any
             more. What it holds on the device is taken over: its memory where this cache fits into it, else a
             copy.
-        prefix: common prefixes that are stored once, of these sizes at most; None or an empty tree for none.
 
     Attributes:
-        prefix: the common prefixes of the prompts of the next prefill, where any are stored once.
+        backend: where the keys and values are.
         cached, marks: which tokens are in the cache, and where it can be continued.
-        store: the slots on the device; None where the cache is offloaded.
-        split: slots that several ranks keep (``store`` has layers with a window alone); None without ranks.
-        pooled: the store, where prompts join a batch and share what is stored; None otherwise.
-        offloaded: None where the cache is on the device.
         states: of the target's recurrent layers; None where it has none.
         view: makes views for the target's forwards; ``token_view`` for those of one token that is committed.
-        retrieval_view, gathered_view: level 1's views of slots on the device, and of an offloaded cache.
+        retrieval: level 1's view; None with fewer than three levels.
 
     Raises:
-        ValueError: a store that is too small, of other bits, or cannot be paged by chunks; an offloaded cache
-            in 8 bits.
+        ValueError: settings that the backend does not serve, or a store that does not fit.
         HostMemoryError: host memory is short.
     """
 
@@ -74,88 +59,52 @@ class FullCache:
         pinned: Callable[[int], None] | None = None,
         store: KVStore | None = None,
         kept: "FullCache | None" = None,
-        prefix: PrefixTree | None = None,
+        pool: PoolSize | None = None,
     ) -> None:
         self._target, self._batch, self._max_seq_len = target, batch, max_seq_len
         self._arrangement = self._weights_at()
-        self._prefill_chunk = chunk_tokens(config.prefill_chunk, target.device)
-        self._limits = PassLimits.of(config, levels)
-        self.cached = CachedTokens(batch, self._prefill_chunk)
+        spec = CacheSpec(target, config, batch, max_seq_len, levels)
+        earlier = kept.backend if kept is not None else None
+        self.backend: KVBackend = make_backend(spec, offload, pinned, pool, store, earlier)
+        self.cached, self.retrieval = self.backend.cached, self.backend.retrieval
+        self._scratch = spec.scratch
         self._computed_by: object = None
         self._exchange: PrefixExchange | None = None
+        # A store that was given holds what is not known here.
         self._given = store is not None
-        self.store: KVStore | None = None
-        self.offloaded: OffloadedCache | None = None
-        self.split: SplitStore | None = None
-        self._shared: SharedStore | None = None
-        self.prefix, self._offered = prefix or PrefixTree(), 0
-        self.retrieval_view: ChunkedView | None = None
-        self.gathered_view: GatheredRetrievalView | None = None
+        self.means = ChunkMeans(self.retrieval, batch, max_seq_len, target.device)
+        self.view = self.token_view = cast(FullView, self.backend.view)
         self.states: RecurrentStates | None = None
-        self.view: FullView
-        if offload is not None:
-            made = offloaded_slots(target, config, batch, max_seq_len, levels, offload, pinned)
-            self.offloaded, self.view, self.gathered_view = made
-        else:
-            taken = kept.store if kept is not None else None
-            slots = device_slots(target, config, batch, max_seq_len, levels, store, taken, prefix)
-            self.store, self.split, self.view, self.retrieval_view, self._rows, self._shared = slots
-        self.pooled = self._shared if isinstance(self._shared, PooledStore) else None
-        self.means = ChunkMeans(self.retrieval_view, batch, max_seq_len, target.device)
-        self.token_view = self.view
         if target.states is not None:
             self.states = RecurrentStates(target.states, batch, target.device, target.dtype)
             self.token_view = with_states(self.view, self.states, commits=True)
             self.view = with_states(self.view, self.states, commits=False)
-        self.marks = Marks(self._on_device, self.states, batch)
-        if kept is not None and offload is None:
+        self.marks = Marks(self.backend.store, self.states, batch)
+        if kept is not None:
             self._take_over(kept)
 
     def worth_keeping(
-        self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse, prefix: PrefixTree
+        self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse, pool: PoolSize | None
     ) -> bool:
         """Whether another cache, on the device, may take over what this one holds of these prompts.
 
-        ``prefix``: as for that cache. If it stores any, it takes over the beginning of the first prompt,
-        of the sequence that holds most of it.
+        ``pool``: of that cache.
         """
-        if self.store is None or self.store.bits != config.kv_bits or distributed.current() is not None:
+        if distributed.current() is not None:
             return False
-        if prefix:
-            found = [self.cached.common(b, prompts[0], "chunks") for b in range(self._batch)]
-            self._offered = max(range(self._batch), key=found.__getitem__)
-            return found[self._offered] > 0 or (self._shared is not None and self._shared.keeps(prefix))
-        if self._shared is not None or self._batch > len(prompts):
-            return False
-        return any(self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts[: self._batch]))
+        return self.backend.gives(config.kv_bits, prompts, reuse, pool)
 
     def _take_over(self, kept: "FullCache") -> None:
         """Take up what an earlier cache holds."""
-        assert self.store is not None
-        assert kept.store is not None
         self._computed_by = kept._computed_by
-        if self._shared is not None:
-            self._shared.take_over(kept.store, kept._offered, kept.cached, self.cached)
+        if not self.backend.take_over(kept.backend):
             return
-        lengths = [len(tokens) for tokens in kept.cached.held]
-        if self.store.memory is not kept.store.memory:
-            copied = [self.store.take(kept.store, b, length) for b, length in enumerate(lengths)]
-            lengths = [n if done else 0 for n, done in zip(lengths, copied, strict=True)]
         if self.states is not None and kept.states is not None:
             self.states.take(kept.states)
-        self.cached.take(kept.cached, lengths)
         self.means.update_all()
 
-    @property
-    def _on_device(self) -> KVStore:
-        """Slots on the device: all of them, or those of an offloaded cache's layers with a window."""
-        if self.offloaded is not None:
-            return self.offloaded.rings
-        assert self.store is not None
-        return self.store
-
     def _reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse, newest: int, first: int) -> list[int]:
-        """How many tokens at the beginning of each prompt need no prefill; the ``newest`` are fed anew.
+        """How many tokens at the beginning of each prompt need no prefill; the ``newest`` are fed again.
 
         It is 0 where layers with a window or recurrent ones have gone on too far (``Marks``).
         """
@@ -177,7 +126,7 @@ class FullCache:
             progress: called with numbers of tokens; those that are in the cache already come first.
             reuse: which tokens that the cache holds are kept.
             features: where hidden states are kept for the drafter, if it reads any: those of new tokens.
-            row: of the only prompt, where the other sequences go on (in a cache on the device).
+            row: the sequence that the only prompt replaces while the others go on.
         """
         try:
             return self._prefill(prompts, progress, reuse, features, row)
@@ -196,22 +145,20 @@ class FullCache:
     ) -> list[int]:
         first, now = row or 0, self._target.function_key()
         newest = features.history if features is not None else 0
-        if self._shared is not None and row is None:
-            if self._computed_by != now:
-                self.forget()
-            for b, count in enumerate(self._shared.share(self.prefix, self.cached, prompts, features)):
-                self.means.lost(b, count)
-        elif self._shared is not None and row is not None:
-            self._shared.join(row, prompts[0], self.cached, features)
-        # What other sequences hold of other weights is not to be copied.
-        shares = reuse != "none" and self.states is None and self.split is None
-        shares = shares and self._computed_by in (None, now)
-        if self._exchange is not None and reuse != "none" and row is None:
-            found = self._reusable(prompts, reuse if self._computed_by == now else "none", 0, 0)
-            self._exchange.before(prompts, found, self._computed_by, now, features)
-            self._computed_by = now
         # Nothing is kept where weights or rotary frequencies have changed.
-        starts = self._reusable(prompts, reuse if self._computed_by == now else "none", newest, first)
+        current: Reuse = reuse if self._computed_by == now else "none"
+        if row is None:
+            if current == "none":
+                self.backend.forget()
+            for b, count in enumerate(self.backend.place(prompts, None, features)):
+                self.means.lost(b, count)
+        else:
+            self.backend.place(prompts, row, features)
+        if self._exchange is not None and reuse != "none" and row is None:
+            found = self._reusable(prompts, current, 0, 0)
+            self._exchange.before(prompts, found, self._computed_by, now, features)
+            current, self._computed_by = reuse, now
+        starts = self._reusable(prompts, current, newest, first)
         if progress and any(starts):
             progress(sum(starts))
         for b, start in enumerate(starts, first):
@@ -221,36 +168,20 @@ class FullCache:
                 for b, start in enumerate(starts, first):
                     features.begin(b, start)
             return starts
-        own = list(starts)
         with self._target.active():
-            if self.offloaded is not None:
-                self.offloaded.prefill(prompts, self._prefill_chunk, progress, starts, features, self.states)
-                for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
-                    self.cached.fed(b, prompt, start)
-            else:
-                assert self.store is not None
-                for b, prompt in enumerate(prompts, first):
-                    start = own[b - first]
-                    if shares:
-                        start = copy_prefix(self.store, self.cached, b, prompt, start, features, progress)
-                        starts[b - first] = start
-                    prefill(
-                        self._target, self.store, b, list(prompt[:-1]), self._prefill_chunk, progress,
-                        self.states, start, features, self._rows,
-                    )  # fmt: skip
-                    self.cached.fed(b, prompt, start)
+            used = self.backend.prefill(prompts, first, starts, PromptRun(progress, self.states, features))
         if row is None:
-            self.means.written(own, [len(prompt) - 1 for prompt in prompts])
+            self.means.written(starts, [len(prompt) - 1 for prompt in prompts])
         if reuse == "all":
             for b, prompt in enumerate(prompts, first):
                 self.marks.add(b, len(prompt) - 1)
         self._computed_by = now
-        return starts
+        return used
 
     def exchange_with(self, prefixes: KeptPrefixes) -> None:
-        """From now on keep copies of texts before they are overwritten, where :class:`PrefixExchange` can."""
-        if self.states is None and self._shared is None and distributed.current() is None:
-            self._exchange = PrefixExchange.of(prefixes, self.store, self.cached, self.means)
+        """From now on keep copies of texts before they are overwritten, where the backend can."""
+        if self.states is None and distributed.current() is None:
+            self._exchange = self.backend.exchange(prefixes, self.means)
 
     def keep_prefixes(self) -> None:
         """Keep copies of all texts: the cache is not used any more."""
@@ -260,29 +191,22 @@ class FullCache:
     def restored(self, tokens: Sequence[int], whole: int) -> None:
         """All but the last token of the only sequence were written from a file; ``whole``: of the tokens."""
         length = len(tokens) - 1
-        self._on_device.fed(0, length)
+        self.backend.restored(length)
         if self.states is not None:
             self.states.lengths = [length]
-        if self.offloaded is not None:
-            self.offloaded.host.ring.invalidate()
-            self.offloaded.lengths[0], unit = length, self.offloaded.host.unit
-            self.offloaded.host.base[0] = length // unit * unit
-            self.offloaded.set_lengths([length])
         self.cached.begin(0, tokens)
         self.cached.whole[0] = whole
         self._computed_by = self._target.function_key()
         self.means.update_all()
 
-    def fits(self, max_seq_len: int, prefix: PrefixTree) -> bool:
-        """Whether sequences of so many tokens fit, with these prefixes stored once."""
-        once = self._shared is not None and self._shared.fits(max_seq_len, prefix)
-        return max_seq_len <= self._max_seq_len and (once or (not prefix and self._shared is None))
+    def fits(self, max_seq_len: int, pool: PoolSize | None = None) -> bool:
+        """Whether sequences of so many tokens fit, with this pool, or in slots of their own."""
+        return max_seq_len <= self._max_seq_len and self.backend.serves(pool)
 
     def forget(self) -> None:
         """Reuse nothing of what the cache holds."""
         self._forget_sequences()
-        if self._shared is not None:
-            self._shared.forget()
+        self.backend.forget()
 
     def _forget_sequences(self) -> None:
         self.cached.clear()
@@ -291,8 +215,7 @@ class FullCache:
 
     def end(self) -> None:
         """The generation has ended, in whatever way: no sequence goes on."""
-        if self.pooled is not None:
-            self.pooled.release(range(self._batch), self.cached)
+        self.backend.release(range(self._batch))
 
     def holds(self, lengths: Sequence[int]) -> bool:
         """Whether decoding may continue after the first ``lengths`` tokens of what was written.
@@ -301,12 +224,12 @@ class FullCache:
         """
         if self.states is not None and self.states.lengths != list(lengths):
             return False
-        return self._on_device.holds(lengths)
+        return self.backend.store.holds(lengths)
 
     def begin(self, prompts: Sequence[Sequence[int]], row: int | None = None) -> None:
         """Continue from the ends of prompts, whose keys and values the cache holds.
 
-        ``row``: that of the only prompt, where the other sequences go on.
+        ``row``: the sequence of the only prompt, where the others go on.
         """
         for b, prompt in enumerate(prompts, row or 0):
             self.cached.begin(b, prompt)
@@ -316,10 +239,7 @@ class FullCache:
             self.means.replace(row, *lengths)
             return
         self.means.begin(lengths)
-        if self.offloaded is not None:
-            self.offloaded.set_lengths(lengths)
-        if self.gathered_view is not None:
-            self.gathered_view.fill()
+        self.backend.begin(lengths)
 
     def committed(
         self, counts: Sequence[int], tokens: Sequence[Sequence[int]] | None = None, with_means: bool = False
@@ -332,40 +252,28 @@ class FullCache:
         """
         self.means.committed(counts, with_means)
         self.cached.grown(tokens)
-        self._on_device.grown(counts)
         if self.states is not None:
             self.states.grown(counts)
-        if self.offloaded is not None:
-            self.offloaded.committed(counts)
+        self.backend.committed(counts)
 
     @contextmanager
     def trial(self, length: int) -> Iterator[None]:
         """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
         Afterwards the sequences must be fed again, or :meth:`begin` called."""
-        held = [len(tokens) for tokens in self.cached.held]
-        # A store that was given holds what is not known here; where positions are split over ranks, slots are
-        # not those of the positions.
-        unknown = self._given or (self.split is not None and any(held))
-        self._on_device.initialise([None] * len(held) if unknown else held)
-        offloaded = self.offloaded.trial(length, held) if self.offloaded is not None else nullcontext()
         states = self.states.saved() if self.states is not None else nullcontext()
-        count = self._limits.scratch_slots + 1
-        split = self.split.saved(length, count) if self.split is not None else nullcontext()
-        with self._on_device.saved(length, count), states, offloaded, split:
+        with self.backend.trial(length, self._scratch + 1, self._given), states:
             yield
         if length < self._max_seq_len - 1:
             self.means.update_all()
 
     def close(self) -> None:
-        """Give an offloaded cache's host memory back; the cache cannot be used afterwards."""
-        if self.offloaded is not None:
-            self.offloaded.close()
+        """Give memory of the host back; the cache cannot be used afterwards."""
+        self.backend.close()
 
     @property
     def closed(self) -> bool:
-        """Whether host memory was given back, or streamed experts have moved, whose places graphs keep."""
-        freed = self.offloaded is not None and self.offloaded.closed
-        return freed or self._arrangement != self._weights_at()
+        """Whether memory was given back, or streamed experts have moved, whose places graphs keep."""
+        return self.backend.closed or self._arrangement != self._weights_at()
 
     def _weights_at(self) -> int:
         return self._target.streamed.arrangement if self._target.streamed is not None else 0

@@ -333,7 +333,7 @@ class DecodingLoop:
     def _grow(self) -> None:
         """Go on with a program of more rows, which keeps all that is cached of the running sequences."""
         self._growing = False
-        if self.program.cache.pooled is not None:
+        if self.program.cache.backend.reclaims:
             self._clear_ended()
         self._drop()
         self._reuse, reuse = "all", self._reuse
@@ -367,10 +367,11 @@ class DecodingLoop:
     def _join(self) -> None:
         """Prefill the sequences that have joined, each in place of one that has ended."""
         program, start = self.program, time.perf_counter()
-        if (pooled := program.cache.pooled) is not None:
+        backend = program.cache.backend
+        if backend.reclaims:
             ended = self._clear_ended()
             rows = [sequence.row for sequence in self.joining if sequence.row is not None]
-            pooled.release([*rows, *ended], program.cache.cached)
+            backend.release([*rows, *ended])
             self._expect()
             for b in ended:
                 program.replace(b, self._texts(), self._progress, self._reuse)
@@ -378,16 +379,16 @@ class DecodingLoop:
             assert sequence.row is not None
             sequence.reused = program.replace(sequence.row, self._texts(), self._progress, self._reuse)
             self._begin_draws(sequence.row)
-        if self.joining or pooled is not None:
+        if self.joining or backend.reclaims:
             self._prefilled(start)
             self._update_active()
             self.chooser.joined()
         self.joining = []
 
     def _any_ended(self) -> bool:
-        """Whether a pool holds slots of sequences that have ended."""
+        """Whether sequences that have ended hold slots that others could use."""
         ended = (row is not None and row.finish_reason is not None for row in self.rows)
-        return self.program.cache.pooled is not None and any(ended)
+        return self.program.cache.backend.reclaims and any(ended)
 
     def _clear_ended(self) -> list[int]:
         """Leave rows whose sequence has ended without one; returns which they are."""
@@ -397,9 +398,9 @@ class DecodingLoop:
         return ended
 
     def _expect(self) -> None:
-        """Set how many tokens may follow the sequences that are prefilled next, for the cache's pool."""
-        if (pooled := self.program.cache.pooled) is not None:
-            pooled.new_tokens = [max(1, row.left) if row is not None else 0 for row in self.rows]
+        """Set how many tokens may follow the sequences that are prefilled next."""
+        new_tokens = [max(1, row.left) if row is not None else 0 for row in self.rows]
+        self.program.cache.backend.expect(new_tokens)
 
     def _update_active(self) -> None:
         running = [row is not None for row in self._running_rows()]

@@ -99,7 +99,7 @@ def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStage
             begin(False)
             steps = stage.steps()
             runs[name] = executor(steps, device)
-            if program.offloaded is not None and name in ("target", "plain") and to_probs.capturable:
+            if program.cache.backend.transfers and name in ("target", "plain") and to_probs.capturable:
                 # The first run compiles their kernels now, not while decoding; a second one records pieces.
                 for _ in range(2 if any(isinstance(step.capturable, Cuts) for step in steps) else 1):
                     runs[name]()

@@ -8,7 +8,7 @@ import torch
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.choice.estimates import LearntChoice
-from triforce_tree.decoding.device_slots import low_bit_model, new_state
+from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.prepared_stages import PreparedStages, prepare_shape, prepared
 from triforce_tree.decoding.stage_set import stage_name
@@ -19,18 +19,19 @@ from triforce_tree.decoding.stages import (
     Stage,
     TreeVerifyStage,
 )
-from triforce_tree.drafters.base import Drafter, grown_shapes, start_one
+from triforce_tree.drafters.base import Drafter, features_of, grown_shapes, start_one
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
-from triforce_tree.kv.shared.tree import PrefixTree
+from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import StepModel, step_model
+from triforce_tree.models.step_model import StepModel, low_bit_model, step_model
 from triforce_tree.runtime.executor import free_memory
+from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.runtime.token_ids import id_tensor
-from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, least_prompt
+from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -54,7 +55,7 @@ class DecodingProgram:
         offload: how to split the full cache between device and host; None keeps it on the device.
         progress: called with bytes of host memory as they are taken.
         store: KV slots on the device to work on, with whatever they hold; by default new ones.
-        kept, prefix: an earlier program's cache, and prefixes to store once, see :class:`FullCache`.
+        kept, pool: an earlier program's cache, and a pool of KV slots, see :class:`FullCache`.
         level_one: level 1's model in fewer bits, of the arguments of ``low_bit_model``; by default a new one.
         noise: makes the random numbers of every stage.
 
@@ -63,7 +64,7 @@ class DecodingProgram:
         state: tokens, lengths and draft chains of the batch.
         full: the target, as levels 2 and plain decoding run it.
         retrieval_model: the target as level 1 runs it; only with three levels.
-        states, full_view, offloaded, retrieval_view, gathered_view: see :class:`FullCache`.
+        states, full_view, retrieval: see :class:`FullCache`.
         shapes: of the drafter's trees, the configured one first. The stages of the others are made and
             captured by :meth:`prepare_shape`, where a pass first takes them.
         max_draft_tokens: most tokens that are proposed to level 2 in a line.
@@ -94,7 +95,7 @@ class DecodingProgram:
         store: KVStore | None = None,
         noise: NoiseFactory = Noise,
         kept: FullCache | None = None,
-        prefix: PrefixTree | None = None,
+        pool: PoolSize | None = None,
         level_one: Callable[[HFModel, int, bool, Sequence[int]], StepModel] = low_bit_model,
     ) -> None:
         self.target, self.config, self.levels = target, config, levels
@@ -102,7 +103,6 @@ class DecodingProgram:
         if levels > 1 and drafter is None:
             raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
         self.drafter = drafter if levels > 1 else None
-        self.two_levels = levels == 3 and offload is None and config.chooses_levels
         self.seeded: Seeded | None = None
         self.prepared: dict[Hashable, PreparedStages] = {}
         self.learnt: dict[Hashable, LearntChoice] = {}
@@ -114,12 +114,12 @@ class DecodingProgram:
         self.runner_ups = levels == 3 and (compiled if config.runner_ups is None else config.runner_ups)
         self.tail_tree = levels == 3 and config.tail_tree
         size = batch, max_seq_len, levels
-        self.cache = FullCache(target, config, *size, offload, progress, store, kept, prefix)
-        self.offloaded, self.full_view, self.states = self.cache.offloaded, self.cache.view, self.cache.states
-        self.retrieval_view, self.gathered_view = self.cache.retrieval_view, self.cache.gathered_view
+        self.cache = FullCache(target, config, *size, offload, progress, store, kept, pool)
+        self.full_view, self.states, self.retrieval = self.cache.view, self.cache.states, self.cache.retrieval
+        self.two_levels = self._may_choose_levels(config)
         features = self.drafter.features if self.drafter is not None else ()
         self.shapes = grown_shapes(self.drafter) if self.drafter is not None else [DeviceTreeShape(())]
-        if offload is not None:
+        if self.cache.backend.fixed_passes:
             del self.shapes[1:]
         self.state = new_state(target, self.drafter, extent, batch, max_seq_len, levels, self.shapes)
         if self.states is not None:
@@ -134,9 +134,11 @@ class DecodingProgram:
 
     @property
     def store(self) -> KVStore:
-        """KV slots of a full cache on the device."""
-        assert self.cache.store is not None, "the full cache is offloaded"
-        return self.cache.store
+        """KV slots on the device, see :class:`KVBackend`."""
+        return self.cache.backend.store
+
+    def _may_choose_levels(self, config: HierarchyConfig) -> bool:
+        return self.levels == 3 and not self.cache.backend.fixed_passes and config.chooses_levels
 
     def prepare(self, to_probs: ProbsFromLogits) -> None:
         """Select the stages for this kind of sampling, after making and capturing them where there are none.
@@ -209,8 +211,8 @@ class DecodingProgram:
 
     @property
     def replaces(self) -> bool:
-        """Whether :meth:`replace` works: an offloaded cache is prefilled in memory that all sequences use."""
-        return self.offloaded is None and self.cache.split is None
+        """Whether :meth:`replace` works, see :class:`KVBackend`."""
+        return self.cache.backend.replaces
 
     def replace(
         self,
@@ -249,7 +251,7 @@ class DecodingProgram:
             self.prefill(prompts)
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        least = least_prompt(self.config, self.levels, self.offloaded is not None)
+        least = self.cache.backend.least_prompt
         for prompt in prompts:
             if not least <= len(prompt) <= self.max_seq_len:
                 raise ValueError(
@@ -300,7 +302,7 @@ class DecodingProgram:
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
         streamed = self.target.streamed
         weights = streamed.pass_bytes(self.batch * queries) if streamed is not None else 0
-        return weights + (self.offloaded.transferred_bytes(tokens, queries) if self.offloaded else 0)
+        return weights + self.cache.backend.transferred_bytes(tokens, queries)
 
     def serves(self, config: HierarchyConfig) -> bool:
         """Whether setting ``self.config = config`` is all that these settings need.
@@ -311,8 +313,9 @@ class DecodingProgram:
         def built_in(settings: HierarchyConfig) -> HierarchyConfig:
             return replace(settings, rounds=None, retrieval=replace(settings.retrieval, refresh=0))
 
-        two_levels = self.levels == 3 and self.offloaded is None and config.chooses_levels
-        return built_in(self.config) == built_in(config) and self.two_levels >= two_levels
+        return built_in(self.config) == built_in(config) and self.two_levels >= self._may_choose_levels(
+            config
+        )
 
     def close(self) -> None:
         """Give an offloaded cache's host memory back; the program cannot be used afterwards."""
@@ -358,3 +361,24 @@ class DecodingProgram:
             else:
                 noise.draw_rows(generators)
         self.selected.runs[name]()
+
+
+def new_state(
+    target: HFModel,
+    drafter: Drafter | None,
+    extent: PassLimits,
+    batch: int,
+    max_seq_len: int,
+    levels: int,
+    shapes: Sequence[DeviceTreeShape],
+) -> SequenceState:
+    """Buffers for ``batch`` sequences of at most ``max_seq_len`` tokens, with trees of these shapes."""
+    vocabulary = target.vocab_size if levels == 3 else 0
+    features = features_of(drafter, target, batch, extent.max_draft_tokens + extent.depth + 2)
+    # Acceptance by rank is needed to compare shapes.
+    depths = [len(shape.widths) for shape in shapes if not shape.matched]
+    ranks = (max(depths), MOST_RANKS) if len(depths) > 1 else None
+    return SequenceState(
+        batch, max_seq_len + extent.scratch_slots, extent.chain, extent.extra, vocabulary,
+        target.device, features, ranks, extent.tail,
+    )  # fmt: skip

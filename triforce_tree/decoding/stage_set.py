@@ -10,7 +10,6 @@ from triforce_tree.decoding.stages import (
     Stage,
     TreeVerifyStage,
 )
-from triforce_tree.kv.view import RetrievalView
 from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.verifier import Verifier
@@ -58,7 +57,7 @@ def stages_of(program: "DecodingProgram", to_probs: DeviceProbs) -> dict[str, St
             stages["target"] = ChainVerifyStage(
                 program.full,
                 program.full_view,
-                program.retrieval_view,
+                program.retrieval,
                 to_probs,
                 state,
                 vocabulary,
@@ -76,11 +75,10 @@ def tree_stages(program: "DecodingProgram", to_probs: DeviceProbs, shape: int) -
     draft = DraftStage(program.drafter, to_probs, state, vocabulary, shape)
     stages: dict[str, Stage] = {"draft": draft}
     nodes = draft.tree.nodes
-    view: RetrievalView | None = program.retrieval_view or program.gathered_view
+    view = program.retrieval
     if view is not None and not program.shapes[shape].matched:
         if shape:
-            assert program.retrieval_view is not None, "an offloaded cache has trees of one shape"
-            view = program.retrieval_view.beside(nodes, draft.tree.depths.tolist())
+            view = view.beside(nodes, draft.tree.depths.tolist())
         verifier = Verifier(program.retrieval_model, to_probs, state, nodes, vocabulary)
         for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
             stages[name] = RetrievalVerifyStage(draft, verifier, view, program.runner_ups, choosing)

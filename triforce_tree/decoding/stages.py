@@ -16,7 +16,7 @@ from torch import Tensor
 
 from triforce_tree.drafters.base import Drafter, TokenTree, grown_shapes
 from triforce_tree.drafters.chain_tree import ChainTree
-from triforce_tree.kv.view import ChunkedView, KVView, RetrievalView
+from triforce_tree.kv.view import KVView, RetrievalView
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.executor import Step
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -127,7 +127,7 @@ class ChainVerifyStage:
     Args:
         model: the target.
         full: makes views of the full cache.
-        means: the view whose chunk means are updated after each commit; None where the cache does so itself.
+        means: the view whose chunk means are updated after each commit; None without a retrieval level.
         runner_ups: verify the runner-ups too.
         tail: proposes a tree at the end of each chain, which level 2 verifies too; None for none.
     """
@@ -136,7 +136,7 @@ class ChainVerifyStage:
         self,
         model: StepModel,
         full: FullView,
-        means: ChunkedView | None,
+        means: RetrievalView | None,
         to_probs: DeviceProbs,
         state: SequenceState,
         vocabulary: int,

@@ -132,9 +132,7 @@ class TreeDrafter:
         positions = torch.arange(first, end, device=ids.device)[None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
-            for cached, new in zip(self.store.layer(layer), (k, v), strict=True):
-                cached[b : b + 1, :, first:end] = new
-            k, v = (cached[b : b + 1, :, :end] for cached in self.store.layer(layer))
+            k, v = self.store.append(layer, b, first, k, v, how.window)
             out = windowed_attention(q, k, v, how, end - q.shape[2])
             return out.transpose(1, 2).contiguous()
 

@@ -163,19 +163,17 @@ class Job:
         ]
         return cls(input_ids, sequences, to_probs, config, processors, criteria, model_inputs)
 
-    def why_in_step(self, vocabulary: int, texts: int = 1) -> str | None:
+    def why_in_step(self, vocabulary: int) -> str | None:
         """Why processors and criteria must be called for each token alone, and for all sequences together.
 
         Args:
             vocabulary: V of the scores.
-            texts: of each prompt, which are sequences of their own.
 
         Returns:
             the reason; None where they need not be.
         """
         passed = bool(self.config.output_scores and self.config.return_dict_in_generate)
-        ids = self.input_ids.repeat_interleave(texts, 0)
-        return why_in_step(self.processors, self.criteria, ids, vocabulary, passed)
+        return why_in_step(self.processors, self.criteria, self.input_ids, vocabulary, passed)
 
     @property
     def prompts(self) -> list[list[int]]:

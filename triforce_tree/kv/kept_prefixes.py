@@ -143,7 +143,7 @@ class KeptPrefixes:
         chunk.memory.release()
 
 
-class _Means(Protocol):
+class Means(Protocol):
     def lost(self, b: int, start: int) -> None: ...
 
 
@@ -157,17 +157,8 @@ class PrefixExchange:
         means: told which chunk means are not known.
     """
 
-    def __init__(self, prefixes: KeptPrefixes, store: KVStore, cached: CachedTokens, means: _Means) -> None:
+    def __init__(self, prefixes: KeptPrefixes, store: KVStore, cached: CachedTokens, means: Means) -> None:
         self.prefixes, self._store, self._cached, self._means = prefixes, store, cached, means
-
-    @classmethod
-    def of(
-        cls, prefixes: KeptPrefixes, store: KVStore | None, cached: CachedTokens, means: _Means
-    ) -> "PrefixExchange | None":
-        """None for an offloaded cache, and for rings, which hold a window alone."""
-        if store is None or any(group.ring for group in store.groups):
-            return None
-        return cls(prefixes, store, cached, means)
 
     def keep(self, function: object) -> None:
         """Copy all texts of the cache, which is not used any more.

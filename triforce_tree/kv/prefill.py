@@ -1,16 +1,13 @@
 """Prompts into the full cache, one sequence at a time, in chunks."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.attention.prefill import causal_attention
-from triforce_tree.kernels.step.kv_slots import dequantized
 from triforce_tree.kv.recurrent_states import PromptPass, RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
@@ -24,14 +21,14 @@ from triforce_tree.runtime.stats import Progress
 _BLOCK = 512
 
 
-class SequenceRows:
+class PromptCache:
     """One sequence of a :class:`KVStore` as a cache that prefill writes into without a copy.
 
     Args:
         store: keys and values.
         sequence: which of its sequences.
         states: of recurrent layers, if there are any.
-        length: tokens that it has already; 0 begins anew.
+        length: tokens that it has already; 0 clears the states of recurrent layers.
 
     Attributes:
         length: tokens that are in the cache.
@@ -51,47 +48,15 @@ class SequenceRows:
         return torch.arange(self.length, self.length + count, device=self.store.device)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        index, stop = layer.layer_idx, self.length + k.shape[2]
+        keys, values = self.store.append(index, self.sequence, self.length, k, v, params.window)
+        # None where it hides nothing of any sequence.
+        window = self.store.check(index, params.window).shape.window
         # Layers that share another's keys may have been left with the last queries alone.
-        index, count = layer.layer_idx, k.shape[2]
-        group = self.store.check(index, params.window)
-        start, stop, window = self.length, self.length + count, group.shape.window
-        own = slice(self.sequence, self.sequence + 1)
-        scales = self.store.scales(index)
-        cached = [t[own] for t in (*self.store.layer(index), *(scales or ()))]
-        fresh = (k, v) if scales is None else in_int8(k, v)
-        if group.ring:
-            # Read the window's slots before the chunk overwrites them; of a long chunk only its end is kept.
-            assert window is not None
-            older = group.runs(max(0, start - window + 1), start)
-            seen = [
-                torch.cat([*(old[:, :, slots] for slots, _ in older), new], 2)
-                for old, new in zip(cached, fresh, strict=True)
-            ]
-            kept = min(count, group.ring)
-            for old, new in zip(cached, fresh, strict=True):
-                for slots, tokens in group.runs(stop - kept, stop):
-                    old[:, :, slots] = new[:, :, count - kept :][:, :, tokens]
-        else:
-            for old, new in zip(cached, fresh, strict=True):
-                old[:, :, start:stop] = new
-            seen = [old[:, :, :stop] for old in cached]
-        if scales is not None:
-            # What is stored, of the chunk's own tokens too: the text must not depend on the size of chunks.
-            seen = [dequantized(*pair, q.dtype) for pair in zip(seen[:2], seen[2:], strict=True)]
-        return windowed_attention(q, seen[0], seen[1], replace(params, window=window), stop - q.shape[2])
+        return windowed_attention(q, keys, values, replace(params, window=window), stop - q.shape[2])
 
     def advance(self, count: int) -> None:
         self.length += count
-
-
-def in_int8(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """A chunk's keys and values ``[1, H_kv, T, D]`` in int8, then the scales of both ``[1, H_kv, T, 1]``."""
-    stored = [torch.empty(t.shape, dtype=torch.int8, device=t.device) for t in (k, v)]
-    scales = torch.empty(2, *k.shape[:3], 1, dtype=torch.float32, device=k.device)
-    # By the operator that decoding stores them with, so that both round alike.
-    start = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
-    step.append_kv(stored[0], stored[1], k, v, start, 0, scales[0], scales[1])
-    return (*stored, *scales)
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, position: int) -> Tensor:
@@ -138,29 +103,23 @@ def chunk_tokens(chunk: int | None, device: torch.device) -> int:
 
 def prefill(
     model: HFModel,
-    store: KVStore,
-    sequence: int,
+    cache: PromptCache,
     tokens: list[int],
     chunk: int,
     progress: Progress | None,
-    states: RecurrentStates | None = None,
     start: int = 0,
     features: Features | None = None,
-    rows: Callable[..., SequenceRows] = SequenceRows,
 ) -> None:
     """Store keys, values and states of ``tokens`` for one sequence.
 
     Args:
+        cache: of the sequence, which holds the first ``start`` tokens.
         chunk: tokens of a forward.
         progress: called with the tokens of each chunk.
-        states: of recurrent layers, if there are any.
-        start: tokens whose keys, values and states are in the cache; only those after them are computed.
         features: where hidden states are kept for the drafter, if it reads any.
-        rows: makes the cache of the sequence, with the arguments of :class:`SequenceRows`.
     """
-    cache = rows(store, sequence, states, start)
     if features is not None:
-        features.begin(sequence, start)
+        features.begin(cache.sequence, start)
     layers = features.layers if features is not None else ()
     stack = decoder_layers(model.running) if layers else nn.ModuleList()
     with hidden_states(model.running, stack, layers) as hidden:
@@ -168,9 +127,6 @@ def prefill(
             part = tokens[first : first + chunk]
             model.forward(part, cache, last_only=True)
             if features is not None:
-                features.feed(sequence, first, hidden)
+                features.feed(cache.sequence, first, hidden)
             if progress:
                 progress(len(part))
-    store.fed(sequence, len(tokens))
-    if states is not None:
-        states.lengths[sequence] = len(tokens)

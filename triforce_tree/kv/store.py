@@ -16,6 +16,7 @@ from torch import Tensor
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.backend import default
 from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.step.kv_slots import dequantized
 from triforce_tree.kv.window import ring_table
 from triforce_tree.models.attention import KVShape
 
@@ -339,6 +340,47 @@ class KVStore:
         number, place = self._places[index]
         return self.groups[number].scales_of(place)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, and of their scales."""
+        return sum(part.nbytes for group in self._memory_of for part in group.parts)
+
+    def append(
+        self, layer: int, b: int, start: int, k: Tensor, v: Tensor, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Store the next keys and values of one sequence, and return all that its new tokens may see.
+
+        Args:
+            start: position of the first of them.
+            k, v: ``[1, H_kv, T, D]`` and ``[1, H_kv, T, D_v]``.
+            window: of the layer.
+
+        Returns:
+            ``[1, H_kv, S, D]`` and ``[1, H_kv, S, D_v]`` of the last S positions, the new ones included, as
+            they are stored: in 8 bits the text must not depend on the size of chunks.
+        """
+        group, count = self.check(layer, window), k.shape[2]
+        place, stop = self._places[layer][1], start + count
+        cached = [part[place, b : b + 1] for part in group.parts]
+        fresh = (k, v) if group.scales is None else in_int8(k, v)
+        if group.ring:
+            assert group.shape.window is not None
+            # Read the window's slots before the chunk overwrites them; of a long chunk only its end is kept.
+            older = group.runs(max(0, start - group.shape.window + 1), start)
+            seen = [
+                torch.cat([*(old[:, :, slots] for slots, _ in older), new], 2)
+                for old, new in zip(cached, fresh, strict=True)
+            ]
+            kept = min(count, group.ring)
+            for old, new in zip(cached, fresh, strict=True):
+                for slots, tokens in group.runs(stop - kept, stop):
+                    old[:, :, slots] = new[:, :, count - kept :][:, :, tokens]
+        else:
+            for old, new in zip(cached, fresh, strict=True):
+                old[:, :, start:stop] = new
+            seen = [old[:, :, :stop] for old in cached]
+        return as_numbers(seen, k.dtype)
+
     def move(self, index: Tensor, start: Tensor) -> None:
         """In all layers, move slot ``start[b] + index[b, i]`` to ``start[b] + i``; -1 moves nothing."""
         for group in self.groups:
@@ -388,3 +430,21 @@ class KVStore:
                 if self._lengths[sequence] > length + spare:
                     return False
         return True
+
+
+def in_int8(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values ``[1, H_kv, T, D]`` in int8, then the scales of both ``[1, H_kv, T, 1]``."""
+    stored = [torch.empty(t.shape, dtype=torch.int8, device=t.device) for t in (k, v)]
+    scales = torch.empty(2, *k.shape[:3], 1, dtype=torch.float32, device=k.device)
+    # By the operator that decoding stores them with, so that both round alike.
+    start = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
+    step.append_kv(stored[0], stored[1], k, v, start, 0, scales[0], scales[1])
+    return (*stored, *scales)
+
+
+def as_numbers(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values in ``dtype`` of what is stored: keys, values and, in 8 bits, their scales."""
+    k, v, *scales = parts
+    if not scales:
+        return k, v
+    return dequantized(k, scales[0], dtype), dequantized(v, scales[1], dtype)

@@ -280,6 +280,9 @@ class PagedRetrievalView(TreeAttentionView):
         ]
         return other
 
+    def fill(self) -> None:
+        """See :class:`RetrievalView`; nothing is copied."""
+
     @property
     def _all_attentions(self) -> Iterable[Attention]:
         whole = zip(self._attentions, self.retrieved, strict=True)

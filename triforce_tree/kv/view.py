@@ -61,12 +61,14 @@ class KVView(Protocol):
 
 
 class RetrievalView(KVView, Protocol):
-    """The view of the retrieval model, which selects the chunks that its layers see.
+    """The view of the retrieval model, which selects the chunks that its layers see by their mean keys.
 
     Attributes:
+        config: budget and recent window of the slots of this process.
         refreshing: whether the next forward selects chunks anew; set before its ``begin``.
     """
 
+    config: RetrievalConfig
     refreshing: bool
 
     def refresh(self, root: Tensor, committed: Tensor) -> None:
@@ -77,18 +79,16 @@ class RetrievalView(KVView, Protocol):
             committed: int64 ``[B]``, tokens whose keys may be selected.
         """
 
-
-class ChunkedView(RetrievalView, Protocol):
-    """A retrieval view that keeps the mean keys of its chunks on the device.
-
-    Attributes:
-        config: budget and recent window of the slots of this process.
-    """
-
-    config: RetrievalConfig
-
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
-        """The same view for another number of new tokens, see ``PagedRetrievalView``."""
+        """The same view for another number of new tokens: both see, and refresh, one selection of chunks.
+
+        Args:
+            queries: T.
+            depths: of the T tokens in their tree.
+        """
+
+    def fill(self) -> None:
+        """After a prefill or a rewind, before the first forward."""
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recompute the mean keys of chunks of the text; what lies beyond the KV slots is not read.

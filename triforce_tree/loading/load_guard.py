@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.device import KernelError
-from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.recurrent_states import RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
@@ -268,7 +268,7 @@ class _Guard:
         return plain[torch.randint(len(plain), (1, count), generator=self.random)]
 
 
-class _GuardCache(SequenceRows):
+class _GuardCache(PromptCache):
     """The cache of our forwards over one store: the last chunk is a chain of tree nodes, the others prefill.
 
     Args:
@@ -301,11 +301,7 @@ class _GuardCache(SequenceRows):
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the prefix's keys and values ``[1, H_kv, prefix, D]``; a ring keeps the newest."""
         number, _ = self.store.place(layer)
-        group, stop = self.store.groups[number], k.shape[2]
-        start = max(0, stop - group.ring) if group.ring else 0
-        for kept, given in zip(self.store.layer(layer), (k, v), strict=True):
-            for slots, positions in group.runs(start, stop):
-                kept[:, :, slots] = given[:, :, start:][:, :, positions]
+        self.store.append(layer, 0, 0, k, v, self.store.groups[number].shape.window)
 
     def positions(self, count: int) -> Tensor:
         positions = super().positions(count)

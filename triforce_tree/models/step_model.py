@@ -29,14 +29,14 @@ from triforce_tree.models.exact.device import exact_copy
 from triforce_tree.models.exact.host import use_exact_modules
 from triforce_tree.models.experts.few_row import use_capturable_experts
 from triforce_tree.models.experts.modules import expert_modules
-from triforce_tree.models.few_row import few_row_copy, why_not_replaceable
+from triforce_tree.models.few_row import few_row_copy, low_bit_copy, why_not_replaceable
 from triforce_tree.models.fused_linears import fused, fused_exactly, mark_lengths
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.decoder_layers import use_fused_decoder_layers
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
-from triforce_tree.models.host.low_bits import int8_copy
+from triforce_tree.models.host.low_bits import has_int8_kernel, int8_copy
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy, with_own_code
 from triforce_tree.models.recurrent.mixers import attach
@@ -241,6 +241,17 @@ def step_model(
 def int8_step_model(model: HFModel, features: Sequence[int] = ()) -> StepModel:
     """The same of an fp32 model on the CPU with weights of 8 bits, for level 1."""
     return _host_step(int8_copy(model.model), model, features)
+
+
+def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
+    """The target on a copy of its weights in ``bits`` 8 or 4, for level 1."""
+    if bits == 8 and target.streamed is None and has_int8_kernel(target.model):
+        return int8_step_model(target, features)
+    bring = target.streamed.bring if target.streamed is not None else None
+    clone = low_bit_copy(target.model, bits, bring)
+    step = StepModel(clone, compiled, target.length_rope, features, target.learned_positions)
+    step.capturable = step.capturable and target.capturable is not False
+    return step
 
 
 def _host_step(clone: PreTrainedModel, model: HFModel, features: Sequence[int]) -> StepModel:

@@ -5,7 +5,6 @@ import torch
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.kv.offload.pinned import available, total
-from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_layout import Workload, on_device
@@ -24,7 +23,7 @@ def fitting_batch(
     prompt: int,
     new_tokens: int,
     freed: int = 0,
-    prefix: PrefixSize = NO_PREFIX,
+    pool: int = 0,
     drafter: Drafter | None = None,
 ) -> int:
     """How many sequences of ``prompt + new_tokens`` tokens fit beside the models: 1 to ``wanted``.
@@ -32,7 +31,7 @@ def fitting_batch(
     Args:
         config: nothing of it is offloaded.
         freed: bytes that are in use, and are given back before new buffers are made.
-        prefix: of the common prefixes of the prompts that are stored once.
+        pool: KV slots that all sequences share; 0 where each has its own.
         drafter: that was given, if any: it may keep more of each sequence.
     """
     if wanted == 1:
@@ -40,7 +39,7 @@ def fitting_batch(
     sizes, free = Sizes.of(target, draft, config, drafter), free_bytes(target.device) + freed
 
     def needed(batch: int) -> int:
-        workload = Workload(batch, prompt, new_tokens, prefix if wanted > 1 else NO_PREFIX)
+        workload = Workload(batch, prompt, new_tokens, pool)
         return bytes_beside_models(sizes, config, workload) + memory_map.reserve(free)
 
     first, second = needed(1), needed(2)

@@ -7,7 +7,6 @@ from typing import Any
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.layout import piece_slots, round_up, window_slots
-from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize
 from triforce_tree.planning import drafter_memory, memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, HostKV, best_gamma, pass_tokens
@@ -25,13 +24,13 @@ _WEIGHTS = "weights"
 class Workload:
     """What memory is planned for: ``batch`` sequences of at most ``prompt`` and ``new`` further tokens.
 
-    Common prefixes of this ``prefix`` size are stored once where all sequences are on the device.
+    Where all sequences are on the device they share a pool of ``pool`` KV slots; 0 gives each its own.
     """
 
     batch: int
     prompt: int
     new: int
-    prefix: PrefixSize = NO_PREFIX
+    pool: int = 0
 
     @property
     def max_seq_len(self) -> int:
@@ -297,7 +296,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
     """The plan without offloading: everything but streamed weights stays on the device."""
     levels = levels_of(config, workload.prompt)
     max_seq_len = workload.max_seq_len + PassLimits.of(config, levels).scratch_slots
-    slots = (max_seq_len - workload.prefix.saved) * workload.batch + workload.prefix.slots
+    slots = workload.pool or max_seq_len * workload.batch
     layer_bytes = slots * sizes.row
     full = layer_bytes * sizes.full_layers
     means = 0
@@ -317,7 +316,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
         "prefill": chunk * memory_map.activations(sizes)
         + workload.prompt * sizes.prefill_row
         # A prompt's end is fed over a copy of one layer's slots.
-        + (workload.prompt * sizes.row if workload.prefix.slots else 0)
+        + (workload.prompt * sizes.row if workload.pool else 0)
         + sizes.prefill_blocks,
         "graphs and workspace": memory_map.workspace(sizes, config, levels, workload.batch),
         "other tensors": machine.others,

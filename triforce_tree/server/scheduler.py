@@ -217,11 +217,11 @@ class Scheduler:
         return self._thread.is_alive()
 
     def kv_tokens(self) -> tuple[int, int]:
-        """Of the sequences that are decoded now: see ``KVStore.tokens``; 0 where host memory has them."""
+        """Of the sequences that are decoded now: see ``KVBackend.tokens``; 0 where host memory has them."""
         program = self.engine.hierarchy.last_program
-        if not self.running or program is None or program.cache.store is None:
+        if not self.running or program is None:
             return 0, 0
-        return program.cache.store.tokens()
+        return program.cache.backend.tokens()
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue the sequences of one request.

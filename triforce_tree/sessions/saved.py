@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.store import KVStore
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.files.json_files import parse_json
 from triforce_tree.runtime.fingerprint import shape_of, tokenizer_digest, weights_digest
@@ -38,10 +35,6 @@ from triforce_tree.sessions.tensor_files import Kind
 if TYPE_CHECKING:
     from triforce_tree.engine import Engine
     from triforce_tree.sessions.session import Session
-
-# KV slots of one copy from or to host memory, a multiple of any unit of an offloaded cache.
-_BLOCK_UNITS = 256
-_PARTS = ("k", "v", "k_scale", "v_scale")
 
 
 def save(session: "Session", folder: Path) -> None:
@@ -76,7 +69,7 @@ def _write_layers(program: DecodingProgram, count: int, new: NewFiles) -> None:
     with ThreadPoolExecutor(1) as writer:
         written: Future[None] | None = None
         for layer in _layers(program):
-            parts = _layer(program.cache, layer, count)
+            parts = program.cache.backend.layer(layer, count)
             if written is not None:
                 written.result()
             written = writer.submit(new.write, layer_name(layer), parts)
@@ -153,7 +146,7 @@ def fill(program: DecodingProgram, tokens: list[int], files: SavedFiles) -> None
             if number + 1 < len(layers):
                 name, buffer = layer_name(layers[number + 1]), buffers[(number + 1) % 2]
                 coming.append(reader.submit(files.read, name, buffer))
-            _fill(cache, layer, count, list(parts.values()))
+            cache.backend.set_layer(layer, count, list(parts.values()))
     if cache.states is not None:
         cache.states.restore([part[None] for part in files.read(STATES).values()])
     if target.length_rope is not None:
@@ -191,42 +184,6 @@ def _check(found: Any, own: dict[str, Any], folder: Path) -> None:
             )
 
 
-def _layer(cache: FullCache, layer: int, count: int) -> dict[str, Tensor]:
-    """What the cache holds of the first ``count`` tokens in one layer, in host memory."""
-    offloaded = cache.offloaded
-    if offloaded is not None and (index := offloaded.host_layers[layer]) is not None:
-        return _offloaded_layer(offloaded, index, count)
-    store = _store(cache)
-    number, place = store.place(layer)
-    group = store.groups[number]
-    positions = range(max(0, count - (group.shape.window or count)) if group.ring else 0, count)
-    parts = [part[place, 0][:, group.slots_of(positions)].cpu().contiguous() for part in group.parts]
-    return dict(zip(_PARTS, parts, strict=False))
-
-
-def _store(cache: FullCache) -> KVStore:
-    """KV slots on the device."""
-    store = cache.offloaded.rings if cache.offloaded is not None else cache.store
-    assert store is not None
-    return store
-
-
-def _offloaded_layer(cache: OffloadedCache, index: int, count: int) -> dict[str, Tensor]:
-    host, base = cache.host, min(cache.host.base[0], count)
-    parts = [
-        torch.empty(host.heads.kv, count, dim, dtype=cache.window.dtype)
-        for dim in (host.heads.dim, host.heads.value_dim)
-    ]
-    block = _BLOCK_UNITS * host.unit
-    for start in range(0, base, block):
-        stop = min(start + block, base)
-        for part, rows in zip(parts, host.heads.split(host.read(index, 0, start, stop)), strict=True):
-            part[:, start:stop] = rows.transpose(0, 1)
-    for part, slots in zip(parts, cache.window.kv, strict=True):
-        part[:, base:] = slots[index, 0, :, : count - base]
-    return dict(zip(_PARTS, parts, strict=False))
-
-
 def _check_kinds(files: SavedFiles, name: str, wanted: Mapping[str, Kind]) -> None:
     """Raise ValueError where a file does not hold these tensors and no others."""
     found = files.kinds(name)
@@ -242,47 +199,9 @@ def _check_kinds(files: SavedFiles, name: str, wanted: Mapping[str, Kind]) -> No
 
 def _check_layer(cache: FullCache, layer: int, count: int, files: SavedFiles) -> None:
     """Raise ValueError where a file does not hold a layer of ``count`` tokens as the cache keeps it."""
-    offloaded = cache.offloaded
-    slots: tuple[Tensor, ...]
-    if offloaded is not None and offloaded.host_layers[layer] is not None:
-        slots, least = offloaded.window.kv, count
-    else:
-        store = _store(cache)
-        group = store.groups[store.place(layer)[0]]
-        slots, least = group.parts, min(count, group.shape.window or count)
+    slots, least = cache.backend.layer_slots(layer, count)
     shape, _ = files.kinds(layer_name(layer)).get("k", ((), None))
     # A layer with a window may have been saved from a cache that keeps all of its positions.
     kept = shape[1] if len(shape) == 3 and least <= shape[1] <= count else count
-    wanted = {name: ((p.shape[2], kept, p.shape[4]), p.dtype) for name, p in zip(_PARTS, slots, strict=False)}
+    wanted = {name: ((p.shape[-3], kept, p.shape[-1]), p.dtype) for name, p in slots.items()}
     _check_kinds(files, layer_name(layer), wanted)
-
-
-def _fill(cache: FullCache, layer: int, count: int, parts: list[Tensor]) -> None:
-    """Write what a file holds of one layer into the cache."""
-    offloaded = cache.offloaded
-    if offloaded is not None and (index := offloaded.host_layers[layer]) is not None:
-        _fill_offloaded(offloaded, index, count, parts)
-        return
-    store = _store(cache)
-    number, place = store.place(layer)
-    group = store.groups[number]
-    # Of a layer with a window, the last positions; both ends know at least a window of them.
-    kept = min(parts[0].shape[1], group.slots)
-    positions = range(count - kept, count)
-    for slots, part in zip(group.parts, parts, strict=True):
-        slots[place, 0][:, group.slots_of(positions)] = part[:, part.shape[1] - kept :].to(slots.device)
-
-
-def _fill_offloaded(cache: OffloadedCache, index: int, count: int, parts: list[Tensor]) -> None:
-    host = cache.host
-    base = count // host.unit * host.unit
-    block = _BLOCK_UNITS * host.unit
-    for start in range(0, base, block):
-        stop = min(start + block, base)
-        rows = torch.empty(stop - start, host.heads.row, device=host.device, dtype=cache.window.dtype)
-        for target, part in zip(host.heads.split(rows), parts, strict=True):
-            target.copy_(part[:, start:stop].transpose(0, 1))
-        host.write(index, 0, start, rows)
-        cache.store_means(index, 0, start, rows)
-    for slots, part in zip(cache.window.kv, parts, strict=True):
-        slots[index, 0, :, : count - base] = part[:, base:].to(slots.device)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from scripts.benchmarks.common.results import Record
 from scripts.benchmarks.common.timing import timed
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.kv.parallel.backend import SplitBackend
 
 
 def passed_on(program: DecodingProgram, runs: int) -> Record:
@@ -18,8 +19,9 @@ def passed_on(program: DecodingProgram, runs: int) -> Record:
     Args:
         program: whose text is split by position over all ranks.
     """
-    split = program.cache.split
-    assert split is not None
+    backend = program.cache.backend
+    assert isinstance(backend, SplitBackend)
+    split = backend.slots
     layers = [split.part.layer(index) for index in range(program.target.layers) if split.splits(index)]
     received = [torch.empty_like(part) for part in layers[0]]
     rank, size = dist.get_rank(), dist.get_world_size()

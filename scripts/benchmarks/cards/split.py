@@ -45,6 +45,7 @@ from triforce_tree import load
 from triforce_tree.config import load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kernels.ranks import merged_bytes, merged_over_ranks
+from triforce_tree.kv.parallel.backend import SplitBackend
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import Step, executor, free_memory
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -69,7 +70,8 @@ def fits(target: PreTrainedModel, context: int, cards: int, way: str, device: to
 
 def fill(program: DecodingProgram) -> None:
     """Random keys and values in all slots of this rank."""
-    split = program.cache.split
+    backend = program.cache.backend
+    split = backend.slots if isinstance(backend, SplitBackend) else None
     for store in [program.store] if split is None else [split.part, split.whole]:
         for group in store.groups:
             for slots in group.kv:
@@ -96,8 +98,9 @@ def stages(program: DecodingProgram, context: int, runs: int) -> Record:
 
 def merge_ms(program: DecodingProgram, queries: int, runs: int) -> float:
     """Milliseconds of the merging collectives of one forward over so many tokens."""
-    assert program.cache.split is not None
-    group, target = program.cache.split.split.group, program.target
+    backend, target = program.cache.backend, program.target
+    assert isinstance(backend, SplitBackend)
+    group = backend.slots.split.group
     heads = target.heads
     out = torch.randn(queries, heads.query, heads.value_dim, device=target.device, dtype=target.dtype)
     lse = torch.randn(queries, heads.query, device=target.device)
@@ -125,9 +128,8 @@ def measure(
         with torch.no_grad(), engine.program([[0] * context], 64, ProbsFromLogits.at(0.0)) as program:
             fill(program)
             found = stages(program, context, runs)
-            split, target = program.cache.split, program.target
-            kv = [program.store] if split is None else [split.part, split.whole]
-            found["kv_bytes"] = sum(part.nbytes for s in kv for g in s.groups for part in g.kv)
+            target = program.target
+            found["kv_bytes"] = program.cache.backend.bytes
             stage = program.stage("target")
             queries = {"plain": 1, "target": stage.tree.nodes}  # type: ignore[attr-defined]
             for name, count in queries.items():

@@ -19,7 +19,7 @@ def replay(bench: Bench, prompts: Prompts, texts: Prompts) -> tuple[Run, dict[st
     is a tie, where the best logit beats the chosen one by no more than two forwards of different sizes
     differ by there, or a failure.
     """
-    offloaded = bench.program.offloaded is not None
+    offloaded = bench.program.cache.backend.transfers
     run, differences, done = Run([[] for _ in prompts]), [], [0] * len(texts)
     # Kernels are compiled before anything is timed.
     bench.decode(0.0, prompts, 1, rounds=0)

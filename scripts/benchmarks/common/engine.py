@@ -22,6 +22,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.kv.offload.backend import OffloadedBackend
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
@@ -129,8 +130,9 @@ class Bench:
 
     @property
     def offloaded(self) -> OffloadedCache:
-        assert self.program.offloaded is not None, "the program that is open keeps its cache on the device"
-        return self.program.offloaded
+        backend = self.program.cache.backend
+        assert isinstance(backend, OffloadedBackend), "the program that is open keeps its cache on the device"
+        return backend.cache
 
     @property
     def weights_on_host(self) -> int:
@@ -160,7 +162,7 @@ class Bench:
             offload: the split of a cache in host memory; None keeps it on the device.
         """
         levels, old = levels_of(config), self._program
-        if offload is not None or (old is not None and old.offloaded is not None):
+        if offload is not None or (old is not None and old.cache.backend.transfers):
             self.close()
             old = None
         fits = old is not None and old.batch == batch and old.config.kv_bits == config.kv_bits
@@ -248,10 +250,11 @@ class Bench:
 
     def _traffic(self) -> tuple[float, float, float]:
         """See ``Run``; since the program was opened."""
-        cache, weights = self.program.offloaded, self.target.streamed
+        weights = self.target.streamed
         bus = weights.copied if weights is not None else 0
-        if cache is None:
+        if not self.program.cache.backend.transfers:
             return bus, 0, 0.0
+        cache = self.offloaded
         own = cache.attention
         return bus + cache.host.ring.bytes, own.bytes if own else 0, own.seconds if own else 0.0
 
@@ -315,10 +318,10 @@ class Bench:
             clock.start()
             for name in one_pass:
                 program.run(name, generator)
-                if program.offloaded is not None:
+                if program.cache.backend.transfers:
                     clock.synchronize()
                 clock.mark(name)
-            if program.offloaded is not None:
+            if program.cache.backend.transfers:
                 program.committed([counts[0] for counts in program.state.pass_results().tolist()])
             program.state.retrieval_emitted.zero_()
         synchronize(self.device)

@@ -22,8 +22,8 @@ def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float)
     if isinstance(drafter, TreeDrafter):
         window = program.batch * (drafter.config.sinks + drafter.config.window) * _slot_bytes(drafter.store)
         needed["draft"] = drafter.depth * (weight_bytes(drafter.model.model) + window)
-    if program.retrieval_view is not None:
-        config = program.retrieval_view.config
+    if program.retrieval is not None:
+        config = program.retrieval.config
         seen = sum(min(config.budget, length) for length in lengths) * slot
         needed["retrieval"] = weight_bytes(program.retrieval_model.model) + seen
         # Chunks are chosen by the means of their keys: half a slot a chunk.

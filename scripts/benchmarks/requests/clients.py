@@ -23,7 +23,7 @@ from scripts.benchmarks.requests.tables import CLIENTS
 from scripts.benchmarks.sources.registry import Texts, named, prompts
 from triforce_tree import Engine
 from triforce_tree.bench.texts import token_ids
-from triforce_tree.generation.batch import room
+from triforce_tree.generation.batch import prefixes
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.runtime.executor import free_memory
@@ -65,13 +65,13 @@ class Clients:
 @contextmanager
 def layout(name: str) -> Iterator[None]:
     """Inside, prompts that join store a prefix so."""
-    choice = room.prefix_tokens
+    choice = prefixes.unit_of
     if name == "copied":
-        room.prefix_tokens = lambda *_: None
+        prefixes.unit_of = lambda *_: None
     try:
         yield
     finally:
-        room.prefix_tokens = choice
+        prefixes.unit_of = choice
 
 
 def measure(engine: Engine, questions: list[list[int]], new: int, tokens: int | None, setup: Setup) -> Record:

@@ -31,8 +31,6 @@ from scripts.benchmarks.sources.registry import Texts, named, prompts
 from triforce_tree import Engine
 from triforce_tree.bench.texts import token_ids
 from triforce_tree.generation.batch import prefixes as batch_prefixes
-from triforce_tree.kv.shared.store import SharedStore
-from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.runtime.executor import free_memory
 
 CASES = ("one document", "two documents behind a header")
@@ -56,13 +54,13 @@ class Steps:
 @contextmanager
 def layout(name: str) -> Iterator[None]:
     """Inside, batches store a common prefix so."""
-    choice = batch_prefixes.prefixes_stored_once
+    choice = batch_prefixes.for_known
     if name == "copied":
-        batch_prefixes.prefixes_stored_once = lambda *_: PrefixTree()
+        batch_prefixes.for_known = lambda *_: None
     try:
         yield
     finally:
-        batch_prefixes.prefixes_stored_once = choice
+        batch_prefixes.for_known = choice
 
 
 def measure(engine: Engine, questions: list[list[int]], new_tokens: int, setup: Setup) -> Record:
@@ -86,13 +84,12 @@ def measure(engine: Engine, questions: list[list[int]], new_tokens: int, setup: 
         })  # fmt: skip
     program = engine.hierarchy.last_program
     assert program is not None
-    store = program.store
+    store, slots = program.store, program.cache.backend.pool_slots
     cold, warm = found
-    once = isinstance(store, SharedStore)
     return {
         **warm, "prefill_seconds": cold["prefill_seconds"], "computed": cold["computed"],
-        "stored_once": once, "prefix": program.cache.prefix.size.slots, "rows": program.batch,
-        "bytes": store.memory.nbytes, "slots": store.slots if once else store.batch * store.rows,
+        "stored_once": slots > 0, "rows": program.batch,
+        "bytes": store.memory.nbytes, "slots": slots or store.batch * store.rows,
     }  # fmt: skip
 
 

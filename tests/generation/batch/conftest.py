@@ -2,25 +2,25 @@ from typing import Any
 
 import pytest
 
-from triforce_tree.decoding import full_cache
-from triforce_tree.kv.shared import choice
+from triforce_tree.kv import backend
+from triforce_tree.kv.pool import size
 
 
 @pytest.fixture(autouse=True)
 def _prefixes_of_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes are stored once that are too short to be worth it in larger models."""
-    monkeypatch.setattr(choice, "LEAST", 16)
-    monkeypatch.setattr(choice, "LEAST_SPARED", 1)
+    monkeypatch.setattr(size, "LEAST", 16)
+    monkeypatch.setattr(size, "LEAST_SPARED", 1)
 
 
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each prefill that were computed; rows without a sequence have none."""
-    prefill, counts = full_cache.prefill, []
+    prefill, counts = backend.prefill, []
 
-    def counted(model: Any, store: Any, row: int, tokens: list[int], *how: Any) -> None:
-        counts.append(len(tokens) - how[3])
-        prefill(model, store, row, tokens, *how)
+    def counted(model: Any, cache: Any, tokens: list[int], *how: Any) -> None:
+        counts.append(len(tokens) - how[2])
+        prefill(model, cache, tokens, *how)
 
-    monkeypatch.setattr(full_cache, "prefill", counted)
+    monkeypatch.setattr(backend, "prefill", counted)
     return counts

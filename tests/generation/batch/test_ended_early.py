@@ -26,9 +26,8 @@ from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.kv.shared.pool import PrefixPool
-from triforce_tree.kv.shared.pooled import PooledStore
-from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.pool.backend import PooledBackend
+from triforce_tree.kv.pool.blocks import PrefixPool
 
 NEW = 6
 TEXT = prompt_of(200)
@@ -117,23 +116,18 @@ def texts_of(
 def check_held(engine: Engine, model: PreTrainedModel) -> None:
     """What the cache says that it holds is there, in slots that nothing else has, and no row is in use."""
     program = engine.hierarchy.last_program
-    if program is None or program.cache.store is None:
+    if program is None:
         return
-    store, cached = program.store, program.cache.cached
-    if not isinstance(store, PooledStore):
+    store, cached, backend = program.store, program.cache.cached, program.cache.backend
+    if not isinstance(backend, PooledBackend):
         if any(group.ring for group in store.groups):
             return
         for b, tokens in enumerate(cached.held):
             text = tokens[: cached.whole[b]]
-            if isinstance(store, SharedStore):
-                runs = store.runs(b, 0, len(text))
-                slots = [run.place + n for run in runs for n in range(run.stop - run.start)]
-                check_slots(store.whole, 0, text, slots, model)
-            else:
-                check_slots(store.groups, b, text, list(range(len(text))), model)
+            check_slots(store.groups, b, text, list(range(len(text))), model)
         return
     taken: set[int] = set()
-    for block in store.pool.blocks():
+    for block in backend.pool.blocks():
         slots = range(block.place, block.end)
         assert block.written
         assert not block.users
@@ -146,7 +140,7 @@ def check_held(engine: Engine, model: PreTrainedModel) -> None:
             now = now.parent
         if not block.children:
             check_slots(store.whole, 0, text, places, model)
-    assert store.pool.taken == len(taken)
+    assert backend.pool.taken == len(taken)
 
 
 def check_slots(groups: Any, b: int, text: list[int], slots: list[int], model: PreTrainedModel) -> None:

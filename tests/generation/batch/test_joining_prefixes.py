@@ -16,7 +16,7 @@ from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.kv.shared.pooled import PooledStore
+from triforce_tree.kv.pool.store import PooledStore
 
 NEW = 10
 SYSTEM = prompt_of(35)
@@ -124,7 +124,7 @@ def test_level_1_retrieves_as_over_copies(monkeypatch: pytest.MonkeyPatch) -> No
         return [(level.forwards, level.accepted, level.proposed) for level in levels]
 
     once = counts()
-    monkeypatch.setattr("triforce_tree.generation.batch.room.prefix_tokens", lambda *_: None)
+    monkeypatch.setattr("triforce_tree.generation.batch.prefixes.unit_of", lambda *_: None)
     assert once == counts()
 
 
@@ -189,7 +189,7 @@ def test_nothing_moves_that_a_graph_would_hold() -> None:
     class Looking(Coming):
         def next(self, fits: Fits) -> Joined | None:
             program = engine.hierarchy.last_program
-            store, views = program.store, [program.retrieval_view]
+            store, views = program.store, [program.retrieval]
             tensors = [store.prefix, store.first, store.pages, store.memory, *(g.k for g in store.groups)]
             tensors += [t for view in views for r in view.retrieved for t in (r.table, r.means)]
             for plan in (each.plan for each in store._plans):
@@ -242,13 +242,13 @@ def test_memory_decides_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch, 
     engine, asked_for = SHARING["plain"](), []
 
     def fitting(*how: Any) -> int:
-        wanted, prefix = how[3], how[7]
-        asked_for.append(prefix)
-        return wanted if prefix.slots <= slots and prefix.slots else 1
+        wanted, pool = how[3], how[7]
+        asked_for.append(pool)
+        return wanted if 0 < pool <= slots else 1
 
     monkeypatch.setattr("triforce_tree.generation.batch.run.fitting_batch", fitting)
     assert decoded(engine, Coming(PROMPTS, 4)) == texts(PROMPTS)
     made = engine.hierarchy.last_program.store
     assert isinstance(made, PooledStore)
-    assert made.slots <= max(slots, min(size.slots for size in asked_for if size.slots) + 64)
+    assert made.slots <= max(slots, min(pool for pool in asked_for if pool) + 64)
     assert made.batch == (4 if slots > 2000 else 1)

@@ -25,13 +25,13 @@ from tests.support.models.program_cases import reference
 from tests.support.models.recurrent_families import RECURRENT, recurrent
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
-from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.generation.batch.joining import Fits, Joined
 from triforce_tree.generation.batch.prefixes import BatchPrefixes
 from triforce_tree.generation.batch.run import RunOptions
 from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.kv import backend
 from triforce_tree.planning import batch_size
 from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.planning.memory_layout import Workload, on_device
@@ -325,15 +325,14 @@ def test_prompts_join_a_batch_that_runs(monkeypatch: pytest.MonkeyPatch, target:
         )
     waiting = Waiting([list(prompt) for prompt in PROMPTS[2:]], rows)
     options = {"max_new_tokens": NEW, "do_sample": False, "logprobs": True}
-    fed, prefill = [], full_cache.prefill
+    fed, prefill = [], backend.prefill
 
-    def counted(model: Any, store: Any, row: int, tokens: list[int], *how: Any) -> None:
-        start = how[3]
-        fed.append(len(tokens) - start)
-        prefill(model, store, row, tokens, *how)
+    def counted(model: Any, cache: Any, tokens: list[int], *how: Any) -> None:
+        fed.append(len(tokens) - how[2])
+        prefill(model, cache, tokens, *how)
 
     with monkeypatch.context() as patched:
-        patched.setattr(full_cache, "prefill", counted)
+        patched.setattr(backend, "prefill", counted)
         out = engine.generate(PROMPTS[:2], joining=waiting, **options)
     assert sum(fed) == sum(len(prompt) - 1 for prompt in PROMPTS), "nothing is prefilled twice"
     texts = [reference(model, prompt, NEW) for prompt in PROMPTS]

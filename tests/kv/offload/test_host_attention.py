@@ -105,10 +105,10 @@ def test_greedy_tokens_are_the_targets(levels: int, shares: tuple[float, float])
     split = Offload(3 * PIECE, PIECE, 2, host_share=shares[0], plain_host_share=shares[1])
     program = program_of(levels, 3, split=split)
     assert decoded(program, PROMPTS, NEW)[0] == references(PROMPTS, NEW)
-    assert program.offloaded is not None
-    assert program.offloaded.attention is not None
+    assert program.cache.backend.transfers
+    assert program.cache.backend.cache.attention is not None
     used = shares[1] if levels == 1 else shares[0]
-    assert (program.offloaded.attention.bytes > 0) == (used > 0)
+    assert (program.cache.backend.cache.attention.bytes > 0) == (used > 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mqa"])
@@ -167,8 +167,8 @@ def test_the_same_seed_and_split_give_the_same_draws() -> None:
 def test_a_fault_is_raised_and_the_next_generation_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_of(3, split=HALF)
     expected, _ = decoded(program, PROMPTS[:1], [10])
-    assert program.offloaded is not None
-    attention = program.offloaded.attention
+    assert program.cache.backend.transfers
+    attention = program.cache.backend.cache.attention
     assert attention is not None
     attend_once, left = attention._attend, 3
 

@@ -39,7 +39,7 @@ def _attending(
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
     assert out.memory is not None
     [program] = own.hierarchy._offloaded
-    assert program.offloaded is not None
+    assert program.cache.backend.transfers
     return out.memory, program
 
 
@@ -53,12 +53,12 @@ def test_the_cpu_attends_where_it_is_wanted_or_has_a_kernel(
 ) -> None:
     memory, program = _attending(monkeypatch, native, options)
     assert memory["split"]["host_share"] > 0
-    assert program.offloaded.attention is not None
-    assert program.offloaded.attention.bytes > 0
+    assert program.cache.backend.cache.attention is not None
+    assert program.cache.backend.cache.attention.bytes > 0
     # A pass copies less by the CPU's share of the slots in host memory.
     share = memory["split"]["host_share"]
-    resident = program.offloaded.host.resident_bytes
-    slot = program.target.layers * program.offloaded.host.slot_bytes
+    resident = program.cache.backend.cache.host.resident_bytes
+    slot = program.target.layers * program.cache.backend.cache.host.slot_bytes
     tokens = -(-resident // slot) + 1000
     on_host = tokens * slot - resident
     assert program.transferred_bytes(tokens) == pytest.approx((1 - share) * on_host, abs=1)
@@ -76,7 +76,7 @@ def test_elsewhere_all_slots_are_streamed(
 ) -> None:
     memory, program = _attending(monkeypatch, native, options)
     assert memory["cpu_gbps"] is None
-    assert program.offloaded.attention is None
+    assert program.cache.backend.cache.attention is None
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,11 @@ def test_settings_of_the_retrieval(options: dict[str, object]):
 def test_long_sequences_are_evicted_many_times(variance: bool):
     program = program_of(3, 1, max_seq_len=400, key_variance=variance)
     assert decoded(program, PROMPTS[:1], [150])[0] == references(PROMPTS[:1], [150])
-    assert program.offloaded is not None
-    assert program.offloaded.host.base[0] >= 83 + 150 - 1 - 8 - 16 - 5
-    means = program.offloaded.means
+    assert program.cache.backend.transfers
+    assert program.cache.backend.cache.host.base[0] >= 83 + 150 - 1 - 8 - 16 - 5
+    means = program.cache.backend.cache.means
     assert means is not None
-    host, chunk = program.offloaded.host, program.offloaded.chunk
+    host, chunk = program.cache.backend.cache.host, program.cache.backend.cache.chunk
     for layer in range(host.layers):
         keys = host.heads.split(host.read(layer, 0, 0, host.base[0]))[0].unflatten(0, (-1, chunk))
         kept = keys.mean(1)
@@ -90,9 +90,9 @@ def test_long_sequences_are_evicted_many_times(variance: bool):
 def test_gathered_chunks_are_copies_of_the_host_stores():
     program = program_of(3, 2, max_seq_len=400, budget=40)
     decoded(program, PROMPTS[:2], [80, 80])
-    assert program.gathered_view is not None
-    assert program.offloaded is not None
-    view, cache = program.gathered_view, program.offloaded
+    assert program.retrieval is not None
+    assert program.cache.backend.transfers
+    view, cache = program.retrieval, program.cache.backend.cache
     chunk = view.chunk
     for layer in range(2):
         for b in range(2):
@@ -132,7 +132,7 @@ def test_a_resident_last_layer_needs_no_memory_for_prefill(
     slots = (length + 50) // 16 * 16
     split = Offload(slots * PIECE // 32 + PIECE, PIECE, 2, states_on_host=on_host, last_resident=True)
     program = program_of(levels, max_seq_len=slots, split=split)
-    cache = program.offloaded
+    cache = program.cache.backend.cache
     assert cache is not None
     assert cache.host.resident_slots == [32, slots]
     assert cache.store.memory.numel() == sum(part.numel() for part in cache.store.kv)
@@ -229,8 +229,8 @@ def test_a_refused_block_frees_the_others(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("levels", [1, 3])
 def test_an_interrupted_prefill_frees_the_memory(levels: int, error: type[BaseException]):
     program = program_of(levels)
-    assert program.offloaded is not None
-    block = weakref.ref(program.offloaded.host.on_host[0][0])
+    assert program.cache.backend.transfers
+    block = weakref.ref(program.cache.backend.cache.host.on_host[0][0])
     forwards = [layer.forward for layer in model("llama-gqa").model.layers]
     left = 2
 
@@ -245,15 +245,15 @@ def test_an_interrupted_prefill_frees_the_memory(levels: int, error: type[BaseEx
     assert program.closed
     gc.collect()
     assert block() is None
-    assert program.offloaded.host.host_bytes == 0
+    assert program.cache.backend.cache.host.host_bytes == 0
     assert [layer.forward for layer in model("llama-gqa").model.layers] == forwards
     assert decoded(program_of(levels), PROMPTS[:1], NEW[:1])[0] == references(PROMPTS[:1], NEW[:1])
 
 
 def test_a_fault_in_a_copy_is_raised_and_the_next_generation_is_right(monkeypatch: pytest.MonkeyPatch):
     program = program_of(1)
-    assert program.offloaded is not None
-    ring = program.offloaded.host.ring
+    assert program.cache.backend.transfers
+    ring = program.cache.backend.cache.host.ring
     expected, _ = decoded(program, PROMPTS[:1], [10])
     issue, left = ring._issue, 5
 
@@ -281,10 +281,10 @@ def test_progress_of_prefill_counts_every_token_once():
 @pytest.mark.slow
 def test_hundreds_of_passes_take_no_more_memory():
     program = program_of(1, max_seq_len=600)
-    assert program.offloaded is not None
-    before = program.offloaded.host.host_bytes
+    assert program.cache.backend.transfers
+    before = program.cache.backend.cache.host.host_bytes
     assert len(decoded(program, PROMPTS[:1], [400])[0][0]) == 400
-    assert program.offloaded.host.host_bytes == before
+    assert program.cache.backend.cache.host.host_bytes == before
 
 
 def test_a_split_that_cannot_work_is_refused():

@@ -39,7 +39,7 @@ def test_families(family: str) -> None:
     for levels in (1, 2, 3):
         program = program_of(levels, 2, family)
         assert decoded(program, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, family), levels
-        cache, shapes = program.offloaded, program.target.kv_shapes
+        cache, shapes = program.cache.backend.cache, program.target.kv_shapes
         assert cache is not None
         assert cache.host.layers == sum(shape.window is None for shape in shapes)
         for layer, shape in enumerate(shapes):
@@ -76,9 +76,9 @@ def test_the_cpu_attends_to_layers_without_a_window_alone() -> None:
     split = Offload(0, PIECE, 2, host_share=0.5, plain_host_share=0.5)
     program = program_of(2, 2, "gemma3", split=split)
     assert decoded(program, PROMPTS[:2], NEW)[0] == references(PROMPTS[:2], NEW, "gemma3")
-    assert program.offloaded is not None
-    assert program.offloaded.attention is not None
-    assert program.offloaded.attention.bytes > 0
+    assert program.cache.backend.transfers
+    assert program.cache.backend.cache.attention is not None
+    assert program.cache.backend.cache.attention.bytes > 0
 
 
 def test_layers_without_a_window_of_different_heads_are_refused() -> None:

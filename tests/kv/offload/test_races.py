@@ -62,8 +62,8 @@ def test_a_prefill_in_the_resident_layers_memory_has_none(
     levels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = program_of(levels, split=LAST)
-    assert program.offloaded is not None
-    assert program.offloaded.host.last_resident
+    assert program.cache.backend.transfers
+    assert program.cache.backend.cache.host.last_resident
     with watched(monkeypatch) as watch:
         run(program_of(levels, split=LAST))
     # Hidden states are kept on the device, so that there is no copy stream for them.

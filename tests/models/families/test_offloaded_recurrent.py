@@ -66,7 +66,7 @@ def test_greedy_text_of_every_family(family: str) -> None:
     new, decoder = decoded(used, PROMPTS, [NEW] * 2)
     assert new == expected(family)
     assert 0 < decoder.levels[-1].accepted < decoder.levels[-1].proposed
-    held, target = used.offloaded, used.target
+    held, target = used.cache.backend.cache, used.target
     assert held is not None
     assert held.host.base[0] > len(PROMPTS[0]), "no slots were evicted while decoding"
     attends = [shape is not None for shape in target.kv_layers]
@@ -114,8 +114,8 @@ def test_a_second_text_begins_with_empty_states() -> None:
 
 def test_bytes_that_a_pass_copies_are_those_of_layers_with_attention() -> None:
     used = program("qwen3-next", 1, batch=1)
-    assert used.offloaded is not None
-    assert used.offloaded.host.layers == 1
+    assert used.cache.backend.transfers
+    assert used.cache.backend.cache.host.layers == 1
     heads = used.target.heads
     assert used.transferred_bytes(64) == 64 * heads.row * 4
 
@@ -129,7 +129,7 @@ def test_by_the_engine(family: str, options: dict[str, bool]) -> None:
     assert out.sequences[0, len(PROMPTS[0]) :].tolist() == expected(family)[0]
     assert engine.hierarchy.offloads
     assert engine.hierarchy.last_program is not None
-    assert engine.hierarchy.last_program.offloaded is not None
+    assert engine.hierarchy.last_program.cache.backend.transfers
 
 
 def test_a_conversation_goes_on_from_its_states() -> None:

@@ -113,9 +113,9 @@ def test_offloaded_caches(family: str, split: str) -> None:
     prompts = [prompt_of(150), prompt_of(67)]
     found, _ = decoded(program, prompts, [NEW, NEW])
     assert found == [expected(family, tuple(prompt)) for prompt in prompts]
-    assert program.offloaded is not None
+    assert program.cache.backend.transfers
     full = next(shape.heads for shape in target.kv_shapes if shape.window is None)
-    assert {kv.shape[1] for layer in program.offloaded.host.on_host for kv in layer} == {full.row}
+    assert {kv.shape[1] for layer in program.cache.backend.cache.host.on_host for kv in layer} == {full.row}
     program.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 
-from triforce_tree.kv.prefill import SequenceRows, prefill
+from triforce_tree.kv.prefill import PromptCache, prefill
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.prefill.layers import PrefillLayers
@@ -35,8 +35,8 @@ def filled(model: HFModel, bits: int, kernels: bool) -> tuple[list[torch.Tensor]
         if kernels:
             PrefillLayers(model.model).attach(model.running)
         tokens = torch.randint(90, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
-        prefill(model, store, 0, tokens, 16, None)
-        logits = model.forward([7], SequenceRows(store, 0, None, TOKENS))
+        prefill(model, PromptCache(store, 0), tokens, 16, None)
+        logits = model.forward([7], PromptCache(store, 0, None, TOKENS))
     return [part.clone() for group in store.groups for part in group.parts], logits
 
 

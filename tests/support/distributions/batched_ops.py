@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from triforce_tree.decoding import full_cache
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan
 from triforce_tree.kernels.cpu import backend as cpu_backend
 from triforce_tree.kernels.step.kv_slots import quantized
+from triforce_tree.kv import backend
+from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 
@@ -25,14 +26,14 @@ def use_batched_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prefill_alike(program: DecodingProgram, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """``program.prefill`` of one prompt for the whole batch, computed once."""
-    one = full_cache.prefill
+    one = backend.prefill
 
-    def prefill_first(model: HFModel, store, sequence: int, *rest) -> None:
-        if sequence == 0:
-            one(model, store, sequence, *rest)
-            share_first(store)
+    def prefill_first(model: HFModel, cache: PromptCache, *rest) -> None:
+        if cache.sequence == 0:
+            one(model, cache, *rest)
+            share_first(cache.store)
 
-    monkeypatch.setattr(full_cache, "prefill", prefill_first)
+    monkeypatch.setattr(backend, "prefill", prefill_first)
     share_windows(monkeypatch)
     program.prefill([prompt] * program.batch)
 

@@ -121,10 +121,10 @@ class Generations:
             self.program.config = replace(self.program.config, rounds=1)
         with wrapped.active():
             features = self.program.state.features
-            prefill(
-                wrapped, self.program.store, 0, self.prompt[:-1], 64, None, self.program.states,
-                features=features,
-            )  # fmt: skip
+            backend = self.program.cache.backend
+            cache = backend.prompt_cache(0, self.program.states, 0)
+            prefill(wrapped, cache, self.prompt[:-1], 64, None, 0, features)
+            self.program.store.fed(0, len(self.prompt) - 1)
         for buffer in features.buffers if features is not None else ():
             buffer[1:] = buffer[:1]
         share_first(self.program.store)

@@ -15,7 +15,7 @@ from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.layerwise_prefill import prefill_by_layers
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_view import StreamedView
-from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.models.few_row import few_row_copy
@@ -86,8 +86,8 @@ class _StoreSink:
             None if shape.window is not None else layer for layer, shape in enumerate(model.kv_shapes)
         ]
 
-    def rings(self) -> SequenceRows:
-        return SequenceRows(self.store, 0)
+    def rings(self) -> PromptCache:
+        return PromptCache(self.store, 0)
 
     def buffer(self, tokens: int) -> Tensor:
         return torch.empty((tokens, self.heads.row))

@@ -76,8 +76,7 @@ def two() -> dict[str, Any]:
     out = session.generate([1, 2, 3], max_new_tokens=8, do_sample=False)
     result["session"] = [session.tokens, out.reused_tokens]
     with made.program([PROMPT], NEW, None) as program:
-        assert program.cache.split is not None
-        split, most = program.cache.split, program.max_seq_len
+        split, most = program.cache.backend.slots, program.max_seq_len
         result["slots"] = [split.part.rows, most, split.whole.groups == []]
     with torch.no_grad(), made.program([PROMPT], NEW, None) as program:
         program.prefill([PROMPT])

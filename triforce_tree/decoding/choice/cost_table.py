@@ -182,7 +182,7 @@ def _forget_factors(program: DecodingProgram) -> None:
 
 
 def _transferred(program: DecodingProgram) -> Callable[[int, bool], int] | None:
-    return program.transferred_bytes if program.offloaded is not None else None
+    return program.transferred_bytes if program.cache.backend.transfers else None
 
 
 def _prepared(program: DecodingProgram, to_probs: ProbsFromLogits) -> ProbsFromLogits:

@@ -55,7 +55,7 @@ class LearntChoices:
         self._kind: Hashable = (
             DeviceProbs.key(to_probs), temperature_class(to_probs), program.config.retrieval.refresh,
         )  # fmt: skip
-        transferred = program.transferred_bytes if program.offloaded is not None else None
+        transferred = program.transferred_bytes if program.cache.backend.transfers else None
         settings = settings_of(program, DeviceProbs.kind(to_probs), transferred)
         self._settings = settings | {"temperature": temperature_class(to_probs)}
         path = path or _user_file()

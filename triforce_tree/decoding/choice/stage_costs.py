@@ -344,8 +344,8 @@ def settings_of(
         "context": 1 << (program.max_seq_len - 1).bit_length(),
         "cache on": "device" if transferred is None else "host",
     }
-    if prefix := program.cache.prefix:
-        settings["prefixes read once"] = [1 << (slots - 1).bit_length() for slots in prefix.size]
+    if slots := program.cache.backend.pool_slots:
+        settings["slots shared"] = 1 << (slots - 1).bit_length()
     if transferred is not None:
         # Rounded: free memory, and so the split, differs a little from run to run.
         settings["transferred"] = [

@@ -7,12 +7,10 @@ from dataclasses import replace
 import torch
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.device_slots import low_bit_model
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.drafters.base import Drafter
-from triforce_tree.kv.shared.tree import PrefixTree
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import StepModel
+from triforce_tree.models.step_model import StepModel, low_bit_model
 from triforce_tree.planning import batch_size
 from triforce_tree.planning.device_defaults import level_one_bits
 from triforce_tree.planning.memory_layout import Workload
@@ -93,8 +91,8 @@ class LevelOneCopy:
         free, total = batch_size.free_bytes(device), batch_size.total_bytes(device)
         for cache in kept:
             # In its own memory, or else copied, which takes both.
-            if cache.store is not None and cache.fits(workload.max_seq_len, PrefixTree()):
-                free += cache.store.memory.nbytes
+            if cache.fits(workload.max_seq_len):
+                free += cache.backend.bytes
         sizes = Sizes.of(self._target, draft, config, drafter)
         bits = level_one_bits(sizes, config, workload, free, total, self.nbytes)
         # The most of any rank: each has its own memory.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.cached_tokens import Reuse
-from triforce_tree.kv.shared.tree import PrefixTree
+from triforce_tree.kv.pool.size import PoolSize
 
 
 class PlannedPrograms:
@@ -18,7 +18,7 @@ class PlannedPrograms:
         max_seq_len: most tokens of a sequence, new ones included.
         reuse: which tokens that the cache holds from earlier generations are kept.
         pinned: called with bytes of host memory as they are taken.
-        prefix: the common prefixes that are stored once, under the settings at the time of a call.
+        pool: the pool of KV slots that the texts share, under the settings at the time of a call.
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class PlannedPrograms:
         max_seq_len: int,
         reuse: Reuse = "none",
         pinned: Callable[[int], None] | None = None,
-        prefix: Callable[[], PrefixTree] = PrefixTree,
+        pool: Callable[[], PoolSize | None] = lambda: None,
     ) -> None:
         self._hierarchy, self._first, self._max_seq_len = hierarchy, first, max_seq_len
-        self._reuse, self._pinned, self._prefix = reuse, pinned, prefix
+        self._reuse, self._pinned, self._pool = reuse, pinned, pool
         self._least = min(map(len, first))
 
     def make(self, texts: Sequence[Sequence[int]]) -> DecodingProgram:
@@ -39,7 +39,7 @@ class PlannedPrograms:
         alike = [text if len(text) >= self._least else self._first[0] for text in texts]
         reuse: Reuse = "all" if len(texts) > len(self._first) else self._reuse
         left = self._max_seq_len - max(map(len, alike))
-        program = self._hierarchy.program(alike, left, self._pinned, reuse, self._prefix())
+        program = self._hierarchy.program(alike, left, self._pinned, reuse, self._pool())
         self._max_seq_len = program.max_seq_len
         return program
 

@@ -1,63 +1,137 @@
-"""The common prefixes that the sequences of a batch store once, and the order in which they begin."""
+"""The KV slots that the sequences of a batch share, and the order in which they begin."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import replace
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
-from triforce_tree.kv.shared.choice import prefixes_stored_once
-from triforce_tree.kv.shared.tree import NO_PREFIX, PrefixSize, PrefixTree
+from triforce_tree.kv.pool.blocks import own_slots
+from triforce_tree.kv.pool.size import PoolSize, SharedChunks, for_known, page_of, unit_of
+from triforce_tree.trees.device_shapes import PassLimits
 
 
-class Prefixes(Protocol):
-    """What a batch stores once, under the settings at the time of a call: memory planning may change them."""
-
-    def __call__(self) -> PrefixTree:
-        """What is stored once."""
-
-    def fitting(self, rows: Callable[[PrefixSize, int], int], most: int) -> int:
-        """How many sequences fit, up to ``most``, by ``rows`` of what is stored once and of ``most``.
-
-        Less is stored once, or there is less room for it, where more fit then.
-        """
-
-    def beginning(self, prompts: Sequence[Sequence[int]], rows: int) -> tuple[list[int], list[Sequence[int]]]:
-        """Numbers of the prompts in the order in which they begin, and those that the rows are made for.
-
-        Rows that share a prefix are neighbours, so that it is read once for all of them. Rows without a
-        sequence are made for one like the first.
-        """
-
-
-class BatchPrefixes:
-    """Prefixes of prompts that are known before the batch begins.
+class BatchPool:
+    """The pool of a batch, under the settings at the time of a call: memory planning may change them.
 
     Args:
-        hierarchy: which decodes them.
-        prompts: of the whole batch; empty where copies are stored.
-        rows: most sequences that are decoded together.
+        hierarchy: which decodes the prompts.
+        prompts: with which the batch begins, and which follow them.
+        new_tokens: most of them in each of these.
+        sequences: most that are decoded together, as far as that is known.
+        joins: whether prompts that are not known yet may join while the batch runs.
+        tokens: most tokens of all prompts together, where there is such a limit.
+        shares: whether prompts may share slots at all.
     """
 
-    def __init__(self, hierarchy: Hierarchy, prompts: Sequence[Sequence[int]], rows: int) -> None:
-        self._hierarchy, self._prompts, self._rows = hierarchy, prompts, rows
-        self._found: dict[tuple[HierarchyConfig, int], PrefixTree] = {}
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        sequences: int,
+        joins: bool = False,
+        tokens: int | None = None,
+        shares: bool = True,
+    ) -> None:
+        self._hierarchy, self._prompts, self._new_tokens = hierarchy, prompts, new_tokens
+        self._sequences = sequences if joins else min(sequences, len(prompts))
+        self._joins, self._tokens, self._shares, self._begun = joins, tokens, shares, False
+        self._part = 1.0
+        self._found: dict[tuple[HierarchyConfig, int, float], PoolSize | None] = {}
 
-    def __call__(self) -> PrefixTree:
-        """See :class:`Prefixes`."""
-        key = config, rows = self._hierarchy.config, self._rows
+    def __call__(self) -> PoolSize | None:
+        """The pool; None where each sequence has slots of its own."""
+        key = self._hierarchy.config, self._sequences, self._part
         if key not in self._found:
-            self._found[key] = prefixes_stored_once(self._hierarchy.target, config, self._prompts, rows)
+            self._found[key] = self._made()
         return self._found[key]
 
-    def fitting(self, rows: Callable[[PrefixSize, int], int], most: int) -> int:
-        """See :class:`Prefixes`."""
-        while True:
-            found = rows(self().size, most)
-            if found >= self._rows or not self() or (copies := rows(NO_PREFIX, most)) <= found:
-                return found
-            self._rows = min(copies, self._rows - 1)
+    def _made(self) -> PoolSize | None:
+        hierarchy, config = self._hierarchy, self._hierarchy.config
+        unit = unit_of(hierarchy.target, config) if self._shares and self._part else None
+        longest = hierarchy.rounded(max(map(len, self._prompts)) + self._new_tokens)
+        if unit is None:
+            return None
+        levels = hierarchy.levels(min(map(len, self._prompts)), longest)
+        scratch, page = PassLimits.of(config, levels).scratch_slots, page_of(unit, config, levels)
+        # Trials of stages have sequences of any length, all of which begin with one prefix.
+        trial = longest + self._sequences * (scratch + 2 * page + 1)
+        if not self._joins:
+            if self._sequences < 2:
+                return None
+            made = for_known(
+                self._prompts, self._new_tokens, self._sequences, unit, page, scratch, config.exact
+            )
+            return made and replace(made, slots=max(made.slots, trial), least=max(made.slots, trial))
+        # Memory is planned for the prompts that begin where something may be offloaded.
+        if longest <= unit or config.offloads:
+            return None
+        most = copies = self._sequences * (longest + scratch + page)
+        if self._tokens is not None:
+            # A prompt of any length, and what others that share its chunks have after them.
+            tokens = max(self._tokens, longest + (self._sequences - 1) * unit)
+            most = min(copies, tokens + self._sequences * (self._new_tokens + scratch + page))
+        first = SharedChunks(self._prompts[: self._sequences], unit)
+        needed, _ = first.slots(self._sequences, self._new_tokens, scratch, page)
+        least = max(trial, needed + self._sequences * own_slots(1, scratch, page))
+        # No more than if all sequences had slots of their own.
+        return PoolSize(max(least, int(self._part * most)), least, unit)
 
-    def beginning(self, prompts: Sequence[Sequence[int]], rows: int) -> tuple[list[int], list[Sequence[int]]]:
-        """See :class:`Prefixes`."""
-        order = self().order(self._prompts) if self._prompts else list(range(len(prompts)))
-        return order, [prompts[n] for n in [*order[:rows], *order[:1] * (rows - len(prompts))]]
+    @property
+    def slots(self) -> int:
+        """KV slots of the pool; 0 without one."""
+        pool = self()
+        return pool.slots if pool is not None else 0
+
+    def fitting(self, fits: Callable[[int, int], int], most: int) -> int:
+        """How many sequences to decode together, up to ``most``; sharing less where more fit then.
+
+        Args:
+            fits: how many fit into memory, by the slots of the pool and ``most``.
+        """
+        if not self._joins:
+            return self._fitting_known(fits, most)
+        if self._begun:
+            # Sequences run in what there is; where the number of rows was not known, there is more for more.
+            self._sequences = max(self._sequences, most)
+            return fits(self.slots, most)
+        # A batch of one sequence gets others.
+        wanted = max(2, most)
+        while slots := self.slots:
+            if (found := fits(slots, wanted)) >= wanted:
+                return most
+            self._part /= 2
+            if self.slots == slots:
+                # There is no less.
+                if found >= fits(0, wanted):
+                    return min(most, found)
+                self._part = 0
+        return fits(0, most)
+
+    def _fitting_known(self, fits: Callable[[int, int], int], most: int) -> int:
+        def holds(sequences: int) -> bool:
+            self._sequences = sequences
+            return self.slots > 0 and fits(self.slots, sequences) >= sequences
+
+        if holds(most):
+            return most
+        low, high = fits(0, most), most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if holds(middle) else (low, middle - 1)
+        if not holds(low):
+            self._part = 0
+        return low
+
+    def beginning(
+        self, prompts: Sequence[Sequence[int]], sequences: int
+    ) -> tuple[list[int], list[Sequence[int]]]:
+        """Numbers of the prompts in the order in which they begin, and those that buffers are made for.
+
+        Sequences that share a prefix are neighbours, so that it is read once for all of them. Where there are
+        fewer prompts, buffers are made for the first one again.
+        """
+        self._begun, order = True, list(range(len(prompts)))
+        if len(prompts) > 1 and (pool := self()) is not None:
+            order = SharedChunks(prompts, pool.unit, pool.tails).order()
+        return order, [prompts[n] for n in [*order[:sequences], *order[:1] * (sequences - len(prompts))]]

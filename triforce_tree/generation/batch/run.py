@@ -13,14 +13,12 @@ from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.generation.batch.joining import Joining
-from triforce_tree.generation.batch.prefixes import BatchPrefixes, Prefixes
-from triforce_tree.generation.batch.room import JoiningPrefixes
+from triforce_tree.generation.batch.prefixes import BatchPool
 from triforce_tree.generation.batch.scores import EmittedScores
 from triforce_tree.generation.batch.streamers import Streamers
 from triforce_tree.generation.output import GenerateOutput, output_of
 from triforce_tree.generation.request import Job
 from triforce_tree.kv.cached_tokens import Reuse
-from triforce_tree.kv.shared.tree import PrefixSize
 from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.draws import sequence_seed
@@ -53,25 +51,25 @@ class RunOptions:
             self.joining.ended(number, output)
         return output
 
-    def prefixes(
+    def pool(
         self, hierarchy: Hierarchy, prompts: Sequences[Sequences[int]], new_tokens: int, reuse: Reuse
-    ) -> Prefixes:
-        """The common prefixes that a batch of the prompts stores once, and those that join it.
+    ) -> BatchPool:
+        """The pool of KV slots that a batch of the prompts shares, and those that join it.
 
-        A session goes on in slots of its own: there are none then.
+        A session goes on in slots of its own: there is none then.
         """
-        rows = self.max_batch or len(prompts)
-        if reuse == "chunks" and self.joining is not None and self.max_batch != 1:
-            return JoiningPrefixes(hierarchy, prompts, new_tokens, rows, self.joining.tokens)
-        copied = reuse != "chunks" or self.joining is not None or rows == 1
-        return BatchPrefixes(hierarchy, [] if copied else prompts, rows)
+        tokens = self.joining.tokens if self.joining is not None else None
+        return BatchPool(
+            hierarchy, prompts, new_tokens, self.max_batch or len(prompts), self.joining is not None, tokens,
+            shares=reuse == "chunks" and self.max_batch != 1,
+        )  # fmt: skip
 
-    def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int, prefixes: Prefixes) -> int:
+    def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int, pool: BatchPool) -> int:
         """How many sequences to decode together, up to ``most``, or more where further prompts may join.
 
         Args:
             prompt, new_tokens: of the longest sequence.
-            prefixes: what is stored once; less of it where more sequences fit then.
+            pool: the pool that they share; a smaller one where more sequences fit then.
         """
         if hierarchy.memory is not None or hierarchy.config.text_ranks > 1:
             # Planned for as many.
@@ -81,15 +79,15 @@ class RunOptions:
             most = self.max_batch
         freed, last = hierarchy.level_one.nbytes, hierarchy.last_program
         if last is not None:
-            if last.batch == most and last.cache.fits(prompt + new_tokens, prefixes()):
+            if last.batch == most and last.cache.fits(prompt + new_tokens, pool()):
                 return most
-            freed += last.store.memory.nbytes if last.offloaded is None else 0
+            freed += last.cache.backend.bytes
 
-        def fitting(size: PrefixSize, wanted: int) -> int:
+        def fitting(slots: int, wanted: int) -> int:
             models, own = (hierarchy.target, hierarchy.draft), hierarchy.own_drafter
-            return fitting_batch(*models, hierarchy.config, wanted, prompt, new_tokens, freed, size, own)
+            return fitting_batch(*models, hierarchy.config, wanted, prompt, new_tokens, freed, slots, own)
 
-        return prefixes.fitting(fitting, most)
+        return pool.fitting(fitting, most)
 
 
 class Batch:
@@ -103,7 +101,7 @@ class Batch:
         tokenizer: for the texts of the output.
         hierarchy: whose levels these are.
         waiting: the job's sequences that are not in the loop yet, in the order in which they begin.
-        prefixes: what is stored once.
+        pool: the pool of KV slots that they share.
     """
 
     def __init__(
@@ -115,9 +113,9 @@ class Batch:
         tokenizer: PreTrainedTokenizerBase | None,
         hierarchy: Hierarchy,
         waiting: Sequences[Sequence],
-        prefixes: Prefixes,
+        pool: BatchPool,
     ) -> None:
-        self._job, self._how, self._loop, self._prefixes = job, how, loop, prefixes
+        self._job, self._how, self._loop, self._pool = job, how, loop, pool
         self._scores, self._tokenizer, self._hierarchy = scores, tokenizer, hierarchy
         self._waiting, self._count = deque(waiting), len(job.sequences)
 
@@ -157,7 +155,7 @@ class Batch:
         now = len(self._loop.rows)
         if (wanted := joining.wanted(self._fits)) <= now:
             return
-        rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0, self._prefixes)
+        rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0, self._pool)
         if rows > now:
             self._loop.grow(rows)
 
@@ -190,17 +188,12 @@ class Batch:
 
     def _has_slots(self, coming: Sequence) -> bool:
         """Whether there are KV slots for a sequence to come, beside those that are decoded."""
-        joining, pooled = self._how.joining, self._loop.program.cache.pooled
-        begun = self._loop.joining
-        running = [sequence for sequence in self._loop.running if sequence not in begun]
-        if pooled is not None:
-            wanted = [(each.prompt, each.ending.max_new_tokens) for each in (coming, *begun)]
-            rows = [sequence.row for sequence in running if sequence.row is not None]
-            return pooled.room(rows, wanted, self._how.max_batch or 0)
-        beside = [*running, *begun]
-        if joining is None or joining.tokens is None or not beside:
-            return True
-        return sum(len(each.prompt) for each in (*beside, coming)) <= joining.tokens
+        joining, begun = self._how.joining, self._loop.joining
+        running = {each.row: each.prompt for each in self._loop.running if each not in begun}
+        wanted = [(each.prompt, each.ending.max_new_tokens) for each in (coming, *begun)]
+        tokens = joining.tokens if joining is not None else None
+        backend = self._loop.program.cache.backend
+        return backend.has_slots(running, wanted, self._how.max_batch or 0, tokens)
 
     def _ended(self, sequence: Sequence) -> None:
         self._how.streamers.end(sequence.number)

@@ -7,7 +7,9 @@ slots of chunks that were not selected, in clock order; chunks that stay are att
 a window see all of it, in their rings.
 """
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -97,6 +99,16 @@ class GatheredRetrievalView(OffloadedView):
                 keys[b], values[b], host.on_device[layer][b], host.on_host[layer][b],
                 self._copies[b], copied[b], self.chunk,
             )  # fmt: skip
+
+    def beside(self, queries: int, depths: Sequence[int]) -> Self:
+        """See :class:`RetrievalView`."""
+        other = copy.copy(self)
+        OffloadedView.__init__(other, self.cache, self.cache.store, self.cache.slots, queries, depths=depths)
+        other.capturable = self.capturable
+        return other
+
+    def update_chunk_means(self, first: Tensor, count: int) -> None:
+        """See :class:`RetrievalView`; means are computed when chunks leave the window."""
 
     def fill(self) -> None:
         """Gather the newest chunks before the window, after a prefill or a rewind."""

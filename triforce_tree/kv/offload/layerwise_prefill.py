@@ -18,7 +18,7 @@ from triforce_tree.kernels.attention.plan import AttentionParams, Heads
 from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory
-from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.model_copy import decoder_layers
@@ -37,7 +37,7 @@ class Sink(Protocol):
     @property
     def host_layers(self) -> Sequence[int | None]: ...
 
-    def rings(self) -> SequenceRows:
+    def rings(self) -> PromptCache:
         """The cache of layers with a window, and the states of recurrent layers."""
 
     def buffer(self, tokens: int) -> Tensor:
@@ -157,7 +157,7 @@ class _LayerKV:
         rings: of the others, and of recurrent layers.
     """
 
-    def __init__(self, buffer: Tensor | None, rings: SequenceRows) -> None:
+    def __init__(self, buffer: Tensor | None, rings: PromptCache) -> None:
         self.buffer, self.rings, self.length = buffer, rings, 0
         self.recurrent: ChunkPass | None = rings.recurrent
 

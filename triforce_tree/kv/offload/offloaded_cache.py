@@ -276,6 +276,13 @@ class OffloadedCache:
                 self.host.base[b] = base
         self._publish()
 
+    def restored(self, length: int) -> None:
+        """All layers of the only sequence were written, its whole units to the host."""
+        self.host.ring.invalidate()
+        self.lengths[0], unit = length, self.host.unit
+        self.host.base[0] = length // unit * unit
+        self.set_lengths([length])
+
     @contextmanager
     def trial(self, length: int, held: Sequence[int]) -> Iterator[None]:
         """Inside, forwards may run on made-up sequences of ``length`` tokens; KV slots in use stay unchanged.

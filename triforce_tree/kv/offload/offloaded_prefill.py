@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.recurrent_states import RecurrentStates
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class OffloadedPrefill:
         """See ``OffloadedCache``."""
         return self.cache.host_layers
 
-    def rings(self) -> SequenceRows:
+    def rings(self) -> PromptCache:
         """The cache of layers with a window, and the states of recurrent layers."""
-        return SequenceRows(self.cache.rings, self.b, self._states, self.start)
+        return PromptCache(self.cache.rings, self.b, self._states, self.start)
 
     def buffer(self, tokens: int) -> Tensor:
         """Memory for one layer's rows ``[tokens, row]``."""

@@ -10,12 +10,11 @@ from triforce_tree.kernels.attention.prefill import attention_states
 from triforce_tree.kernels.attention.reference import merge_states
 from triforce_tree.kernels.ranks import merged_over_ranks
 from triforce_tree.kv.parallel.store import SplitStore
-from triforce_tree.kv.prefill import SequenceRows
+from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.recurrent_states import RecurrentStates
-from triforce_tree.kv.store import KVStore
 
 
-class SplitSequenceRows(SequenceRows):
+class SplitPromptCache(PromptCache):
     """One sequence of a :class:`SplitStore` as a cache that prefill writes into.
 
     A chunk's queries see the positions before it on the ranks that keep them, without a mask, and the chunk
@@ -23,18 +22,17 @@ class SplitSequenceRows(SequenceRows):
 
     Args:
         slots: this rank's.
-        store, sequence, states, length: as for :class:`SequenceRows`; ``store`` is ``slots.whole``.
+        sequence, states, length: as for :class:`PromptCache`.
     """
 
     def __init__(
         self,
         slots: SplitStore,
-        store: KVStore,
         sequence: int,
         states: RecurrentStates | None = None,
         length: int = 0,
     ) -> None:
-        super().__init__(store, sequence, states, length)
+        super().__init__(slots.whole, sequence, states, length)
         self._slots = slots
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:

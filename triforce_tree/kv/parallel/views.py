@@ -135,6 +135,9 @@ class SplitRetrievalView(SplitView):
         """See :class:`RetrievalView`."""
         self._retrieval.refresh(self._split.counts(root), self._split.counts(committed))
 
+    def fill(self) -> None:
+        """See :class:`RetrievalView`; nothing is copied."""
+
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
         """The same view for another number of new tokens, see :class:`PagedRetrievalView`."""
         other = copy.copy(self)

@@ -1,14 +1,21 @@
-"""Which KV slots hold which tokens where prompts come and go: whole chunks once, and each row's own slots."""
+"""Which KV slots hold which tokens: chunks that prompts begin with once, and each sequence's own slots."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-
-from triforce_tree.kv.shared.tree import Run
+from typing import NamedTuple
 
 Chunk = tuple[int, ...]
 """Tokens of a whole chunk."""
+
+
+class Run(NamedTuple):
+    """Positions ``start`` to ``stop`` of a sequence, in KV slots from ``place`` on."""
+
+    start: int
+    stop: int
+    place: int
 
 
 @dataclass(eq=False, repr=False)
@@ -44,6 +51,11 @@ class Block:
         """The slot after the last token's."""
         return self.place + len(self.tokens)
 
+    @property
+    def run(self) -> Run:
+        """Where the tokens are stored."""
+        return Run(self.start, self.stop, self.place)
+
 
 @dataclass
 class Own:
@@ -70,6 +82,9 @@ class PrefixPool:
     closed up by moving: in the order of the tree, the child of most rows next to its parent, so that a row's
     chunks are at most ``1 + log2(rows)`` runs.
 
+    A chunk is ``unit`` tokens, as a prefill computes them. A prompt that begins with one of ``tails`` has a
+    shorter chunk as well, which ends where that does.
+
     Args:
         slots: of a KV head.
         unit: tokens of a chunk.
@@ -78,6 +93,9 @@ class PrefixPool:
         depth: most runs of a row, at least ``1 + log2(rows)``.
         move: called with places and sizes of all that is stored, which is to lie one after the other from
             slot 0 on, in this order.
+
+    Attributes:
+        tails: tokens that several prompts begin with, multiples of the page, and no whole chunks.
     """
 
     def __init__(
@@ -91,19 +109,26 @@ class PrefixPool:
     ) -> None:
         self.slots, self.unit, self._page, self._scratch = slots, unit, page, scratch
         self._depth, self._move, self._clock = depth, move, 0
+        self.tails: Sequence[list[int]] = ()
         self._root = Block((), 0, 0, None, written=True)
         self._own: dict[int, Own] = {}
         self._paths: dict[int, list[Block]] = {}
 
+    def tail(self, prompt: Sequence[int]) -> int:
+        """The tokens of the longest of ``tails`` that a prompt begins with; 0 for none."""
+        return tail_of(self.tails, prompt)
+
     def chunks(self, prompt: Sequence[int]) -> Iterator[Chunk]:
-        """Whole chunks of a prompt; its last token is the root of the first pass."""
-        for stop in range(self.unit, len(prompt), self.unit):
-            yield tuple(prompt[stop - self.unit : stop])
+        """The chunks that a prompt begins with; its last token is the root of the first pass."""
+        start = 0
+        for stop in stops(len(prompt), self.unit, self.tail(prompt)):
+            yield tuple(prompt[start:stop])
+            start = stop
 
     def own_size(self, prompt: Sequence[int], new_tokens: int) -> int:
         """Own slots of a row with such a sequence and so many tokens to come."""
-        rest = len(prompt) - (len(prompt) - 1) // self.unit * self.unit
-        return -(-(rest + new_tokens + self._scratch) // self._page) * self._page
+        end = max(stops(len(prompt), self.unit, self.tail(prompt)), default=0)
+        return own_slots(len(prompt) - end + new_tokens, self._scratch, self._page)
 
     def blocks(self) -> Iterator[Block]:
         """All chunks in the order of the tree, each before those after it, the one of most rows first."""
@@ -198,8 +223,9 @@ class PrefixPool:
         used = sum(len(block.tokens) for block in self.blocks() if not block.users.isdisjoint(rows))
         used += sum(self.size(row) for row in rows) + empty * self.own_size([0], 0)
         for prompt, new_tokens in coming:
-            shared = sum(not block.users.isdisjoint(rows) for block in self.matched(prompt))
-            used += ((len(prompt) - 1) // self.unit - shared) * self.unit + self.own_size(prompt, new_tokens)
+            end = max(stops(len(prompt), self.unit, self.tail(prompt)), default=0)
+            shared = sum(len(b.tokens) for b in self.matched(prompt) if not b.users.isdisjoint(rows))
+            used += end - shared + self.own_size(prompt, new_tokens)
         return used
 
     def admit(self, row: int, prompt: Sequence[int], new_tokens: int) -> None:
@@ -213,7 +239,7 @@ class PrefixPool:
 
     def _admit(self, row: int, prompt: Sequence[int], new_tokens: int) -> None:
         path, chunks = self.matched(prompt), list(self.chunks(prompt))
-        own, more = self.own_size(prompt, new_tokens), (len(chunks) - len(path)) * self.unit
+        own, more = self.own_size(prompt, new_tokens), sum(map(len, chunks[len(path) :]))
         for block in path:
             block.users.add(row)
         try:
@@ -265,18 +291,18 @@ class PrefixPool:
         # What is in use first, so that the rest is left out where there is no room.
         for in_use in (True, False):
             for block in other.blocks() if self.unit == other.unit else ():
-                needs_room = not (in_use and going_on)
+                needs_room, size = not (in_use and going_on), len(block.tokens)
                 if bool(block.users) != in_use or not block.written or block.parent not in made:
                     continue
-                if needs_room and left < self.unit:
+                if needs_room and left < size:
                     continue
-                left -= self.unit if needs_room else 0
+                left -= size if needs_room else 0
                 parent = made[block.parent]
                 own = Block(block.tokens, block.start, place, parent, written=True, used=block.used)
                 own.users = set(block.users) if going_on else set()
                 parent.children[block.tokens] = made[block] = own
-                copies.append((block.place, self.unit, place))
-                place += self.unit
+                copies.append((block.place, size, place))
+                place += size
         self._clock = other._clock
         for row in going_on:
             self._paths[row] = [made[block] for block in other.path(row)]
@@ -334,7 +360,7 @@ class PrefixPool:
             if number and path[number - 1].end == block.place and path[number - 1].users == block.users:
                 found[-1] = found[-1]._replace(stop=block.stop)
             else:
-                found.append(Run(block.start, block.stop, block.place))
+                found.append(block.run)
         while len(found) > self._depth:
             # Read more than once: by this row as one run, by others in parts.
             number = max(n for n in range(1, len(found)) if _adjacent(found[n - 1], found[n]))
@@ -349,3 +375,23 @@ def _adjacent(run: Run, after: Run) -> bool:
 def _breaks(path: Sequence[Block]) -> int:
     """How often the chunks of a path do not follow each other."""
     return sum(block.end != after.place for block, after in pairwise(path))
+
+
+def stops(tokens: int, unit: int, tail: int) -> Iterator[int]:
+    """Where the chunks of a prompt of so many tokens end: see :class:`PrefixPool`."""
+    last = tokens - 1
+    yield from range(unit, (tail or last) + 1, unit)
+    if tail % unit:
+        yield tail
+    if tail:
+        yield from range(tail + unit, last + 1, unit)
+
+
+def tail_of(tails: Sequence[list[int]], prompt: Sequence[int]) -> int:
+    """The tokens of the longest of ``tails`` that a prompt begins with, its last token not counted."""
+    return max((len(t) for t in tails if len(t) < len(prompt) and list(prompt[: len(t)]) == t), default=0)
+
+
+def own_slots(tokens: int, scratch: int, page: int) -> int:
+    """KV slots of whole pages for so many tokens of a sequence alone, and the scratch slots after them."""
+    return -(-(tokens + scratch) // page) * page

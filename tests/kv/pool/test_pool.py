@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from triforce_tree.kv.shared.pool import PoolFullError, PrefixPool
+from triforce_tree.kv.pool.blocks import PoolFullError, PrefixPool
 
 UNIT, PAGE, SCRATCH = 4, 2, 5
 

@@ -10,12 +10,13 @@ from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.backend import Attention
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads
 from triforce_tree.kernels.attention.segments import PrefixPlan
-from triforce_tree.kv.shared.store import SharedStore
+from triforce_tree.kv.exact_view import ExactView
+from triforce_tree.kv.pool.store import PooledStore
 from triforce_tree.kv.store import KVGroup
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 
 
-class SharedView(TreeAttentionView):
+class PooledView(TreeAttentionView):
     """T new tokens a sequence, each of which sees its prefixes, its own sequence and its ancestors.
 
     Args:
@@ -23,11 +24,11 @@ class SharedView(TreeAttentionView):
         queries, mask, depths: as for :class:`TreeAttentionView`.
     """
 
-    store: SharedStore
+    store: PooledStore
 
     def __init__(
         self,
-        store: SharedStore,
+        store: PooledStore,
         queries: int,
         mask: Tensor | None = None,
         depths: Sequence[int] | None = None,
@@ -61,7 +62,24 @@ class SharedView(TreeAttentionView):
         return self._attend(q, kv, self._attentions[number], params)
 
 
-class SharedRetrievalView(PagedRetrievalView):
+class PooledExactView(ExactView):
+    """:class:`ExactView` over the pages of each sequence, in whatever slots they are."""
+
+    store: PooledStore
+
+    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
+        """See :class:`TreeAttentionView`."""
+        super().begin(start, mask_words)
+        self.at.sub_(self.store.prefix).clamp_(min=0).add_(self.store.first)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        number, place = self.store.place(layer)
+        self._write(layer, k, v, params)
+        kv = KV(*self.store.whole[number].paged(place), self.store.pages)
+        return self._attend(q, kv, self._attentions[number], params)
+
+
+class PooledRetrievalView(PagedRetrievalView):
     """The retrieval view: each sequence selects among the chunks of its prefixes and its own.
 
     Each has its own means, those of prefixes too, so that chunks are selected as in a sequence alone.
@@ -71,11 +89,11 @@ class SharedRetrievalView(PagedRetrievalView):
         queries, config, max_growth, depths: as for :class:`PagedRetrievalView`.
     """
 
-    store: SharedStore
+    store: PooledStore
 
     def __init__(
         self,
-        store: SharedStore,
+        store: PooledStore,
         queries: int,
         config: RetrievalConfig,
         max_growth: int,
@@ -95,6 +113,14 @@ class SharedRetrievalView(PagedRetrievalView):
 
     def _paged(self, number: int) -> KVGroup:
         return self.store.whole[number]
+
+    def _keys(self, layer: int) -> Tensor:
+        number, place = self.store.place(layer)
+        group = self.store.whole[number]
+        keys, scales = group.paged(place)[0], group.paged_scales(place)
+        own = self.store.pages.long()  # [B, pages]
+        found = keys[own] if scales is None else (keys[own] * scales[0][own]).to(self.store.dtype)
+        return found.transpose(1, 2).flatten(2, 3)  # of [B, pages, H_kv, page, D]
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """See :class:`PagedRetrievalView`."""

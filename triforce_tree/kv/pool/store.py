@@ -3,42 +3,21 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.segments import PrefixPlan, PrefixSegment
-from triforce_tree.kv.cached_tokens import CachedTokens
-from triforce_tree.kv.shared.tree import DEPTH, PrefixTree, Run
-from triforce_tree.kv.store import KVGroup, KVStore
-from triforce_tree.models.attention import KVShape
-from triforce_tree.runtime.features import Features
+from triforce_tree.kv.backend import CacheSpec
+from triforce_tree.kv.pool.blocks import Run
+from triforce_tree.kv.store import KVGroup, KVStore, as_numbers, in_int8
+
+DEPTH = 4
+"""Fewest runs of shared slots that a sequence may begin with."""
 
 
-class SlotLayout(NamedTuple):
-    """What the slots of a batch are made for, however many there are.
-
-    Attributes:
-        layers: as for :class:`KVStore`; none has a window that hides anything.
-        batch: B.
-        rows: slots of the longest sequence, those of its prefixes included.
-        device, dtype: as for :class:`KVStore`.
-        page, scratch, bits: likewise; prefixes and own slots begin at whole pages.
-    """
-
-    layers: Sequence[KVShape | None]
-    batch: int
-    rows: int
-    device: torch.device
-    dtype: torch.dtype
-    page: int
-    scratch: int
-    bits: int
-
-
-class SharedStore(KVStore):
+class PooledStore(KVStore):
     """K and V of B sequences, several of which begin with the same tokens.
 
     Sequence b begins with P_b tokens in one or more runs of slots that others may read, too, and position
@@ -46,28 +25,28 @@ class SharedStore(KVStore):
     kernels read where they are on the device.
 
     Args:
-        layout: of the batch.
+        spec: what the slots are needed for; no layer has a window that hides anything.
         slots: of each KV head, for all prefixes and sequences.
-        depth: most runs that a sequence begins with.
+        page: prefixes and own slots begin at whole pages.
 
     Attributes:
         groups: the slots as each sequence's: ``[layers, B, H_kv, slots, D]``, B times the same memory.
         whole: all slots, ``[layers, 1, H_kv, slots, D]`` and more to fill a page.
         slots: of a head.
-        depth: as given.
+        depth: most runs that a sequence begins with.
         paths: these runs of each sequence, on the host.
         places: the first of each sequence's own slots, on the host.
         prefix, first: int64 ``[B]``, P_b and ``places`` on the device.
         pages: int32 ``[B, rows / page]``, the page in ``whole`` of each page of a sequence.
     """
 
-    def __init__(self, layout: SlotLayout, slots: int, depth: int = DEPTH) -> None:
-        layers, batch, rows, device, dtype, page, scratch, bits = layout
-        full = [replace(shape, window=None, chunked=False) if shape is not None else None for shape in layers]
-        super().__init__(full, 1, slots, device, dtype, page, bits=bits)
-        self.slots, self.depth, self.batch = self.rows, depth, batch
-        self.rows, self.scratch = -(-rows // page) * page, scratch
-        self._most_tokens = self.rows - scratch
+    def __init__(self, spec: CacheSpec, slots: int, page: int) -> None:
+        target, batch, device = spec.target, spec.batch, spec.target.device
+        full = [shape and replace(shape, window=None, chunked=False) for shape in target.kv_layers]
+        super().__init__(full, 1, slots, device, target.dtype, page, bits=spec.config.kv_bits)
+        self.slots, self.depth, self.batch = self.rows, max(DEPTH, batch.bit_length()), batch
+        self.rows, self.scratch = -(-spec.slots // page) * page, spec.scratch
+        self._most_tokens = self.rows - spec.scratch
         self._lengths, self._lost = [0] * batch, [0] * batch
         self.whole = self.groups
         self.groups = [_for_each(group, batch) for group in self.whole]
@@ -84,58 +63,6 @@ class SharedStore(KVStore):
     @property
     def _memory_of(self) -> list[KVGroup]:
         return self.whole
-
-    def share(
-        self,
-        tree: PrefixTree,
-        cached: CachedTokens,
-        prompts: Sequence[Sequence[int]],
-        features: Features | None = None,
-    ) -> list[int]:
-        """Before a prefill of other prompts into all rows, forget what it overwrites.
-
-        Args:
-            tree: prefixes of these prompts, which fit.
-            cached: which tokens the sequences hold.
-            features: hidden states that a drafter reads.
-
-        Returns:
-            how many tokens of each sequence are those that it held before.
-
-        Raises:
-            ValueError: they do not fit.
-        """
-        raise NotImplementedError
-
-    def join(
-        self, b: int, prompt: Sequence[int], cached: CachedTokens, features: Features | None = None
-    ) -> None:
-        """Before a prefill of another prompt into row b, while the others go on: use the prefixes it has."""
-        raise NotImplementedError
-
-    def fits(self, max_seq_len: int, tree: PrefixTree) -> bool:
-        """Whether sequences of so many tokens fit, which have these prefixes."""
-        raise NotImplementedError
-
-    def take_over(self, source: KVStore, b: int, kept: CachedTokens, cached: CachedTokens) -> None:
-        """Take up what another store holds of the texts to come.
-
-        Args:
-            b: the sequence of the other store that holds most of the first prompt.
-            kept, cached: which tokens the sequences of the other store, and of this one, hold.
-        """
-        raise NotImplementedError
-
-    def keeps(self, prefix: PrefixTree) -> bool:
-        """Whether a store for such prefixes may take over more than the beginning of the first prompt."""
-        return False
-
-    def forget(self) -> None:
-        """Nothing of what the slots hold is to be found again."""
-
-    def layout_of_trial(self, start: int) -> tuple[list[list[Run]], list[int]]:
-        """Paths and places of made-up sequences of ``start`` tokens: as much as fits is one prefix of all."""
-        raise NotImplementedError
 
     def tell(self, plan: PrefixPlan) -> None:
         """Let a plan know the prefixes from now on, whenever they change."""
@@ -158,7 +85,7 @@ class SharedStore(KVStore):
                 before = run
         return found
 
-    def _set(self, paths: Sequence[Sequence[Run]], places: Sequence[int]) -> None:
+    def set(self, paths: Sequence[Sequence[Run]], places: Sequence[int]) -> None:
         """From now on sequence b begins with the positions of ``paths[b]``, and goes on at ``places[b]``."""
         self.paths, self.places = [list(path) for path in paths], list(places)
         ends = [path[-1].stop if path else 0 for path in paths]
@@ -193,27 +120,47 @@ class SharedStore(KVStore):
         """All that is stored, ``[layers, 1, H_kv, slots, D]``."""
         return [part for group in self.whole for part in group.parts]
 
-    def copy_within(self, source: int, b: int, start: int, stop: int) -> None:
-        """See :class:`KVStore`; what both have in the same slots stays."""
-        for run in self.runs(b, start, stop):
-            for old in self.runs(source, run.start, run.stop):
-                place, count = run.place + old.start - run.start, old.stop - old.start
-                if place == old.place:
-                    continue
-                for part in self._parts:
-                    part[:, 0, :, place : place + count] = part[:, 0, :, old.place : old.place + count]
+    def append(
+        self, layer: int, b: int, start: int, k: Tensor, v: Tensor, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`KVStore`.
 
-    def copy_from(self, source: KVStore, b: int, start: int, stop: int, place: int) -> None:
-        """Positions ``start`` to ``stop`` of sequence b of another store go to slots from ``place`` on."""
-        shared = isinstance(source, SharedStore)
-        groups = source.whole if isinstance(source, SharedStore) else source.groups
-        runs = source.runs(b, start, stop) if isinstance(source, SharedStore) else [Run(start, stop, start)]
-        for group, other in zip(self.whole, groups, strict=True):
+        Queries after a prefix attend to one tensor, as those of a prompt alone do, so that they get the same
+        bits: keys and values of the prefixes are copied for it, those of one layer at a time.
+        """
+        own, (number, place), stop = self.check(layer, window), self._places[layer], start + k.shape[2]
+        fresh = (k, v) if own.scales is None else in_int8(k, v)
+        written, read = self.runs(b, start, stop), self.runs(b, 0, stop)
+        seen = []
+        for whole, new in zip(self.whole[number].parts, fresh, strict=True):
+            slots = whole[place]
+            for run in written:
+                stored = slots[:, :, run.place : run.place + run.stop - run.start]
+                stored.copy_(new[:, :, run.start - start : run.stop - start])
+            parts = [slots[:, :, run.place : run.place + run.stop - run.start] for run in read]
+            seen.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0])
+        return as_numbers(seen, k.dtype)
+
+    def copy_from(self, source: KVStore, b: int, run: Run) -> None:
+        """Positions of sequence b of another store, whose sequences have slots of their own, go to a run."""
+        for group, other in zip(self.whole, source.groups, strict=True):
             for new, old in zip(group.parts, other.parts, strict=True):
-                for run in runs:
-                    to, count = place + run.start - start, run.stop - run.start
-                    read = old[:, 0 if shared else b, :, run.place : run.place + count]
-                    new[:, 0, :, to : to + count] = read
+                new[:, 0, :, run.place : run.place + run.stop - run.start] = old[
+                    :, b, :, run.start : run.stop
+                ]
+
+    def move_runs(self, stored: Sequence[tuple[int, int]]) -> None:
+        """Put runs of slots, given by place and size, one after the other from slot 0 on."""
+        total = sum(size for _, size in stored)
+        for part in self._parts:
+            for (slots,) in part:
+                slots[:, :total] = torch.cat([slots[:, at : at + size] for at, size in stored], 1)
+
+    def copy_runs(self, source: "PooledStore", copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy runs of slots of another store: places there, sizes, and places here."""
+        for new, old in zip(self._parts, source._parts, strict=True):
+            for start, size, place in copies:
+                new[:, 0, :, place : place + size] = old[:, 0, :, start : start + size]
 
     def tokens(self) -> tuple[int, int]:
         """See :class:`KVStore`."""
@@ -225,16 +172,15 @@ class SharedStore(KVStore):
             end = max(end, place + count)
         return sum(self._lengths) - read + stored, read - stored
 
-    @property
-    def bytes(self) -> int:
-        """Of all keys and values, and their scales."""
-        return sum(part.nbytes for part in self._parts)
-
     @contextmanager
     def saved(self, start: int, count: int) -> Iterator[None]:
-        """See :class:`KVStore`. Inside, all sequences begin with one prefix: see :meth:`layout_of_trial`."""
-        before = self.paths, self.places
-        self._set(*self.layout_of_trial(start))
+        """See :class:`KVStore`. Inside, as much of the made-up sequences as fits is one prefix of all."""
+        assert self.scratch is not None
+        before, page = (self.paths, self.places), self.page
+        own = -(-(page + self.scratch + 1) // page) * page
+        length = min(self.slots - self.batch * own, start) // page * page
+        places = [self.slots // page * page - (b + 1) * own for b in range(self.batch)]
+        self.set([[Run(0, length, 0)] if length else []] * self.batch, places)
         written = [slice(run.place, run.place + run.stop - run.start)
                    for b in range(self.batch) for run in self.runs(b, start, start + count)]  # fmt: skip
         kept = [[part[..., slots, :].clone() for slots in written] for part in self._parts]
@@ -244,7 +190,7 @@ class SharedStore(KVStore):
             for part, copies in zip(self._parts, kept, strict=True):
                 for slots, copy in zip(written, copies, strict=True):
                     part[..., slots, :] = copy
-            self._set(*before)
+            self.set(*before)
 
     def in_pages(self, page: int) -> KVStore:
         """Not for these slots, whose first ones are those of another sequence's pages."""

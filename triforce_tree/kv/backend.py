@@ -1,0 +1,326 @@
+"""The contract of a KV backend: where the target's keys and values are kept, and all that depends on it.
+
+The engine, generations, sessions and plans use backends through :class:`KVBackend` alone. A further kind of
+KV cache is a subclass, and one line in ``kv/choose.py`` (CONTRIBUTING.md, "a further kind of KV cache").
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from torch import Tensor
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.kernels.attention.backend import AttentionBackend, chosen
+from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
+from triforce_tree.kv.kept_prefixes import KeptPrefixes, Means, PrefixExchange
+from triforce_tree.kv.pool.size import PoolSize
+from triforce_tree.kv.prefill import PromptCache, chunk_tokens, prefill
+from triforce_tree.kv.recurrent_states import RecurrentStates
+from triforce_tree.kv.store import KVGroup, KVStore
+from triforce_tree.kv.view import KVView, RetrievalView
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.features import Features
+from triforce_tree.runtime.stats import Progress
+from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
+
+View = TypeVar("View")
+
+PARTS = ("k", "v", "k_scale", "v_scale")
+"""Names of the tensors that a layer's keys and values are saved in; the scales are those of 8 bits."""
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What KV slots are needed for.
+
+    Attributes:
+        target: the model whose keys and values are kept.
+        config: the retrieval settings, the shapes of the draft's trees, the chunks of a prefill.
+        batch: sequences, B.
+        max_seq_len: most tokens of a sequence, new ones included.
+        levels: 1, 2 or 3; with 3 there is a retrieval view.
+    """
+
+    target: HFModel
+    config: HierarchyConfig
+    batch: int
+    max_seq_len: int
+    levels: int
+
+    @cached_property
+    def limits(self) -> PassLimits:
+        return PassLimits.of(self.config, self.levels)
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """The backend of the attention over these slots."""
+        return chosen(self.config.attention_backend, self.target.device)
+
+    @property
+    def scratch(self) -> int:
+        """KV slots after the committed ones that forwards write."""
+        return self.limits.scratch_slots
+
+    @property
+    def slots(self) -> int:
+        """KV slots of a sequence: for tokens and scratch slots, and at least the retrieval's budget."""
+        return max(self.max_seq_len + self.scratch, self.config.retrieval.budget if self.levels == 3 else 0)
+
+    def retrieval(self, make: Callable[..., View], slots: object) -> View | None:
+        """Level 1's view of some slots, made by a class of views; None with fewer than three levels."""
+        if self.levels < 3:
+            return None
+        shape = tree_shapes(self.config)[0]
+        growth = self.limits.max_draft_tokens + 1 + self.limits.nodes - shape.nodes
+        return make(slots, shape.nodes, self.config.retrieval, growth, shape.depths)
+
+
+@dataclass(frozen=True)
+class PromptRun:
+    """How prompts are prefilled.
+
+    Attributes:
+        progress: called with numbers of tokens.
+        states: the states of recurrent layers, if there are any.
+        features: where hidden states are kept for the drafter, if it reads any.
+    """
+
+    progress: Progress | None = None
+    states: RecurrentStates | None = None
+    features: Features | None = None
+
+
+class KVBackend:
+    """Keys and values of B sequences of the target, in one kind of memory.
+
+    A forward writes after the committed slots, and only :meth:`KVView.move` and :meth:`committed` make
+    anything permanent.
+
+    Args:
+        spec: what the slots are needed for.
+
+    Attributes:
+        store: KV slots on the device that hold whole sequences, or the windows of layers with one.
+        retrieval: level 1's view; None with fewer than three levels.
+        cached: which tokens of each sequence are in the cache.
+        replaces: whether a sequence can be prefilled while the others go on.
+        reclaims: whether slots of a sequence that has ended are given to others, so that a placeholder takes
+            its place.
+        fixed_passes: whether all passes are alike: trees of one shape, and one number of levels.
+        transfers: whether passes copy keys and values to the device, whose seconds grow with the text.
+        pool_slots: KV slots of each head that all sequences share; 0 where each has slots of its own.
+        closed: whether memory was given back, so that the backend cannot be used any more.
+    """
+
+    store: KVStore
+    retrieval: RetrievalView | None = None
+    replaces = True
+    reclaims = fixed_passes = transfers = closed = False
+    pool_slots = 0
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec, self.target, self.batch = spec, spec.target, spec.batch
+        self.chunk = chunk_tokens(spec.config.prefill_chunk, spec.target.device)
+        self.cached = CachedTokens(spec.batch, self.chunk)
+
+    def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> KVView:
+        """The target's view for T new tokens of each sequence.
+
+        Args:
+            queries: T.
+            mask: bool ``[T, T]`` where it never changes.
+            depths: of the T tokens in their tree.
+        """
+        raise NotImplementedError
+
+    @property
+    def least_prompt(self) -> int:
+        """Fewest tokens of a prompt."""
+        return 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys and values on the device, shared ones counted once."""
+        return self.store.nbytes
+
+    def tokens(self) -> tuple[int, int]:
+        """How many tokens are stored on the device, and how many more all sequences have together."""
+        return self.store.tokens()
+
+    def transferred_bytes(self, tokens: int, queries: int) -> int:
+        """Bytes of keys and values that a pass copies to the device.
+
+        Args:
+            tokens: committed tokens of each sequence.
+            queries: new tokens of each sequence.
+        """
+        return 0
+
+    # Prompts
+
+    def place(
+        self, prompts: Sequence[Sequence[int]], row: int | None, features: Features | None
+    ) -> list[int]:
+        """Give slots to prompts that are prefilled next.
+
+        Args:
+            row: the sequence that the only prompt replaces; None for prompts of all sequences.
+            features: hidden states that a drafter reads.
+
+        Returns:
+            how many tokens of each prompt are where they were: what was computed of their keys still holds.
+        """
+        return [len(prompt) for prompt in prompts]
+
+    def prompt_cache(self, b: int, states: RecurrentStates | None, length: int) -> PromptCache:
+        """The cache that a prefill of sequence b continues after ``length`` tokens."""
+        return PromptCache(self.store, b, states, length)
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], first: int, starts: Sequence[int], run: PromptRun
+    ) -> list[int]:
+        """Compute keys and values of all but the last token of prompts, inside ``target.active()``.
+
+        Args:
+            first: the sequence of the first prompt; the others follow it.
+            starts: tokens of each prompt that the cache holds already.
+
+        Returns:
+            ``starts``, or more where a prompt begins like one that was prefilled before it.
+        """
+        for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
+            self._prefill_one(b, prompt, start, run)
+        return list(starts)
+
+    def _prefill_one(self, b: int, prompt: Sequence[int], start: int, run: PromptRun) -> None:
+        cache = self.prompt_cache(b, run.states, start)
+        prefill(self.target, cache, list(prompt[:-1]), self.chunk, run.progress, start, run.features)
+        self.store.fed(b, len(prompt) - 1)
+        if run.states is not None:
+            run.states.lengths[b] = len(prompt) - 1
+        self.cached.fed(b, prompt, start)
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """Continue all sequences after their first tokens, which the cache holds."""
+        if self.retrieval is not None:
+            self.retrieval.fill()
+
+    def committed(self, counts: Sequence[int]) -> None:
+        """The last pass of the target made each sequence so many tokens longer."""
+        self.store.grown(counts)
+
+    # Sequences that come and go
+
+    def expect(self, new_tokens: Sequence[int]) -> None:
+        """How many tokens may follow the prompt in each sequence that is prefilled next."""
+
+    def release(self, rows: Sequence[int]) -> None:
+        """These sequences have ended."""
+
+    def has_slots(
+        self,
+        running: Mapping[int | None, Sequence[int]],
+        coming: Sequence[tuple[Sequence[int], int]],
+        most: int,
+        tokens: int | None,
+    ) -> bool:
+        """Whether prompts may be decoded beside the sequences that go on.
+
+        Args:
+            running: prompts of the sequences that go on.
+            coming: prompts, and most new tokens of each.
+            most: sequences that there will be.
+            tokens: most tokens of all prompts together; None for no limit.
+        """
+        prompts = [*running.values(), *(prompt for prompt, _ in coming)]
+        return tokens is None or len(prompts) < 2 or sum(map(len, prompts)) <= tokens
+
+    def forget(self) -> None:
+        """Nothing of what the slots hold is to be found again."""
+
+    # From one cache to the next
+
+    def serves(self, pool: PoolSize | None) -> bool:
+        """Whether prompts for this pool may be decoded here; None for prompts with slots of their own."""
+        return pool is None
+
+    def share(self, pool: PoolSize | None) -> None:
+        """Prompts for this pool, which :meth:`serves` allows, are prefilled next."""
+
+    def gives(self, bits: int, prompts: Sequence[Sequence[int]], reuse: Reuse, pool: PoolSize | None) -> bool:
+        """Whether a backend that is made for prompts can take over what this one holds.
+
+        Args:
+            bits: of each element there.
+            reuse: which tokens it would keep.
+            pool: of that backend.
+        """
+        return False
+
+    def exchange(self, prefixes: KeptPrefixes, means: Means) -> PrefixExchange | None:
+        """What keeps copies of texts in host memory before they are overwritten; None where nothing does.
+
+        Args:
+            means: learns which chunk means are not known.
+        """
+        return None
+
+    def take_over(self, kept: "KVBackend") -> bool:
+        """Take up what an earlier backend holds, of the same target, which is not used any more.
+
+        Returns:
+            whether this backend's sequences are the earlier one's now.
+        """
+        return False
+
+    def layer(self, layer: int, count: int) -> dict[str, Tensor]:
+        """The first ``count`` tokens of the only sequence in one layer, as ``PARTS`` ``[H_kv, n, D]`` in host
+        memory; of a layer with a window the last n of them."""
+        group, place = self._layer_of(layer)
+        window = group.shape.window or count
+        positions = range(max(0, count - window) if group.ring else 0, count)
+        parts = [part[place, 0][:, group.slots_of(positions)].cpu().contiguous() for part in group.parts]
+        return dict(zip(PARTS, parts, strict=False))
+
+    def layer_slots(self, layer: int, count: int) -> tuple[dict[str, Tensor], int]:
+        """Slots ``[..., H_kv, S, D]`` that :meth:`set_layer` fills, by name, and how many tokens it needs."""
+        group, _ = self._layer_of(layer)
+        return dict(zip(PARTS, group.parts, strict=False)), min(count, group.shape.window or count)
+
+    def set_layer(self, layer: int, count: int, parts: Sequence[Tensor]) -> None:
+        """Store what :meth:`layer` returned."""
+        group, place = self._layer_of(layer)
+        # Of a layer with a window, the last positions; both ends know at least a window of them.
+        kept = min(parts[0].shape[1], group.slots)
+        positions = range(count - kept, count)
+        for slots, part in zip(group.parts, parts, strict=True):
+            slots[place, 0][:, group.slots_of(positions)] = part[:, part.shape[1] - kept :].to(slots.device)
+
+    def _layer_of(self, layer: int) -> tuple[KVGroup, int]:
+        number, place = self.store.place(layer)
+        return self.store.groups[number], place
+
+    def restored(self, length: int) -> None:
+        """All layers of the only sequence were stored by :meth:`set_layer`."""
+        self.store.fed(0, length)
+
+    # Trials and the end
+
+    @contextmanager
+    def trial(self, length: int, count: int, unknown: bool) -> Iterator[None]:
+        """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
+
+        Args:
+            count: slots after them that passes write.
+            unknown: whether the slots hold more than ``cached`` says.
+        """
+        held = [len(tokens) for tokens in self.cached.held]
+        self.store.initialise([None] * len(held) if unknown else held)
+        with self.store.saved(length, count):
+            yield
+
+    def close(self) -> None:
+        """Give memory of the host back; the backend cannot be used afterwards."""

@@ -1,0 +1,165 @@
+"""The KV backend whose committed keys and values are in host memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from triforce_tree.config import NO_OFFLOAD
+from triforce_tree.kv.backend import PARTS, CacheSpec, KVBackend, PromptRun
+from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
+from triforce_tree.kv.offload.offloaded_view import StreamedView
+from triforce_tree.trees.device_shapes import least_prompt, tree_shapes
+
+# Units of KV slots of one copy from or to host memory.
+_BLOCK_UNITS = 256
+
+
+class OffloadedBackend(KVBackend):
+    """Keys and values of an :class:`OffloadedCache`; windows and recurrent states stay on the device.
+
+    Args:
+        spec: what the slots are needed for.
+        settings: how the slots are split between device and host.
+        pinned: called with bytes of host memory as they are taken.
+
+    Attributes:
+        cache: the slots.
+
+    Raises:
+        ValueError: 8 bits, or a target that cannot be offloaded.
+        HostMemoryError: host memory is short.
+    """
+
+    replaces = False
+    fixed_passes = transfers = True
+
+    def __init__(
+        self, spec: CacheSpec, settings: Offload, pinned: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__(spec)
+        target, retrieval = spec.target, spec.config.retrieval
+        if spec.config.kv_bits != 16:
+            raise ValueError(f"kv_bits={spec.config.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
+        recent = slots = page = 0
+        if spec.levels == 3:
+            recent, page = retrieval.recent, retrieval.chunk
+            slots = (retrieval.budget - recent) // page * page
+        self.cache = OffloadedCache(
+            target, spec.batch, spec.max_seq_len, recent, spec.scratch, slots, page,
+            retrieval.columns(target.heads.dim), settings, pinned,
+        )  # fmt: skip
+        self.store = self.cache.rings
+        if spec.levels == 3:
+            shape = tree_shapes(spec.config)[0]
+            self.retrieval = GatheredRetrievalView(self.cache, shape.nodes, retrieval, shape.depths)
+
+    def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> StreamedView:
+        """See :class:`KVBackend`."""
+        return StreamedView(self.cache, queries, mask, depths)
+
+    @property
+    def least_prompt(self) -> int:
+        """See :class:`KVBackend`."""
+        return least_prompt(self.spec.config, self.spec.levels, offloaded=True)
+
+    @property
+    def bytes(self) -> int:
+        """See :class:`KVBackend`."""
+        return self.store.nbytes + self.cache.store.nbytes + self.cache.host.resident_bytes
+
+    def tokens(self) -> tuple[int, int]:
+        """See :class:`KVBackend`; none are counted, as the host has most of them."""
+        return 0, 0
+
+    def transferred_bytes(self, tokens: int, queries: int) -> int:
+        """See :class:`KVBackend`."""
+        return self.cache.transferred_bytes(tokens, queries)
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], first: int, starts: Sequence[int], run: PromptRun
+    ) -> list[int]:
+        """See :class:`KVBackend`; layer by layer, in memory that all sequences use."""
+        self.cache.prefill(prompts, self.chunk, run.progress, starts, run.features, run.states)
+        for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+            self.cached.fed(b, prompt, start)
+        return list(starts)
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """See :class:`KVBackend`."""
+        self.cache.set_lengths(lengths)
+        super().begin(lengths)
+
+    def committed(self, counts: Sequence[int]) -> None:
+        """See :class:`KVBackend`."""
+        super().committed(counts)
+        self.cache.committed(counts)
+
+    def layer(self, layer: int, count: int) -> dict[str, Tensor]:
+        """See :class:`KVBackend`."""
+        cache, index = self.cache, self.cache.host_layers[layer]
+        if index is None:
+            return super().layer(layer, count)
+        host, base = cache.host, min(cache.host.base[0], count)
+        parts = [
+            torch.empty(host.heads.kv, count, dim, dtype=cache.window.dtype)
+            for dim in (host.heads.dim, host.heads.value_dim)
+        ]
+        for start, stop in self._blocks(base):
+            for part, rows in zip(parts, host.heads.split(host.read(index, 0, start, stop)), strict=True):
+                part[:, start:stop] = rows.transpose(0, 1)
+        for part, slots in zip(parts, cache.window.kv, strict=True):
+            part[:, base:] = slots[index, 0, :, : count - base]
+        return dict(zip(PARTS, parts, strict=False))
+
+    def layer_slots(self, layer: int, count: int) -> tuple[dict[str, Tensor], int]:
+        """See :class:`KVBackend`."""
+        if self.cache.host_layers[layer] is None:
+            return super().layer_slots(layer, count)
+        return dict(zip(PARTS, self.cache.window.kv, strict=False)), count
+
+    def set_layer(self, layer: int, count: int, parts: Sequence[Tensor]) -> None:
+        """See :class:`KVBackend`."""
+        cache, index = self.cache, self.cache.host_layers[layer]
+        if index is None:
+            super().set_layer(layer, count, parts)
+            return
+        host = cache.host
+        base = count // host.unit * host.unit
+        for start, stop in self._blocks(base):
+            rows = torch.empty(stop - start, host.heads.row, device=host.device, dtype=cache.window.dtype)
+            for target, part in zip(host.heads.split(rows), parts, strict=True):
+                target.copy_(part[:, start:stop].transpose(0, 1))
+            host.write(index, 0, start, rows)
+            cache.store_means(index, 0, start, rows)
+        for slots, part in zip(cache.window.kv, parts, strict=True):
+            slots[index, 0, :, : count - base] = part[:, base:].to(slots.device)
+
+    def _blocks(self, stop: int) -> Iterator[tuple[int, int]]:
+        """Runs of slots that are copied at once, up to ``stop``."""
+        block = _BLOCK_UNITS * self.cache.host.unit
+        for start in range(0, stop, block):
+            yield start, min(start + block, stop)
+
+    def restored(self, length: int) -> None:
+        """See :class:`KVBackend`."""
+        super().restored(length)
+        self.cache.restored(length)
+
+    @contextmanager
+    def trial(self, length: int, count: int, unknown: bool) -> Iterator[None]:
+        """See :class:`KVBackend`."""
+        held = [len(tokens) for tokens in self.cached.held]
+        window = self.cache.window
+        first = min(length, window.rows - self.spec.scratch)
+        made_up = self.cache.trial(length, held)
+        with super().trial(length, count, unknown), made_up, window.saved(first, count):
+            yield
+
+    def close(self) -> None:
+        """See :class:`KVBackend`."""
+        self.closed = True
+        self.cache.close()

@@ -1,0 +1,61 @@
+"""The KV backend of several ranks, each of which keeps a part of the positions."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from triforce_tree.kv.backend import CacheSpec, KVBackend
+from triforce_tree.kv.parallel.prefill import SplitPromptCache
+from triforce_tree.kv.parallel.split import SequenceSplit
+from triforce_tree.kv.parallel.store import SplitStore
+from triforce_tree.kv.parallel.views import SplitRetrievalView, SplitView, share_of
+from triforce_tree.kv.prefill import PromptCache
+from triforce_tree.kv.recurrent_states import RecurrentStates
+
+
+class SplitBackend(KVBackend):
+    """This rank's positions in layers that see all of them, and the windows of the others.
+
+    Args:
+        spec: what the slots of all ranks together are needed for.
+        split: this rank's positions.
+
+    Attributes:
+        slots: both kinds of layers.
+    """
+
+    replaces = False
+
+    def __init__(self, spec: CacheSpec, split: SequenceSplit) -> None:
+        super().__init__(spec)
+        retrieval, target = spec.config.retrieval, spec.target
+        least = share_of(retrieval, split.group.size).budget if spec.levels == 3 else 0
+        self.slots = SplitStore(
+            target.kv_layers, spec.batch, spec.max_seq_len, spec.scratch, retrieval.chunk, least, split,
+            target.device, target.dtype,
+        )  # fmt: skip
+        self.store = self.slots.whole
+        self.slots.part.attention = self.slots.whole.attention = spec.attention
+        self.retrieval = spec.retrieval(SplitRetrievalView, self.slots)
+
+    def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> SplitView:
+        """See :class:`KVBackend`."""
+        return SplitView(self.slots, queries, mask, depths)
+
+    @property
+    def bytes(self) -> int:
+        """See :class:`KVBackend`; of this rank."""
+        return self.slots.part.nbytes + self.store.nbytes
+
+    def prompt_cache(self, b: int, states: RecurrentStates | None, length: int) -> PromptCache:
+        """See :class:`KVBackend`."""
+        return SplitPromptCache(self.slots, b, states, length)
+
+    @contextmanager
+    def trial(self, length: int, count: int, unknown: bool) -> Iterator[None]:
+        """See :class:`KVBackend`."""
+        # Slots of a rank are not those of the positions.
+        unknown = unknown or any(self.cached.held)
+        with super().trial(length, count, unknown), self.slots.saved(length, count):
+            yield

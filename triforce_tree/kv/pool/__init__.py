@@ -1,0 +1,1 @@
+"""The KV backend of a batch whose prompts begin alike: what they share is stored, computed and read once."""

@@ -1,0 +1,189 @@
+"""The KV backend of a batch whose prompts begin alike, and come and go while it runs."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from triforce_tree.kv.backend import CacheSpec, KVBackend, PromptRun
+from triforce_tree.kv.pool.blocks import PoolFullError, PrefixPool
+from triforce_tree.kv.pool.size import PoolSize, page_of
+from triforce_tree.kv.pool.store import PooledStore
+from triforce_tree.kv.pool.views import PooledExactView, PooledRetrievalView, PooledView
+from triforce_tree.kv.view import KVView
+from triforce_tree.runtime.features import Features
+
+
+class PooledBackend(KVBackend):
+    """Slots that a :class:`PrefixPool` gives to chunks of prompts and to what each sequence has after them.
+
+    Args:
+        spec: what the slots are needed for.
+        size: of the pool.
+
+    Attributes:
+        pool: which slots hold what.
+    """
+
+    store: PooledStore
+    reclaims = True
+
+    def __init__(self, spec: CacheSpec, size: PoolSize) -> None:
+        super().__init__(spec)
+        page = page_of(size.unit, spec.config, spec.levels)
+        self.store, self.pool_slots = (store := PooledStore(spec, size.slots, page)), size.slots
+        store.attention = spec.attention
+        self.pool = PrefixPool(store.slots, size.unit, page, spec.scratch, store.depth, store.move_runs)
+        self.retrieval = spec.retrieval(PooledRetrievalView, store)
+        self._new_tokens = [0] * self.batch
+        # The first tokens of each sequence whose hidden states are kept, where a drafter reads any.
+        self._leading: list[list[int]] = [[] for _ in range(self.batch)]
+        for b in range(self.batch):
+            self.pool.admit(b, [0], 0)
+        self._follow_pool()
+        self.share(size)
+
+    def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> KVView:
+        """See :class:`KVBackend`."""
+        if self.spec.config.exact:
+            return PooledExactView(self.store, queries, mask=mask, depths=depths)
+        return PooledView(self.store, queries, mask, depths)
+
+    def share(self, pool: PoolSize | None) -> None:
+        """See :class:`KVBackend`."""
+        assert pool is not None
+        self.pool.tails = pool.tails
+
+    def place(
+        self, prompts: Sequence[Sequence[int]], row: int | None, features: Features | None
+    ) -> list[int]:
+        """See :class:`KVBackend`; sequences that are cached whole keep their slots."""
+        if row is not None:
+            self._place({row: prompts[0]}, features)
+            return [0]
+        cached = self.cached
+        whole = [len(p) > 1 and cached.common(b, p, "all") == len(p) - 1 for b, p in enumerate(prompts)]
+        # Their own slots were made for as many tokens to come.
+        others = {b: prompt for b, prompt in enumerate(prompts) if not whole[b] or self._left(b, prompt) < 0}
+        try:
+            self._place(others, features)
+        except PoolFullError:
+            # Sequences that stay may have more slots of their own than they need now.
+            others = dict(enumerate(prompts))
+            self._place(others, features)
+        return [0 if b in others else len(prompt) - 1 for b, prompt in enumerate(prompts)]
+
+    def _place(self, prompts: Mapping[int, Sequence[int]], features: Features | None) -> None:
+        self.pool.release(prompts)
+        for b, prompt in prompts.items():
+            self.pool.admit(b, prompt, self._new_tokens[b])
+        self._follow_pool()
+        for b, prompt in prompts.items():
+            self._find(b, prompt, features)
+
+    def _left(self, b: int, prompt: Sequence[int]) -> int:
+        """Own slots that sequence b has left after a prompt and the tokens to come."""
+        path = self.pool.path(b)
+        end = path[-1].stop if path else 0
+        return self.pool.size(b) - (len(prompt) - end + self._new_tokens[b] + self.spec.scratch)
+
+    def _find(self, b: int, prompt: Sequence[int], features: Features | None) -> None:
+        """Note which tokens of a prompt are in its chunks; those of its own slots are not known."""
+        held, tail = self.pool.held(b), self.pool.tail(prompt)
+        # After a tail the chunks of this prompt alone would begin elsewhere.
+        self.cached.copied(b, prompt, held, min(held, tail or held))
+        self.cached.ends[b] = [held]
+        if features is None:
+            return
+        leading = list(prompt[: features.leading])
+        if leading in self._leading:
+            features.copy_leading(self._leading.index(leading), b)
+        else:
+            features.begin(b, 0)
+        self._leading[b] = leading
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], first: int, starts: Sequence[int], run: PromptRun
+    ) -> list[int]:
+        """See :class:`KVBackend`; what earlier prompts have computed meanwhile is found."""
+        used, newest = list(starts), run.features.history if run.features is not None else 0
+        for n, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+            b = first + n
+            if self.pool.held(b) > len(self.cached.held[b]):
+                self._find(b, prompt, run.features)
+                used[n] = max(start, self.cached.common(b, prompt, "chunks", newest))
+                if run.progress and used[n] > start:
+                    run.progress(used[n] - start)
+            self._prefill_one(b, prompt, used[n], run)
+            self.pool.written(b)
+        return used
+
+    def expect(self, new_tokens: Sequence[int]) -> None:
+        """See :class:`KVBackend`."""
+        self._new_tokens = list(new_tokens)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """See :class:`KVBackend`."""
+        self.pool.release(rows)
+        for row in rows:
+            self.cached.keep(row, 0)
+
+    def has_slots(
+        self,
+        running: Mapping[int | None, Sequence[int]],
+        coming: Sequence[tuple[Sequence[int], int]],
+        most: int,
+        tokens: int | None,
+    ) -> bool:
+        """See :class:`KVBackend`; the pool was made for ``tokens``."""
+        empty = max(0, max(most, self.batch) - len(running) - len(coming))
+        return (
+            self.pool.needed([row for row in running if row is not None], coming, empty) <= self.store.slots
+        )
+
+    def forget(self) -> None:
+        """See :class:`KVBackend`."""
+        self.pool.forget()
+        self.cached.clear()
+
+    def serves(self, pool: PoolSize | None) -> bool:
+        """See :class:`KVBackend`."""
+        return pool is not None and pool.least <= self.store.slots
+
+    def gives(self, bits: int, prompts: Sequence[Sequence[int]], reuse: str, pool: PoolSize | None) -> bool:
+        """See :class:`KVBackend`."""
+        return pool is not None and bits == self.store.bits
+
+    def take_over(self, kept: KVBackend) -> bool:
+        """See :class:`KVBackend`: all chunks that fit, and the sequences of a pool where they fit as well."""
+        if isinstance(kept, PooledBackend):
+            alike = (kept.store.page, kept.spec.scratch) == (self.store.page, self.spec.scratch)
+            copies, going_on = self.pool.take(kept.pool, self.batch, alike)
+            self.store.copy_runs(kept.store, copies)
+            held = kept.cached.held[: self.batch]
+            lengths = [len(tokens) if row in going_on else 0 for row, tokens in enumerate(held)]
+            self.cached.take(kept.cached, lengths)
+            for row, length in enumerate(lengths):
+                self.store.fed(row, length)
+        elif kept.chunk == self.chunk:
+            self._take_sequences(kept)
+        self._follow_pool()
+        return False
+
+    def _take_sequences(self, kept: KVBackend) -> None:
+        """Take up whole chunks of the sequences of slots of their own, as far as there is room."""
+        unit = self.pool.unit
+        spare = self.store.slots - self.batch * self.pool.own_size([0], 0) - self.pool.own_size([0] * unit, 0)
+        for b, tokens in enumerate(kept.cached.held):
+            count = max(0, min(kept.cached.whole[b], spare)) // unit * unit
+            self.pool.release([0])
+            before = self.pool.taken
+            self.pool.admit(0, [*tokens[:count], 0], 0)
+            spare -= max(0, self.pool.taken - before)
+            for block in self.pool.path(0):
+                if not block.written:
+                    self.store.copy_from(kept.store, b, block.run)
+            self.pool.written(0)
+
+    def _follow_pool(self) -> None:
+        rows = range(self.batch)
+        self.store.set([self.pool.runs(b) for b in rows], [self.pool.place(b) for b in rows])

@@ -1,0 +1,154 @@
+"""How many KV slots the prompts of a batch share, and whether sharing pays."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.kv.pool.blocks import own_slots, stops, tail_of
+from triforce_tree.kv.prefill import chunk_tokens
+from triforce_tree.models.hf_model import HFModel
+
+# Of prompts that are all known: fewest tokens of a common prefix, and fewest KV slots that sharing spares.
+# Attention to a prefix is a part of its own, whose results are merged: on a CPU passes of two sequences are
+# slower below 2,048 tokens, of eight below 400.
+LEAST, LEAST_SPARED = 64, 2048
+# Most of the slots that copies take with which sharing pays.
+_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """A pool of KV slots for what prompts share and for what each sequence has after it.
+
+    Attributes:
+        slots: KV slots of each head.
+        least: of these, what the prompts need that are known.
+        unit: tokens of a chunk: whole chunks of a prefill and of the retrieval, so that each prompt is
+            computed as alone.
+        tails: tokens that several known prompts begin with, and that end within a chunk.
+    """
+
+    slots: int
+    least: int
+    unit: int
+    tails: tuple[list[int], ...] = field(default=(), repr=False)
+
+
+def unit_of(target: HFModel, config: HierarchyConfig) -> int | None:
+    """Tokens of a chunk that prompts share; None where each sequence has slots of its own.
+
+    These are needed for recurrent layers, which have a state and no slots; for layers with a window, whose
+    rings belong to one sequence; and where slots are split over ranks, or are kept in host memory between
+    calls (``prefix_cache`` in bytes).
+    """
+    windows = any(shape.window is not None for shape in target.kv_shapes)
+    if target.states is not None or windows or config.text_ranks > 1 or config.prefix_bytes:
+        return None
+    return math.lcm(chunk_tokens(config.prefill_chunk, target.device), config.retrieval.chunk)
+
+
+def page_of(unit: int, config: HierarchyConfig, levels: int) -> int:
+    """KV slots of a page of tables, which all chunks of ``unit`` tokens are whole multiples of."""
+    return config.retrieval.chunk if levels == 3 else math.gcd(unit, 64)
+
+
+class SharedChunks:
+    """The chunks that known prompts begin with.
+
+    Args:
+        prompts: token ids.
+        unit: tokens of a chunk.
+        tails: see :class:`PoolSize`.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], unit: int, tails: Sequence[list[int]] = ()) -> None:
+        found: dict[tuple[int, ...], int] = {}
+        self._sizes: list[int] = []
+        self._rest: list[int] = []
+        # Numbers of the chunks of each prompt, in the order in which they are found.
+        self._paths: list[list[int]] = []
+        for prompt in prompts:
+            path: list[int] = []
+            start = 0
+            for stop in stops(len(prompt), unit, tail_of(tails, prompt)):
+                key = (path[-1] if path else -1, *prompt[start:stop])
+                if key not in found:
+                    found[key] = len(found)
+                    self._sizes.append(stop - start)
+                path.append(found[key])
+                start = stop
+            self._paths.append(path)
+            self._rest.append(len(prompt) - start)
+
+    def order(self) -> list[int]:
+        """Numbers of the prompts such that those which share a chunk follow the first of them."""
+        numbers = range(len(self._paths))
+        return sorted(numbers, key=lambda n: [*self._paths[n], len(self._sizes) + n])
+
+    def slots(self, sequences: int, new_tokens: int, scratch: int, page: int) -> tuple[int, int]:
+        """KV slots of so many of the prompts at a time with what they share stored once, and with copies."""
+        users = Counter(number for path in self._paths for number in path)
+        own = [own_slots(rest + new_tokens, scratch, page) for rest in self._rest]
+        alone, copied = (
+            sorted(
+                (
+                    size + sum(self._sizes[n] for n in path if copies or users[n] == 1)
+                    for size, path in zip(own, self._paths, strict=True)
+                ),
+                reverse=True,
+            )[:sequences]
+            for copies in (False, True)
+        )
+        shared = sum(size for n, size in enumerate(self._sizes) if users[n] > 1)
+        return min(shared + sum(alone), sum(copied)), sum(copied)
+
+
+def common_tails(prompts: Sequence[Sequence[int]], unit: int, page: int) -> tuple[list[int], ...] | None:
+    """What at least two of the prompts begin with, in whole pages, where it is no number of whole chunks.
+
+    None where no two of them have ``LEAST`` tokens in common.
+    """
+    ordered = sorted(map(list, prompts))
+    # Of all pairs, neighbours have most in common.
+    common = [min(common_prefix(a, b), len(a) - 1, len(b) - 1) // page * page for a, b in pairwise(ordered)]
+    if max(common, default=0) < LEAST:
+        return None
+    tails: list[list[int]] = []
+    for n, prompt in enumerate(ordered):
+        most = max(common[max(0, n - 1) : n + 1])
+        if most >= LEAST and most % unit and (not tails or tails[-1] != prompt[:most]):
+            tails.append(prompt[:most])
+    used = Counter(tuple(prompt[: tail_of(tails, prompt)]) for prompt in ordered)
+    return tuple(tail for tail in tails if used[tuple(tail)] > 1)
+
+
+def for_known(
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    sequences: int,
+    unit: int,
+    page: int,
+    scratch: int,
+    exact: bool,
+) -> PoolSize | None:
+    """The pool of prompts that are all known before the batch begins; None where copies do, or nearly.
+
+    Args:
+        new_tokens: most of each sequence.
+        sequences: most that are decoded together.
+        scratch: KV slots after a sequence's end that passes write.
+        exact: whether each prompt must have the bits that it has alone: only whole chunks are shared.
+    """
+    tails = common_tails(prompts, unit, page)
+    if tails is None:
+        return None
+    tails = () if exact else tails
+    chunks = SharedChunks(prompts, unit, tails)
+    slots, copies = chunks.slots(sequences, new_tokens, scratch, page)
+    if slots > _SHARE * copies or copies - slots < LEAST_SPARED:
+        return None
+    return PoolSize(slots, slots, unit, tails)

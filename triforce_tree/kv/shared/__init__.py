@@ -1,1 +1,0 @@
-"""A batch whose sequences begin alike: the common prefix is stored and read once."""
