@@ -1,7 +1,6 @@
 """Prompts, results on disk, baselines, needles and overlaps."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from triforce_tree.bench.baselines import METHODS, Job
 from triforce_tree.bench.tables import speed_of
 from triforce_tree.check import overlap
 from triforce_tree.check.compare import Comparison, compared, summary
-from triforce_tree.config import HierarchyConfig
 from triforce_tree.runtime.files.text_files import read_text
 
 ROOT = Path(__file__).parents[2]
@@ -235,13 +233,3 @@ def test_tables_come_from_results(script: Any, tmp_path: Path, monkeypatch: pyte
     assert "| triforce-3-level | 10.0 | 2.50x | 2.00x | 0 % |" in made
     assert "File: `docs/results/cpu_16k.json` (" in made
     assert make_tables.filled(made) == made
-
-
-def test_the_options_page_names_the_defaults_there_are() -> None:
-    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    options = HierarchyConfig().as_options()
-    for name in ("levels", "gamma", "tree", "lookup", "budget", "chunk", "recent", "refresh"):
-        assert f"| `{name}` | {options[name]} |" in page
-    assert f"| `sinks`, `window` | {options['sinks']}, {options['window']} |" in page
-    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(options)
