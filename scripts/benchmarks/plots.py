@@ -1,6 +1,5 @@
 """Plots of docs/measurements.md and docs/kernel.md from the results files; needs matplotlib."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import matplotlib
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import Record, rows_of
+from scripts.benchmarks.common.results import content_at
 from scripts.benchmarks.on_chip.tables import FILE, HEADLINES, STAGES
 from scripts.benchmarks.texts import tables as texts
 
@@ -22,7 +22,7 @@ def draw(folder: Path) -> list[Path]:
     """Plots of what has been measured; the paths written."""
     made = []
     for name, (file, rows, size, plot) in PLOTS.items():
-        found = rows(json.loads((folder / file).read_text("utf-8"))) if (folder / file).exists() else []
+        found = rows(content_at(folder / file)) if (folder / file).exists() else []
         if found:
             figure, axis = plt.subplots(figsize=(size[0], size[1] + size[2] * len(found)))
             plot(axis, found)

@@ -4,7 +4,6 @@ A table stands between <!-- table: NAME --> and <!-- end table -->; NAME is one 
 """
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from scripts.benchmarks import front, pages
 from scripts.benchmarks.attention import tables as attention
 from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import Record, Table
-from scripts.benchmarks.common.results import ROOT
+from scripts.benchmarks.common.results import ROOT, content_at
 from scripts.benchmarks.cpu import tables as cpu
 from scripts.benchmarks.exact import tables as exact
 from scripts.benchmarks.linear import tables as linear
@@ -33,22 +32,23 @@ MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTA
 def held(file: str) -> Record | None:
     """The content of a results file, where there is one."""
     path = RESULTS / file
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return content_at(path) if path.exists() else None
 
 
 # What the files hold that no benchmark of the registry writes.
 _OTHERS = {
-    "models.json": "every class of transformers on every path, on a CPU: scripts.checks.models",
-    "models_gpu.json": "the same with captured graphs on a GPU",
+    "models.jsonl": "every class of transformers on every path, on a CPU: scripts.checks.models",
+    "models_gpu.jsonl": "the same with captured graphs on a GPU",
 }
 
 
 def files(_: Record) -> str:
     """Returns a line for each results file: what it measures, and commit, date and hardware of its runs."""
     lines = []
-    for path in sorted(RESULTS.glob("*.json")):
+    # Measurements that files are made of have a second suffix.
+    for path in sorted(path for path in RESULTS.glob("*.jsonl") if path.stem.isidentifier()):
         content = held(path.name) or {}
-        runs = (content.get("parts") or content.get("evaluated") or {"": content}).values()
+        runs = (content.get("parts") or {"": content}).values()
         about = [known.about for known in BENCHMARKS.values() if known.wrote(path.name)]
         columns = (
             ", ".join(dict.fromkeys(str(run[name]) for run in runs if run.get(name)))

@@ -1,4 +1,4 @@
-"""What the embedded pair can do, through the engine's own caches: docs/results/pair.json.
+"""What the embedded pair can do, through the engine's own caches: docs/results/pair.jsonl.
 
     python -m scripts.train_pair.evaluate                      # on a CPU: needles up to 16K, overlaps at 16K
     python -m scripts.train_pair.evaluate --device cuda --lengths 2048 8192 16384 32768 122880 \
@@ -21,7 +21,7 @@ import torch
 from transformers.utils import logging
 
 import triforce_tree
-from scripts.benchmarks.common.results import RESULTS, write
+from scripts.benchmarks.common.results import RESULTS, content_at, write
 from scripts.benchmarks.common.results import header as header_of
 from scripts.benchmarks.common.texts import cut
 from triforce_tree.bench import needle, results
@@ -83,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--windows", type=int, default=7, help="of 16,384 tokens for the loss; 0 for no loss")
     add("--seed", type=int, default=0, help="of the needles")
     add("--device", default="cpu", help="cpu or cuda")
-    add("--out", type=Path, default=RESULTS / "pair.json", help="results file")
+    add("--out", type=Path, default=RESULTS / "pair.jsonl", help="results file")
     args = parser.parse_args(words)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -113,14 +113,14 @@ def main(words: Sequence[str] | None = None) -> None:
         accuracy[str(length)] = needle.accuracy(records.all)
         print(f"needle at {length}: {accuracy[str(length)]}")
 
-    old = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    old = content_at(args.out)
     merged = {**old, **found}
     for name, part in (("needle", accuracy), ("retrieval_overlap", retrieval)):
         merged[name] = {**old.get(name, {}), **part}
     # One header for each figure: they may come from different machines.
-    header = header_of(args.seed, "api") | {"prompts": args.prompts, "new_tokens": NEW}
+    header = header_of(args.seed) | {"prompts": args.prompts, "new_tokens": NEW}
     measured = [*found, *(f"retrieval_overlap {p}" for p in retrieval), *(f"needle {n}" for n in accuracy)]
-    merged["evaluated"] = {**old.get("evaluated", {}), **dict.fromkeys(measured, header)}
+    merged["parts"] = {**old["parts"], **dict.fromkeys(measured, header)}
     write(args.out, merged)
     print(json.dumps(merged))
 

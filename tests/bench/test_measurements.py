@@ -1,12 +1,12 @@
 """Prompts, results on disk, baselines, needles and overlaps."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts.benchmarks.common.results import write
 from tests.support.models import tiny_pair
 from triforce_tree import Engine
 from triforce_tree.bench import needle, results
@@ -227,9 +227,9 @@ def test_tables_come_from_results(script: Any, tmp_path: Path, monkeypatch: pyte
     ):  # fmt: skip
         records.add(record(method, seconds))
     result = {**results.header(0), "prompts": 1, "rows": speed_of(records)}
-    (tmp_path / "cpu_16k.json").write_text(json.dumps(result))
+    write(tmp_path / "cpu_16k.jsonl", result)
     made = make_tables.filled(marked)
     assert "old figures" not in made
     assert "| triforce-3-level | 10.0 | 2.50x | 2.00x | 0 % |" in made
-    assert "File: `docs/results/cpu_16k.json` (" in made
+    assert "File: `docs/results/cpu_16k.jsonl` (" in made
     assert make_tables.filled(made) == made

@@ -1,11 +1,11 @@
 """The benchmarks of the offloaded cache with tiny models on the CPU: rows, going on, tables, projection."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scripts.benchmarks.common.results import content_at
 from triforce_tree.planning.memory_map import HostRate
 
 # The format that all results of offloading have.
@@ -31,7 +31,7 @@ def test_parts_are_measured_once_and_fill_the_tables(
     measure(words)
     capsys.readouterr()
     file = tmp_path / tables.FILE
-    first = json.loads(file.read_text())
+    first = content_at(file)
     greedy, sampled = [row for row in first["rows"] if row["part"] == "resident"]
     assert greedy.keys() >= COLUMNS
     assert (greedy["temperature"], sampled["temperature"]) == (0.0, 0.6)
@@ -41,7 +41,7 @@ def test_parts_are_measured_once_and_fill_the_tables(
     monkeypatch.setattr(run, "Bench", None)  # what lacks nothing loads no models
     measure(words)
     assert (tmp_path / "offload_h200.resident.jsonl").read_text() == kept, "nothing is measured twice"
-    assert json.loads(file.read_text())["rows"] == first["rows"]
+    assert content_at(file)["rows"] == first["rows"]
     made = {name: table.make(first) for name, table in tables.TABLES.items() if table.file == tables.FILE}
     assert "| 1 x 480 | 3.33333 | 0.0 | 33 % | 0 | **" in made["offload_headline"]
     assert "| resident KV | 0.00 |" in made["offload_memory"] or "measured peak" in made["offload_memory"]
@@ -54,7 +54,7 @@ def test_streamed_weights_are_counted_on_the_bus(script: Any, tmp_path: Path) ->
     words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--part", "13b"]
     script("benchmarks.offload.run").main(words)
     tables = script("benchmarks.offload.tables")
-    result = json.loads((tmp_path / tables.FILE).read_text())
+    result = content_at(tmp_path / tables.FILE)
     [row] = result["rows"]
     assert row["weights_on_host_gib"] == pytest.approx(row["memory_plan"]["pass_weights_gib"], rel=1e-3)
     assert row["streamed_gib"] > row["weights_on_host_gib"]
@@ -72,7 +72,7 @@ def test_attention_on_the_cpu_stands_beside_both_baselines(
     words = ["--tiny", "--out", str(tmp_path), "--temperatures", "0", "--prompts", "1"]
     run.main([*words, "--part", "host-attention"])
     tables = script("benchmarks.offload.tables")
-    result = json.loads((tmp_path / tables.FILE).read_text())
+    result = content_at(tmp_path / tables.FILE)
     [row] = result["rows"]
     assert row.keys() >= COLUMNS
     assert row["host_share"] == pytest.approx(row["memory_plan"]["split"]["host_share"], rel=1e-3)

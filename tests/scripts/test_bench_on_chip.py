@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scripts.benchmarks.common.results import content_at
 from scripts.benchmarks.sources.python_files import docstrings
 from triforce_tree.kv.pool import size
 
@@ -37,7 +38,7 @@ def book(script: Any, folder: Path, **options: Any) -> Any:
         "engine": "e",
     }
     rows = script("benchmarks.on_chip.run").rows
-    return script("benchmarks.common.results").ResultsFile(folder / "test.json", "7b", settings, rows)
+    return script("benchmarks.common.results").ResultsFile(folder / "test.jsonl", "7b", settings, rows)
 
 
 def test_the_faster_baseline_counts_and_medians_are_over_prompts(script: Any, tmp_path: Path) -> None:
@@ -48,7 +49,7 @@ def test_the_faster_baseline_counts_and_medians_are_over_prompts(script: Any, tm
     [row] = written.all["rows"]
     assert (row["ms_per_token"], row["baseline"], row["speedup"]) == (3.0, "autoregressive", 3.667)
     written.add(sample("transformers-static", 9.0))
-    [row] = json.loads((tmp_path / "test.json").read_text())["rows"]
+    [row] = content_at(tmp_path / "test.jsonl")["rows"]
     assert (row["baseline"], row["baseline_ms_per_token"], row["speedup"]) == (
         "transformers-static",
         9.0,
@@ -87,7 +88,7 @@ def test_tables_from_rows(script: Any, tmp_path: Path) -> None:
     assert "| llama-2-7b inflated | 1 x 1 x 512 | 0 | **2.00** | 10.00 (90 %) |" in made["headline"]
     assert "| 0: draft grows a tree | 3.00 | 2.00 | 1.00 | 50 % | 60 % |" in made["levels"]
     assert made["lengths"] is None
-    assert re.search(r"on_chip_h200.json` \(\S+ of \d{4}-\d\d-\d\d\)\.\n$", made["headline"])
+    assert re.search(r"on_chip_h200.jsonl` \(\S+ of \d{4}-\d\d-\d\d\)\.\n$", made["headline"])
 
 
 def test_texts_are_read_as_rings(script: Any) -> None:
@@ -138,7 +139,7 @@ def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
     words += ["--out", str(tmp_path)]
     assert script("benchmarks.requests.run").main(words) == 0
     tables = script("benchmarks.requests.tables")
-    content = json.loads((tmp_path / tables.CPU_FILE).read_text())
+    content = content_at(tmp_path / tables.CPU_FILE)
     cold, second = content["rows"]
     assert [row["turn"] for row in (cold, second)] == ["cold", "second turn"]
     assert cold["reused_tokens"] == 0
@@ -162,7 +163,7 @@ def test_whole_requests_are_measured(script: Any, tmp_path: Path) -> None:
 def test_saved_sessions_are_measured_beside_their_bytes(script: Any, tmp_path: Path) -> None:
     assert script("benchmarks.requests.saved").main(["--tiny", "--runs", "2", "--out", str(tmp_path)]) == 0
     tables = script("benchmarks.requests.tables")
-    content = json.loads((tmp_path / tables.SAVED).read_text())
+    content = content_at(tmp_path / tables.SAVED)
     save, load = content["rows"]
     # Keys and values of two layers in 16 bits.
     assert save["bytes"] == load["bytes"] > 299 * 2 * 2 * 8 * 128 * 2
@@ -179,7 +180,7 @@ def test_clients_that_join_are_measured(script: Any, tmp_path: Path) -> None:
     words = ["--tiny", "--context", "1040", "--clients", "3", "--new", "6", "--runs", "1", "--levels", "1"]
     clients = script("benchmarks.requests.clients")
     assert clients.main([*words, "--out", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / "clients_cpu.json").read_text())
+    content = content_at(tmp_path / "clients_cpu.jsonl")
     once, copied = content["rows"]
     assert (once["layout"], copied["layout"]) == clients.LAYOUTS
     shown = script("benchmarks.requests.tables").TABLES["clients_cpu"].make(content)
@@ -200,7 +201,7 @@ def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path, monkeypatch: p
     words = ["--tiny", "--context", "384", "--questions", "4", "--runs", "1", "--levels", "1", "--new", "8"]
     shared_prefix = script("benchmarks.requests.shared_prefix")
     assert shared_prefix.main([*words, "--out", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / "shared_prefix_cpu.json").read_text())
+    content = content_at(tmp_path / "shared_prefix_cpu.jsonl")
     rows = content["rows"]
     assert [row["case"] for row in rows] == [case for case in shared_prefix.CASES for _ in range(2)]
     for once, copied, prefix in [(*rows[:2], 384), (*rows[2:], 128 + 2 * 256)]:

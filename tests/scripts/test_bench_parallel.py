@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scripts.benchmarks.common.results import content_at
 from tests.support.processes.processes import ranks_of
 
 COMMAND = ["-m", "scripts.benchmarks", "parallel", "--tiny", "--out"]
@@ -24,7 +25,7 @@ def steps(folder: Path) -> list[str]:
 def test_ranks_measure_together_and_fill_the_table(script: Any, tmp_path: Path) -> None:
     tables = script("benchmarks.offload.tables")
     assert steps(tmp_path).count("all ranks wrote the same 24 tokens") == 2
-    result = json.loads((tmp_path / tables.PARALLEL).read_text())
+    result = content_at(tmp_path / tables.PARALLEL)
     greedy, sampled = result["rows"]
     assert (greedy["temperature"], sampled["temperature"]) == (0.0, 0.6)
     assert greedy["exact"] == {"compared": 4, "partings": 0}
@@ -52,7 +53,7 @@ def test_two_ranks_and_one_write_into_one_file(script: Any, tmp_path: Path) -> N
         )
         assert [rank.code for rank in (first, *others)] == [0] * size, first.err
         assert all(rank.out == "" for rank in others)
-    content = json.loads((tmp_path / "sequence_parallel_h200x2.json").read_text())
+    content = content_at(tmp_path / "sequence_parallel_h200x2.jsonl")
     rows = {row["way"]: row for row in content["rows"]}
     assert list(rows) == ["by position", "by heads", "one card"]
     # Each row keeps the command that measured it.

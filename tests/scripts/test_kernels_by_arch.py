@@ -1,6 +1,5 @@
 """Every kernel on every usual GPU, without one: a sample compiled here, all of it in the results file."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="compiles with Triton; install triton to run it")
 
+from scripts.benchmarks.common.results import content_at
 from triforce_tree.kernels.device import KNOWN
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    made: dict[str, Any] = json.loads((ROOT / "docs/results/kernels_by_arch.json").read_text())
+    made: dict[str, Any] = content_at(ROOT / "docs/results/kernels_by_arch.jsonl")
     return made
 
 
@@ -26,13 +26,13 @@ def test_a_sample_compiles_within_every_limit(tmp_path: Path) -> None:
     """In a process of its own, because this one has loaded Triton to be interpreted."""
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "scripts.checks.kernels_by_arch", "--every", "1400", "--jobs", "1"]
-    out = tmp_path / "sample.json"
+    out = tmp_path / "sample.jsonl"
     made = subprocess.run(
         [*command, "--out", str(out)], cwd=ROOT, env=plain | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert made.returncode == 0, made.stdout + made.stderr
-    kernels = json.loads(out.read_text())["kernels"]
+    kernels = content_at(out)["kernels"]
     archs, names = ({kind[key] for kind in kernels} for key in ("arch", "kernel"))
     assert archs <= set(KNOWN)
     assert min(len(archs), len(names)) >= 4, "which ones depends on the list of variants"

@@ -1,8 +1,12 @@
-"""Results on disk: one JSON line for each measurement, from which an interrupted run continues."""
+"""Results files: one JSON line for each measurement, from which an interrupted run continues.
+
+The first line is the header: ``settings``, which have to be the same where a run continues, and ``about``:
+command, commit ("+" says that files were changed since), date, hardware, versions and seed. Each further line
+is a record. Files of several runs, which the benchmarks of a checkout write, have a header for each ``part``.
+"""
 
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -200,44 +204,3 @@ def repeated_share(tokens: Sequence[int], n: int = 8) -> float:
         repeated += gram in seen
         seen.add(gram)
     return repeated / max(1, len(tokens) - n + 1)
-
-
-def speed_rows(
-    records: Iterable[Record], is_baseline: Callable[[str], bool], context: int, new_tokens: int
-) -> list[Record]:
-    """Medians over prompts of every method and temperature.
-
-    Args:
-        records: one measurement each.
-        is_baseline: whether a method is one of the baselines, the fastest of which is compared with.
-        context, new_tokens: of the run.
-    """
-    groups: dict[tuple[float, str], list[Record]] = {}
-    for record in records:
-        groups.setdefault((record["temperature"], record["method"]), []).append(record)
-    speed = {
-        key: statistics.median(1e3 * r["decode_seconds"] / r["timed_tokens"] for r in group)
-        for key, group in groups.items()
-    }
-    rows = []
-    for (temperature, method), group in groups.items():
-        baselines = [ms for (t, m), ms in speed.items() if t == temperature and is_baseline(m)]
-        ms = speed[temperature, method]
-        names = sorted({name for r in group for name in r["acceptance"]})
-        acceptance = {
-            name: statistics.median(r["acceptance"][name] for r in group if name in r["acceptance"])
-            for name in names
-        }
-        rows.append(
-            {
-                "method": method,
-                "temperature": temperature,
-                "context": context,
-                "new_tokens": new_tokens,
-                "ms_per_token": round(ms, 3),
-                "speedup_vs_best_baseline": round(min(baselines) / ms, 3) if baselines else None,
-                "acceptance": {name: round(value, 4) for name, value in acceptance.items()},
-                "repeated_8grams": round(statistics.median(r["repeated_8grams"] for r in group), 4),
-            }
-        )
-    return rows

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from triforce_tree.bench.baselines import BASELINES, DRAFTING, PLAIN_METHOD
-from triforce_tree.bench.results import Record, Records, speed_rows
+from triforce_tree.bench.results import Record, Records
 from triforce_tree.runtime.files.replacing import replace_file
 
 _SPEED_NOTE = (
@@ -61,17 +61,37 @@ def write_beside(path: Path, records: Records, shown: Sequence[Table]) -> list[P
 
 
 def speed_of(records: Records) -> list[Record]:
-    """Returns a row for each length, temperature and method: medians over prompts."""
-    made: list[Record] = []
+    """Returns a row for each length, temperature and method: medians over prompts.
+
+    A speed-up is against the fastest of the baselines at the same length and temperature.
+    """
     timed = [r for r in records.all if "decode_seconds" in r]
-    for (length,) in _distinct(timed, "length"):
-        same = [r for r in timed if r.get("length") == length]
+    groups = {
+        place: [r for r in timed if _key(r, "length", "temperature", "method") == place]
+        for place in _distinct(timed, "length", "temperature", "method")
+    }
+    speed = {
+        place: statistics.median(1e3 * r["decode_seconds"] / r["timed_tokens"] for r in group)
+        for place, group in groups.items()
+    }
+    made: list[Record] = []
+    for (length, temperature, method), group in groups.items():
         context = records.settings["context"] if length is None else length
-        rows = speed_rows(same, BASELINES.__contains__, context, records.settings["new_tokens"])
-        for row in rows:
-            at = [r for r in same if _key(r, "temperature", "method") == (row["temperature"], row["method"])]
-            lengths = [r.get("prompt_tokens", context) for r in at]
-            made.append({**row, "prompts": len(at), "prompt_tokens": int(statistics.median(lengths))})
+        same = {m: ms for (n, t, m), ms in speed.items() if (n, t) == (length, temperature)}
+        baselines, ms = [same[m] for m in BASELINES if m in same], same[method]
+        rates = {
+            name: statistics.median(r["acceptance"][name] for r in group if name in r["acceptance"])
+            for name in sorted({name for r in group for name in r["acceptance"]})
+        }
+        made.append({
+            "method": method, "temperature": temperature, "context": context,
+            "new_tokens": records.settings["new_tokens"], "ms_per_token": round(ms, 3),
+            "speedup_vs_best_baseline": round(min(baselines) / ms, 3) if baselines else None,
+            "acceptance": {name: round(rate, 4) for name, rate in rates.items()},
+            "repeated_8grams": round(statistics.median(r["repeated_8grams"] for r in group), 4),
+            "prompts": len(group),
+            "prompt_tokens": int(statistics.median(r.get("prompt_tokens", context) for r in group)),
+        })  # fmt: skip
     return made
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, file_note, listing, noted, us
 
-FILE, FITS = "tree_attention_h200.json", "kernels_by_arch.json"
+FILE, FITS = "tree_attention_h200.jsonl", "kernels_by_arch.jsonl"
 COMMAND = "python -m scripts.benchmarks tree_attention --out docs/results"
 SHORT = {
     "SDPA dense mask": "SDPA", "FlexAttention": "Flex", "FlashInfer fa2 full mask": "FI full mask",

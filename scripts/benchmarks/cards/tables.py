@@ -1,4 +1,4 @@
-"""The table and the picture of docs/several_cards.md from docs/results/sequence_parallel_h200x2.json."""
+"""The table and the picture of docs/several_cards.md from docs/results/sequence_parallel_h200x2.jsonl."""
 
 import math
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
-FILE = "sequence_parallel_h200x2.json"
+FILE = "sequence_parallel_h200x2.jsonl"
 POSITION, ONE, OFFLOADED = "by position", "one card", "one card, offloaded"
 COMMAND = "torchrun --nproc-per-node 2 -m scripts.benchmarks split"
 COLUMNS: Columns = {

@@ -1,7 +1,8 @@
 """Results files: where they come from, the statistics they keep, and measurements to resume from.
 
-A file in docs/results holds rows: medians, their 20th and 80th percentile and counts. The measurements that
-rows are made of lie beside it, one JSON line each in FILE.PART.jsonl, which git ignores.
+All have the form that ``triforce_tree.bench.results`` defines. A file in docs/results holds rows: medians,
+their 20th and 80th percentile and counts. The measurements that rows are made of lie beside it in
+FILE.PART.jsonl, which git ignores.
 """
 
 import json
@@ -50,25 +51,54 @@ def _command() -> str:
 
 
 def write(path: Path, content: Record) -> None:
-    """As a whole or not at all."""
-    replace_file(path, dumps(content) + "\n")
+    """Writes a results file as a whole or not at all.
+
+    It has the form of ``triforce_tree.bench.results``: a line with the header, then a line for each record.
+    Where several runs are in one file, a line with the header of each part comes before the records. Records
+    of other tables than ``rows`` name theirs.
+
+    Args:
+        content: the header's values; ``settings``; headers by name in ``parts``; lists of records.
+    """
+    tables = {name: value for name, value in content.items() if _is_table(value)}
+    about = {
+        name: value for name, value in content.items() if name not in (*tables, "parts", "settings", "rows")
+    }
+    lines: list[Record] = [{"settings": content.get("settings", {}), "about": about}]
+    for name, part in content.get("parts", {}).items():
+        own = {key: value for key, value in part.items() if key != "settings"}
+        lines.append({"part": name, "settings": part.get("settings", {}), "about": own})
+    for name, records in tables.items():
+        lines += records if name == "rows" else [{"table": name, **record} for record in records]
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def dumps(value: Any, depth: int = 0) -> str:
-    """JSON that git compares well: a line for each key of outer dictionaries and each member of a list."""
-    pad, end = " " * (depth + 1), " " * depth
-    if isinstance(value, dict) and value and depth < 3:
-        members = [f"{pad}{json.dumps(key)}: {dumps(member, depth + 1)}" for key, member in value.items()]
-        return "{\n" + ",\n".join(members) + f"\n{end}}}"
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[\n" + ",\n".join(pad + json.dumps(member) for member in value) + f"\n{end}]"
-    return json.dumps(value)
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(member, dict) for member in value)
 
 
 def content_at(path: Path) -> Record:
-    """The content of a results file; without parts and rows where there is no file."""
-    empty: Record = {"parts": {}, "rows": []}
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else empty
+    """Returns the content that :func:`write` was given; without parts and rows where there is no file.
+
+    Raises:
+        ValueError: it is not a results file.
+    """
+    if not path.exists():
+        return {"parts": {}, "rows": []}
+    file = results.read(path)
+    content: Record = {**file.about, "rows": []}
+    if file.settings:
+        content["settings"] = file.settings
+    for line in file.all:
+        if "about" in line:
+            part = line["about"] | ({"settings": line["settings"]} if line["settings"] else {})
+            content.setdefault("parts", {})[line["part"]] = part
+        elif "table" in line:
+            record = {name: value for name, value in line.items() if name != "table"}
+            content.setdefault(line["table"], []).append(record)
+        else:
+            content["rows"].append(line)
+    return content
 
 
 def rows_at(path: Path) -> list[Record]:

@@ -1,4 +1,4 @@
-"""Prefill of the embedded target on a CPU beside transformers' own: docs/results/cpu_prefill.json.
+"""Prefill of the embedded target on a CPU beside transformers' own: docs/results/cpu_prefill.jsonl.
 
     python -m scripts.benchmarks cpu_prefill
     python -m scripts.benchmarks cpu_prefill --contexts 4096 --rounds 3

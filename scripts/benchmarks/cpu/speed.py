@@ -1,4 +1,4 @@
-"""Speed of the embedded pair on a CPU: docs/results/cpu_16k.json.
+"""Speed of the embedded pair on a CPU: docs/results/cpu_16k.jsonl.
 
 Single measurements go to a JSON-lines file beside it, so a run that was cut short goes on where it ended.
 Several prompts from different places of Python's help topics, all methods in turns on each; the fastest of
@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "benchmark": "text", "context": args.context, "new_tokens": args.new_tokens, "seed": args.seed,
         "text": text.PYDOC, "threads": args.threads, "commit": results.commit(),
     }  # fmt: skip
-    records = results.Records(out.with_suffix(".jsonl"), settings)
+    records = results.Records(out.with_suffix(".samples.jsonl"), settings)
     engine = triforce_tree.load(device="cpu", dtype=torch.float32)
     assert engine.tokenizer is not None
     prompts = text.prompts([text.pydoc_text()], engine.tokenizer, args.context, args.prompts)

@@ -4,7 +4,7 @@ from scripts.benchmarks.common.markdown import Columns, Record, Table, cell, lis
 from triforce_tree.bench.baselines import METHODS, PLAIN_METHOD
 from triforce_tree.bench.tables import grid
 
-SPEED, PAIR, PREFILL = "cpu_16k.json", "pair.json", "cpu_prefill.json"
+SPEED, PAIR, PREFILL = "cpu_16k.jsonl", "pair.jsonl", "cpu_prefill.jsonl"
 _BY_TEMPERATURE: Columns = {
     "ms/token, T={t:g}": "?{ms_per_token:.1f}", "to transformers": "?{speedup_vs_best_baseline:.2f}x",
     "to our plain decoding": "?{gain:.2f}x", "repeated 8-grams": "?{repeated_8grams:pct}",

@@ -1,6 +1,6 @@
 """Greedy texts of ``exact=True``: plain decoding beside two and three levels, partings and times.
 
-    python -m scripts.benchmarks exact                       # docs/results/bit_exact_MACHINE.json
+    python -m scripts.benchmarks exact                       # docs/results/bit_exact_MACHINE.jsonl
     python -m scripts.benchmarks exact --shapes llama-3.1-8b --prompt 122880 --new 256 --tokens 4096
     python -m scripts.benchmarks exact --shapes pair --prompt 1700 --tokens 400     # on a CPU too
 
@@ -147,11 +147,11 @@ def main(words: Sequence[str] | None = None) -> int:
     logging.set_verbosity_error()
     limit = TimeLimit(args.seconds)
     path: Path = (
-        results_folder(args.out, args.tiny) / f"bit_exact_{machine_of(torch.device(args.device))}.json"
+        results_folder(args.out, args.tiny) / f"bit_exact_{machine_of(torch.device(args.device))}.jsonl"
     )
     settings = {name: getattr(args, name) for name in ("dtype", "prompt", "new", "tokens", "batch", "seed")}
     settings |= {"commit": commit(), "machine": hardware()}
-    records = open_records(path.with_suffix(".jsonl"), settings)
+    records = open_records(path.with_suffix(".samples.jsonl"), settings)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     complete = True
     with Progress(*columns) as progress:

@@ -1,11 +1,11 @@
-"""The table of bit-exact decoding in docs/losslessness.md, from docs/results/bit_exact_h200.json."""
+"""The table of bit-exact decoding in docs/losslessness.md, from docs/results/bit_exact_h200.jsonl."""
 
 import statistics
 from collections.abc import Sequence
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
-FILE = "bit_exact_h200.json"
+FILE = "bit_exact_h200.jsonl"
 COMMAND = "python -m scripts.benchmarks exact"
 COLUMNS: Columns = {
     "model": "{shape}", "levels": "{levels}", "texts": "{prompts}", "tokens": "{tokens:,}",

@@ -1,7 +1,7 @@
 """Few-row linear layers on one GPU: times of single launches, whole decoder layers and a peer.
 
-    python -m scripts.benchmarks linear --out linear.json
-    python -m scripts.benchmarks linear --out linear.json --quick      # single launches alone
+    python -m scripts.benchmarks linear --out linear.jsonl
+    python -m scripts.benchmarks linear --out linear.jsonl --quick      # single launches alone
 
 Linears of one input are one launch. All run with the configurations that the engine chooses
 (``kernels/linear/configs.py``), in a CUDA graph, weights rotated beyond L2. ``tests/gpu/test_linear.py`` must
@@ -147,7 +147,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.benchmarks linear", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--out", type=Path, default=Path("linear.json"), help="results file")
+    parser.add_argument("--out", type=Path, default=Path("linear.jsonl"), help="results file")
     parser.add_argument("--quick", action="store_true", help="single launches alone")
     args = parser.parse_args(words)
     need_gpu(parser)

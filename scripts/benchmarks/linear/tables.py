@@ -4,7 +4,7 @@ from itertools import product
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted, us
 
-FILE = "linear_h200.json"
+FILE = "linear_h200.jsonl"
 COMMAND = f"python -m scripts.benchmarks linear --out docs/results/{FILE}"
 # What a layer of a 7B model multiplies, q+k+v and gate+up joined, as (outputs, inputs).
 _SHAPES = [((4096, 4096, 4096), 4096), ((4096,), 4096), ((11008, 11008), 4096), ((4096,), 11008)]

@@ -1,6 +1,6 @@
 """Speed of the inflated pair with its cache in host memory, under a cap of device memory.
 
-A part goes into docs/results/offload_h200.json, one measurement after the other; what was made with other
+A part goes into docs/results/offload_h200.jsonl, one measurement after the other; what was made with other
 settings or another engine is not continued. Models, prompts and clocks are those of ``on_chip``. The cap is
 that of torch's allocator, and holds for weights, graphs and prefill as well. The baseline is autoregressive
 decoding of this engine, whose cache is streamed too.

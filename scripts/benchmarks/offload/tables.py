@@ -19,7 +19,7 @@ from scripts.benchmarks.texts.tables import ANY_TEXT
 from scripts.benchmarks.texts.tables import COMMAND as ANY_TEXT_COMMAND
 from triforce_tree.bench.tables import grid
 
-FILE, PARALLEL = "offload_h200.json", "offload_parallel_h200.json"
+FILE, PARALLEL = "offload_h200.jsonl", "offload_parallel_h200.jsonl"
 _STREAMED = ("7b", "8b", "8b-512k", "13b", "resident", "caps")
 _HEADLINES = (*_STREAMED, "host-attention", "host-attention-8b")
 

@@ -1,4 +1,4 @@
-"""Speed of the inflated pair on one GPU: docs/results/on_chip_h200.json, one part at a time.
+"""Speed of the inflated pair on one GPU: docs/results/on_chip_h200.jsonl, one part at a time.
 
 Prompts are real texts (``common/texts.py``), models the embedded pair inflated to real size. All
 temperatures, autoregressive decoding and transformers' static cache decode after the same prefill, in the

@@ -1,4 +1,4 @@
-"""Tables of docs/measurements.md from docs/results/on_chip_h200.json."""
+"""Tables of docs/measurements.md from docs/results/on_chip_h200.jsonl."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from scripts.benchmarks.common.markdown import (
 )
 from scripts.benchmarks.common.results import PLAIN
 
-FILE, PREFILL_FILE = "on_chip_h200.json", "prefill_h200.json"
+FILE, PREFILL_FILE = "on_chip_h200.jsonl", "prefill_h200.jsonl"
 HEADLINES = ("7b", "8b", "batch")
 # Speed-ups that TriForce (arXiv 2404.11912) reports for Llama-2-7B on an A100, by batch,
 # context and temperature.

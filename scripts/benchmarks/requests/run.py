@@ -144,7 +144,7 @@ def main(words: Sequence[str]) -> int:
     options: Record = {**TINY_OPTIONS, "prefill_chunk": 128} if args.tiny else {}
     [source] = named(args.text or ("python-topics" if args.pair else "austen"))
     text = Texts(args.texts).read(source)
-    path = results_folder(args.out, args.tiny) / f"requests_{machine_of(device)}.json"
+    path = results_folder(args.out, args.tiny) / f"requests_{machine_of(device)}.jsonl"
     rows: list[Record] = []
     head = header(args.seed) | {"text": source.name, "new_tokens": new, "runs": args.runs}
     head["dtype"] = "fp32" if on_cpu else "bf16"

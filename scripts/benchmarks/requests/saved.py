@@ -1,4 +1,4 @@
-"""Saving and loading a session beside writing and reading the same bytes: docs/results/saved_sessions.json.
+"""Saving and loading a session beside writing and reading the same bytes: docs/results/saved_sessions.jsonl.
 
     python -m scripts.benchmarks saved_sessions --folder /path/on/the/disk
 

@@ -5,8 +5,8 @@ from functools import partial
 
 from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, noted
 
-FILE, CPU_FILE, SAVED = "requests_h200.json", "requests_cpu.json", "saved_sessions.json"
-SHARED, CLIENTS = "shared_prefix_{machine}.json", "clients_{machine}.json"
+FILE, CPU_FILE, SAVED = "requests_h200.jsonl", "requests_cpu.jsonl", "saved_sessions.jsonl"
+SHARED, CLIENTS = "shared_prefix_{machine}.jsonl", "clients_{machine}.jsonl"
 REQUESTS: Columns = {
     "model": "{shape}", "request": "{turn}", "prompt": "{prompt_tokens:,}", "kept": "{reused_tokens:,}",
     "prefill, s": "{prefill_seconds:.2f}", "first token, s": "{first_token_seconds:.2f}",

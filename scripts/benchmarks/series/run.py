@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.common.command import parser, results_folder
-from scripts.benchmarks.common.results import ROOT, Record, write
+from scripts.benchmarks.common.results import ROOT, Record
 from scripts.benchmarks.series.steps import GROUPS, Step
 from triforce_tree.bench.results import commit
+from triforce_tree.runtime.files.replacing import replace_file
 
 STATE = "series.json"
 # A timed step is begun only if this many seconds are left, and is told to end so many before the limit.
@@ -135,7 +136,7 @@ class StepRunner:
         with _LOCK:
             self._running.discard(step.benchmark)
             self.state[step.name] = {"commit": self._commit, "code": code, "seconds": round(seconds, 1)}
-            write(self.out / STATE, self.state)
+            replace_file(self.out / STATE, json.dumps(self.state, indent=1) + "\n")
         said = {0: "done", _INCOMPLETE: "ended by the time limit"}.get(code, f"failed with code {code}")
         self.console.print(f"{step.name}: {said} after {seconds:.0f} s; {log}")
 

@@ -152,7 +152,7 @@ GPU = (
         tiny=None,
     ),
     _bench("linear", "linear", 8, tiny=None),
-    _bench("tree-attention", "tree_attention --every 2", 5, tiny=None),
+    _bench("tree-attention", "tree_attention", 5, tiny=None),
     _bench(
         "pair-gpu",
         "pair --device cuda --lengths 2048 8192 16384 32768 65536 122880 --retrieval 16384/1024 122880/4096",
@@ -162,7 +162,7 @@ GPU = (
     Step(
         "models-gpu",
         "scripts.checks.models --device cuda --paths captured --jobs 9 --limit 100 "
-        f"--out {OUT}/models_gpu.json",
+        f"--out {OUT}/models_gpu.jsonl",
         40,
         tiny=None,
     ),
@@ -202,7 +202,7 @@ CPU = (
     _bench("pair", "pair", 60, tiny=None),
     # Needs triton, and no GPU.
     _bench("kernels-by-arch", "kernels_by_arch --jobs 2", 40, tiny=None),
-    Step("models", f"scripts.checks.models --jobs 2 --out {OUT}/models.json", 600, tiny=None),
+    Step("models", f"scripts.checks.models --jobs 2 --out {OUT}/models.jsonl", 600, tiny=None),
 )
 """Measured on a CPU, one after another; also where there is a GPU, which they do not see."""
 

@@ -1,4 +1,4 @@
-"""Speed on texts of seven kinds that nothing was tuned for: docs/results/any_text_MACHINE.json.
+"""Speed on texts of seven kinds that nothing was tuned for: docs/results/any_text_MACHINE.jsonl.
 
 Default settings, prompts of 122,880 tokens; every text that is installed, or that --texts holds. What is
 measured stays in the file, and the same command goes on where the last one ended.

@@ -86,7 +86,7 @@ def files_by_shape(
 
     What is measured with other options than the defaults is a part of its own.
     """
-    file_name = f"{name}_{machine_of(device)}.json"
+    file_name = f"{name}_{machine_of(device)}.jsonl"
     path = results_folder(args.out, args.tiny) / file_name
     for shape in args.shapes:
         wide = TINY_SHAPES[SHAPES[shape] or ""] if args.tiny and shape != PAIR else SHAPES[shape]

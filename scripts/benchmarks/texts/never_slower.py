@@ -1,4 +1,4 @@
-"""Our decoding beside plain decoding, by context and kind of text: docs/results/never_slower_MACHINE.json.
+"""Our decoding beside plain decoding, by context and kind of text: docs/results/never_slower_MACHINE.jsonl.
 
 Default settings; one text of each kind, contexts of 1K to 122,880 tokens. On a CPU plain decoding is the
 faster of ours and transformers' static cache. Each run has one of plain decoding beside it (``--pairs``), so

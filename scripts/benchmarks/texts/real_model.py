@@ -1,4 +1,4 @@
-"""Three levels of a model that others trained: docs/results/real_model_MACHINE.json.
+"""Three levels of a model that others trained: docs/results/real_model_MACHINE.jsonl.
 
     python -m scripts.train_pair.given ...                               # first, a draft for it
     python -m scripts.benchmarks real_model --draft smollm2/draft        # on a GPU, or on a CPU
@@ -194,7 +194,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options: Record = {**(tiny if args.tiny else {}), **dict(args.set)}
     texts, sources, missing = found_texts(made, args, one_a_kind=True)
     limit = TimeLimit(args.seconds)
-    file_name = f"real_model_{machine_of(device)}.json"
+    file_name = f"real_model_{machine_of(device)}.jsonl"
     path = results_folder(args.out, args.tiny) / file_name
     own = [n for n in contexts_here if n + args.new_tokens <= native]
     longer = [n for n in contexts_here if n + args.new_tokens > native]

@@ -9,10 +9,10 @@ from scripts.benchmarks.sources.registry import KINDS, SOURCES
 from triforce_tree.bench.tables import grid
 
 ANY_TEXT, ANY_TEXT_CPU, NEVER_SLOWER, NEVER_SLOWER_CPU = (
-    "any_text_h200.json",
-    "any_text_cpu.json",
-    "never_slower_h200.json",
-    "never_slower_cpu.json",
+    "any_text_h200.jsonl",
+    "any_text_cpu.jsonl",
+    "never_slower_h200.jsonl",
+    "never_slower_cpu.jsonl",
 )
 COMMAND = "python -m scripts.benchmarks any_text --texts texts.json.xz"
 GRID_COMMAND = "python -m scripts.benchmarks never_slower --texts texts.json.xz"
@@ -149,7 +149,7 @@ def _by_context(file: str) -> Callable[[Record], str | None]:
 
 
 # A model that others trained beside the embedded pair; see ``real_model.py``.
-REAL_MODEL, REAL_MODEL_CPU = "real_model_h200.json", "real_model_cpu.json"
+REAL_MODEL, REAL_MODEL_CPU = "real_model_h200.jsonl", "real_model_cpu.jsonl"
 REAL_MODEL_COMMAND = "python -m scripts.benchmarks real_model --draft smollm2/draft"
 REAL_MODEL_COLUMNS: Columns = {
     "model": _model, "kind of text": "{kind}", "context": "{context:,}", "T": "{temperature:g}",

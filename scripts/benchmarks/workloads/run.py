@@ -1,6 +1,6 @@
 """Texts that branch: what ``bench workloads`` measures, with the pair in the shape of Llama-3.1-8B.
 
-    python -m scripts.benchmarks workloads                      # docs/results/tree_workloads_MACHINE.json
+    python -m scripts.benchmarks workloads                      # docs/results/tree_workloads_MACHINE.jsonl
     python -m scripts.benchmarks workloads --workloads deft long
 
 Measurements lie beside the results file, one JSON line each; a run that was ended goes on from there.
@@ -74,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
     dtype = torch.float32 if args.tiny else torch.bfloat16
     shape, draft = (TINY_SHAPES[args.shape], TINY_DRAFT) if args.tiny else (args.shape, "llama-68m")
     named = [workload.scaled(scale) for workload in chosen(args.workloads)]
-    path = results_folder(args.out, args.tiny) / f"tree_workloads_{machine_of(device)}.json"
+    path = results_folder(args.out, args.tiny) / f"tree_workloads_{machine_of(device)}.jsonl"
     target, drafted, tokenizer = inflate_pair(shape, device, dtype, draft, args.seed)
     engine = triforce_tree.load(target, drafted, tokenizer=tokenizer)
     longest = max(max(workload.lengths) for workload in named)

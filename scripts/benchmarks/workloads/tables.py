@@ -13,7 +13,7 @@ from scripts.benchmarks.common.markdown import (
     rows_of,
 )
 
-FILE = "tree_workloads_h200.json"
+FILE = "tree_workloads_h200.jsonl"
 # Ways of attending, by their names in workloads.attention, and the headings of their microseconds. The
 # kernel no longer attends "by nodes" or "by chunks of nodes", which results of earlier commits have.
 _WAYS = {

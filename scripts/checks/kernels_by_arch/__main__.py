@@ -2,7 +2,7 @@
 
     python -m scripts.checks.kernels_by_arch                     # all: an hour of one core
     python -m scripts.checks.kernels_by_arch --arch sm_89 --every 20
-    python -m scripts.checks.kernels_by_arch --out docs/results/kernels_by_arch.json
+    python -m scripts.checks.kernels_by_arch --out docs/results/kernels_by_arch.jsonl
 
 Needs no GPU; run without TRITON_INTERPRET. A run that was cut short goes on where it ended. Exit code 1 where
 a kernel does not assemble, wants more shared memory than the GPU has, or spills more than ``MAY_SPILL`` says.

@@ -1,9 +1,9 @@
 """Which classes of transformers run on which path: tiny random models of all of them against model.generate.
 
     python -m scripts.checks.models --jobs 2                       # all; goes on where it was ended
-    python -m scripts.checks.models --only llama gemma3 --paths "2 levels" batch --out /tmp/models.json
+    python -m scripts.checks.models --only llama gemma3 --paths "2 levels" batch --out /tmp/models.jsonl
     python -m scripts.checks.models --keep --only jamba lfm2       # these anew, all other rows as they are
-    python -m scripts.checks.models --device cuda --out docs/results/models_gpu.json
+    python -m scripts.checks.models --device cuda --out docs/results/models_gpu.jsonl
     python -m scripts.benchmarks tables                            # docs/models.md from the results
 
 Each model is random and has everything special about its family left on; its windows, chunks and original
@@ -12,7 +12,6 @@ raised.
 """
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from scripts.benchmarks.common.results import RESULTS, header, write
+from scripts.benchmarks.common.results import RESULTS, content_at, header, write
 from scripts.checks.models import workers
 from scripts.checks.models.build import variants_of
 from scripts.checks.models.classes import Family, families
@@ -34,7 +33,7 @@ from scripts.checks.models.sample import SAMPLE
 from scripts.checks.report import last_line, parser
 from triforce_tree.runtime.files.writable import check_writable
 
-FILE = "models.json"
+FILE = "models.jsonl"
 
 
 class File:
@@ -55,9 +54,10 @@ class File:
         self.rows: dict[tuple[str, str, str], Row] = {}
         self.dropped, self.older = 0, set[tuple[str, str, str]]()
         if path.exists() and path.stat().st_size:
-            held = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(held, dict) or "rows" not in held:
-                raise SystemExit(f"{path} is no results file of this command; give another path")
+            try:
+                held = content_at(path)
+            except ValueError as error:
+                raise SystemExit(str(error)) from error
             same = all(held.get(name) == self.head[name] for name in ("commit", "versions", "device"))
             rows = [Row.from_dict(row) for row in held["rows"]]
             alike = all(held.get(name) == self.head[name] for name in ("versions", "device"))

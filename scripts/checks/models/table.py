@@ -1,16 +1,15 @@
 """The table of docs/models.md: which classes of transformers run on which path."""
 
-import json
 import re
 from collections import Counter
 
 from scripts.benchmarks.common.markdown import Record, Table, cell, noted
-from scripts.benchmarks.common.results import RESULTS
+from scripts.benchmarks.common.results import RESULTS, content_at
 from triforce_tree.bench.tables import grid
 
-FILE = "models.json"
+FILE = "models.jsonl"
 # Of `--device cuda --paths captured`, where there is one: graphs need a GPU.
-GPU_FILE = "models_gpu.json"
+GPU_FILE = "models_gpu.jsonl"
 _MARKS = {"equal": "yes", "skipped": "-"}
 _LONGEST = 150
 _NOTE = (
@@ -55,7 +54,7 @@ def with_captured(content: Record) -> tuple[Record, str]:
     file = RESULTS / GPU_FILE
     if content["device"] == "cuda" or not file.exists():
         return content, ""
-    gpu = json.loads(file.read_text(encoding="utf-8"))
+    gpu = content_at(file)
     found = {(row["class"], row["feature_set"], row["path"]): row for row in gpu["rows"]}
     rows = [
         found.get((row["class"], row["feature_set"], row["path"]), row)

@@ -14,7 +14,7 @@ from tests.support.models.recurrent_families import recurrent
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.parallel.choice import Link, Ranks, chosen, pass_seconds
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results" / "sequence_parallel_h200x2.json"
+RESULTS = Path(__file__).parents[3] / "docs" / "results" / "sequence_parallel_h200x2.jsonl"
 # Of the measured machine, and of one whose cards are further apart.
 READ = 4.2e12
 

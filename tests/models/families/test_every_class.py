@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from scripts.benchmarks.common.results import content_at, write
+
 _NO_INTERFACE = "0 of its 2 layers used transformers' attention interface"
 # Of the sample, at load; all others run.
 REFUSED = {
@@ -92,7 +94,7 @@ def test_the_command(
             done(job, [job.row(path, "refused", f"{job.model_class} is not for this") for path in job.paths])
 
     monkeypatch.setattr(models.workers, "run", tried)
-    out = tmp_path / "m.json"
+    out = tmp_path / "m.jsonl"
     words = ["--only", "llama4_text", "--paths", "1 level", "batch", "--json", "--out", str(out)]
     assert models.main(words) == 0
     assert [(job.model_class, job.paths) for job in made] == [("Llama4ForCausalLM", ("1 level", "batch"))] * 2
@@ -101,24 +103,24 @@ def test_the_command(
     made.clear()
     assert models.main([*words[:3], "1 level", "lookup", *words[5:]]) == 0
     assert [job.paths for job in made] == [("lookup",)] * 2
-    held = json.loads(out.read_text())
+    held = content_at(out)
     assert len(held["rows"]) == 6
-    held["models"] = "other"
-    out.write_text(json.dumps(held))
+    held["commit"] = "another"
+    write(out, held)
     made.clear()
     assert models.main([*words[:3], "batch", "--keep", *words[5:]]) == 0
     assert [job.paths for job in made] == [("batch",)] * 2
-    kept = json.loads(out.read_text())
+    kept = content_at(out)
     assert [row.get("commit") for row in kept["rows"]] == [held["commit"], None, held["commit"]] * 2
     assert f"4 rows of commit {held['commit']}. " in script("checks.models.table").models(kept)
     kept["versions"] = {}
     for content in (kept, held):
-        out.write_text(json.dumps(content))
+        write(out, content)
         made.clear()
         assert models.main([*words, *(["--keep"] if content is kept else [])]) == 0
         assert len(made) == 2
-        assert len(json.loads(out.read_text())["rows"]) == 4
-    text = script("checks.models.table").models(json.loads(out.read_text()))
+        assert len(content_at(out)["rows"]) == 4
+    text = script("checks.models.table").models(content_at(out))
     assert "| `Llama4ForCausalLM` |" in text
     assert "1. is not for this\n" in text
 

@@ -1,7 +1,6 @@
 """The benchmark of a given model: three levels, YaRN beyond its positions, the shape of an 8B."""
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from scripts.benchmarks.common.results import content_at
 from scripts.benchmarks.sources.registry import Texts
 from tests.support.models.families import greedy, logits, prompt_of, relative_error, tiny
 from triforce_tree.loading.checkpoints import PAIR
@@ -52,7 +52,7 @@ def test_a_tiny_run_has_rows_of_every_model_and_of_yarn(
     more = ["--new-tokens", "8", "--plain-tokens", "2", "--out", str(tmp_path)]
     more += ["--set", "rounds=2", "levels=3"]
     assert real.main([*words, *more]) == 0
-    content = json.loads((tmp_path / "real_model_cpu.json").read_text())
+    content = content_at(tmp_path / "real_model_cpu.jsonl")
     found = {(row["part"], row["context"]) for row in content["rows"]}
     assert found == {("own", 150), ("8b", 150), ("own-long", 200), ("8b-long", 200)}
     settings = {part: made["settings"] for part, made in content["parts"].items()}
@@ -94,7 +94,7 @@ def test_without_a_draft_the_model_stands_as_it_is(
     words = ["--tiny", "--draft", "none", "--shapes", "own", "8b", "--kinds", "documentation"]
     words += ["--contexts", "150", "--temperatures", "0", "--new-tokens", "8", "--plain-tokens", "2"]
     assert real.main([*words, "--out", str(tmp_path)]) == 0
-    [row] = json.loads((tmp_path / "real_model_cpu.json").read_text())["rows"]
+    [row] = content_at(tmp_path / "real_model_cpu.jsonl")["rows"]
     assert (row["part"], row["model"]) == ("own-alone", "target, no draft")
 
 

@@ -75,14 +75,14 @@ def test_steps_write_every_published_file(script: Any) -> None:
         assert words[0] != "scripts.benchmarks" or words[1] in known
         # A benchmark that takes a folder is not given a file, nor the other way round.
         if words[0] == "scripts.benchmarks":
-            assert words[words.index("--out") + 1].endswith(".json") == known[words[1]].to_file
+            assert words[words.index("--out") + 1].endswith(".jsonl") == known[words[1]].to_file
     # A run of the paper's tables writes no file of docs/results.
     measured = {name for name, benchmark in known.items() if benchmark.writes} | {"paper"}
     assert measured == {
         step.words.split()[1] for step in steps if step.words.startswith("scripts.benchmarks")
     }
     assert measured == known.keys() - {"tables", "series", "texts"}
-    for path in RESULTS.glob("*.json"):
+    for path in RESULTS.glob("*.jsonl"):
         assert any(step.writes(path.name) for step in steps), path.name
 
 

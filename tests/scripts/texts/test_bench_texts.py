@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.benchmarks.common.results import content_at
 from scripts.benchmarks.sources import loaders, registry
 from scripts.benchmarks.sources.registry import SOURCES, Texts
 from tests.support.models.tiny_pair import SMALL, TinyPair
@@ -33,7 +33,7 @@ def run_of(script: Any, folder: Path, pair: TinyPair, monkeypatch: Any, seconds:
     sources = (BY_NAME["python-topics"], BY_NAME["copied-topics"])
     grid = grids.Grid(None, None, sources, (256, 320), (0.0, 1.0), (0, 1), new_tokens=10, plain_tokens=4)
     settings = {"shape": "pair", "model": "tiny", "options": {}, "seed": 0}
-    file = results.ResultsFile(folder / "any_text_cpu.json", "pair", settings, rows)
+    file = results.ResultsFile(folder / "any_text_cpu.jsonl", "pair", settings, rows)
     limit = grids.TimeLimit(seconds)
     run = grids.GridRun(grid, file, Shortened(), torch.device("cpu"), limit, 0)
     monkeypatch.setattr(run, "_engine", lambda: pair.load(**SMALL))
@@ -64,7 +64,7 @@ def test_every_cell_is_measured_and_shorter_contexts_are_decoded_from_a_longer_o
             assert out.sequences[0, len(prompt) :].tolist() == sample["tokens"], sample
             fed.append(sample["context"])
     assert sorted(set(fed)) == [256, 320]
-    rows = json.loads((tmp_path / "any_text_cpu.json").read_text())["rows"]
+    rows = content_at(tmp_path / "any_text_cpu.jsonl")["rows"]
     assert len(rows) == 8
     assert {(r["text"], r["context"], r["temperature"]) for r in rows if r["kind"] == "copied"} == {
         ("copied-topics", n, t) for n in (256, 320) for t in (0.0, 1.0)

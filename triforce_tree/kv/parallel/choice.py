@@ -37,8 +37,8 @@ class Link:
         return math.ceil(math.log2(ranks)) * self.latency + sent / self.bandwidth if ranks > 1 else 0.0
 
 
-# As measured within a machine (docs/results/sequence_parallel_h200x2.json: 32 merging collectives of 8 and of
-# 256 KB in 0.12 and 0.23 ms); assumed between machines, and of gloo.
+# As measured within a machine (docs/results/sequence_parallel_h200x2.jsonl: 32 merging collectives of 8 and
+# of 256 KB in 0.12 and 0.23 ms); assumed between machines, and of gloo.
 WITHIN, BETWEEN, HOSTS = Link(4e-6, 75e9), Link(30e-6, 25e9), Link(150e-6, 1e9)
 
 
