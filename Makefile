@@ -37,7 +37,7 @@ test-real: $(REAL)/.ready
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy -p triforce_tree
+	$(PY) -m mypy -p triforce_tree -p scripts
 	$(VENV)/bin/lint-imports --no-logo
 	$(PY) -m scripts.benchmarks tables --check
 

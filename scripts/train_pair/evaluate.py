@@ -27,6 +27,7 @@ from scripts.benchmarks.common.texts import cut
 from triforce_tree.bench import needle, results
 from triforce_tree.bench import texts as text
 from triforce_tree.check import overlap
+from triforce_tree.runtime.files.writable import check_writable
 
 # The draft's overlap is a figure at one length of context.
 DRAFT_CONTEXT = 16_384
@@ -87,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> None:
     args = parser.parse_args(words)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    results.check_writable(args.out)
+    check_writable(args.out)
     engine = triforce_tree.load(device=args.device, dtype=torch.float32)
     assert engine.tokenizer is not None
     source = text.pydoc_text()

@@ -272,7 +272,7 @@ class Bench:
         earlier = run.stamps[-1][0] if run.stamps else 0.0
         for fresh in loop.decode():
             now = zip(traffic, self._traffic(), start, strict=True)
-            run.traffic = tuple(before + b - a for before, b, a in now)  # type: ignore[assignment]
+            run.traffic = tuple(before + b - a for before, b, a in now)
             run.levels = added(levels, loop.levels)
             new = dict(fresh)
             yield earlier + loop.decode_seconds, [new.get(sequence, []) for sequence in sequences]

@@ -17,6 +17,7 @@ from scripts.inflate.shapes import Shape
 from triforce_tree.bench import results
 from triforce_tree.runtime.distributed import world_size
 from triforce_tree.runtime.files.replacing import replace_file
+from triforce_tree.runtime.files.writable import check_writable
 
 Record = dict[str, Any]
 # Rows of a part from its name, header and measurements.
@@ -135,7 +136,7 @@ class ResultsFile:
         make_rows: Rows,
         begin: Path | None = None,
     ) -> None:
-        results.check_writable(path)
+        check_writable(path)
         self.path, self.part, self._rows = path, part, make_rows
         source = path if path.exists() or begin is None else begin
         self.all = content_at(source)

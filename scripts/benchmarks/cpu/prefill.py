@@ -21,12 +21,12 @@ from transformers.utils import logging
 from scripts.benchmarks.common.command import parser
 from scripts.benchmarks.common.results import RESULTS, Record, header, write
 from scripts.benchmarks.cpu.tables import PREFILL
-from triforce_tree.bench import results
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.runtime.files.writable import check_writable
 
 # By the clock, and of the process.
 Seconds = tuple[float, float]
@@ -91,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> None:
     made.add_argument("--threads", type=int, default=2, help="of torch")
     made.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     args = made.parse_args(words)
-    out = results.check_writable(args.out or RESULTS / PREFILL)
+    out = check_writable(args.out or RESULTS / PREFILL)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)

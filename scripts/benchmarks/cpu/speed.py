@@ -21,6 +21,7 @@ from triforce_tree.bench import results, speed
 from triforce_tree.bench import texts as text
 from triforce_tree.bench.baselines import METHODS
 from triforce_tree.bench.tables import speed_of
+from triforce_tree.runtime.files.writable import check_writable
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -32,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy")
     add("--threads", type=int, default=2, help="of torch")
     args = made.parse_args(words)
-    out = results.check_writable(args.out or RESULTS / SPEED)
+    out = check_writable(args.out or RESULTS / SPEED)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)

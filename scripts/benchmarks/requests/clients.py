@@ -65,13 +65,13 @@ class Clients:
 @contextmanager
 def layout(name: str) -> Iterator[None]:
     """Inside, prompts that join store a prefix so."""
-    choice = prefixes.unit_of
+    choice = prefixes.unit_of  # type: ignore[attr-defined]
     if name == "copied":
-        prefixes.unit_of = lambda *_: None
+        prefixes.unit_of = lambda *_: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        prefixes.unit_of = choice
+        prefixes.unit_of = choice  # type: ignore[attr-defined]
 
 
 def measure(engine: Engine, questions: list[list[int]], new: int, tokens: int | None, setup: Setup) -> Record:

@@ -54,13 +54,13 @@ class Steps:
 @contextmanager
 def layout(name: str) -> Iterator[None]:
     """Inside, batches store a common prefix so."""
-    choice = batch_prefixes.for_known
+    choice = batch_prefixes.for_known  # type: ignore[attr-defined]
     if name == "copied":
-        batch_prefixes.for_known = lambda *_: None
+        batch_prefixes.for_known = lambda *_: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        batch_prefixes.for_known = choice
+        batch_prefixes.for_known = choice  # type: ignore[attr-defined]
 
 
 def measure(engine: Engine, questions: list[list[int]], new_tokens: int, setup: Setup) -> Record:

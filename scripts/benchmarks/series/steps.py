@@ -87,7 +87,7 @@ def _bench(name: str, words: str, minutes: float, **more: bool | str | None) -> 
     known = BENCHMARKS[words.split()[0]]
     machine = "cpu" if MACHINE in known.writes else ""
     out = f"{OUT}/{known.writes.replace(MACHINE, machine)}" if known.to_file else OUT
-    return Step(name, f"scripts.benchmarks {words} --out {out}", minutes, **more)  # type: ignore[arg-type]
+    return Step(name, f"scripts.benchmarks {words} --out {out}", minutes, **more)
 
 
 _TINY_GRID = "--shapes pair --contexts 1024 --kinds documentation --temperatures 0 --new-tokens 8"

@@ -102,7 +102,7 @@ def run_page(page: str, report: Report) -> None:
             for command in _SERVER.findall(code):
                 running.enter_context(server(command, folder))
             rest = _SERVER.sub("", code)
-            report.attempt(name, lambda rest=rest, language=language: run_block(language, rest, folder))  # type: ignore[misc]
+            report.attempt(name, lambda rest=rest, language=language: run_block(language, rest, folder))
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -140,9 +140,9 @@ def compiled(device: Device, call: Callable[[], object]) -> list[Row]:
 def _usage(made: Any, log: str) -> Row:
     if "amdgcn" in made.asm:
         log = made.asm["amdgcn"]
-        spills = 4 * int(_AMD_SPILLS.search(log)[1])  # type: ignore[index]
+        spills = 4 * int(_AMD_SPILLS.search(log)[1])
     else:
-        spills = int(_SPILLS.search(log)[1])  # type: ignore[index]
+        spills = int(_SPILLS.search(log)[1])
     row = {"shared_bytes": made.metadata.shared, "spill_bytes": spills}
     if registers := _REGISTERS.search(log):
         row["registers"] = int(registers[1] or registers[2])

@@ -8,6 +8,7 @@ import torch
 
 from triforce_tree.kernels.attention.merge import merge_parts
 from triforce_tree.kernels.pointwise import launch
+from triforce_tree.kernels.pointwise.reference import ACTIVATIONS
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -21,6 +22,6 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
             cos = torch.zeros(1, 16, width, dtype=wide)
             label = f"rotary, {name} and {NAMES[wide]}, {width} of {dim} elements"
             yield label, partial(launch.rotary, q, q, cos, cos)
-    for (dtype, name), activation in product(NAMES.items(), launch.ACTIVATIONS):
+    for (dtype, name), activation in product(NAMES.items(), ACTIVATIONS):
         halves = torch.zeros(16, 22_016, dtype=dtype).chunk(2, -1)
-        yield f"gated, {name}, {activation}", partial(launch.gated, *halves, activation)
+        yield f"gated, {name}, {activation}", partial(launch.gated, *halves, activation)  # type: ignore[call-arg]

@@ -123,7 +123,7 @@ def _int8() -> Iterator[Variant]:
         means = caches[0][..., :32, :].to(dtype)
         name = f"int8 for {NAMES[dtype]}, {_label(dim, value_dim)}"
         first = [cache[0] for cache in caches]
-        append = partial(kv_slots_kernels.append_kv, *first, *fresh, start, 0, scales[0][0], scales[1][0])
+        append = partial(kv_slots_kernels.append_kv, *first, *fresh, start, 0, scales[0][0], scales[1][0])  # type: ignore[call-arg]
         yield Variant(f"append, {name}", append)
         mean = partial(kv_slots_kernels.chunk_means, means, caches[0], start, 4, 8, scales[0])
         yield Variant(f"means, {name}", mean)
@@ -141,10 +141,10 @@ def _kv_slots() -> Iterator[Variant]:
         caches = [torch.zeros(3, 2, 2, 256, width, dtype=dtype) for width in (dim, value_dim)]
         name, means = f"{NAMES[dtype]}, {_label(dim, value_dim)}", caches[0][..., :32, :].clone()
         fresh = [cache[0, :, :, :16] for cache in caches]
-        append = partial(kv_slots_kernels.append_kv, *(cache[0] for cache in caches), *fresh, start)
+        append = partial(kv_slots_kernels.append_kv, *(cache[0] for cache in caches), *fresh, start)  # type: ignore[call-arg]
         yield Variant(f"append, {name}", append)
         for places in (64, 1024):
-            move = partial(kv_slots_kernels.move_kv, *caches, _ints(2, places), start)
+            move = partial(kv_slots_kernels.move_kv, *caches, _ints(2, places), start)  # type: ignore[call-arg]
             yield Variant(f"move {places}, {name}", move)
         yield Variant(f"means, {name}", partial(kv_slots_kernels.chunk_means, means, caches[0], start, 4, 8))
         both = torch.cat([means, means], -1)

@@ -85,7 +85,7 @@ class MedusaHeads(nn.Module):
     def files(self) -> dict[str, Tensor]:
         found = {}
         for k, blocks in enumerate(self.heads):
-            for i, block in enumerate(blocks):  # type: ignore[arg-type]
+            for i, block in enumerate(blocks):
                 found[f"{k}.{i}.linear.weight"], found[f"{k}.{i}.linear.bias"] = block.weight, block.bias
         return found
 
