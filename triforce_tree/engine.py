@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -28,6 +28,7 @@ from triforce_tree.decoding.memory.planned_programs import PlannedPrograms
 from triforce_tree.decoding.plain_passes import PlainPasses
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.generation.batch.joining import Joining
 from triforce_tree.generation.batch.run import Batch, RunOptions
 from triforce_tree.generation.batch.scores import EmittedScores
@@ -43,6 +44,7 @@ from triforce_tree.generation.output import GenerateOutput, joined, placed
 from triforce_tree.generation.request import Job, Request
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
+from triforce_tree.loading.load_guard import GuardReport
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.device_defaults import resolve
@@ -92,7 +94,7 @@ class Engine:
         level_2, tokens = HFModel(target, streamed), None
         if isinstance(level_0, HFModel):
             tokens = token_map(level_2.vocab_size, level_0.vocab_size, tokenizer, draft_tokenizer)
-        self.hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
+        self._hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
 
     def with_options(self, **options: Unpack[Options]) -> "Engine":
         """An engine over the same models with other options (those of :func:`load`).
@@ -102,7 +104,7 @@ class Engine:
                 drafter does not take them.
         """
         given = flat_options(options)
-        check_drafter_options(self.hierarchy.own_drafter, self.hierarchy.draft, given)
+        check_drafter_options(self._hierarchy.own_drafter, self._hierarchy.draft, given)
         asked, weights = given.get("offload_weights"), self._config.offload_weights
         if asked not in (None, weights):
             raise ValueError(
@@ -111,8 +113,70 @@ class Engine:
             )
         other = copy.copy(self)
         other._given, other._config = self._given | given.keys(), self._config.changed(given)
-        other.hierarchy = self.hierarchy.with_config(other._config)
+        other._hierarchy = self._hierarchy.with_config(other._config)
         return other
+
+    def with_drafter(self, drafter: Drafter | None) -> "Engine":
+        """An engine over the same target and options with another drafter; None: suffix matching."""
+        other = copy.copy(self)
+        other._hierarchy = Hierarchy(self.target, drafter, self._config)
+        return other
+
+    @property
+    def target(self) -> HFModel:
+        """The target: levels 1 and 2."""
+        return self._hierarchy.target
+
+    @property
+    def draft(self) -> HFModel | None:
+        """The draft model; None for any other drafter."""
+        return self._hierarchy.draft
+
+    @property
+    def token_map(self) -> TokenMap | None:
+        """The draft model's token ids for the target's; None where these are the same."""
+        return self._hierarchy.tokens
+
+    @property
+    def guard(self) -> GuardReport:
+        """What of the target was compared with transformers' own forward."""
+        return self._hierarchy.guard
+
+    @property
+    def config(self) -> HierarchyConfig:
+        """The settings of the last generation, or before one those that were given."""
+        return self._hierarchy.config
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """Where the last generation kept its KV slots; None if nothing may be offloaded."""
+        return self._hierarchy.memory
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the last generation kept its KV slots in host memory."""
+        return self._hierarchy.offloads
+
+    @property
+    def last_program(self) -> DecodingProgram | None:
+        """The buffers and stages of the last generation, as long as they are kept."""
+        return self._hierarchy.last_program
+
+    def levels(self, prompt_tokens: int) -> int:
+        """How many levels a prompt of this length gets."""
+        return self._hierarchy.levels(prompt_tokens)
+
+    def release(self) -> None:
+        """Free the buffers of the last generation; the next one makes new ones."""
+        self._hierarchy.release()
+
+    def generation(self) -> AbstractContextManager[None]:
+        """A context in which this thread alone generates with these models, in their present state."""
+        return self._hierarchy.generation()
+
+    def active(self) -> AbstractContextManager[None]:
+        """A context in which both models can compute, for one thread at a time."""
+        return self._hierarchy.active()
 
     def session(self, document: Inputs | None = None, *, reserve: int = RESERVE) -> Session:
         """A text or a conversation of which each call prefills the new tokens alone: see :class:`Session`."""
@@ -127,7 +191,7 @@ class Engine:
     def in_session(self, tokens: int) -> "Engine":
         """The same engine over the same buffers, made for so many tokens, which keeps all they hold."""
         other = copy.copy(self)
-        other._in_session, other._capacity = True, min(tokens, self.hierarchy.target.max_positions or tokens)
+        other._in_session, other._capacity = True, min(tokens, self.target.max_positions or tokens)
         return other
 
     @property
@@ -136,11 +200,11 @@ class Engine:
 
     def close(self) -> None:
         """Free the last generation's buffers, and weights in host memory: calls then raise RuntimeError."""
-        with self.hierarchy.alone():
-            self.hierarchy.release()
-            self.hierarchy.prefixes.clear()
-            if self.hierarchy.target.streamed is not None:
-                self.hierarchy.target.streamed.close()
+        with self._hierarchy.alone():
+            self._hierarchy.release()
+            self._hierarchy.prefixes.clear()
+            if self.target.streamed is not None:
+                self.target.streamed.close()
 
     def memory_plan(self, prompt_tokens: int, new_tokens: int) -> MemoryPlan | None:
         """Where a generation of such a prompt would keep its KV slots; None unless they may be offloaded.
@@ -150,13 +214,13 @@ class Engine:
         """
         if prompt_tokens < 1 or new_tokens < 1:
             raise ValueError(f"prompt_tokens={prompt_tokens} and new_tokens={new_tokens} must be at least 1")
-        with self.hierarchy.generation():
-            self.hierarchy.config = self._config
-            return self.hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
+        with self._hierarchy.generation():
+            self._hierarchy.config = self._config
+            return self._hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
     def _choose_settings(self, prompts: list[list[int]], new_tokens: int, pool_slots: int = 0) -> None:
         """Plan the memory, and apply the device's defaults for these prompts where it is not short."""
-        hierarchy, self.hierarchy.config = self.hierarchy, self._config
+        hierarchy, self._hierarchy.config = self._hierarchy, self._config
         hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given, pool_slots)
         # The defaults are measured with the full cache and all weights on the device.
         if hierarchy.offloads or hierarchy.target.streamed is not None:
@@ -177,11 +241,11 @@ class Engine:
             ValueError: a prompt is too long, or memory is short.
         """
         for prompt in prompts:
-            self.hierarchy.target.check_length(len(prompt), new_tokens)
-        with self.hierarchy.generation():
+            self.target.check_length(len(prompt), new_tokens)
+        with self._hierarchy.generation():
             self._choose_settings(prompts, new_tokens)
-            with self.hierarchy.active():
-                program = self.hierarchy.program(prompts, new_tokens, reuse=self._reuse)
+            with self._hierarchy.active():
+                program = self._hierarchy.program(prompts, new_tokens, reuse=self._reuse)
                 if to_probs is not None:
                     program.prepare(to_probs)
                 yield program
@@ -242,9 +306,9 @@ class Engine:
             ValueError: an empty or too long prompt, an unsupported option, NaN logits.
             RuntimeError: called from a callback of a generation with the same models.
         """
-        self.hierarchy.target.check_sizes()
+        self.target.check_sizes()
         request = Request.read(
-            self.hierarchy.target, self.tokenizer, inputs, input_ids, attention_mask, generation_config,
+            self.target, self.tokenizer, inputs, input_ids, attention_mask, generation_config,
             logits_processor, stopping_criteria, stop_strings, kwargs,
         )  # fmt: skip
         ids, count = request.prompts.ids, len(request.prompts.ids)
@@ -252,7 +316,7 @@ class Engine:
             Streamers.of(streamer, count), progress, *checked_seeds(seed, count), pinned,
             checked_switch("logprobs", logprobs), checked_count("max_batch", max_batch), joining,
         )  # fmt: skip
-        padded, target = request.prompts.left_padded(), without_settings(self.hierarchy.target.model)
+        padded, target = request.prompts.left_padded(), without_settings(self.target.model)
 
         def continued(part: slice, how: RunOptions) -> GenerateOutput | None:
             allowed = prefix_allowed_tokens_fn
@@ -263,7 +327,7 @@ class Engine:
                 prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(part.start + n, sent)),
                 custom_generate=self.runner(how), **request.options,
             )  # fmt: skip
-            return None if out is None else placed(out, ids[part], not self.hierarchy.offloads)
+            return None if out is None else placed(out, ids[part], not self._hierarchy.offloads)
 
         out = continued(slice(0, count), how)
         if out is not None:
@@ -289,10 +353,10 @@ class Engine:
         ) -> GenerateOutput | None:
             # attention_mask is in model_inputs: as a named parameter it would be passed twice.
             job = Job.read(
-                self.hierarchy.target, input_ids, logits_processor, stopping_criteria, generation_config,
+                self.target, input_ids, logits_processor, stopping_criteria, generation_config,
                 model_inputs,
             )  # fmt: skip
-            with self.hierarchy.generation():
+            with self._hierarchy.generation():
                 return self._run(job, how)
 
         return run
@@ -300,7 +364,7 @@ class Engine:
     def _run(self, job: Job, how: RunOptions) -> GenerateOutput | None:
         """Decode the sequences of a job together; None where they must be decoded one by one."""
         prompts, to_probs, new_tokens, seed = job.prompts, job.to_probs, job.new_tokens, how.seed
-        hierarchy, most = self.hierarchy, min(how.max_batch or len(prompts), len(prompts))
+        hierarchy, most = self._hierarchy, min(how.max_batch or len(prompts), len(prompts))
         for prompt in prompts:
             hierarchy.target.check_length(len(prompt), new_tokens)
         seeds = None if to_probs.greedy else how.seeds
@@ -339,7 +403,7 @@ class Engine:
 
     def _run_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:
         """Decode by transformers' own loop (``generation/in_step.py``)."""
-        hierarchy, prompts, longest = self.hierarchy, job.prompts, max(map(len, job.prompts))
+        hierarchy, prompts, longest = self._hierarchy, job.prompts, max(map(len, job.prompts))
         coming = max(job.new_tokens, self._capacity - longest)
         check_in_step(hierarchy.target, prompts, how, why)
         self._choose_settings(prompts, coming)
@@ -354,7 +418,7 @@ class Engine:
 
     def _described(self, out: GenerateOutput) -> GenerateOutput:
         """The output with where its keys and values were."""
-        hierarchy = self.hierarchy
+        hierarchy = self._hierarchy
         out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None
         out.ranks = distributed.shares(self._config.text_ranks)
         return out

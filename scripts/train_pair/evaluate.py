@@ -96,7 +96,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
     found: dict[str, Any] = {}
     if args.windows:
-        found["loss_16k"] = round(loss(engine.hierarchy.target.model, ids, 16_384, args.windows), 4)
+        found["loss_16k"] = round(loss(engine.target.model, ids, 16_384, args.windows), 4)
     retrieval: dict[str, float] = {}
     for pair in args.retrieval:
         length, _, budget = pair.partition("/")

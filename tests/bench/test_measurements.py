@@ -172,7 +172,7 @@ def test_overlap_of_a_level_with_itself_is_one(engine: Engine, ids: list[int]) -
 
 def test_teacher_forced_distributions_are_the_models_own(engine: Engine, ids: list[int]) -> None:
     steps = list(overlap.teacher_forced(engine, ids[:250], 180))
-    model: Any = engine.hierarchy.target.model
+    model: Any = engine.target.model
     with torch.no_grad():
         expected = model(torch.tensor([ids[:250]])).logits[0, 179:249].softmax(-1)
     torch.testing.assert_close(torch.cat([s.target for s in steps]), expected, atol=1e-5, rtol=1e-3)

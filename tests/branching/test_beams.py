@@ -40,7 +40,7 @@ def check(made: Engine, ids: torch.Tensor = BATCH, mask: torch.Tensor = MASK, **
         "max_new_tokens": 16, "do_sample": False, "output_scores": True, "return_dict_in_generate": True,
         "pad_token_id": 0, "attention_mask": mask, **options,
     }  # fmt: skip
-    exact = made.hierarchy.target.model.generate(ids, **how)
+    exact = made.target.model.generate(ids, **how)
     found = made.generate(ids, **how)
     assert torch.equal(found.sequences, exact.sequences)
     assert torch.equal(found.beam_indices, exact.beam_indices)
@@ -91,7 +91,7 @@ def test_beam_samples_by_seed() -> None:
     made = engine()
     how: dict[str, Any] = {"num_beams": 3, "do_sample": True, "temperature": 1.5, "max_new_tokens": 12}
     torch.manual_seed(11)
-    exact = made.hierarchy.target.model.generate(torch.tensor([PROMPT]), pad_token_id=0, **how)
+    exact = made.target.model.generate(torch.tensor([PROMPT]), pad_token_id=0, **how)
     state = torch.get_rng_state()
     assert torch.equal(made.generate(torch.tensor([PROMPT]), seed=11, **how).sequences, exact)
     assert torch.equal(torch.get_rng_state(), state)
@@ -136,7 +136,7 @@ def test_several_samples_of_a_prompt() -> None:
     out = made.generate([prompt, prompt[:4]], num_return_sequences=300, seed=5, **how)
     assert out.sequences.shape == (600, 7)
     assert out.logprobs.shape == (600, 2)
-    model = made.hierarchy.target.model
+    model = made.target.model
     for number, text in enumerate((prompt, prompt[:4])):
         rows = out.sequences[300 * number :][:300]
         counts = Counter((rows[:, 5] * 6 + rows[:, 6]).tolist())

@@ -58,7 +58,7 @@ def test_leaves_continue_as_their_texts_alone(
     texts = [leaf.text_tokens for leaf in leaves]
     branches = tree.generate(leaves, max_new_tokens=14, **GREEDY)
     for text, leaf, branch in zip(texts, leaves, branches, strict=True):
-        assert branch.tokens == greedy(made.hierarchy.target.model, text, 14)
+        assert branch.tokens == greedy(made.target.model, text, 14)
         assert leaf.text_tokens == text + branch.tokens
         assert branch.finish_reason == "length"
 
@@ -79,7 +79,7 @@ def test_scores_are_the_targets(
     tree.extend(leaves[0], prompt_of(30))
     for node, found in zip(nodes, tree.score(nodes), strict=True):
         ids = torch.tensor([node.text_tokens])
-        exact = made.hierarchy.target.model(ids).logits[0, :-1].log_softmax(-1)
+        exact = made.target.model(ids).logits[0, :-1].log_softmax(-1)
         exact = exact.gather(1, ids[0, 1:, None])[:, 0][max(0, node.start - 1) :]
         assert len(found) == len(node.tokens)
         torch.testing.assert_close(found if node.start else found[1:], exact, atol=2e-5, rtol=0)
@@ -102,7 +102,7 @@ def test_every_row_is_stored_once() -> None:
     # All tokens of all nodes but the last one of each leaf, which nothing follows.
     assert len(taken) == sum(len(node.tokens) for node in nodes) - len(tree.leaves)
     pages = sum(-(-node.stored // page) for node in nodes)
-    assert tree.used_bytes == pages * page * slot_bytes(made.hierarchy.target)
+    assert tree.used_bytes == pages * page * slot_bytes(made.target)
 
 
 def test_pruned_rows_are_free_for_others() -> None:
@@ -114,7 +114,7 @@ def test_pruned_rows_are_free_for_others() -> None:
         tree.generate(nodes, max_new_tokens=20, **GREEDY)
         below = tree.fork(nodes[1], 1)[0]
         tree.generate(below, max_new_tokens=9, **GREEDY)
-        assert below.text_tokens == PROMPT + greedy(made.hierarchy.target.model, PROMPT, 29)
+        assert below.text_tokens == PROMPT + greedy(made.target.model, PROMPT, 29)
         assert tree.used_bytes > before
         for node in nodes:
             tree.prune(node)
@@ -127,7 +127,7 @@ def test_draws_follow_the_targets_distribution() -> None:
     """Pairs of tokens, against all of them enumerated."""
     made = engine(vocab_size=6)
     prompt = [1, 2, 3, 4, 5, 0, 2]
-    model, tree = made.hierarchy.target.model, made.tree(prompt)
+    model, tree = made.target.model, made.tree(prompt)
     counts: Counter[int] = Counter()
     options: dict[str, Any] = {"temperature": 1.3, "top_k": 5}
     for seed in range(4):
@@ -162,7 +162,7 @@ def test_a_leaf_draws_by_its_seed_whatever_its_company() -> None:
 def test_options_mean_what_they_do_for_each_text_alone() -> None:
     """Penalties read each leaf's own text, and lengths are counted from its end."""
     made = engine()
-    model = made.hierarchy.target.model
+    model = made.target.model
     tree, leaves = grown(made)
     texts = [leaf.text_tokens for leaf in leaves]
     stop = greedy(model, texts[1], 9)[5]
@@ -182,7 +182,7 @@ def test_stop_strings_end_each_leaf_by_itself() -> None:
     made = triforce_tree.load(tiny("llama-gqa"), tokenizer=characters())
     tree, leaves = grown(made)
     texts = [leaf.text_tokens for leaf in leaves]
-    stop = text_of(greedy(made.hierarchy.target.model, texts[0], 9)[3:5])
+    stop = text_of(greedy(made.target.model, texts[0], 9)[3:5])
     branches = tree.generate(leaves, max_new_tokens=25, stop_strings=stop, **GREEDY)
     for text, branch in zip(texts, branches, strict=True):
         alone = made.generate(text, max_new_tokens=25, stop_strings=stop, **GREEDY)
@@ -232,7 +232,7 @@ def test_nan_leaves_a_tree_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [node.text_tokens for node in nodes] == texts
     monkeypatch.setattr(tree._rows, "_forward", forward)
     for text, branch in zip(texts, tree.generate(nodes, max_new_tokens=6, **GREEDY), strict=True):
-        assert branch.tokens == greedy(made.hierarchy.target.model, text, 6)
+        assert branch.tokens == greedy(made.target.model, text, 6)
 
 
 @pytest.mark.gpu
@@ -261,7 +261,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     tree = made.tree(PROMPT)
     [branch] = tree.generate(tree.fork(tree.root, 1), max_new_tokens=8, temperature=2.0, seed=1)
     ids = torch.tensor([branch.node.text_tokens])
-    exact = made.hierarchy.target.model(ids).logits[0, :-1].log_softmax(-1)
+    exact = made.target.model(ids).logits[0, :-1].log_softmax(-1)
     exact = exact.gather(1, ids[0, 1:, None])[len(PROMPT) - 1 :, 0]
     torch.testing.assert_close(torch.tensor(branch.logprobs), exact, atol=2e-5, rtol=0)
     assert branch.logprobs == branch.node.logprobs
@@ -269,7 +269,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 def test_a_full_tree_refuses_before_it_computes() -> None:
     made = engine()
-    slot = slot_bytes(made.hierarchy.target)
+    slot = slot_bytes(made.target)
     tree = made.tree(PROMPT, max_bytes=160 * slot)
     nodes = tree.fork(tree.root, 4)
     before = tree.used_bytes
@@ -284,7 +284,7 @@ def test_a_full_tree_refuses_before_it_computes() -> None:
     for node in nodes[1:]:
         tree.prune(node)
     [branch] = tree.generate(nodes[:1], max_new_tokens=40, **GREEDY)
-    assert branch.tokens == greedy(made.hierarchy.target.model, PROMPT, 40)
+    assert branch.tokens == greedy(made.target.model, PROMPT, 40)
     with pytest.raises(TreeFullError, match="more KV slots are needed"):
         made.tree(PROMPT, max_bytes=50 * slot)
     with pytest.raises(ValueError, match="max_bytes=3 holds no token"):

@@ -90,9 +90,7 @@ def test_sampled_tokens_pass(engine: Engine, options: dict[str, Any], levels: in
 
 @pytest.mark.parametrize("levels", [2, 3])
 def test_sampled_tokens_pass_with_prompt_lookup(pair: TinyPair, levels: int) -> None:
-    alone = Engine(
-        pair.load().hierarchy.target.model, config=HierarchyConfig.from_options(budget=64, recent=32)
-    )
+    alone = Engine(pair.load().target.model, config=HierarchyConfig.from_options(budget=64, recent=32))
     text = prompt(pair.load(), 60)
     # A text that repeats its beginning, so that there is something to propose.
     results = check.sampling_checks(alone, [[*text, *text[:20]]], 60, levels)
@@ -158,8 +156,8 @@ def test_an_acceptance_that_is_too_likely_is_found_by_the_shift(monkeypatch: pyt
 
 
 def test_nan_logits_are_reported(engine: Engine) -> None:
-    target = copy.deepcopy(engine.hierarchy.target.model)
-    draft = engine.hierarchy.draft
+    target = copy.deepcopy(engine.target.model)
+    draft = engine.draft
     assert draft is not None
     broken = Engine(target, draft.model, engine.tokenizer)
     with torch.no_grad():
@@ -261,12 +259,12 @@ def test_the_retrieval_levels_distribution_does_not_depend_on_the_tree_it_verifi
 
 def sharpened(engine: Engine) -> Engine:
     """The same models with attention to few tokens, so that the selection matters."""
-    target = copy.deepcopy(engine.hierarchy.target.model)
+    target = copy.deepcopy(engine.target.model)
     with torch.no_grad():
         for name, weight in target.named_parameters():
             if "q_proj" in name or "o_proj" in name:
                 weight *= 5
-    draft = engine.hierarchy.draft
+    draft = engine.draft
     assert draft is not None
     return Engine(target, draft.model, engine.tokenizer)
 

@@ -29,13 +29,13 @@ def chosen(engine: Engine) -> tuple[int, int, int]:
     """The first token of the greedy text; a token of the prompt; and one that is not in it."""
     out = engine.generate(PROMPT, max_new_tokens=1, do_sample=False)
     first = int(out.sequences[0, -1])
-    others = [token for token in range(engine.hierarchy.target.vocab_size) if token != first]
+    others = [token for token in range(engine.target.vocab_size) if token != first]
     return first, next(t for t in others if t in PROMPT), next(t for t in others if t not in PROMPT)
 
 
 def with_logit(engine: Engine, token: int, like: int, factor: float) -> None:
     """Let a token's logits be those of another one, times a power of two, which rounds nothing."""
-    weight: Any = engine.hierarchy.target.model.lm_head.weight
+    weight: Any = engine.target.model.lm_head.weight
     with torch.no_grad():
         weight[token] = factor * weight[like]
 
@@ -51,7 +51,7 @@ def test_equal_logits_of_which_one_is_penalised_are_no_tie() -> None:
     assert found is not None
     assert not found.tie
     assert found.gap == pytest.approx(float(raw[first]) / 2)
-    engine.hierarchy.target.model.generation_config.repetition_penalty = None
+    engine.target.model.generation_config.repetition_penalty = None
     found = first_difference(engine, PROMPT, [repeated] * NEW, [first] * NEW)
     assert found is not None
     assert found.tie
@@ -79,7 +79,7 @@ def test_logits_far_apart_that_a_penalty_makes_equal_are_a_tie() -> None:
 def test_noise_is_that_of_scores() -> None:
     engine = engine_of()
     plain = forward_noise(engine, PROMPT, greedy_scores(engine, PROMPT, NEW))
-    every = list(range(engine.hierarchy.target.vocab_size))
+    every = list(range(engine.target.vocab_size))
     # All tokens stand in the text, so that each logit is multiplied or divided by the penalty.
     text = [*every, *PROMPT]
     ratio = [

@@ -101,7 +101,7 @@ def test_options_reach_the_engine(pair: TinyPair) -> None:
     # ``exact`` and a cache in host memory do not go with ``kv_bits``.
     assert GIVEN.keys() | {"offload", "gpu_memory", "host_memory", "exact"} == set(SHOWN)
     assert GIVEN_ADVANCED.keys() | PYTHON_ONLY - {"pinned"} == set(ADVANCED)
-    found, given = engine.hierarchy.config.as_options(), GIVEN | GIVEN_ADVANCED
+    found, given = engine.config.as_options(), GIVEN | GIVEN_ADVANCED
     assert {name: found[name] for name in given} == {name: value for name, (_, value) in given.items()}
     assert engine.tokenizer is not None
     assert Path(engine.tokenizer.name_or_path) == Path(pair.draft)
@@ -110,13 +110,13 @@ def test_options_reach_the_engine(pair: TinyPair) -> None:
 def test_exact_reaches_the_engine(pair: TinyPair) -> None:
     words = ["generate", "--target", pair.target, "--device", "cpu", "--exact"]
     engine = options.engine_of(arguments.parser().parse_args(words))
-    assert engine.hierarchy.config.exact is True
+    assert engine.config.exact is True
 
 
 def test_bits_of_level_1_can_be_auto(pair: TinyPair, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", "--target", pair.target, "--device", "cpu", "--retrieval-weight-bits"]
     engine = options.engine_of(arguments.parser().parse_args([*words, "auto"]))
-    assert engine.hierarchy.config.retrieval_weight_bits == "auto"
+    assert engine.config.retrieval_weight_bits == "auto"
     with pytest.raises(SystemExit):
         arguments.parser().parse_args([*words, "5"])
     assert "'5' is none of 16, 8, 4, auto" in capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_bits_of_level_1_can_be_auto(pair: TinyPair, capsys: pytest.CaptureFixtu
 def test_lookup_reaches_an_engine_without_a_draft(pair: TinyPair) -> None:
     words = ["generate", "--target", pair.target, "--device", "cpu", "--advanced", "lookup=3"]
     engine = options.engine_of(arguments.parser().parse_args(words))
-    assert engine.hierarchy.config.lookup == 3
+    assert engine.config.lookup == 3
 
 
 @pytest.mark.parametrize("name", ["offload", "exact"])

@@ -14,7 +14,7 @@ PROMPT = prompt_of(48)
 
 def names(engine: Engine, new: int = 3) -> list[str]:
     out = engine.generate(PROMPT, max_new_tokens=new, do_sample=False, eos_token_id=None)
-    assert out.sequences[0, 48:].tolist() == reference(engine.hierarchy.target.model, PROMPT, new)
+    assert out.sequences[0, 48:].tolist() == reference(engine.target.model, PROMPT, new)
     return [level.name for level in out.levels]
 
 
@@ -48,23 +48,23 @@ def test_a_plan_for_windows_alone_keeps_its_buffers() -> None:
     """Plan and program agree about the levels; else each request would plan and capture again."""
     engine = load(model("mistral-window"), draft_of("mistral-window"), offload=True, **load_arguments(AUTO))
     assert names(engine) == ["draft", "target"]
-    assert engine.hierarchy.memory is not None
-    assert engine.hierarchy.memory.levels == 2
-    held = engine.hierarchy._program
+    assert engine.memory is not None
+    assert engine.memory.levels == 2
+    held = engine._hierarchy._program
     assert names(engine, 5) == ["draft", "target"]
-    assert engine.hierarchy._program is held
+    assert engine._hierarchy._program is held
 
 
 def test_planning_takes_nothing_up() -> None:
     engine = load(model("llama-gqa"), draft_of("llama-gqa"), offload=True)
-    before = engine.hierarchy.config
+    before = engine.config
     plan = engine.memory_plan(600, 20)
     assert plan is not None
     assert plan.offload is not None
     assert plan.config != before
-    assert engine.hierarchy.config == before
-    assert engine.hierarchy.memory is None
-    assert not engine.hierarchy.offloads
+    assert engine.config == before
+    assert engine.memory is None
+    assert not engine.offloads
 
 
 def test_a_warm_request_makes_its_settings_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_costs_are_kept_by_backend() -> None:
     for name in ("auto", "cpu", "sdpa"):
         own = engine("llama-gqa", levels=2, attention_backend=name)
         own.generate(prompt_of(40), max_new_tokens=4, temperature=0.0)
-        program = own.hierarchy.last_program
+        program = own.last_program
         assert program is not None
         found.append(settings_of(program, "greedy", None)["attention"])
     assert found == ["cpu", "cpu", "sdpa"]

@@ -83,7 +83,7 @@ def test_other_options_on_the_same_models(engine: Engine) -> None:
     out = other.generate(PROMPT, max_new_tokens=9, do_sample=False)
     assert new(out) == EXPECTED[:9]
     assert [level.name for level in out.levels] == ["target"]
-    assert engine.hierarchy.config.gamma == SMALL["gamma"]
+    assert engine.config.gamma == SMALL["gamma"]
     with pytest.raises(ValueError, match="unknown option 'gama'"):
         engine.with_options(gama=3)
 

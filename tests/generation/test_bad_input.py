@@ -211,14 +211,14 @@ OWN_LOOKUP = says("lookup=8", "drafter 'fixed' is an object", "leave lookup out"
 def test_lookup_is_merged_into_the_trees_of_a_draft_model() -> None:
     for more in ({}, {"drafter": "model"}):
         engine = triforce_tree.load(TARGET, TARGET, **load_arguments({**more, "lookup": 8}))
-        assert engine.hierarchy.drafter().matcher.length == 8
-        assert engine.hierarchy.config.tree == WithChain(HierarchyConfig().tree, 8)
+        assert engine._hierarchy.drafter().matcher.length == 8
+        assert engine.config.tree == WithChain(HierarchyConfig().tree, 8)
         # Other options leave the chain as it is, and lookup=0 removes it.
-        assert engine.with_options(tree="chain:2", advanced={"gamma": 3}).hierarchy.config.tree == WithChain(
+        assert engine.with_options(tree="chain:2", advanced={"gamma": 3}).config.tree == WithChain(
             "chain:2", 8
         )
-        assert engine.with_options(advanced={"lookup": 0}).hierarchy.config.tree == HierarchyConfig().tree
-    assert not hasattr(triforce_tree.load(TARGET, TARGET).hierarchy.drafter(), "matcher")
+        assert engine.with_options(advanced={"lookup": 0}).config.tree == HierarchyConfig().tree
+    assert not hasattr(triforce_tree.load(TARGET, TARGET)._hierarchy.drafter(), "matcher")
 
 
 def test_lookup_is_refused_where_the_users_own_drafter_proposes() -> None:
@@ -236,7 +236,7 @@ def test_lookup_is_refused_where_the_users_own_drafter_proposes() -> None:
 def test_lookup_is_taken_where_suffix_matching_proposes() -> None:
     for more in ({}, {"drafter": "lookup"}):
         engine = triforce_tree.load(TARGET, **load_arguments({**more, "lookup": 3}))
-        assert engine.with_options(advanced={"lookup": 5}).hierarchy.drafter().length == 5
+        assert engine.with_options(advanced={"lookup": 5})._hierarchy.drafter().length == 5
 
 
 def test_the_draft_model_must_be_there_where_it_is_named() -> None:

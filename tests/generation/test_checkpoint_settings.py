@@ -38,7 +38,7 @@ SOURCES = pytest.mark.parametrize("source", [from_folder, from_object])
 
 
 def transformers_own(engine: Engine, **options: Any) -> list[int]:
-    target: Any = engine.hierarchy.target.model
+    target: Any = engine.target.model
     prompt, mask = (part.to(target.device) for part in (torch.tensor([PROMPT]), WHOLE))
     out = target.generate(prompt, attention_mask=mask, max_new_tokens=NEW, **options)
     tokens: list[int] = out[0, len(PROMPT) :].tolist()
@@ -91,7 +91,7 @@ def test_stop_strings(source: Any, tmp_path: Path) -> None:
     engine = source({"stop_strings": [text_of(EXPECTED[2:4])]}, tmp_path, tokenizer=characters())
     out = engine.generate(PROMPT, max_new_tokens=NEW)
     assert (new(out), out.finish_reason) == (EXPECTED[:4], "stop")
-    assert engine.hierarchy.target.model.generation_config.stop_strings, "the model is not changed"
+    assert engine.target.model.generation_config.stop_strings, "the model is not changed"
 
 
 @SOURCES
@@ -120,7 +120,7 @@ def test_the_cache_is_our_own(source: Any, tmp_path: Path) -> None:
     engine = source({"use_cache": False}, tmp_path)
     assert new(engine.generate(PROMPT, max_new_tokens=NEW)) == EXPECTED[:NEW]
     assert new(engine.generate(PROMPT, max_new_tokens=NEW, use_cache=False)) == EXPECTED[:NEW]
-    model = engine.hierarchy.target.model
+    model = engine.target.model
     model.config.use_cache = False
     assert new(triforce_tree.load(model, levels=1).generate(PROMPT, max_new_tokens=NEW)) == EXPECTED[:NEW]
 
@@ -134,7 +134,7 @@ def test_others_are_refused_with_what_to_change(source: Any, setting: dict[str, 
         ValueError, match=rf"{name}={value} in the checkpoint.* set model.generation_config.{name} = None"
     ):
         engine.generate(PROMPT, max_new_tokens=NEW)
-    setattr(engine.hierarchy.target.model.generation_config, name, None)
+    setattr(engine.target.model.generation_config, name, None)
     assert new(engine.generate(PROMPT, max_new_tokens=NEW)) == EXPECTED[:NEW]
 
 

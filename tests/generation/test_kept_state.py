@@ -528,7 +528,7 @@ def test_json_by_the_processor_of_xgrammar(levels: Any) -> None:
     xgrammar = pytest.importorskip("xgrammar")
     processor = pytest.importorskip("xgrammar.contrib.hf").LogitsProcessor
     made = triforce_tree.load(levels=levels)
-    tokenizer, model = made.tokenizer, made.hierarchy.target.model
+    tokenizer, model = made.tokenizer, made.target.model
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))
     prompts = ["Once upon a time there was a boy. As JSON: ", "The old man: "]

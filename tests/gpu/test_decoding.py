@@ -61,7 +61,7 @@ def test_sampled_tokens_follow_the_target(
     engine: Engine, options: dict[str, Any], temperature: float
 ) -> None:
     """The first new token, and the second after the two likeliest first ones, in batches of equal prompts."""
-    target = engine.hierarchy.target
+    target = engine.target
     if options.get("retrieval_weight_bits") and target.dtype == torch.float32:
         pytest.skip("weights of fp32 are not packed")
     [prompt] = uncertain_contexts(engine, long_text()[:900], 1)

@@ -68,7 +68,7 @@ class Offloaded:
         self.engine = whole.with_options(offload=True, gpu_memory=self.limit)
         self.exact = dtype == torch.float32
         self.expected = self.text(whole, PASSES) if self.exact else []
-        whole.hierarchy.release()
+        whole.release()
         bound_memory(device, self.limit)
         if not self.exact:
             self.expected = self.text(self.engine, NEW)
@@ -99,7 +99,7 @@ def test_the_text_of_an_offloaded_cache(offloaded: Offloaded) -> None:
 
 def test_the_last_layer_may_stay_on_the_device(offloaded: Offloaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then prefill works in its memory."""
-    decide, hierarchy = memory_plan.plan, offloaded.engine.hierarchy
+    decide, hierarchy = memory_plan.plan, offloaded.engine._hierarchy
 
     def plan(*args: Any) -> memory_plan.MemoryPlan:
         made = decide(*args)
@@ -116,12 +116,12 @@ def test_the_last_layer_may_stay_on_the_device(offloaded: Offloaded, monkeypatch
 @pytest.mark.parametrize("hook, call", [("pinned", 2), ("progress", 3)])
 def test_ctrl_c_gives_memory_back(offloaded: Offloaded, hook: str, call: int) -> None:
     """While host memory is allocated, and during prefill."""
-    offloaded.engine.hierarchy.release()
+    offloaded.engine.release()
     before = held(offloaded.device)
     stops = mock.Mock(side_effect=[*[None] * (call - 1), KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
         offloaded.text(offloaded.engine, 8, **{hook: stops})
-    offloaded.engine.hierarchy.release()
+    offloaded.engine.release()
     device, host = (now - then for now, then in zip(held(offloaded.device), before, strict=True))
     assert device <= 0
     assert host < 64 * MIB
@@ -184,7 +184,7 @@ def test_another_program_takes_device_memory(offloaded: Offloaded, moment: str) 
         pytest.skip("in 16 bits nothing is allocated once the graphs are captured")
     plan = offloaded.engine.memory_plan(PROMPT, PASSES)
     assert plan is not None
-    offloaded.engine.hierarchy.release()
+    offloaded.engine.release()
     hook, call = {"capture": ("pinned", 1), "decoding": ("streamer", 3)}[moment]
     hog = Hog(offloaded.device, call, plan.device["resident KV"] // 2)
     log = logging.getLogger("triforce_tree")
@@ -237,9 +237,9 @@ def test_streamed_weights_give_the_bits_of_the_whole_model(dtype: torch.dtype) -
     text = load(target, draft, **load_arguments(OPTIONS)).generate(prompt, **how).sequences
     target, draft, _ = inflated(device, dtype)
     engine = load(target, draft, **load_arguments({**OPTIONS, "offload_weights": True}))
-    assert engine.hierarchy.target.streamed is not None
+    assert engine.target.streamed is not None
     with torch.inference_mode():
-        assert torch.equal(engine.hierarchy.target.model(ids).logits, logits)
+        assert torch.equal(engine.target.model(ids).logits, logits)
     if dtype == torch.float32:
         assert torch.equal(engine.generate(prompt, **how).sequences, text)
     engine.close()

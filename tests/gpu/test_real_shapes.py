@@ -76,7 +76,7 @@ def test_text_of_random_weights(shape: str, on_host: str) -> None:
         found = compared(own, prompt, own.generate(prompt, **HOW), expected, True)
         assert not found.failed, (levels, found.verdict())
         # The next program is planned when the graphs and buffers of this one are free.
-        own.hierarchy.release()
+        own.release()
     engine.close()
 
 

@@ -59,6 +59,6 @@ def test_yarn_in_config_json_extends_a_model(edit: dict[str, Any], tmp_path: Pat
     assert as_arguments == (expected if arguments else plain)
     engine = triforce_tree.load(tmp_path, levels=3, budget=64, advanced={"recent": 32})
     assert engine.generate(ids, **options).sequences[0, 150:].tolist() == expected
-    assert engine.hierarchy.target.max_positions == 256
+    assert engine.target.max_positions == 256
     with pytest.raises(ValueError, match="exceed the model's 256 positions"):
         engine.generate(prompt_of(250), **options)

@@ -91,7 +91,7 @@ def test_three_levels_decode_a_gguf_file_as_transformers_does(path: Path) -> Non
     reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=NAME, dtype=torch.float32)
     for source, more in ((path, {}), (str(path.parent), {"gguf_file": NAME})):
         engine = triforce_tree.load(source, path, levels=3, device="cpu", **load_arguments({**SMALL, **more}))
-        model = engine.hierarchy.target.model
+        model = engine.target.model
         for name, weight in reference.state_dict().items():
             assert torch.equal(model.state_dict()[name], weight), name
         assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
@@ -130,9 +130,7 @@ def kept_files(cache: Path) -> dict[str, bytes]:
 
 def weights_of(path: Path, **more: object) -> dict[str, torch.Tensor]:
     return dict(
-        triforce_tree.load(
-            path, levels=1, device="cpu", **load_arguments(more)
-        ).hierarchy.target.model.state_dict()
+        triforce_tree.load(path, levels=1, device="cpu", **load_arguments(more)).target.model.state_dict()
     )
 
 
@@ -238,7 +236,7 @@ def test_the_command_line_takes_it(path: Path) -> None:
     for words in (["--target", str(path)], ["--target", str(path.parent), "--gguf-file", NAME]):
         args = arguments.parser().parse_args(["generate", *words, "--device", "cpu", "--dtype", "bfloat16"])
         engine = options.engine_of(args)
-        assert engine.hierarchy.target.dtype == torch.bfloat16
+        assert engine.target.dtype == torch.bfloat16
         assert engine.tokenizer is not None
 
 

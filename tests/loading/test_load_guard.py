@@ -94,7 +94,7 @@ def test_a_fault_is_found_at_load(fault: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_without_fault_pass(fault: str, dtype: torch.dtype) -> None:
     model = FAULTS[fault][0]().to(dtype)
-    report = triforce_tree.load(model).hierarchy.guard
+    report = triforce_tree.load(model)._hierarchy.guard
     assert report.errors
     # transformers counts the positions of Llama 4's queries from the length of its cache.
     assert bool(report.skipped) == (type(model).__name__ == "Llama4ForCausalLM")
@@ -106,7 +106,7 @@ def test_noise_explains_rounding_but_no_fault(fault: str, monkeypatch: pytest.Mo
     """As where rounding changes the choice of experts: no fixed limit would accept the model."""
     monkeypatch.setattr(rounding, "_ROUNDING_16", 1e-6)
     make, inject = FAULTS[fault]
-    report = triforce_tree.load(make().bfloat16()).hierarchy.guard
+    report = triforce_tree.load(make().bfloat16())._hierarchy.guard
     assert max(report.errors.values()) > 1e-4
     inject(monkeypatch)
     with pytest.raises(UnsupportedModelError, match=r"differ by [\d.]+"):

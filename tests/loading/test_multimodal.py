@@ -54,7 +54,7 @@ def test_folders(name: str, tmp_path: Path) -> None:
         assert new(out) == expected(name), options
         assert len(out.levels) == options["levels"]
         assert all(level.accepted for level in out.levels[1:]), options
-    target = engine.hierarchy.target.model
+    target = engine.target.model
     assert type(target) is type(model(name))
     freed = sum(weight.numel() for weight in model(name).get_encoder(modality="image").parameters())
     assert freed > 10_000

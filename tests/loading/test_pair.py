@@ -63,7 +63,7 @@ def test_three_levels_equal_the_targets_greedy_output(
     # By the tests' clock a reading takes as long as a stage, and the host reads it too.
     monkeypatch.setattr(HostSeconds, "add", lambda *_: None)
     options = {"max_new_tokens": 96, "do_sample": False}
-    expected = engine.hierarchy.target.model.generate(torch.tensor([prompt]), **options)
+    expected = engine.target.model.generate(torch.tensor([prompt]), **options)
     for settings in ({"levels": 3}, {"levels": 3, "budget": 256, "recent": 128, "gamma": 6}):
         out = engine.with_options(**load_arguments(settings)).generate(prompt, **options)
         assert out.sequences.tolist() == expected.tolist()

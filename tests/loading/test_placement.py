@@ -43,7 +43,7 @@ def test_they_are_gathered_and_not_changed(spread: PreTrainedModel) -> None:
     engine = triforce_tree.load(spread, draft, **load_arguments(SMALL))
     out = engine.generate(prompt, max_new_tokens=8, do_sample=False)
     assert out.sequences[0, 60:].tolist() == greedy(plain, prompt, 8)
-    own = engine.hierarchy.target.model
+    own = engine.target.model
     for name, weight in plain.named_parameters():
         assert torch.equal(own.get_parameter(name), weight)
     assert why_not_replaceable(own) is None

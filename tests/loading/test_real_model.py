@@ -38,9 +38,9 @@ def engine() -> Engine:
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> list[int]:
     """What transformers generates, in fp32."""
-    assert engine.hierarchy.target.dtype == torch.float32
+    assert engine.target.dtype == torch.float32
     ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
-    text = engine.hierarchy.target.model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    text = engine.target.model.generate(ids, max_new_tokens=NEW, do_sample=False)
     new: list[int] = text[0, ids.shape[1] :].tolist()
     return new
 
@@ -53,7 +53,7 @@ def test_prompt_lookup(engine: Engine, expected: list[int]) -> None:
 
 
 def test_itself_with_a_window_as_draft(engine: Engine, expected: list[int]) -> None:
-    model = engine.hierarchy.target.model
+    model = engine.target.model
     more = {"tokenizer": engine.tokenizer, "tree": "chain:3", "sinks": 4, "window": 48}
     own = triforce_tree.load(model, model, **load_arguments({**SETTINGS, **more}))
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
@@ -69,7 +69,7 @@ WIDE = "640x30x32/8x128x1536-v49400"
 @pytest.mark.parametrize("yarn", [False, True])
 def test_the_heads_of_an_8b_compute_the_same(script: Any, engine: Engine, yarn: bool) -> None:
     """9 query heads of 64 over 3 in 32 of 128 over 8, with the rotary frequencies of the model or YaRN's."""
-    small = copy.deepcopy(engine.hierarchy.target.model)
+    small = copy.deepcopy(engine.target.model)
     if yarn:
         script("benchmarks.common.rope").use_yarn(small, 4, 8192, truncate=False)
     ids = engine.tokenizer(PROMPT).input_ids
@@ -85,7 +85,7 @@ def test_the_heads_of_an_8b_compute_the_same(script: Any, engine: Engine, yarn: 
 
 def test_yarn_in_three_levels(script: Any, engine: Engine) -> None:
     """The text of transformers' own forward with the same rope_parameters."""
-    model = copy.deepcopy(engine.hierarchy.target.model)
+    model = copy.deepcopy(engine.target.model)
     script("benchmarks.common.rope").use_yarn(model, 4, 8192, truncate=False)
     ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
     text = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()

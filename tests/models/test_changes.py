@@ -299,7 +299,7 @@ def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
     model = tiny(family)
     engine = triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1}))
     text(engine, SECOND)
-    program = engine.hierarchy.last_program
+    program = engine.last_program
     assert program is not None
     for between in (
         lambda: None,
@@ -311,7 +311,7 @@ def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
     ):
         between()
         text(engine, SECOND)
-        assert engine.hierarchy.last_program is program
+        assert engine.last_program is program
 
 
 def test_other_models_of_the_process_are_no_change() -> None:
@@ -319,14 +319,14 @@ def test_other_models_of_the_process_are_no_change() -> None:
     model = tiny("gemma3")
     engine = triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1}))
     text(engine, SECOND)
-    program = engine.hierarchy.last_program
+    program = engine.last_program
     other = type("OfAnotherClass", (type(model),), {})(model.config).eval()
     text(
         triforce_tree.load(other, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1})),
         SECOND,
     )
     text(engine, SECOND)
-    assert engine.hierarchy.last_program is program
+    assert engine.last_program is program
 
 
 def test_hooks_that_change_their_own_state_do_not_make_all_anew_in_each_call() -> None:
@@ -342,10 +342,10 @@ def test_hooks_that_change_their_own_state_do_not_make_all_anew_in_each_call() -
     engine = ENGINES["lookup"](model)
     for _ in range(3):
         text(engine, SECOND)
-    program = engine.hierarchy.last_program
+    program = engine.last_program
     counted = len(seen)
     assert text(engine, SECOND) == greedy(model, SECOND, NEW)
-    assert engine.hierarchy.last_program is program
+    assert engine.last_program is program
     assert len(seen) > counted
     model.steering[0].scale = 0.2
     assert text(engine, SECOND) == greedy(model, SECOND, NEW)

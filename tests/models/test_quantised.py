@@ -265,7 +265,7 @@ def test_coarse_inputs_are_no_difference_to_transformers() -> None:
             scale = x.abs().amax(-1, keepdim=True) / 31
             return super().forward((x / scale).round() * scale)
 
-    assert triforce_tree.load(quantised(tiny("llama-gqa"), Coarse)).hierarchy.guard.errors
+    assert triforce_tree.load(quantised(tiny("llama-gqa"), Coarse))._hierarchy.guard.errors
 
 
 def test_speeds_of_a_quantised_model_are_kept_apart() -> None:
@@ -341,5 +341,5 @@ def test_captured_where_a_graph_can_hold_it(layer: Any, captured: bool, caplog: 
     engine = triforce_tree.load(target, perturbed(tiny("llama-gqa"), 0.1).cuda(), **load_arguments(SMALL))
     out = engine.generate(prompt, max_new_tokens=8, do_sample=False)
     assert out.sequences[0, 60:].tolist() == greedy(target, prompt, 8)
-    assert engine.hierarchy.target.capturable is captured
+    assert engine.target.capturable is captured
     assert any("without CUDA graphs" in message for message in caplog.messages) is not captured

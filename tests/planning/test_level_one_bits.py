@@ -60,20 +60,20 @@ def bits(engine: Engine, prompt: list[int], **options: Any) -> int:
     """Bits of level 1 after a request, whose text is the target's own."""
     how = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **options}
     out = engine.generate(prompt, **how)
-    target = engine.hierarchy.target.model
+    target = engine.target.model
     assert out.sequences[0, len(prompt) :].tolist() == reference(target, prompt, NEW)
     return program(engine).config.retrieval_weight_bits
 
 
 def program(engine: Engine) -> DecodingProgram:
-    found = engine.hierarchy.last_program
+    found = engine.last_program
     assert found is not None
     return found
 
 
 def needed(engine: Engine, tokens: int) -> int:
     """Bytes that a program of so many tokens takes with a copy."""
-    hierarchy = engine.hierarchy
+    hierarchy = engine._hierarchy
     config = replace(hierarchy.config, retrieval_weight_bits=8)
     sizes = Sizes.of(hierarchy.target, hierarchy.draft, config)
     return bytes_beside_models(sizes, config, Workload(1, tokens - NEW, NEW))
@@ -117,7 +117,7 @@ def test_a_copy_that_exists_counts_as_free_and_stays_with_half_of_the_reserve() 
 def test_bits_are_chosen_with_auto_alone(memory: Memory) -> None:
     plain = engine_of(retrieval_weight_bits=16)
     assert bits(plain, SHORT) == 16
-    assert plain.hierarchy.level_one.nbytes == 0
+    assert plain._hierarchy.level_one.nbytes == 0
     assert bits(plain.with_options(retrieval_weight_bits="auto"), SHORT) == 8
     assert bits(engine_of(kv_bits=8), SHORT) == 8
     for options in ({"gpu_memory": "64GiB"}, {"offload": "auto"}):
@@ -146,7 +146,7 @@ def test_one_copy_serves_all_programs_of_an_engine(memory: Memory) -> None:
     engine = engine_of()
     assert bits(engine, SHORT) == 8
     first, model = program(engine), program(engine).retrieval_model
-    copied = engine.hierarchy.level_one.nbytes
+    copied = engine._hierarchy.level_one.nbytes
     assert copied == extra_bytes(model.model) > 0
     assert model is not first.full
     memory.free = 0
@@ -179,9 +179,9 @@ def test_a_prompt_too_long_for_the_copy_frees_it(memory: Memory) -> None:
     engine = engine_of()
     memory.free = needed(engine, 2 * STEP)
     assert bits(engine, MEDIUM) == 8
-    memory.free -= engine.hierarchy.level_one.nbytes
+    memory.free -= engine._hierarchy.level_one.nbytes
     assert bits(engine, PROMPT) == 16
-    assert engine.hierarchy.level_one.nbytes == 0
+    assert engine._hierarchy.level_one.nbytes == 0
     assert program(engine).retrieval_model is program(engine).full
     last = program(engine)
     assert bits(engine, MEDIUM) == 16
@@ -192,13 +192,13 @@ def test_requests_that_take_turns_keep_their_bits(memory: Memory) -> None:
     engine = engine_of()
     memory.free = needed(engine, 3 * STEP)
     assert bits(engine, SHORT) == 8
-    copied = engine.hierarchy.level_one.nbytes
+    copied = engine._hierarchy.level_one.nbytes
     memory.free -= copied
     for _ in range(2):
         assert [bits(engine, prompt) for prompt in (SHORT, PROMPT)] == [8, 8]
         # Of two levels: the copy waits.
         engine.generate(SHORTEST, max_new_tokens=NEW, do_sample=False)
-        assert (program(engine).levels, engine.hierarchy.level_one.nbytes) == (2, copied)
+        assert (program(engine).levels, engine._hierarchy.level_one.nbytes) == (2, copied)
 
 
 def test_a_given_copy_is_kept_over_programs() -> None:
@@ -209,7 +209,7 @@ def test_a_given_copy_is_kept_over_programs() -> None:
     assert program(engine) is not first
     assert program(engine).retrieval_model is model
     engine.close()
-    assert engine.hierarchy.level_one.nbytes == 0
+    assert engine._hierarchy.level_one.nbytes == 0
 
 
 def test_batches_and_given_bits_have_no_copy(memory: Memory) -> None:
@@ -217,9 +217,9 @@ def test_batches_and_given_bits_have_no_copy(memory: Memory) -> None:
     assert bits(engine, SHORT) == 8
     out = engine.generate([SHORT, MEDIUM], max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     assert program(engine).config.retrieval_weight_bits == 16
-    assert engine.hierarchy.level_one.nbytes == 0
+    assert engine._hierarchy.level_one.nbytes == 0
     for row, prompt in enumerate((SHORT, MEDIUM)):
-        own = reference(engine.hierarchy.target.model, prompt, NEW)
+        own = reference(engine.target.model, prompt, NEW)
         assert out.sequences[row, len(MEDIUM) :].tolist() == own
     assert bits(engine, SHORT) == 8
     for options in ({"retrieval_weight_bits": 16}, {"gpu_memory": "64GiB"}):
@@ -263,7 +263,7 @@ def test_memory_that_runs_out_while_decoding_frees_the_copy(
     monkeypatch.setattr(DecodingProgram, "run", failing)
     assert bits(engine, SHORT) == 16
     assert runs > 2
-    assert engine.hierarchy.level_one.nbytes == 0
+    assert engine._hierarchy.level_one.nbytes == 0
     assert bits(engine, PROMPT) == 16
     assert caplog.text.count("retrieval_weight_bits 8 -> 16") == 1
 
@@ -271,13 +271,13 @@ def test_memory_that_runs_out_while_decoding_frees_the_copy(
 def test_weights_that_are_trained_have_no_copy(memory: Memory) -> None:
     engine = engine_of()
     assert bits(engine, SHORT) == 8
-    layer = engine.hierarchy.target.model.model.layers[0].mlp.up_proj
+    layer = engine.target.model.model.layers[0].mlp.up_proj
     assert isinstance(layer, nn.Linear)
     with torch.no_grad():
         layer.weight.mul_(1.01)
     changed = engine.generate(SHORT, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     assert program(engine).config.retrieval_weight_bits == 16
-    assert engine.hierarchy.level_one.nbytes == 0
+    assert engine._hierarchy.level_one.nbytes == 0
     plain = engine.with_options(levels=1).generate(SHORT, max_new_tokens=NEW, do_sample=False)
     assert changed.sequences.equal(plain.sequences)
 
@@ -321,4 +321,4 @@ def test_without_a_gpu_nothing_is_copied() -> None:
     options = {**SMALL, "retrieval_weight_bits": "auto"}
     engine = load(target, perturbed(target, 0.05), **load_arguments(options))
     assert bits(engine, SHORT) == 16
-    assert engine.hierarchy.level_one.nbytes == 0
+    assert engine._hierarchy.level_one.nbytes == 0

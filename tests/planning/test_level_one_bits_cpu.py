@@ -38,8 +38,8 @@ def test_a_cpu_takes_eight_bits_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == greedy(target, PROMPT, NEW)
     assert out.levels[1].accepted > 0
-    program = engine.hierarchy.last_program
+    program = engine.last_program
     assert program is not None
     assert program.config.retrieval_weight_bits == 8
     linears = [m for m in program.retrieval_model.model.modules() if isinstance(m, Int8Linear)]
-    assert len(linears) == 7 * len(engine.hierarchy.target.model.model.layers) + 1, "and the head"
+    assert len(linears) == 7 * len(engine.target.model.model.layers) + 1, "and the head"

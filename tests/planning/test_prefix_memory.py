@@ -46,7 +46,7 @@ def test_planned_bytes_are_those_that_a_program_allocates(
     engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **load_arguments(options))
     prompts = [prompt_of(700) + [3] * n for n in (1, 4, 9)]
     engine.generate(prompts, max_new_tokens=4, do_sample=False)
-    program, hierarchy = engine.hierarchy.last_program, engine.hierarchy
+    program, hierarchy = engine.last_program, engine._hierarchy
     assert program is not None
     sizes = Sizes.of(hierarchy.target, hierarchy.draft, hierarchy.config)
     backend = program.cache.backend
@@ -59,7 +59,7 @@ def test_planned_bytes_are_those_that_a_program_allocates(
 
 def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = triforce_tree.load(TARGET, levels=1, advanced={"prefill_chunk": 512})
-    hierarchy, how = engine.hierarchy, RunOptions()
+    hierarchy, how = engine._hierarchy, RunOptions()
     prompts = [[*prompt_of(1800), n] for n in range(9)]
     pool = how.pool(hierarchy, prompts, 8, "chunks")
     sizes = Sizes.of(hierarchy.target, None, hierarchy.config)
@@ -82,7 +82,7 @@ def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) ->
 def test_documents_are_copied_where_more_sequences_fit_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for three copies holds two of four documents, and no sequence behind them."""
     engine = triforce_tree.load(TARGET, levels=1, advanced={"prefill_chunk": 512})
-    hierarchy, how = engine.hierarchy, RunOptions()
+    hierarchy, how = engine._hierarchy, RunOptions()
     prompts = [[*prompt_of(1800)[n:], n, other] for n in range(4) for other in range(2)]
     pool = how.pool(hierarchy, prompts, 8, "chunks")
     assert pool.slots

@@ -238,7 +238,7 @@ def test_what_does_not_combine_is_refused(options: dict[str, Any], message: str)
 
 def test_one_process_has_nothing_to_choose() -> None:
     made = load(tiny("llama"))
-    assert made.hierarchy.config.context_parallel == 1
+    assert made.config.context_parallel == 1
     assert made.generate(PROMPT[:9], max_new_tokens=2, do_sample=False).ranks is None
     with pytest.raises(ValueError, match="context_parallel='heads' must be an integer"):
         made.with_options(advanced={"context_parallel": "heads"})

@@ -283,7 +283,7 @@ def test_other_commands_refuse_several_processes(
 
 
 def test_out_of_memory_on_one_rank_ends_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    hierarchy = parallel_ranks.engine(offload=True).hierarchy
+    hierarchy = parallel_ranks.engine(offload=True)._hierarchy
     monkeypatch.setattr(distributed, "current", lambda: Group(1, 2, CPU))
     with pytest.raises(torch.OutOfMemoryError, match="memory ran out on rank 1 of 2, and several ranks"):
         hierarchy.shrink()

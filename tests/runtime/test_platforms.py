@@ -154,7 +154,7 @@ def test_an_unused_gpu_is_warned_of_once(
 
 
 def test_a_loaded_model_stays_on_its_device() -> None:
-    assert triforce_tree.load(tiny("llama-gqa")).hierarchy.target.device.type == "cpu"
+    assert triforce_tree.load(tiny("llama-gqa")).target.device.type == "cpu"
 
 
 def test_a_missing_package_is_a_one_line_error(

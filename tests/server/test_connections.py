@@ -104,7 +104,7 @@ def test_pages_of_other_origins_read_refusals_and_need_no_key_to_ask_whether_the
 
 
 def test_the_longest_prompt_fits_into_a_body(engine: Engine) -> None:
-    most = engine.hierarchy.target.max_positions
+    most = engine.target.max_positions
     assert most is not None
     with serving(create_app(engine, Served(NAME, KEY, LIMITS))) as (url, _):
         client = client_of(url)

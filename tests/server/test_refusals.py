@@ -97,7 +97,7 @@ def test_what_asks_for_nothing_is_taken(client: openai.OpenAI) -> None:
 
 
 def test_more_tokens_than_the_context_holds(engine: Engine) -> None:
-    most = engine.hierarchy.target.max_positions
+    most = engine.target.max_positions
     assert most is not None
     limits = type(LIMITS)(new_tokens=10 * most)
     with serving(create_app(engine, Served(NAME, KEY, limits, body=64 * 2**20))) as (url, _):

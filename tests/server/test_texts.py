@@ -189,8 +189,8 @@ def test_impossible_tokens_have_a_least_logprob() -> None:
     script = Script("byte-level")
     bias = torch.full((len(script.tokenizer),), -torch.inf)
     bias[script.new] = 0
-    script.engine.hierarchy.target.model.lm_head.register_forward_hook(lambda m, a, out: out + bias)
-    engine = triforce_tree.load(script.engine.hierarchy.target.model, tokenizer=script.tokenizer, levels=1)
+    script.engine.target.model.lm_head.register_forward_hook(lambda m, a, out: out + bias)
+    engine = triforce_tree.load(script.engine.target.model, tokenizer=script.tokenizer, levels=1)
     with serving(create_app(engine, Served(NAME, KEY, LIMITS))) as (script.url, _):
         found = choices(script, False, False, logprobs=20)[0].logprobs
         assert min(value for own in found.top_logprobs for value in own.values()) == -9999.0

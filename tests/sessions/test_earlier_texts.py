@@ -31,7 +31,7 @@ def check(warm: Engine, prompt: Any, kept: Any) -> None:
     for ours, theirs in zip(out.logits, other.logits, strict=True):
         assert torch.equal(ours, theirs)
     assert out.reused_tokens == kept
-    cold.hierarchy.release()
+    cold.release()
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8}, {"key_variance": True}, {"levels": 1}], ids=str)
@@ -64,7 +64,7 @@ def test_the_size_is_a_limit() -> None:
     warm = engine()
     for prompt in (BOOK, OTHER):
         check(warm, prompt, 0)
-    prefixes = warm.hierarchy.prefixes
+    prefixes = warm._hierarchy.prefixes
     a_chunk = prefixes.taken // 9
     assert prefixes.taken == 9 * a_chunk > 0
     prefixes.bound(14 * a_chunk)
@@ -103,7 +103,7 @@ def test_changed_weights_find_nothing() -> None:
     check(warm, BOOK, 0)
     check(warm, OTHER, 0)
     with torch.no_grad():
-        warm.hierarchy.target.model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        warm.target.model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     check(warm, BOOK, 0)
 
 
@@ -113,7 +113,7 @@ def test_caches_that_are_not_kept(family: str, options: dict[str, Any]) -> None:
     warm = engine(family, **options)
     for prompt in (BOOK, OTHER, BOOK):
         assert warm.generate(prompt, max_new_tokens=3, do_sample=False).reused_tokens == 0
-    assert warm.hierarchy.prefixes.taken == 0
+    assert warm._hierarchy.prefixes.taken == 0
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_generate_keeps_whole_chunks(kind: str) -> None:
     for prompt, kept in ((again, 128), ([*again, 3], 144), (PROMPT[:50], 48), (QUESTION, 0)):
         out, other = warm.generate(prompt, **how), cold(kind).generate(prompt, **how)
         assert out.sequences.tolist() == other.sequences.tolist()
-        if warm.hierarchy.target.dtype == torch.float32:
+        if warm.target.dtype == torch.float32:
             for ours, theirs in zip(out.logits, other.logits, strict=True):
                 assert torch.equal(ours, theirs)
         assert out.reused_tokens == (0 if kind in AT_THE_END else kept), prompt
@@ -177,10 +177,10 @@ def test_buffers_grow_and_change_their_settings(kind: str) -> None:
     own = engine(kind).with_options()
     session = own.session(PROMPT, reserve=0)
     session.generate(max_new_tokens=9, do_sample=False)
-    before = own.hierarchy._program[1]
+    before = own._hierarchy._program[1]
     asked = [*session.tokens, *prompt_of(1000)]
     out = session.generate(prompt_of(1000), max_new_tokens=9, do_sample=False)
-    assert own.hierarchy._program[1] is not before
+    assert own._hierarchy._program[1] is not before
     assert out.reused_tokens > 150
     assert new(out, asked) == new(cold(kind).generate(asked, max_new_tokens=9, do_sample=False), asked)
 
@@ -196,7 +196,7 @@ def test_another_number_of_levels_takes_over_the_memory() -> None:
         out = session.generate(question or None, max_new_tokens=9, do_sample=False)
         assert out.reused_tokens >= (before - 1 if number else 0)
         assert new(out, asked) == new(cold("plain").generate(asked, max_new_tokens=9, do_sample=False), asked)
-        program = own.hierarchy._program[1]
+        program = own._hierarchy._program[1]
         levels.append(program.levels)
         memories.append(program.store.memory)
     assert levels == [2, 3, 2]
@@ -226,12 +226,12 @@ def test_a_trial_leaves_rings_and_states_as_they_were(kind: str) -> None:
     own = engine(kind).with_options()
     session = own.session(PROMPT)
     session.generate(max_new_tokens=9, do_sample=False)
-    program = own.hierarchy._program[1]
+    program = own._hierarchy._program[1]
     held = len(session.tokens) - 1
     parts = [part[:, :, :, :held] for group in program.store.groups for part in group.parts]
     parts += program.states.buffers if program.states is not None else []
     before = [part.clone() for part in parts]
-    with own.hierarchy.active(), program.trial(70) as begin:
+    with own.active(), program.trial(70) as begin:
         begin(False)
         program.run("plain", torch.Generator())
         assert not all(torch.equal(a, b) for a, b in zip(parts, before, strict=True))
@@ -265,7 +265,7 @@ def test_equal_settings_share_buffers() -> None:
     programs = []
     for _ in range(2):
         own.generate(PROMPT, max_new_tokens=3, do_sample=False)
-        programs.append(own.hierarchy._program[1])
+        programs.append(own._hierarchy._program[1])
     assert programs[0] is programs[1]
 
 

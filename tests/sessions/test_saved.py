@@ -41,7 +41,7 @@ def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     assert out.reused_tokens == len(tokens) - 1
     assert loaded.tokens == expected
     sizes = [path.stat().st_size for path in (tmp_path / "one").glob("layer-*")]
-    assert len(sizes) == sum(shape is not None for shape in own.hierarchy.target.kv_layers)
+    assert len(sizes) == sum(shape is not None for shape in own.target.kv_layers)
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])

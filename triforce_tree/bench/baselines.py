@@ -48,7 +48,7 @@ class Job:
         options: dict[str, Any] = {"max_new_tokens": self.new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             options |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
-        eos = engine.hierarchy.target.model.generation_config.eos_token_id
+        eos = engine.target.model.generation_config.eos_token_id
         if eos is not None:
             options["suppress_tokens"] = eos if isinstance(eos, list) else [eos]
         return options
@@ -104,13 +104,13 @@ def transformers_generate(assisted: bool = False, **options: Any) -> Method:
     """
 
     def run(engine: Engine, job: Job) -> Sample:
-        target: Any = engine.hierarchy.target.model
-        draft = engine.hierarchy.draft
+        target: Any = engine.target.model
+        draft = engine.draft
         more = dict(options)
         if assisted:
             if draft is None:
                 raise ValueError("transformers-assistant needs a draft model; give one, or leave it out")
-            if engine.hierarchy.tokens is not None:
+            if engine.token_map is not None:
                 raise ValueError(
                     "transformers-assistant needs a draft with the target's own vocabulary; leave it out"
                 )
@@ -161,5 +161,5 @@ BASELINES = frozenset({"transformers-static", "transformers-dynamic", "transform
 
 def usable_methods(engine: Engine) -> list[str]:
     """The usual methods, or without a draft model of the target's vocabulary those that need none."""
-    assists = engine.hierarchy.draft is not None and engine.hierarchy.tokens is None
+    assists = engine.draft is not None and engine.token_map is None
     return [n for n in METHODS if assists or n != "transformers-assistant"]

@@ -16,7 +16,7 @@ def check_methods(engine: Engine, methods: Sequence[str]) -> None:
     for name in methods:
         if name not in METHODS:
             raise ValueError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
-        if name == "transformers-assistant" and engine.hierarchy.draft is None:
+        if name == "transformers-assistant" and engine.draft is None:
             raise ValueError("transformers-assistant needs a draft model; give one, or leave it out")
 
 
@@ -76,6 +76,6 @@ def measure(
 
 def _warm_up(engine: Engine, method: str, job: Job) -> Job:
     """A short generation; on a GPU transformers' static decoding compiles for the size of its cache."""
-    if method in COMPILED and engine.hierarchy.target.device.type == "cuda":
+    if method in COMPILED and engine.target.device.type == "cuda":
         return job
     return replace(job, prompt=job.prompt[:WARM_UP_PROMPT], new_tokens=WARM_UP_TOKENS)

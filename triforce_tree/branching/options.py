@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.inputs import real_rows
+from triforce_tree.generation.loaded import LoadedEngine
 from triforce_tree.generation.options import SEVERAL, ending_of
 from triforce_tree.generation.request import Job, Request
 from triforce_tree.models.supported import UnsupportedModelError
@@ -20,13 +21,10 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import sent
 from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
 
-if TYPE_CHECKING:
-    from triforce_tree.engine import Engine
 
-
-def check_engine(engine: "Engine") -> None:
+def check_engine(engine: LoadedEngine) -> None:
     """Raise where a tree cannot be computed as the engine's settings say."""
-    target, config = engine.hierarchy.target, engine.hierarchy.config
+    target, config = engine.target, engine.config
     if target.states is not None:
         raise UnsupportedModelError(
             f"{target.name} has recurrent layers, whose states cannot be shared by the branches of a tree"
@@ -60,7 +58,7 @@ class LeafOptions:
         return ending_of(self.job.config, self.criteria, self.job.input_ids.shape[1], device)
 
 
-def leaf_options(engine: "Engine", length: int, options: dict[str, Any]) -> LeafOptions:
+def leaf_options(engine: LoadedEngine, length: int, options: dict[str, Any]) -> LeafOptions:
     """What transformers' ``generate`` makes of options for a text of ``length`` tokens.
 
     Processors and criteria depend on the length of a text, not on its tokens, when they are made.
@@ -68,7 +66,7 @@ def leaf_options(engine: "Engine", length: int, options: dict[str, Any]) -> Leaf
     Raises:
         ValueError: an option that is not supported, as of :meth:`Engine.generate`.
     """
-    target, own = engine.hierarchy.target, dict(options)
+    target, own = engine.target, dict(options)
     config, processors, criteria, strings = (
         own.pop(name, None)
         for name in ("generation_config", "logits_processor", "stopping_criteria", "stop_strings")
@@ -127,7 +125,9 @@ class Given:
     request: Request
 
 
-def given_prompts(engine: "Engine", inputs: Any, kwargs: Mapping[str, Any]) -> tuple[Given, dict[str, Any]]:
+def given_prompts(
+    engine: LoadedEngine, inputs: Any, kwargs: Mapping[str, Any]
+) -> tuple[Given, dict[str, Any]]:
     """The prompts, and all other keywords of :meth:`Engine.generate` without those of ``SEVERAL``.
 
     Raises:
@@ -149,7 +149,7 @@ def given_prompts(engine: "Engine", inputs: Any, kwargs: Mapping[str, Any]) -> t
     )
     named = ("generation_config", "logits_processor", "stopping_criteria", "stop_strings", *OF_ENGINE)
     request = Request.read(
-        engine.hierarchy.target, engine.tokenizer, inputs, kwargs.get("input_ids"),
+        engine.target, engine.tokenizer, inputs, kwargs.get("input_ids"),
         kwargs.get("attention_mask"), config, processors, criteria, strings,
         {name: value for name, value in options.items() if name not in named},
     )  # fmt: skip

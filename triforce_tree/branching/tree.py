@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +17,13 @@ from triforce_tree.branching.rows import TreeRows
 from triforce_tree.branching.scoring import fill_logprobs
 from triforce_tree.generation.inputs import Inputs, check_rows, prompt_of
 from triforce_tree.generation.keywords import checked_seed
+from triforce_tree.generation.loaded import LoadedEngine
 from triforce_tree.generation.tokenized_texts import text_ids
 from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
 from triforce_tree.text.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from triforce_tree.engine import Engine
 
 RESERVE = 16_384
 """KV slots after the prompt that a tree has by default."""
@@ -80,12 +78,12 @@ class TextTree:
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: LoadedEngine,
         prompt: Inputs,
         max_bytes: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        target, config = engine.hierarchy.target, engine.hierarchy.config
+        target, config = engine.target, engine.config
         check_engine(engine)
         tokens = prompt_of(target, engine.tokenizer, prompt)
         self._engine, self._target, self._prompt_tokens = engine, target, len(tokens)
@@ -98,7 +96,7 @@ class TextTree:
             )
         slots = len(tokens) + RESERVE if max_bytes is None else max_bytes // bytes_of_slot
         self.root, self.decode_seconds = Node(None, tokens), 0.0
-        with engine.hierarchy.generation(), target.active():
+        with engine.generation(), target.active():
             pool = KVPool(target, slots)
             pool.store.attention = chosen(config.attention_backend, target.device)
             self._rows = TreeRows(target, pool, chunk_tokens(config.prefill_chunk, target.device))
@@ -250,7 +248,7 @@ class TextTree:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        with self._engine.hierarchy.generation(), self._target.active():
+        with self._engine.generation(), self._target.active():
             self._choose_rope()
             if self._target.function_key() != self._function:
                 raise ValueError(

@@ -142,7 +142,7 @@ def forward(engine: Engine, prompt: Sequence[int]) -> Forward:
 
     Logits are compared, so that no tie between two tokens can hide a difference.
     """
-    model = engine.hierarchy.target.model
+    model = engine.target.model
     positions = min(NOISE_POSITIONS, len(prompt))
     own = last_position_logits(engine, prompt, positions)
     start = len(prompt) - positions + 1
@@ -153,7 +153,7 @@ def forward(engine: Engine, prompt: Sequence[int]) -> Forward:
         with noisy_embeddings(model, NOISE):
             return last_position_logits(engine, prompt, positions)
 
-    limit = explained_error(engine.hierarchy.target, error, own, with_noise)
+    limit = explained_error(engine.target, error, own, with_noise)
     return Forward(len(prompt), positions, error, limit)
 
 
@@ -219,7 +219,7 @@ def sampling_checks(
         ValueError: the model returned NaN logits.
     """
     to_probs, runner = ProbsFromLogits.at(temperature), engine.with_options(levels=levels)
-    generator = torch.Generator(engine.hierarchy.target.device)
+    generator = torch.Generator(engine.target.device)
     generator.manual_seed(seed)
     found: dict[str, list[_FirstTokens]] = {}
     for prompt in contexts:
@@ -330,7 +330,7 @@ def uncertain_contexts(engine: Engine, tokens: Sequence[int], count: int) -> lis
     A test of distributions that are almost deterministic would find nothing wrong. Only the text's last
     positions, at most half of it, are considered.
     """
-    model = engine.hierarchy.target.model
+    model = engine.target.model
     positions = min(LAST_POSITIONS, max(count, len(tokens) // 2))
     with torch.no_grad():
         logits = model(as_ids(model, tokens), logits_to_keep=positions).logits[0].float()

@@ -54,7 +54,7 @@ def teacher_forced(
         seed: of the drafter's draws, which its trees below the root depend on.
     """
     text, to_probs = list(tokens), ProbsFromLogits.at(temperature)
-    generator = torch.Generator(engine.hierarchy.target.device)
+    generator = torch.Generator(engine.target.device)
     generator.manual_seed(seed)
     at = prompt_tokens
     with engine.with_options(levels=3).program([text[:at]], len(text) - at, to_probs) as program:

@@ -33,14 +33,14 @@ class RoundedCache(DynamicCache):
 
 def own_cache(engine: Engine) -> DynamicCache | None:
     """An empty cache for forwards of the target by transformers; None for the one that it makes itself."""
-    if engine.hierarchy.config.kv_bits == 16:
+    if engine.config.kv_bits == 16:
         return None
-    return RoundedCache(config=engine.hierarchy.target.model.config.get_text_config(decoder=True))
+    return RoundedCache(config=engine.target.model.config.get_text_config(decoder=True))
 
 
 def last_logits(engine: Engine, tokens: Sequence[int]) -> Tensor:
     """fp32 ``[V]`` after the last token, by the target's own forward of it alone."""
-    model: Any = engine.hierarchy.target.model
+    model: Any = engine.target.model
     with torch.no_grad():
         cache = prefilled(engine, tokens[:-1])
         out = model(as_ids(model, tokens[-1:]), use_cache=True, logits_to_keep=1, **{CACHE: cache})
@@ -55,7 +55,7 @@ def as_ids(model: Any, tokens: Sequence[int]) -> Tensor:
 
 def prefilled(engine: Engine, tokens: Sequence[int]) -> Any:
     """transformers' KV cache of these tokens; where it makes its own, None for none."""
-    model: Any = engine.hierarchy.target.model
+    model: Any = engine.target.model
     cache: Any = own_cache(engine)
     # Where rotary frequencies depend on the length, transformers chooses them by the tokens of each forward.
     chunk = _CHUNK if LengthRope.of(model) is None else max(1, len(tokens))
@@ -70,7 +70,7 @@ def own_decoding(
     engine: Engine, prompt: Sequence[int], new_tokens: int, stop: StoppingCriteriaList | None
 ) -> list[int]:
     """The new tokens of greedy decoding by transformers."""
-    model: Any = engine.hierarchy.target.model
+    model: Any = engine.target.model
     ids, cache = as_ids(model, prompt), own_cache(engine)
     out = model.generate(
         ids,
@@ -90,7 +90,7 @@ def greedy_scores(engine: Engine, prompt: Sequence[int], new_tokens: int, **opti
     Args:
         options: of :meth:`Engine.generate`; without any, the model's ``generation_config`` decides alone.
     """
-    model = without_settings(engine.hierarchy.target.model)
+    model = without_settings(engine.target.model)
 
     def read(
         _: Any, __: Tensor, logits_processor: LogitsProcessorList, *___: Any, **____: Any
@@ -110,7 +110,7 @@ def greedy_scores(engine: Engine, prompt: Sequence[int], new_tokens: int, **opti
 
 def last_position_logits(engine: Engine, tokens: Sequence[int], positions: int) -> Tensor:
     """fp32 ``[positions, V]`` of the last tokens, by one forward of transformers' over all of them."""
-    model: Any = engine.hierarchy.target.model
+    model: Any = engine.target.model
     cache = own_cache(engine)
     how = {"use_cache": False} if cache is None else {CACHE: cache}
     with torch.no_grad():
@@ -129,7 +129,7 @@ def token_logprobs(engine: Engine, tokens: Sequence[int], start: int) -> tuple[T
         Log-probabilities, fp32 ``[len(tokens) - start]``, and whether each token is the most probable one,
         bool, both in host memory.
     """
-    model: Any = engine.hierarchy.target.model
+    model: Any = engine.target.model
     cache = prefilled(engine, tokens[: start - 1])
     # Where rotary frequencies depend on the length, one forward chooses them for all tokens.
     chunk = _SCORED if LengthRope.of(model) is None else len(tokens)

@@ -59,7 +59,7 @@ def first_difference(
     at = common_prefix(ours, theirs)
     if at == min(len(ours), len(theirs)):
         return None
-    target = engine.hierarchy.target
+    target = engine.target
     tokens = [*prompt, *ours[:at]]
     to_scores = to_scores or greedy_scores(engine, prompt, max(len(ours), len(theirs)))
     scores = scores_after(to_scores, last_logits(engine, tokens), tokens)
@@ -79,7 +79,7 @@ def forward_noise(engine: Engine, tokens: Sequence[int], to_scores: ProbsFromLog
     Measured on the last positions of ``tokens``, at most ``NOISE_POSITIONS``; 0 for a single token.
     Tokens that a processor forbids do not count.
     """
-    model = engine.hierarchy.target.model
+    model = engine.target.model
     positions = min(NOISE_POSITIONS, len(tokens) - 1)
     if positions == 0:
         return 0.0

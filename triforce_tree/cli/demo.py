@@ -154,7 +154,7 @@ def _answer(engine: Engine, program: DecodingProgram, prompt: list[int], interru
 
 
 def _stop_tokens(engine: Engine) -> frozenset[int]:
-    ids = engine.hierarchy.target.model.generation_config.eos_token_id
+    ids = engine.target.model.generation_config.eos_token_id
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 

@@ -14,7 +14,7 @@ from triforce_tree.generation.chat import encoded
 def run(args: argparse.Namespace) -> int:
     engine = options.engine_of(args, args.given_prompt, args.max_new_tokens)
     assert engine.tokenizer is not None
-    prompt = encoded(engine.tokenizer, args.given_prompt, engine.hierarchy.target.max_positions)
+    prompt = encoded(engine.tokenizer, args.given_prompt, engine.target.max_positions)
     # Ctrl-C is not held back: of half an explanation nothing is kept.
     with PrefillBar(len(prompt) - 1, Interrupt()) as progress:
         found = engine.explain(prompt, args.max_new_tokens, args.temperature, args.seed, progress)

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     seed = options.seed_of(args)
     engine = options.engine_of(args, given, args.max_new_tokens)
     assert engine.tokenizer is not None
-    prompt = encoded(engine.tokenizer, given, engine.hierarchy.target.max_positions)
+    prompt = encoded(engine.tokenizer, given, engine.target.max_positions)
     sampling = options.sampling_of(args, engine)
     greedy = sampling["temperature"] == 0
     if several and greedy and args.num_beams == 1:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             + f"; ended by {'Ctrl-C' if interrupt.requested else out.finish_reason}"
         )
         if out.capture_seconds and out.capture_seconds >= _NOTABLE_SECONDS:
-            gpu = engine.hierarchy.target.device.type == "cuda"
+            gpu = engine.target.device.type == "cuda"
             what = (
                 "CUDA graphs compiled, captured and timed"
                 if gpu
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{heads * positions} ranks: heads split over {heads}, the text over {positions} "
                 f"(context_parallel {positions})"
             )
-        last = engine.hierarchy.last_program
+        last = engine.last_program
         if last is not None and last.levels == 3 and last.config.retrieval_weight_bits != 16:
             show.print(f"retrieval level on weights in {last.config.retrieval_weight_bits} bits")
         comparison = None

@@ -56,7 +56,7 @@ def engine_of(args: argparse.Namespace, prompt: Prompt | None = None, new_tokens
         engine = load(args.target, args.draft, **models, pinned=pinned, **load_arguments(options))
     offloading = ("offload", "gpu_memory", "host_memory", "offload_weights")
     unused = [name for name in offloading if options.get(name)]
-    if unused and engine.hierarchy.target.device.type == "cpu":
+    if unused and engine.target.device.type == "cpu":
         named = ", ".join(unused)
         screen().print(f"{named}: no effect on a CPU, whose memory holds everything anyway")
     if engine.tokenizer is None:
@@ -76,7 +76,7 @@ def sampling_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
 
     Temperature 0 is greedy.
     """
-    own = engine.hierarchy.target.model.generation_config
+    own = engine.target.model.generation_config
     found = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     more: dict[str, Any] = {"stop_strings": args.stop} if args.stop else {}
     if args.repetition_penalty is not None:

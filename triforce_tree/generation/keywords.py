@@ -38,6 +38,9 @@ _OWN = ("seed", "streamer", "logprobs", "stopping_criteria", "logits_processor",
 # Keywords of transformers' generate that are no options of GenerationConfig; False has no effect.
 _SWITCHES = frozenset({"synced_gpus", "trust_remote_code"})
 
+# Texts of one prompt.
+_MOST_TEXTS = 65_536
+
 
 def generation_options(
     options: Mapping[str, Any], config: GenerationConfig | Mapping[str, Any] | None
@@ -105,6 +108,23 @@ def check_keywords(
     if not isinstance(given.get("seed"), list | tuple):
         checked_seed(given.get("seed"))
     return generation_options(options, given.get("generation_config"))[1]
+
+
+def number_asked(name: str, kwargs: Mapping[str, Any]) -> int:
+    """The value of ``num_beams`` or ``num_return_sequences`` in the arguments of a call, 1 without one.
+
+    Raises:
+        ValueError: it is no integer from 1 to ``_MOST_TEXTS``.
+    """
+    config = kwargs.get("generation_config")
+    value = kwargs.get(name)
+    if value is None and config is not None:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    if value is None:
+        return 1
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_TEXTS:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1, and at most {_MOST_TEXTS}")
+    return value
 
 
 # Parameters of transformers' generate that never reach a custom_generate callable.

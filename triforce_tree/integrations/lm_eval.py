@@ -64,7 +64,7 @@ class TriforceTreeLM(TemplateLM):
             raise ValueError(f"pretrained={pretrained!r} has no tokenizer; name one by tokenizer=FOLDER")
         self.tokenizer: Any = self.engine.tokenizer
         self.batch_size, self.max_gen_toks = int(batch_size), max_gen_toks
-        self.max_length = max_length or self.engine.hierarchy.target.max_positions or _POSITIONS
+        self.max_length = max_length or self.engine.target.max_positions or _POSITIONS
 
     @property
     def eot_token_id(self) -> int:

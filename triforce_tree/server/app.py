@@ -69,7 +69,7 @@ class _Running:
         Raises:
             ValueError: the engine has no tokenizer, or one that cannot be sent to another process.
         """
-        served, target = self.served, engine.hierarchy.target
+        served, target = self.served, engine.target
         if engine.tokenizer is None:
             raise ValueError("a server needs a tokenizer; give one: load(..., tokenizer=...)")
         sizes = Sizes(served.name, target.vocab_size, target.max_positions, served.limits.waiting)
@@ -80,7 +80,7 @@ class _Running:
         self.metrics.watch(scheduler)
         # What libraries and models have made stays: looking through it takes a second, in which nothing runs.
         # An engine that has generated has captured graphs, which are freed by being looked through.
-        if engine.hierarchy.last_program is None:
+        if engine.last_program is None:
             gc.collect()
             gc.freeze()
         self.service = Service(engine, served.name, scheduler, readers, self.metrics)

@@ -218,7 +218,7 @@ class Scheduler:
 
     def kv_tokens(self) -> tuple[int, int]:
         """Of the sequences that are decoded now: see ``KVBackend.tokens``; 0 where host memory has them."""
-        program = self.engine.hierarchy.last_program
+        program = self.engine.last_program
         if not self.running or program is None:
             return 0, 0
         return program.cache.backend.tokens()

@@ -109,7 +109,7 @@ class Service:
         Raises:
             RefusedError: too many new tokens, or more tokens than the model can take.
         """
-        target, most = self.engine.hierarchy.target, self.scheduler.limits.new_tokens
+        target, most = self.engine.target, self.scheduler.limits.new_tokens
         made: list[Sequence] = []
         for prompt in prompts:
             ids: list[int] = prompt.tolist()

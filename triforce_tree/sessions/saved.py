@@ -7,12 +7,14 @@ saved from the device may be loaded into host memory, and the other way round.
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from triforce_tree.generation.chat import Message
+from triforce_tree.generation.loaded import LoadedEngine
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.runtime import distributed
@@ -32,12 +34,23 @@ from triforce_tree.sessions.folders import (
 )
 from triforce_tree.sessions.tensor_files import Kind
 
-if TYPE_CHECKING:
-    from triforce_tree.engine import Engine
-    from triforce_tree.sessions.session import Session
 
 
-def save(session: "Session", folder: Path) -> None:
+class Saving(Protocol):
+    """What of a :class:`~triforce_tree.sessions.session.Session` is saved."""
+
+    tokens: list[int]
+    messages: list[Message] | None
+    begun: int
+    turns: list[tuple[int, int]]
+
+    @property
+    def engine(self) -> LoadedEngine: ...
+
+    def program(self) -> AbstractContextManager[tuple[DecodingProgram, int]]: ...
+
+
+def save(session: Saving, folder: Path) -> None:
     """See :meth:`Session.save`."""
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; save sessions of one process")
@@ -83,7 +96,7 @@ def _layers(program: DecodingProgram) -> list[int]:
 
 
 @contextmanager
-def opened_for(engine: "Engine", folder: Path) -> Iterator[tuple[list[int], SavedFiles]]:
+def opened_for(engine: LoadedEngine, folder: Path) -> Iterator[tuple[list[int], SavedFiles]]:
     """A context with the tokens of a session that :func:`save` wrote, and its files.
 
     Raises:
@@ -95,7 +108,7 @@ def opened_for(engine: "Engine", folder: Path) -> Iterator[tuple[list[int], Save
         raise ValueError("several processes share the target's keys and values; load sessions in one process")
     with opened(folder) as files:
         _check(files.fields, _identity(engine), folder)
-        tokens = _tokens(files, engine.hierarchy.target.vocab_size)
+        tokens = _tokens(files, engine.target.vocab_size)
         check_fields(folder / FILE, files.fields, len(tokens))
         yield tokens, files
 
@@ -155,13 +168,13 @@ def fill(program: DecodingProgram, tokens: list[int], files: SavedFiles) -> None
     cache.restored(tokens, found["whole"] if found["chunk"] == cache.cached.chunk else 0)
 
 
-def _identity(engine: "Engine") -> dict[str, Any]:
+def _identity(engine: LoadedEngine) -> dict[str, Any]:
     """What a session's keys and values belong to."""
-    target = engine.hierarchy.target
+    target = engine.target
     return {
         "model": f"{target.name} {shape_of(target.model)}",
         "weights": weights_digest(target.model),
-        "kv_bits": engine.hierarchy.config.kv_bits,
+        "kv_bits": engine.config.kv_bits,
         "tokenizer": None if engine.tokenizer is None else tokenizer_digest(engine.tokenizer),
     }
 

@@ -4,21 +4,19 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from triforce_tree.branching.several.calls import number_asked
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.generation.chat import Message, chat_ids, chats_of
 from triforce_tree.generation.inputs import Inputs, prompts_of, real_rows
+from triforce_tree.generation.keywords import number_asked
+from triforce_tree.generation.loaded import LoadedEngine
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.generation.tokenized_texts import TokenizedTexts, text_ids
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.sessions import saved
-
-if TYPE_CHECKING:
-    from triforce_tree.engine import Engine
 
 RESERVE = 4096
 """Tokens after the first prompt that a session takes memory for at once."""
@@ -58,7 +56,7 @@ class Session:
         ValueError: several sequences; text without a tokenizer; messages without a chat template.
     """
 
-    def __init__(self, engine: "Engine", document: Inputs | None = None, reserve: int = RESERVE) -> None:
+    def __init__(self, engine: LoadedEngine, document: Inputs | None = None, reserve: int = RESERVE) -> None:
         if reserve < 0:
             raise ValueError(f"reserve={reserve} must be at least 0")
         self._engine, self._reserve, self._capacity = engine, reserve, 0
@@ -178,7 +176,7 @@ class Session:
         saved.save(self, Path(folder))
 
     @classmethod
-    def load(cls, engine: "Engine", folder: str | Path, reserve: int = RESERVE) -> "Session":
+    def load(cls, engine: LoadedEngine, folder: str | Path, reserve: int = RESERVE) -> "Session":
         """A session that :meth:`save` wrote, with its keys and values in the engine's buffers.
 
         Args:
@@ -216,15 +214,15 @@ class Session:
             yield program
 
     @property
-    def engine(self) -> "Engine":
+    def engine(self) -> LoadedEngine:
         return self._engine
 
     def _check_begun(self) -> None:
         if not self.tokens:
             raise ValueError("the session has no tokens yet; call generate first, or give it a document")
 
-    def _continuing(self, length: int) -> "Engine":
-        limit = self._engine.hierarchy.target.max_positions or length + self._reserve
+    def _continuing(self, length: int) -> LoadedEngine:
+        limit = self._engine.target.max_positions or length + self._reserve
         if length >= self._capacity:
             self._capacity = min(length + self._reserve, limit)
         return self._engine.in_session(self._capacity)
@@ -267,7 +265,7 @@ class Session:
             given = text_ids(self._engine.tokenizer, given, add_special_tokens=False)
             if not given:
                 return []
-        prompts = prompts_of(self._engine.hierarchy.target, self._engine.tokenizer, given)
+        prompts = prompts_of(self._engine.target, self._engine.tokenizer, given)
         rows = real_rows(prompts.ids, prompts.mask)
         if len(rows) > 1:
             raise ValueError(f"a session is one sequence, not {len(rows)}; open one for each")

@@ -61,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> None:
     result = {
         **header(args.seed),
         "prompts": len(prompts),
-        "options": {k: str(v) for k, v in engine.hierarchy.config.as_options().items()},
+        "options": {k: str(v) for k, v in engine.config.as_options().items()},
         "rows": speed_of(records),
     }
     write(out, result)

@@ -13,7 +13,6 @@ from triforce_tree.bench.needle import Haystack
 from triforce_tree.bench.results import Record, repeated_share
 from triforce_tree.check import overlap
 from triforce_tree.config import load_arguments
-from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
@@ -113,7 +112,7 @@ class Cells:
             return self._timed.with_options(**load_arguments(more))
         if decoder == "suffix":
             bare = self._timed.with_options(levels=2, **load_arguments({**more, "lookup": None}))
-            bare.hierarchy = Hierarchy(bare.hierarchy.target, None, bare.hierarchy.config)
+            bare = bare.with_drafter(None)
             return bare
         one, two = changes.get("gamma_1", plan.GAMMA_1), changes.get("gamma_2", plan.GAMMA_2)
         more |= {"tree": f"chain:{one}", "other_trees": "none", "lookup": 0, "runner_ups": False}
@@ -156,7 +155,7 @@ class Cells:
 
     def _heavy(self, key: Record, number: int, prompt: Sequences[int]) -> Any:
         """The attention that H2O selects by; None where a layer does not see all of the prompt."""
-        model = self._compared.hierarchy.target.model
+        model = self._compared.target.model
         if not attention.sees_everything(model):
             return None
         place = (f"{key['text']}/{key['prompt']}/{number}", key["context"])
@@ -169,7 +168,7 @@ class Cells:
 
     def _attention(self, key: Record) -> Record:
         self._free()
-        model = self._compared.hierarchy.target.model
+        model = self._compared.target.model
         if not attention.sees_everything(model):
             raise ValueError(
                 "figure-3 needs a target whose layers all see the whole text, without windows or recurrent "
@@ -181,8 +180,8 @@ class Cells:
     def _free(self) -> None:
         """transformers' cache and ours may not fit the device at once."""
         for engine in (self._timed, self._compared):
-            with engine.hierarchy.generation():
-                engine.hierarchy.release()
+            with engine.generation():
+                engine.release()
 
     def _ranks(self, key: Record) -> Record:
         engine = self._compared.with_options(

@@ -6,7 +6,6 @@ Lossless.
 
 from collections.abc import Sequence
 
-from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.engine import Engine
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -42,8 +41,7 @@ def without_draft(engine: Engine) -> Engine:
 
     Its rounds are fixed, so that no pass is a plain one where drafting does not pay.
     """
-    config = engine.hierarchy.config
+    config = engine.config
     rounds = config.rounds or min(config.gamma, ROUNDS)
     other = engine.with_options(levels=3, advanced={"prefix_cache": False, "rounds": rounds})
-    other.hierarchy = Hierarchy(engine.hierarchy.target, NoDraft(), other.hierarchy.config)
-    return other
+    return other.with_drafter(NoDraft())

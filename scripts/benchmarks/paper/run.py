@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     timed = compared if shape is None else _inflated(args, shape, device)
     longest = sizes.context + max(8 * sizes.new_tokens, 128)
     for engine in (timed, compared):
-        engine.hierarchy.target.check_length(sizes.context, longest - sizes.context)
+        engine.target.check_length(sizes.context, longest - sizes.context)
     for name in args.items or published.items():
         if records.find(cell=plan.ASKED, item=name) is None:
             records.add({"cell": plan.ASKED, "item": name})
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(engine: Engine, wanted: list[str]) -> None:
     """Raise ValueError for items that need a draft model where there is none."""
     timed = [name for name in wanted if name not in _COMPARED]
-    if engine.hierarchy.draft is None and timed:
+    if engine.draft is None and timed:
         raise ValueError(
             f"{timed[0]} drafts chains with a draft model, as the paper does; give --draft, or --items "
             f"{' '.join(_COMPARED)}"

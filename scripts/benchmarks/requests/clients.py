@@ -43,7 +43,7 @@ class Clients:
 
     def wanted(self, fits: Fits) -> int:
         """All that wait and fit; called after each pass."""
-        store = self._engine.hierarchy.last_program
+        store = self._engine.last_program
         assert store is not None
         self.stored = max(self.stored, store.store.tokens()[0])
         self.together = max(self.together, self._running)
@@ -83,7 +83,7 @@ def measure(engine: Engine, questions: list[list[int]], new: int, tokens: int | 
         eos_token_id=[],
     )  # fmt: skip
     seconds = setup.clock() - start
-    program = engine.hierarchy.last_program
+    program = engine.last_program
     assert program is not None
     group = program.store.groups[0]
     slots = program.store.memory.numel() // sum(t.shape[0] * t.shape[2] * t.shape[4] for t in group.kv)

@@ -45,8 +45,8 @@ class Setup:
         self.clock: Callable[[], float] = time.process_time if args.tiny else time.perf_counter
         if args.tiny:
             loaded = triforce_tree.load(device="cpu")
-            assert loaded.hierarchy.draft is not None
-            self.target, self.draft = loaded.hierarchy.target.model, loaded.hierarchy.draft.model
+            assert loaded.draft is not None
+            self.target, self.draft = loaded.target.model, loaded.draft.model
             self.tokenizer = loaded.tokenizer
         else:
             sizes = args.shape, device, torch.bfloat16, "llama-68m", args.seed

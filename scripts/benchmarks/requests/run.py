@@ -63,7 +63,7 @@ class FirstToken:
 
 def request(session: Session, question: Sequence[int], new_tokens: int) -> Record:
     """Seconds of one request, and what was kept for it."""
-    device, streamer = session.engine.hierarchy.target.device, FirstToken()
+    device, streamer = session.engine.target.device, FirstToken()
     how: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": []}
     synchronize(device)
     start = time.perf_counter()
@@ -99,7 +99,7 @@ def measure(engine: Engine, document: list[int], new_tokens: int, runs: int) -> 
     try:
         first, *others = (conversation(engine, document, new_tokens) for _ in range(1 + runs))
     finally:
-        engine.hierarchy.release()
+        engine.release()
     records = []
     for number, turn in enumerate(TURNS):
         same = [run[number] for run in others]
@@ -151,7 +151,7 @@ def main(words: Sequence[str]) -> int:
     for shape in [PAIR] if args.pair else args.shapes:
         if args.pair:
             engine = triforce_tree.load(device=device, dtype=dtype, **load_arguments(options))
-            tokenizer, target = engine.tokenizer, engine.hierarchy.target.model
+            tokenizer, target = engine.tokenizer, engine.target.model
         else:
             sizes = (TINY_SHAPES[shape], TINY_DRAFT) if args.tiny else (shape, "llama-68m")
             target, draft, tokenizer = inflate_pair(sizes[0], device, dtype, sizes[1], args.seed)

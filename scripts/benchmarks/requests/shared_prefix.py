@@ -82,7 +82,7 @@ def measure(engine: Engine, questions: list[list[int]], new_tokens: int, setup: 
             "computed": sum(map(len, questions)) - len(questions) - sum(out.reused_tokens),
             "tokens": [row[-new_tokens:] for row in out.sequences.tolist()],
         })  # fmt: skip
-    program = engine.hierarchy.last_program
+    program = engine.last_program
     assert program is not None
     store, slots = program.store, program.cache.backend.pool_slots
     cold, warm = found

@@ -174,7 +174,7 @@ class GridRun:
         self.limit.say(f"{self.file.mine['settings']['model']}: loading ...")
         engine = self._engine()
         # Prompts of as many levels together: they share a program, which takes long to capture.
-        levels = {context: engine.hierarchy.levels(context) for context in contexts}
+        levels = {context: engine.levels(context) for context in contexts}
         missing.sort(key=lambda cell: -levels[cell[1]])
         try:
             return all(self._text(engine, source, context, static) for source, context in missing)
@@ -223,7 +223,7 @@ class GridRun:
 
     def _sample(self, engine: Engine, program: DecodingProgram, prompt: list[int], key: Record) -> None:
         if key["method"] == STATIC:
-            target = engine.hierarchy.target
+            target = engine.target
             found = static_decoding(target, program.store, [prompt], key["new_tokens"], compiled=False)
             # It has cleared all that follows the prompt.
             self._fed = list(prompt)

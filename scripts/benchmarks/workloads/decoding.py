@@ -35,7 +35,7 @@ def by_tree(
     engine: Engine, workload: Workload, tokens: Sequence[int], new: int, stop: StoppingCriteria | None
 ) -> Record:
     """Seconds of ``new`` tokens of each leaf by ``engine.tree``."""
-    target, how = engine.hierarchy.target, options(stop)
+    target, how = engine.target, options(stop)
     # Every leaf starts a page of its own, which may not become full.
     slots = workload.stored + workload.queries * (new + _WARM_UP + 128)
     texts = texts_of(workload, tokens)
@@ -66,7 +66,7 @@ def by_batch(
     engine: Engine, workload: Workload, tokens: Sequence[int], new: int, stop: StoppingCriteria | None
 ) -> Record:
     """The same by plain decoding of a batch, which stores and reads every text for itself."""
-    target = engine.hierarchy.target
+    target = engine.target
     texts = texts_of(workload, tokens)
     prompts = [[token for node in path for token in texts[node]] for path in workload.paths]
     size = (sum(map(len, prompts)) + len(prompts) * new) * slot_bytes(target)
@@ -115,13 +115,13 @@ def measure(
     Raises:
         ValueError: the model has not so many positions.
     """
-    engine.hierarchy.target.check_length(max(map(sum, _path_lengths(workload))), new + _WARM_UP)
+    engine.target.check_length(max(map(sum, _path_lengths(workload))), new + _WARM_UP)
     try:
         return RUN[way](engine, workload, tokens, new, stop)
     except torch.cuda.OutOfMemoryError as error:
         return {"reason": f"out of memory: {str(error).partition('.')[0]}"}
     finally:
-        engine.hierarchy.release()
+        engine.release()
 
 
 def _path_lengths(workload: Workload) -> list[list[int]]:

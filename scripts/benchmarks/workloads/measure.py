@@ -39,7 +39,7 @@ class Run:
 
     @property
     def heads(self) -> Heads:
-        return self.engine.hierarchy.target.heads
+        return self.engine.target.heads
 
     def keys(self) -> list[Record]:
         """Of all records."""
@@ -54,7 +54,7 @@ class Run:
 
 def measure(run: Run, series: Series) -> None:
     """Measure what the series lacks."""
-    target = run.engine.hierarchy.target
+    target = run.engine.target
     by_name = {workload.name: workload for workload in run.workloads}
     held: dict[str, Any] = {}
 

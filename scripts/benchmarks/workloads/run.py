@@ -85,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> int:
         heads = run.heads
         part = Part(path, name, {
             "target": f"{args.shape} inflated", "heads": f"{heads.query}/{heads.kv} x {heads.dim}",
-            "layers": len(engine.hierarchy.target.kv_shapes), "dtype": str(dtype).removeprefix("torch."),
+            "layers": len(engine.target.kv_shapes), "dtype": str(dtype).removeprefix("torch."),
             "new_tokens": new, "scale": scale, "seed": args.seed,
         })  # fmt: skip
         workloads.measure(run, Series(part.records, args.seed, done=part.write))

@@ -169,7 +169,7 @@ def test_short_requests_measure_nothing(
     assert not (tmp_path / "stage_costs.json").exists()
     # One that takes long measures, and what was learnt beside the guessed costs is forgotten.
     engine.generate(ids, max_new_tokens=8, do_sample=True, eos_token_id=None)
-    program = engine.hierarchy.last_program
+    program = engine.last_program
     assert program is not None
     assert any(learnt.cost_factors for learnt in program.learnt.values())
     monkeypatch.setattr(stage_costs, "_ALLOWED", 1.0)

@@ -145,7 +145,7 @@ def test_published_formats(tmp_path: Path) -> None:
     engine = triforce_tree.load(
         TARGET, drafter=folder, tree="chain:3", levels=2, advanced={"window": 32, "sinks": 1}
     )
-    drafter = engine.hierarchy.own_drafter
+    drafter = engine._hierarchy.own_drafter
     assert isinstance(drafter, Eagle3)
     assert (drafter.window, drafter.sinks, drafter.tree) == (32, 1, "chain:3")
     out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)

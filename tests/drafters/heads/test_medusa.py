@@ -77,11 +77,11 @@ def test_children_follow_the_heads(levels: int, layers: int, tied: bool, tmp_pat
 def test_published_formats(written: dict[str, object], tmp_path: Path) -> None:
     folder = medusa_folder(tmp_path, TARGET, **written)  # type: ignore[arg-type]
     engine = triforce_tree.load(TARGET, drafter=str(folder), tree="static:0.0;1", levels=2)
-    drafter = engine.hierarchy.own_drafter
+    drafter = engine._hierarchy.own_drafter
     assert isinstance(drafter, Medusa)
     assert drafter.features == (TARGET.config.num_hidden_layers,)
     plain = Medusa(medusa_folder(tmp_path / "plain", TARGET), "static:0.0;1")
-    plain.attach(engine.hierarchy.target)
+    plain.attach(engine.target)
     hidden = torch.randn(2, TARGET.config.hidden_size)
     torch.testing.assert_close(drafter.logits(hidden), plain.logits(hidden))
     out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)

@@ -115,7 +115,7 @@ def texts_of(
 
 def check_held(engine: Engine, model: PreTrainedModel) -> None:
     """What the cache says that it holds is there, in slots that nothing else has, and no row is in use."""
-    program = engine.hierarchy.last_program
+    program = engine.last_program
     if program is None:
         return
     store, cached, backend = program.store, program.cache.cached, program.cache.backend

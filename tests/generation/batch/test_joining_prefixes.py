@@ -74,7 +74,7 @@ class Coming:
 
 
 def store_of(engine: Engine) -> PooledStore:
-    program = engine.hierarchy.last_program
+    program = engine.last_program
     assert program is not None
     assert isinstance(program.store, PooledStore)
     return program.store
@@ -188,7 +188,7 @@ def test_nothing_moves_that_a_graph_would_hold() -> None:
 
     class Looking(Coming):
         def next(self, fits: Fits) -> Joined | None:
-            program = engine.hierarchy.last_program
+            program = engine.last_program
             store, views = program.store, [program.retrieval]
             tensors = [store.prefix, store.first, store.pages, store.memory, *(g.k for g in store.groups)]
             tensors += [t for view in views for r in view.retrieved for t in (r.table, r.means)]
@@ -222,7 +222,7 @@ def test_later_batches_use_what_was_made_for_earlier_ones() -> None:
         coming = Coming(prompts, 3, tokens=400, new=[new] * 3)
         found = decoded(engine, coming, 3, max_new_tokens=new)
         assert found == [reference(TARGET, prompt, new) for prompt in prompts]
-        made.add(id(engine.hierarchy.last_program))
+        made.add(id(engine.last_program))
     assert len(made) == 1
 
 
@@ -232,7 +232,7 @@ def test_too_short_to_share_stores_copies(tokens: int | None) -> None:
     engine = triforce_tree.load(TARGET, levels=1, **load_arguments({**CHUNKED, "prefill_chunk": 2048}))
     coming = Coming(PROMPTS, 3, tokens)
     assert decoded(engine, coming) == texts(PROMPTS)
-    assert not isinstance(engine.hierarchy.last_program.store, PooledStore)
+    assert not isinstance(engine.last_program.store, PooledStore)
     assert bool(coming.refused) == (tokens is not None)
 
 
@@ -248,7 +248,7 @@ def test_memory_decides_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr("triforce_tree.generation.batch.run.fitting_batch", fitting)
     assert decoded(engine, Coming(PROMPTS, 4)) == texts(PROMPTS)
-    made = engine.hierarchy.last_program.store
+    made = engine.last_program.store
     assert isinstance(made, PooledStore)
     assert made.slots <= max(slots, min(pool for pool in asked_for if pool) + 64)
     assert made.batch == (4 if slots > 2000 else 1)

@@ -62,7 +62,7 @@ KINDS: dict[str, Callable[[], Engine]] = {
 
 
 def backend_of(engine: Engine) -> PooledBackend:
-    program = engine.hierarchy.last_program
+    program = engine.last_program
     assert program is not None
     assert isinstance(program.cache.backend, PooledBackend)
     return program.cache.backend
@@ -152,7 +152,7 @@ def test_the_prefix_takes_memory_once(levels: int) -> None:
     engine = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **load_arguments(how))
     prompts = [[*prompt_of(2000), n] for n in range(5)]
     assert len(generated(engine, prompts)) == 5
-    program, backend = engine.hierarchy.last_program, backend_of(engine)
+    program, backend = engine.last_program, backend_of(engine)
     spec, slot = backend.spec, program.target.heads.row * 4 * program.target.layers
     assert 0 <= backend.bytes - backend.pool_slots * slot < CHUNK * slot
     assert backend.pool_slots < 2000 + 5 * (spec.scratch + NEW + 2 * CHUNK) + spec.max_seq_len
@@ -240,7 +240,7 @@ def test_a_short_header_is_not_worth_a_part_of_its_own(
         monkeypatch.setattr(size, name, least)
         engine = KINDS["plain"]()
         assert generated(engine, prompts) == texts(prompts)
-        assert (engine.hierarchy.last_program.cache.backend.pool_slots > 0) == pooled
+        assert (engine.last_program.cache.backend.pool_slots > 0) == pooled
 
 
 COPIED: dict[str, Callable[[], Engine]] = {
@@ -274,7 +274,7 @@ def test_where_each_sequence_has_slots_of_its_own(kind: str, monkeypatch: pytest
 
     monkeypatch.setattr(PooledBackend, "__init__", refuse)
     engine = COPIED[kind]()
-    model = engine.hierarchy.target.model
+    model = engine.target.model
     assert generated(engine) == [greedy(model, prompt, NEW) for prompt in PROMPTS]
 
 
@@ -284,7 +284,7 @@ def test_where_each_sequence_has_slots_of_its_own(kind: str, monkeypatch: pytest
 def test_no_pool_where_sharing_saves_nothing(prompts: list[list[int]]) -> None:
     engine = KINDS["plain"]()
     assert generated(engine, prompts) == texts(prompts)
-    assert not engine.hierarchy.last_program.cache.backend.pool_slots
+    assert not engine.last_program.cache.backend.pool_slots
 
 
 def test_tails_are_what_prompts_begin_with() -> None:

@@ -61,7 +61,7 @@ def new_tokens(out: GenerateOutput) -> list[list[int]]:
 def continued(engine: Engine, rows: int, **options: Any) -> list[list[int]]:
     given = {"max_new_tokens": NEW, "do_sample": False, **options}
     out = engine.generate(PROMPTS, max_batch=rows, **given)
-    batch = engine.hierarchy.last_program
+    batch = engine.last_program
     assert batch is not None
     assert batch.batch == rows
     return new_tokens(out)
@@ -187,12 +187,12 @@ def test_memory_decides_how_many_are_decoded_together(
     engine = triforce_tree.load(TARGET, levels=1, **load_arguments(SMALL_LOOKUP))
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert new_tokens(out) == [reference(TARGET, prompt, NEW) for prompt in PROMPTS]
-    assert engine.hierarchy.last_program.batch == rows
+    assert engine.last_program.batch == rows
 
 
 def test_as_many_fit_as_memory_holds() -> None:
     """Between none and all: as many as the planned bytes of each say."""
-    hierarchy = small_engine().hierarchy
+    hierarchy = small_engine()._hierarchy
     how = (hierarchy.target, hierarchy.draft, hierarchy.config)
     sizes = Sizes.of(*how)
 
@@ -210,7 +210,7 @@ def test_as_many_fit_as_memory_holds() -> None:
 
 
 def test_what_a_drafter_keeps_of_each_sequence_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    hierarchy = DRAFTED["eagle"]().hierarchy
+    hierarchy = DRAFTED["eagle"]()._hierarchy
     how = (hierarchy.target, None, hierarchy.config)
     own = Sizes.of(*how, hierarchy.own_drafter)
     free = batch_size.bytes_beside_models(own, hierarchy.config, Workload(100, 60, 10)) + 192 * 2**20
@@ -237,7 +237,7 @@ def test_memory_that_runs_out_while_a_sequence_joins_loses_no_text(monkeypatch: 
         return replace(self, *args)
 
     monkeypatch.setattr(DecodingProgram, "replace", failing)
-    monkeypatch.setattr(type(engine.hierarchy), "shrink", lambda self: self.release() or True)
+    monkeypatch.setattr(type(engine._hierarchy), "shrink", lambda self: self.release() or True)
     assert continued(engine, 2) == [reference(TARGET, prompt, NEW) for prompt in PROMPTS]
     assert calls > 4
 
@@ -257,7 +257,7 @@ def test_what_was_reused_is_of_the_prefill_that_lasts(monkeypatch: pytest.Monkey
         return replace(self, *args)
 
     monkeypatch.setattr(DecodingProgram, "replace", failing)
-    monkeypatch.setattr(type(engine.hierarchy), "shrink", lambda self: self.release() or True)
+    monkeypatch.setattr(type(engine._hierarchy), "shrink", lambda self: self.release() or True)
     assert engine.generate(prompts, **given).reused_tokens == [48, 0]
     assert calls == [1]
 
@@ -339,7 +339,7 @@ def test_prompts_join_a_batch_that_runs(monkeypatch: pytest.MonkeyPatch, target:
     assert new_tokens_of(out, 61) == texts[:2]
     assert sorted(waiting.outputs) == list(range(len(PROMPTS)))
     assert waiting.refused
-    assert engine.hierarchy.last_program.batch == (rows or 2)
+    assert engine.last_program.batch == (rows or 2)
     for number, prompt in enumerate(PROMPTS):
         own, alone = waiting.outputs[number], engine.generate(prompt, **options)
         assert own.sequences.tolist() == alone.sequences.tolist()

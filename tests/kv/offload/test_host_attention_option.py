@@ -38,7 +38,7 @@ def _attending(
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
     assert out.memory is not None
-    [program] = own.hierarchy._offloaded
+    [program] = own._hierarchy._offloaded
     assert program.cache.backend.transfers
     return out.memory, program
 

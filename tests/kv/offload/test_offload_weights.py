@@ -45,7 +45,7 @@ def engine_of(**options: Any) -> Engine:
 
 
 def weights_of(engine: Engine) -> StreamedWeights:
-    streamed = engine.hierarchy.target.streamed
+    streamed = engine.target.streamed
     assert isinstance(streamed, StreamedWeights)
     return streamed
 
@@ -63,7 +63,7 @@ def test_an_engine_with_streamed_weights() -> None:
     assert (plan.config.retrieval_weight_bits, plan.levels) == (8, 3)
     auto = engine_of(offload_weights=True, gpu_memory="2GiB", retrieval_weight_bits="auto")
     assert auto.generate(PROMPT, max_new_tokens=NEW, do_sample=False).sequences.equal(out.sequences)
-    assert auto.hierarchy.config.retrieval_weight_bits == 8
+    assert auto.config.retrieval_weight_bits == 8
     assert out.memory["pass_weights_gib"] > 0
     assert 0 < out.memory["pass_weights_ms"] <= out.memory["pass_ms"]
     for levels in (1, 2):
@@ -79,23 +79,21 @@ def test_an_engine_with_streamed_weights() -> None:
 
 
 def test_weights_are_offloaded_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, pair: TinyPair) -> None:
-    assert pair.load(gpu_memory="2GiB").hierarchy.target.streamed is None
+    assert pair.load(gpu_memory="2GiB").target.streamed is None
     monkeypatch.setattr(
         checkpoints, "weights_fit", lambda weights, max_seq_len: (weights, max_seq_len) == (0, 0)
     )
-    assert pair.load().hierarchy.target.streamed is None
+    assert pair.load().target.streamed is None
     # Without a bound a CPU has one memory.
-    assert pair.load(offload="auto").hierarchy.target.streamed is None
+    assert pair.load(offload="auto").target.streamed is None
     for options in ({"offload": True, "offload_weights": False}, {}):
         own = pair.load(gpu_memory="2GiB", **options)
-        assert (own.hierarchy.target.streamed is None) == bool(options)
+        assert (own.target.streamed is None) == bool(options)
         assert own.generate([5, 6, 7, 8] * 20, max_new_tokens=4, do_sample=False).new_tokens == 4
     on_device = own.with_options(offload=False, gpu_memory=None)
     assert on_device.generate([5, 6, 7, 8] * 20, max_new_tokens=4).memory is None
     given = engine_of(gpu_memory="2GiB")
-    assert given.hierarchy.target.streamed is None, (
-        "a model object is changed only where offload_weights=True is given"
-    )
+    assert given.target.streamed is None, "a model object is changed only where offload_weights=True is given"
 
 
 def test_close_frees_everything() -> None:
@@ -108,14 +106,14 @@ def test_close_frees_everything() -> None:
     gc.collect()
     assert all(block() is None for block in blocks)
     assert weights._memory.bytes == 0
-    layers = engine.hierarchy.target.model.model.layers
+    layers = engine.target.model.model.layers
     assert all(
         m.weight.numel() == 0 for layer in layers for m in layer.modules() if type(m) is torch.nn.Linear
     )
     with pytest.raises(RuntimeError, match=r"freed by close\(\); load the model anew"):
         engine.generate(PROMPT, max_new_tokens=4, do_sample=False)
     with pytest.raises(RuntimeError, match="load the model anew"):
-        engine.hierarchy.target.model(torch.tensor([PROMPT]))
+        engine.target.model(torch.tensor([PROMPT]))
 
 
 def test_the_command_streams_weights(capsys: pytest.CaptureFixture[str], pair: TinyPair, prompt: str) -> None:
@@ -148,7 +146,7 @@ def test_impossible_combinations_are_refused() -> None:
     own = engine_of(offload_weights=True)
     with pytest.raises(ValueError, match=r"offload_weights=False differs from True.*load the models anew"):
         own.with_options(advanced={"offload_weights": False})
-    target, config = own.hierarchy.target, HierarchyConfig.from_options(**SMALL)
+    target, config = own.target, HierarchyConfig.from_options(**SMALL)
     with pytest.raises(ValueError, match="retrieval_weight_bits=8 or 4"):
         DecodingProgram(target, SuffixMatching(), config, 1, 200, 3, Offload())
     with pytest.raises(ValueError, match=r"use triforce_tree.load"):

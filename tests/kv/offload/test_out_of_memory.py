@@ -59,7 +59,7 @@ def test_memory_that_keeps_running_out_is_an_error(monkeypatch: pytest.MonkeyPat
     own = engine()
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
-    assert not own.hierarchy._offloaded
+    assert not own._hierarchy._offloaded
     monkeypatch.undo()
     failing(monkeypatch, DecodingProgram, "prefill", {1})
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
@@ -80,7 +80,7 @@ def test_an_interrupt_frees_the_memory(what: str) -> None:
     own = engine()
     with pytest.raises(KeyboardInterrupt):
         own.generate(PROMPT, max_new_tokens=NEW, do_sample=False, **{what: stop})
-    assert all(program.closed for program in own.hierarchy._offloaded)
+    assert all(program.closed for program in own._hierarchy._offloaded)
     gc.collect()
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()

@@ -317,7 +317,7 @@ def test_an_engine_plans_for_experts(device: str, kv_on_host: bool) -> None:
     engine = load(target, perturbed(whole(), 0.05), device="cpu", **load_arguments(options))
     if kv_on_host:
         engine = engine.with_options(offload=True)
-    weights = engine.hierarchy.target.streamed
+    weights = engine.target.streamed
     assert weights is not None
     # All but experts fits, and stays on the device.
     assert weights.capturable
@@ -325,7 +325,7 @@ def test_an_engine_plans_for_experts(device: str, kv_on_host: bool) -> None:
         own = engine.with_options(levels=levels)
         out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
         assert out.sequences[0, len(PROMPT) :].tolist() == expected()
-        plan = own.hierarchy.memory
+        plan = own.memory
         assert plan is not None
         assert (plan.offload is not None) == kv_on_host
         assert plan.host["weights"] == weights.bytes

@@ -127,9 +127,9 @@ def test_by_the_engine(family: str, options: dict[str, bool]) -> None:
     engine = triforce_tree.load(target, tiny("llama"), **load_arguments({**options, "rounds": 1}))
     out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPTS[0]) :].tolist() == expected(family)[0]
-    assert engine.hierarchy.offloads
-    assert engine.hierarchy.last_program is not None
-    assert engine.hierarchy.last_program.cache.backend.transfers
+    assert engine.offloads
+    assert engine.last_program is not None
+    assert engine.last_program.cache.backend.transfers
 
 
 def test_a_conversation_goes_on_from_its_states() -> None:

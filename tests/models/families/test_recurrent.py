@@ -168,7 +168,7 @@ def test_by_the_engine_with_a_draft_model_and_with_prompt_lookup() -> None:
     target = model("qwen3.5")
     for draft in (None, tiny("llama")):
         engine = triforce_tree.load(target, draft, advanced={"rounds": 1})
-        assert engine.hierarchy.levels(10_000) == 2
+        assert engine.levels(10_000) == 2
         out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
         assert out.sequences[0, len(PROMPTS[0]) :].tolist() == expected("qwen3.5")[0]
         first, same, other = (

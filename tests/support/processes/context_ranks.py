@@ -146,9 +146,9 @@ def open_split() -> dict[str, Any]:
         out = made.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
         result[name] = [out.ranks, out.sequences[0, len(PROMPT) :].tolist()]
     kept = made.with_options(levels=1, advanced={"context_parallel": "auto"})
-    result["kept"] = [kept.hierarchy.config.context_parallel, generated(kept)]
+    result["kept"] = [kept.config.context_parallel, generated(kept)]
     try:
-        result["refused"] = load_open("llama-gqa", {"kv_bits": 8}).hierarchy.config.context_parallel
+        result["refused"] = load_open("llama-gqa", {"kv_bits": 8}).config.context_parallel
     except ValueError as error:
         result["refused"] = str(error)
     return result

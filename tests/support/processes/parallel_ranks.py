@@ -183,7 +183,7 @@ def decisions() -> dict[str, Any]:
     for name, room in (("room", 1 << 50), ("room on rank 0", 0 if RANK else 1 << 50)):
         batch_size.free_bytes = lambda device, room=room: room
         chooses = engine(retrieval_weight_bits="auto")
-        tokens, program = generated(chooses), chooses.hierarchy.last_program
+        tokens, program = generated(chooses), chooses.last_program
         assert program is not None
         result[name] = [program.config.retrieval_weight_bits, tokens]
     return result

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from triforce_tree.branching.rows import TreeRows
 from triforce_tree.branching.several.beams import BeamTree, beam_pool
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.keywords import checked_seed
+from triforce_tree.generation.loaded import LoadedEngine
 from triforce_tree.generation.option_values import checked
 from triforce_tree.generation.output import GenerateOutput, by_row
 from triforce_tree.generation.own_forward import seeded, with_own_forward
@@ -22,15 +23,12 @@ from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.text.new_text import new_text
 from triforce_tree.text.vocabulary import Vocabulary
 
-if TYPE_CHECKING:
-    from triforce_tree.engine import Engine
-
 # What only beam search reads, and transformers' defaults.
 _DEFAULTS: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 
 
 def beam_search(
-    engine: "Engine", inputs: Any, beams: int, count: int, kwargs: dict[str, Any]
+    engine: LoadedEngine, inputs: Any, beams: int, count: int, kwargs: dict[str, Any]
 ) -> GenerateOutput:
     """The best ``count`` of ``beams`` texts of each prompt; other arguments as of :meth:`Engine.generate`.
 
@@ -38,7 +36,7 @@ def beam_search(
         ValueError: an option that beam search does not support.
     """
     check_engine(engine)
-    target = engine.hierarchy.target
+    target = engine.target
     settings = {name: checked(name, _setting(engine, kwargs, name)) for name in _DEFAULTS}
     prompts, options = given_prompts(engine, inputs, kwargs)
     if options.pop("logprobs", None):
@@ -53,12 +51,12 @@ def beam_search(
         target.check_length(len(prompt), new_tokens)
     request = prompts.request
     start = perf_counter()
-    with engine.hierarchy.generation(), target.active(), seeded(seed, target.device):
+    with engine.generation(), target.active(), seeded(seed, target.device):
         if target.length_rope is not None:
             target.length_rope.choose_for_texts([len(prompt) for prompt in prompts.rows])
         pool = beam_pool(target, prompts.rows, beams, new_tokens)
-        pool.store.attention = chosen(engine.hierarchy.config.attention_backend, target.device)
-        rows = TreeRows(target, pool, chunk_tokens(engine.hierarchy.config.prefill_chunk, target.device))
+        pool.store.attention = chosen(engine.config.attention_backend, target.device)
+        rows = TreeRows(target, pool, chunk_tokens(engine.config.prefill_chunk, target.device))
         out = cast(
             GenerateBeamDecoderOnlyOutput,
             cast(Any, with_own_forward(without_settings(target.model))).generate(
@@ -98,9 +96,9 @@ def beam_search(
     )
 
 
-def _setting(engine: "Engine", kwargs: Mapping[str, Any], name: str) -> Any:
+def _setting(engine: LoadedEngine, kwargs: Mapping[str, Any], name: str) -> Any:
     """An option of beam search: the caller's, else the checkpoint's."""
     config = kwargs.get("generation_config")
     given = config if isinstance(config, Mapping) else vars(config) if config is not None else {}
-    sources = kwargs, given, vars(engine.hierarchy.target.model.generation_config)
+    sources = kwargs, given, vars(engine.target.model.generation_config)
     return next((value for own in sources if (value := own.get(name)) is not None), _DEFAULTS[name])

@@ -2,22 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from triforce_tree.branching.options import OF_ENGINE, given_prompts, leaf_options
 from triforce_tree.branching.several.beam_search import beam_search
 from triforce_tree.branching.tree import TextTree
 from triforce_tree.generation.inputs import Inputs
-from triforce_tree.generation.keywords import checked_seed
+from triforce_tree.generation.keywords import checked_seed, number_asked
+from triforce_tree.generation.loaded import LoadedEngine
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.draws import sequence_seed
-
-if TYPE_CHECKING:
-    from triforce_tree.engine import Engine
-
-_MOST_TEXTS = 65_536
-"""Texts of one prompt."""
 
 Generate = TypeVar("Generate", bound=Callable[..., GenerateOutput])
 
@@ -30,7 +25,7 @@ def with_several(generate: Generate) -> Generate:
     """
 
     @wraps(generate)
-    def run(engine: "Engine", *args: Any, **kwargs: Any) -> GenerateOutput:
+    def run(engine: LoadedEngine, *args: Any, **kwargs: Any) -> GenerateOutput:
         beams, count = (number_asked(name, kwargs) for name in ("num_beams", "num_return_sequences"))
         if beams == count == 1:
             return generate(engine, *args, **kwargs)
@@ -48,31 +43,18 @@ def with_several(generate: Generate) -> Generate:
 
 
 def tree_of(
-    engine: "Engine", prompt: Inputs, *, max_bytes: int | None = None, progress: Progress | None = None
+    engine: LoadedEngine, prompt: Inputs, *, max_bytes: int | None = None, progress: Progress | None = None
 ) -> TextTree:
     """A text that branches, after a prompt that is prefilled now: see :class:`TextTree`."""
     return TextTree(engine, prompt, max_bytes, progress)
 
 
-def number_asked(name: str, kwargs: Mapping[str, Any]) -> int:
-    """The value of ``num_beams`` or ``num_return_sequences`` in the arguments of a call, 1 without one.
-
-    Raises:
-        ValueError: it is no integer from 1 to ``_MOST_TEXTS``.
-    """
-    config = kwargs.get("generation_config")
-    value = kwargs.get(name)
-    if value is None and config is not None:
-        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    if value is None:
-        return 1
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_TEXTS:
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1, and at most {_MOST_TEXTS}")
-    return value
-
-
 def _samples(
-    engine: "Engine", generate: Callable[..., GenerateOutput], inputs: Any, count: int, kwargs: dict[str, Any]
+    engine: LoadedEngine,
+    generate: Callable[..., GenerateOutput],
+    inputs: Any,
+    count: int,
+    kwargs: dict[str, Any],
 ) -> GenerateOutput:
     """``count`` texts of each prompt, drawn independently: sequences of one batch, with drafts.
 
@@ -101,7 +83,7 @@ def _samples(
     return out
 
 
-def _check_sampled(engine: "Engine", width: int, count: int, options: Mapping[str, Any]) -> None:
+def _check_sampled(engine: LoadedEngine, width: int, count: int, options: Mapping[str, Any]) -> None:
     """Raise ValueError where ``count`` texts of a prompt of ``width`` tokens would be equal."""
     left_out = (*OF_ENGINE, "output_scores", "output_logits")
     own = {name: value for name, value in options.items() if name not in left_out}

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     records = records_of(args, settings)
     engine = options.engine_of(args)
     assert engine.tokenizer is not None
-    engine.hierarchy.target.check_length(max(args.lengths), needle.ANSWER_TOKENS)
+    engine.target.check_length(max(args.lengths), needle.ANSWER_TOKENS)
     haystack = needle.Haystack(next(iter(texts)), engine.tokenizer, max(args.lengths))
     haystack.needle(min(args.lengths), 0, 0)  # raises for too short a length, before anything is measured
     total = len(args.lengths) * len(args.depths) * args.trials * len(args.through)

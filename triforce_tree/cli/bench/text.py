@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     assert engine.tokenizer is not None
     methods = args.methods or usable_methods(engine)
     speed.check_methods(engine, methods)
-    engine.hierarchy.target.check_length(max(args.lengths), args.new_tokens)
+    engine.target.check_length(max(args.lengths), args.new_tokens)
     longest = texts.prompts(found, engine.tokenizer, max(args.lengths), args.prompts)
     progress = bar("generations")
     cells = len(args.lengths) * len(longest) * len(args.temperatures)
