@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -342,26 +343,31 @@ class Engine:
 
         It returns None where the sequences must be decoded one by one; a single one need not be.
         """
+        return partial(self._run, how)
 
-        def run(
-            model: PreTrainedModel,
-            input_ids: Tensor,
-            logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: GenerationConfig,
-            **model_inputs: Any,
-        ) -> GenerateOutput | None:
-            # attention_mask is in model_inputs: as a named parameter it would be passed twice.
-            job = Job.read(
-                self.target, input_ids, logits_processor, stopping_criteria, generation_config,
-                model_inputs,
-            )  # fmt: skip
-            with self._hierarchy.generation():
-                return self._run(job, how)
+    def _run(
+        self,
+        how: RunOptions,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_inputs: Any,
+    ) -> GenerateOutput | None:
+        # attention_mask is in model_inputs: as a named parameter it would be passed twice.
+        job = Job.read(
+            self.target, input_ids, logits_processor, stopping_criteria, generation_config, model_inputs
+        )
+        with self._hierarchy.generation():
+            out = self._decode(job, how)
+        if out is not None:
+            memory = self._hierarchy.memory
+            out.memory = memory.as_dict() if memory is not None else None
+            out.ranks = distributed.shares(self._config.text_ranks)
+        return out
 
-        return run
-
-    def _run(self, job: Job, how: RunOptions) -> GenerateOutput | None:
+    def _decode(self, job: Job, how: RunOptions) -> GenerateOutput | None:
         """Decode the sequences of a job together; None where they must be decoded one by one."""
         prompts, to_probs, new_tokens, seed = job.prompts, job.to_probs, job.new_tokens, how.seed
         hierarchy, most = self._hierarchy, min(how.max_batch or len(prompts), len(prompts))
@@ -372,7 +378,7 @@ class Engine:
         distributed.check_equal("prompts or settings", alike)
         why = distributed.broadcast_object(job.why_in_step(hierarchy.target.vocab_size))
         if why is not None:
-            return self._run_in_step(job, how, why)
+            return self._decode_in_step(job, how, why)
         chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
         longest = sorted(prompts, key=len)[-most:]
         coming = max(new_tokens, self._capacity - len(longest[-1]))
@@ -397,11 +403,16 @@ class Engine:
                 [*sequences[:rows], *[None] * (rows - len(sequences))],
                 to_probs, chosen, seed is not None, seeds is not None, allowance, how.progress, self._reuse,
             )  # fmt: skip
+<<<<<<< Updated upstream
             batch = Batch(job, how, loop, scores, self.tokenizer, hierarchy, sequences[rows:], pool)
             out = batch.decode()
         return self._described(out)
+=======
+            batch = Batch(job, how, loop, scores, self.tokenizer, hierarchy, sequences[rows:], prefix)
+            return batch.decode()
+>>>>>>> Stashed changes
 
-    def _run_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:
+    def _decode_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:
         """Decode by transformers' own loop (``generation/in_step.py``)."""
         hierarchy, prompts, longest = self._hierarchy, job.prompts, max(map(len, job.prompts))
         coming = max(job.new_tokens, self._capacity - longest)
@@ -411,17 +422,9 @@ class Engine:
         with hierarchy.active():
             programs = PlannedPrograms(hierarchy, prompts, longest + coming, self._reuse, how.pinned)
             passes = PlainPasses(programs, prompts, how.progress, self._reuse)
-            out = decode_in_step(
+            return decode_in_step(
                 job, how, hierarchy.target, passes, self.tokenizer, kept_on(hierarchy, job.input_ids)
             )
-        return self._described(out)
-
-    def _described(self, out: GenerateOutput) -> GenerateOutput:
-        """The output with where its keys and values were."""
-        hierarchy = self._hierarchy
-        out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None
-        out.ranks = distributed.shares(self._config.text_ranks)
-        return out
 
 
 def kept_on(hierarchy: Hierarchy, input_ids: Tensor) -> torch.device:

@@ -33,7 +33,7 @@ def settings(
     facts |= {name: changed.pop(name) for name in list(changed) if name in facts}
     # A CPU's retrieval cache stays as it is where a prompt is too short for any other.
     request = {"prompt": 122_880 if facts["gpu"] else 2000, **changed}
-    return resolve(config or HierarchyConfig(), given, ModelFacts(**facts), **request).as_options()
+    return resolve(config or HierarchyConfig(), frozenset(given), ModelFacts(**facts), **request).as_options()
 
 
 def test_a_cpu_keeps_the_defaults() -> None:
@@ -91,7 +91,7 @@ def test_a_gpu_verifies_a_tree_behind_the_chain_where_few_tokens_are_added() -> 
 
 @pytest.mark.parametrize("prompt", [1, 4096, 8192, 32_768, 65_536, 122_880, 1_000_000])
 def test_the_budget_follows_the_context(prompt: int) -> None:
-    config = resolve(HierarchyConfig(), (), ModelFacts(gpu=True, group=1, grows_trees=True), prompt)
+    config = resolve(HierarchyConfig(), frozenset(), ModelFacts(gpu=True, group=1, grows_trees=True), prompt)
     retrieval = config.retrieval
     assert retrieval.budget <= max(1024, prompt // 4)
     assert prompt >= 98_304 or prompt / retrieval.chunk <= 6144, "not too many means to read in each round"

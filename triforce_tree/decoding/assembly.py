@@ -38,6 +38,8 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Buffers are made for sequences of a multiple of this many tokens, so that they serve longer ones too.
 _MAX_SEQ_LEN_STEP = 1024
+# Settings whose trees are remembered: requests of other lengths may have others.
+_MOST_CONFIGS = 64
 _LOG = logging.getLogger(__name__)
 
 
@@ -72,6 +74,8 @@ class Hierarchy:
         self.target, self.tokens = target, tokens
         self._level_0 = DraftLevel(target, draft, tokens)
         self.draft, self.own_drafter = self._level_0.model, self._level_0.own
+        # By settings as they were given, those with the drafter's trees.
+        self._known_configs: dict[HierarchyConfig, HierarchyConfig] = {}
         self.config = config
         self.memory: MemoryPlan | None = None
         self.level_one = LevelOneCopy(target)
@@ -95,10 +99,16 @@ class Hierarchy:
 
     @config.setter
     def config(self, config: HierarchyConfig) -> None:
-        config = self._level_0.with_trees(config)
-        if self.target.states is not None:
-            config = within_limits(self.target.name, config, self.draft is not None)
-        self._config = config
+        # The user may give a drafter of his own another tree.
+        known = self._known_configs.get(config) if self._level_0.own is None else None
+        if known is None:
+            known = self._level_0.with_trees(config)
+            if self.target.states is not None:
+                known = within_limits(self.target.name, known, self.draft is not None)
+            if len(self._known_configs) >= _MOST_CONFIGS:
+                self._known_configs.clear()
+            self._known_configs[config] = known
+        self._config = known
 
     @property
     def facts(self) -> ModelFacts:

@@ -14,7 +14,6 @@ from triforce_tree.decoding.choice.chooser import PassChooser
 from triforce_tree.decoding.choice.controller import PassController
 from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.choice.stage_costs import UNLIMITED, Allowance
-from triforce_tree.decoding.memory.retries import retried
 from triforce_tree.decoding.prepared_stages import seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
@@ -155,7 +154,7 @@ class DecodingLoop:
         """A loop over a given program; its sequences follow by :meth:`begin`."""
         rows: Rows = [None] * program.batch
         loop = cls(OneProgram(program), rows, to_probs, seed, repeatable, progress=progress)
-        loop.prepare()
+        loop._prepare()
         return loop
 
     @property
@@ -184,10 +183,6 @@ class DecodingLoop:
             return []
         return [b for b, row in enumerate(self.rows) if row is None or row.finish_reason is not None]
 
-    def prepare(self) -> None:
-        """Make the program and its stages; :meth:`prefill` and :meth:`step` do so too."""
-        retried(self._prepare, self._smaller)
-
     def prefill(self) -> None:
         """Feed the prompts to every level; all but their last tokens, which are the first roots.
 
@@ -195,7 +190,13 @@ class DecodingLoop:
             ValueError: a prompt is too short for the levels, or too long for the buffers.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        retried(self._feed, self._smaller)
+        while True:
+            try:
+                self._feed()
+                return
+            except torch.OutOfMemoryError as error:
+                out_of_memory = error
+            self._shrink(out_of_memory)
 
     def begin(self, rows: Sequences[Sequence | None], cached: bool = False) -> None:
         """Begin with other sequences, in these rows, and feed their prompts.
@@ -240,7 +241,12 @@ class DecodingLoop:
             ValueError: the model returned NaN.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        return retried(self._advance, self._smaller, observe)
+        while True:
+            try:
+                return self._advance(observe)
+            except torch.OutOfMemoryError as error:
+                out_of_memory = error
+            self._shrink(out_of_memory)
 
     def decode(self) -> Iterator[Fresh]:
         """Yield what each :meth:`step` returns until no sequence runs."""
@@ -269,10 +275,14 @@ class DecodingLoop:
 
     # Programs: the first one, and those after it
 
-    def _smaller(self) -> bool:
-        """After memory ran out: drop the program, and reduce the plan."""
+    def _shrink(self, error: torch.OutOfMemoryError) -> None:
+        """Drop the program and reduce the memory plan; raise ``error`` where it cannot be reduced."""
         self._drop()
-        return self._programs.shrink()
+        # The traceback's frames hold tensors; graphs and their buffers are freed by the collector alone.
+        error.__traceback__ = None
+        if not self._programs.shrink():
+            raise error
+        free_memory()
 
     def _prepare(self) -> None:
         """Make a program for the rows if there is none, and what chooses and draws for it."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.memory.planned_programs import PlannedPrograms
-from triforce_tree.decoding.memory.retries import retried
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
@@ -53,7 +53,17 @@ class PlainPasses:
             ValueError: they hold NaN.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        return retried(self._passed, self._smaller, with_nan)
+        while True:
+            try:
+                return self._passed(with_nan)
+            except torch.OutOfMemoryError as error:
+                out_of_memory = error
+            self._program = None
+            # The traceback's frames hold tensors.
+            out_of_memory.__traceback__ = None
+            if not self._programs.shrink():
+                raise out_of_memory
+            free_memory()
 
     def _passed(self, with_nan: bool) -> Tensor:
         program = self._program = self._program or self._begun()
@@ -62,10 +72,6 @@ class PlainPasses:
         if not with_nan and bool(program.state.has_nan):
             raise ValueError(NAN_LOGITS)
         return found
-
-    def _smaller(self) -> bool:
-        self._program = None
-        return self._programs.shrink()
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append a token to each sequence, after :meth:`logits`."""

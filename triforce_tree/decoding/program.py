@@ -204,6 +204,8 @@ class DecodingProgram:
         try:
             reused = self.cache.prefill(prompts, progress, reuse, self.state.features)
             self._start(prompts)
+            if self.drafter is not None:
+                self.drafter.start(prompts)
         except BaseException:
             self.close()
             raise
@@ -247,6 +249,8 @@ class DecodingProgram:
             if self.state.features is not None:
                 self.state.features.rewind(torch.tensor([len(p) - 1 for p in prompts], device=self.device))
             self._start(prompts)
+            if self.drafter is not None:
+                self.drafter.start(prompts)
         else:
             self.prefill(prompts)
 
@@ -262,7 +266,7 @@ class DecodingProgram:
             rope.choose_for_texts([len(p) for p in prompts])
 
     def _start(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Set every level to the end of prompts whose keys and values are in the cache."""
+        """Set the target's state to the end of prompts whose keys and values are in the cache."""
         state, lengths = self.state, [len(p) - 1 for p in prompts]
         for b, prompt in enumerate(prompts):
             state.tokens[b, : len(prompt)] = id_tensor(prompt, self.device)
@@ -271,8 +275,6 @@ class DecodingProgram:
         for counts in (state.has_nan, state.chain, state.retrieval_emitted, state.rank_counts):
             if counts is not None:
                 counts.zero_()
-        if self.drafter is not None:
-            self.drafter.start(prompts)
         self.cache.begin(prompts)
 
     def committed(

@@ -90,8 +90,8 @@ class TreeDrafter:
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         if (rope := self.draft.length_rope) is not None:
             rope.choose_for_window(self.store.rows)
-        for b in range(len(sequences)):
-            self.start_one(b, sequences)
+        for b, sequence in enumerate(sequences):
+            self._recompute_window(b, sequence)
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
         self._recompute_window(b, sequences[b])

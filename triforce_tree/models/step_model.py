@@ -61,19 +61,13 @@ _LOG = logging.getLogger(__name__)
 _running = RunningAttention()
 
 
-def _attend_now(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
-) -> Tensor:
-    params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
-    return _running.next(q, k, v, params)
-
-
 @torch.library.custom_op("triforce_tree::planned_attend", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
     """As an operator takes plain numbers only, 0 means no window or softcap; chunks are negative windows."""
-    return _attend_now(q, k, v, scale, window, softcap, sinks)
+    params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
+    return _running.next(q, k, v, params)
 
 
 @_attend.register_fake
@@ -99,12 +93,16 @@ def _attention(
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     size, chunked = effective_window(module, sliding_window)
-    window = -(size or 0) if chunked else size or 0
     query = scaled_queries(module, query, triforce_positions)
     # Only the compiler needs the operator; calling it takes longer than a small attention.
-    attend = torch.ops.triforce_tree.planned_attend if torch.compiler.is_compiling() else _attend_now
+    if torch.compiler.is_compiling():
+        window = -(size or 0) if chunked else size or 0
+        out = torch.ops.triforce_tree.planned_attend(query, key, value, scale, window, softcap or 0.0, s_aux)
+    else:
+        params = AttentionParams(scale, size or None, softcap or None, s_aux, chunked)
+        out = _running.next(query, key, value, params)
     # Some families take views of it, as transformers' own functions return contiguous tensors.
-    return attend(query, key, value, scale, window, softcap or 0.0, s_aux).contiguous(), None
+    return out.contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

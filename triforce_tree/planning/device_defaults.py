@@ -13,6 +13,7 @@ are read.
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
@@ -168,8 +169,9 @@ class ModelFacts:
         return Read(weights, weights / 4 if few else weights, self.slot, depth * self.drafted / batch)
 
 
+@lru_cache(maxsize=64)
 def resolve(
-    config: HierarchyConfig, given: Collection[str], facts: ModelFacts, prompt: int, batch: int = 1
+    config: HierarchyConfig, given: frozenset[str], facts: ModelFacts, prompt: int, batch: int = 1
 ) -> HierarchyConfig:
     """Returns a request's settings: ``config`` with the device's values for options left at their defaults.
 

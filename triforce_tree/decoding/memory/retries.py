@@ -1,7 +1,7 @@
-"""Work that is tried again with less memory."""
+"""Making something beside what is kept, or without it."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -25,26 +25,3 @@ def with_or_without(kept: list[Kept], make: Callable[[Kept | None], Made]) -> Ma
     kept.clear()
     free_memory()
     return make(None)
-
-
-def retried(work: Callable[..., Made], smaller: Callable[[], bool], *given: Any) -> Made:
-    """What ``work`` returns; where device memory runs out in it, it is called again after ``smaller``.
-
-    Args:
-        smaller: frees what the failed call has made, and reduces the memory plan; False where it cannot be
-            reduced further.
-        given: arguments of ``work``.
-
-    Raises:
-        torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
-    """
-    while True:
-        try:
-            return work(*given)
-        except torch.OutOfMemoryError as error:
-            out_of_memory = error
-        # The traceback's frames hold tensors; graphs and their buffers are freed by the collector alone.
-        out_of_memory.__traceback__ = None
-        if not smaller():
-            raise out_of_memory
-        free_memory()

@@ -123,7 +123,6 @@ class Batch:
         """Decode all of them; returns the output of the job's own sequences."""
         streamers, loop, scores = self._how.streamers, self._loop, self._scores
         observe = None if scores is None else scores.add
-        loop.prepare()
         streamers.begin(self._job.input_ids, self._job.sequences)
         loop.prefill()
         with loop:
