@@ -28,7 +28,7 @@ from triforce_tree.config import load_arguments
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.generation.batch.joining import Fits, Joined
-from triforce_tree.generation.batch.prefixes import BatchPrefixes
+from triforce_tree.generation.batch.prefixes import BatchPool
 from triforce_tree.generation.batch.run import RunOptions
 from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv import backend
@@ -215,7 +215,7 @@ def test_what_a_drafter_keeps_of_each_sequence_counts(monkeypatch: pytest.Monkey
     own = Sizes.of(*how, hierarchy.own_drafter)
     free = batch_size.bytes_beside_models(own, hierarchy.config, Workload(100, 60, 10)) + 192 * 2**20
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: free)
-    assert RunOptions().rows(hierarchy, 200, 60, 10, BatchPrefixes(hierarchy, [], 200)) == 100
+    assert RunOptions().rows(hierarchy, 200, 60, 10, BatchPool(hierarchy, [[0] * 60], 10, 200)) == 100
     assert fitting_batch(*how, 200, 60, 10) > 100
 
 

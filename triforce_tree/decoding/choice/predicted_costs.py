@@ -44,13 +44,13 @@ def guessed(program: DecodingProgram, longest: int) -> StageCosts:
         longest: most tokens of context.
     """
     batch, target, shape = program.batch, program.target, program.shapes[0]
-    weights, kv_bits = parameter_bytes(target.model), program.config.kv_bits
+    weights, element_bytes = parameter_bytes(target.model), program.store.memory.itemsize
     bits = program.config.weight_bits if program.levels == 3 else 16
 
     def seconds(tokens: int, context: int, weights: float = weights) -> float:
         """Of a forward of the target."""
         seen = sum(s.elements * min(context, s.window or context) for s in target.kv_shapes)
-        read = weights + batch * seen * target.dtype.itemsize * kv_bits / 16
+        read = weights + batch * seen * element_bytes
         return _seconds_of(target, read, batch * tokens)
 
     plain = [seconds(1, length) for length in (1, longest)]
