@@ -49,8 +49,6 @@ for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
 _OWN_CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="triforce-tree-tests-")
 if _OWN_CACHE:
     os.environ["TRIFORCE_TREE_CACHE"] = _OWN_CACHE
-    # What one test's generations learn must not change another's.
-    os.environ["TRIFORCE_TREE_ESTIMATES"] = ""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

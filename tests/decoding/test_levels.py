@@ -27,7 +27,6 @@ from tests.support.models.program_cases import (
     sequences_of,
 )
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
@@ -35,6 +34,7 @@ from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.verify.sampling import ProbsFromLogits
 from triforce_tree.verify.verifier import Acceptance, Verifier
 
@@ -181,7 +181,7 @@ def test_plain_passes_between_leave_no_trace(levels: int) -> None:
     prompts = COVERED
     loop = DecodingLoop.over(program, GREEDY, 0)
     wanted = iter([1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 1] * 3)
-    loop.controller.choose = lambda: PassKind(levels, 1) if next(wanted) else PLAIN
+    loop.policy.choose = lambda *_: PassKind(levels, 1) if next(wanted) else PLAIN
     assert finished(loop, prompts, [24] * 3) == [reference(target, prompt, 24) for prompt in prompts]
     assert loop.levels[1].acceptance_rate == 1.0
     assert loop.levels[-1].accepted == loop.levels[-1].proposed > 0
@@ -196,7 +196,7 @@ def switched(
     """The new tokens of ``PROMPTS`` where passes of all kinds take turns, and the loop."""
     loop = DecodingLoop.over(program, to_probs, seed)
     kinds = cycle(SWITCHING)
-    loop.controller.choose = lambda: next(kinds)
+    loop.policy.choose = lambda *_: next(kinds)
     return finished(loop, PROMPTS, NEW), loop
 
 
@@ -222,7 +222,7 @@ def test_a_pass_of_three_levels_selects_among_chunks_of_all_passes() -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3, rounds=None)
     _, loop = switched(program, GREEDY)
     kinds = cycle([PLAIN, PLAIN, PassKind(2, 1)])
-    loop.controller.choose = lambda: next(kinds)
+    loop.policy.choose = lambda *_: next(kinds)
     longer = [[*prompt, *prompt_of(8)] for prompt in PROMPTS]
     begun = sequences_of(longer, [30] * 3)
     loop.begin(begun)

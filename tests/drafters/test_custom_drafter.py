@@ -14,11 +14,11 @@ from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, OwnDrafter, TableDraws
 from triforce_tree import Engine
 from triforce_tree.config import HierarchyConfig, load_arguments
-from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.policy.pass_policy import PassPolicy
+from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -126,7 +126,7 @@ def test_sequences_that_have_ended_are_none() -> None:
 def test_resumed_is_set_after_autoregressive_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = PassKind(2, 1)
     plan = iter([draft, PLAIN, PLAIN, draft, draft, PLAIN] * 20)
-    monkeypatch.setattr(PassController, "choose", lambda self: next(plan))
+    monkeypatch.setattr(PassPolicy, "choose", lambda *_: next(plan))
     drafter = Oracle()
     engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, advanced={"rounds": 1})
     assert new_tokens(engine, do_sample=False) == EXPECTED

@@ -10,10 +10,10 @@ import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import GREEDY, draft_of, model, program_of, reference, sequences_of
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.suffix_index import LONGEST, SHORTEST, SuffixIndex
+from triforce_tree.policy.passes import PLAIN, PassKind
 
 
 def by_search(text: list[int]) -> tuple[int, int]:
@@ -92,18 +92,15 @@ def decoded(
 
     All matched tokens are proposed.
     """
-    drafter, left, accepted = program.drafter, list(kinds), 0
+    left, accepted = list(kinds), 0
     loop = DecodingLoop.over(program, GREEDY, 0)
 
-    def choose() -> PassKind:
+    def choose(_: float, common: Sequence[int | None] = ()) -> PassKind:
         kind = left.pop(0) if left else PLAIN
-        if program.shapes[kind.shape].matched:
-            matches = drafter.match(loop.running_texts)
-            most = program.shapes[kind.shape].depth
-            drafter.take(matches, [most if m and m.common else 0 for m in matches])
+        loop.policy.proposed = [program.shapes[kind.shape].depth if c else 0 for c in common]
         return kind
 
-    loop.controller.choose, loop.chooser.lookup = choose, None
+    loop.policy.choose = choose
     sequences = sequences_of(prompts, [count] * len(prompts))
     loop.begin(sequences)
     for fresh in loop.decode():

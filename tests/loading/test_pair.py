@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import triforce_tree
 from triforce_tree.config import load_arguments
-from triforce_tree.decoding.choice.times.host_seconds import HostSeconds
 from triforce_tree.loading.checkpoints import PAIR
+from triforce_tree.policy.costs import MeasuredTimes
 
 PROMPT_TOKENS = 3000
 
@@ -61,7 +61,7 @@ def test_three_levels_equal_the_targets_greedy_output(
 ) -> None:
     """fp32, greedy, token for token; with real models most of what is drafted is accepted."""
     # By the tests' clock a reading takes as long as a stage, and the host reads it too.
-    monkeypatch.setattr(HostSeconds, "add", lambda *_: None)
+    monkeypatch.setattr(MeasuredTimes, "add_host", lambda *_: None)
     options = {"max_new_tokens": 96, "do_sample": False}
     expected = engine.target.model.generate(torch.tensor([prompt]), **options)
     for settings in ({"levels": 3}, {"levels": 3, "budget": 256, "recent": 128, "gamma": 6}):

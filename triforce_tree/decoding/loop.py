@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.choice.chooser import PassChooser
-from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.choice.stage_costs import UNLIMITED, Allowance
 from triforce_tree.decoding.prepared_stages import seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stage_set import drafted, stage_name
 from triforce_tree.kv.cached_tokens import Reuse, common_prefix
+from triforce_tree.policy.pass_policy import PassPolicy
+from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
@@ -163,8 +163,8 @@ class DecodingLoop:
         return self._program
 
     @property
-    def controller(self) -> PassController:
-        return self.chooser.controller
+    def policy(self) -> PassPolicy:
+        return self.chooser.policy
 
     @property
     def levels(self) -> list[LevelStats]:

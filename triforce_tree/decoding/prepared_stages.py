@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triforce_tree.decoding.choice.times.timings import StageTimings
 from triforce_tree.decoding.stage_set import stages_of, tree_stages
 from triforce_tree.decoding.stages import ChainVerifyStage, Stage, TreeVerifyStage
+from triforce_tree.policy.costs import MeasuredTimes
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import Cuts, executor
 from triforce_tree.verify.probs import DeviceProbs
@@ -76,7 +76,7 @@ class PreparedStages:
     runs: dict[str, Callable[[], None]]
     shapes: set[int]
     seconds: float
-    timings: StageTimings = field(default_factory=StageTimings)
+    timings: MeasuredTimes = field(default_factory=MeasuredTimes)
 
 
 def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStages:

@@ -7,8 +7,6 @@ from dataclasses import replace
 import torch
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.choice.estimates import LearntChoice
-from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.prepared_stages import PreparedStages, prepare_shape, prepared
 from triforce_tree.decoding.stage_set import stage_name
@@ -27,6 +25,8 @@ from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, low_bit_model, step_model
+from triforce_tree.policy.estimates import MOST_RANKS
+from triforce_tree.policy.pass_policy import LearntChoice
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.stats import Progress
@@ -74,7 +74,7 @@ class DecodingProgram:
         two_levels: whether three levels may be exchanged for two in any pass: the number was not given.
         prepared: stages of at most ``_MOST_PREPARED`` kinds of sampling, the one selected last at the end.
         selected: those prepared last; seeded: see ``prepared_stages``.
-        learnt: what controllers of passes learnt, by kind of sampling (``choice/learnt_table.py``).
+        learnt: what requests leave to later ones, by kind of sampling (``choice/chooser.py``).
 
     Raises:
         ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;

@@ -50,7 +50,7 @@ def _continued(
     """New tokens, and the loop that made them; 0 rounds are plain decoding."""
     loop, sequence = DecodingLoop.over(program, ProbsFromLogits.at(0.0), 0), Sequence(prompt, Ending(count))
     if rounds is not None:
-        loop.controller.fixed = rounds
+        loop.policy.fixed = rounds
     loop.begin([sequence], cached=True)
     for _ in loop.decode():
         pass

@@ -264,7 +264,7 @@ class Bench:
         """(seconds of ``run`` so far, new tokens of each sequence) after each pass behind the prompts."""
         loop = DecodingLoop.over(self.program, ProbsFromLogits.at(temperature), self.seed)
         if rounds is not None:
-            loop.controller.fixed = rounds
+            loop.policy.fixed = rounds
         sequences = [Sequence(list(prompt), Ending(end)) for prompt, end in zip(prompts, ends, strict=True)]
         loop.begin(sequences, cached=True)
         synchronize(self.device)

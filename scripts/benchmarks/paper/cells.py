@@ -219,7 +219,7 @@ class _Timing:
         """Until the first text has ``new_tokens`` tokens; a token of a batch is one of each text."""
         loop = DecodingLoop.over(self._program, self._to_probs, self._seed)
         if not drafts:
-            loop.controller.fixed = 0
+            loop.policy.fixed = 0
         sequences = [Sequence(prompt, Ending(new_tokens)) for prompt in self._prompts]
         loop.begin(sequences, cached=True)
         stamps: list[tuple[float, float]] = []

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -114,7 +113,6 @@ def device_for(args: argparse.Namespace) -> torch.device:
 
     What earlier requests have learnt is neither read from the user's file nor written to it.
     """
-    os.environ["TRIFORCE_TREE_ESTIMATES"] = ""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch._dynamo.config.recompile_limit = 128

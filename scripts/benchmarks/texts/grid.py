@@ -254,7 +254,7 @@ class GridRun:
             Sequence(prompt, Ending(new)),
         )
         if rounds is not None:
-            loop.controller.fixed = rounds
+            loop.policy.fixed = rounds
         loop.begin([sequence], cached=True)
         synchronize(self.device)
         for _ in loop.decode():

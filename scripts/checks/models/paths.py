@@ -23,7 +23,7 @@ PACKAGE = str(Path(triforce_tree.__file__).parent)
 NEW_TOKENS = 24
 # Longer than every window, chunk and original length of the tiny models; no multiple of anything.
 PROMPTS = (171, 103, 139)
-# Caches far smaller than the prompts; rounds are fixed, as the controller would not draft with tiny models.
+# Caches far smaller than the prompts; rounds are fixed, as the policy would not draft with tiny models.
 OPTIONS: dict[str, Any] = {
     "gamma": 3, "budget": 48, "chunk": 4, "recent": 16, "sinks": 2, "window": 24, "prefill_chunk": 40,
     "rounds": 2,

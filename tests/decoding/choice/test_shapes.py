@@ -25,12 +25,12 @@ from tests.support.models.program_cases import (
 )
 from triforce_tree.decoding import prepared_stages
 from triforce_tree.decoding.choice import chooser
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
-from triforce_tree.decoding.choice.stage_costs import StageCosts
 from triforce_tree.decoding.explain.tally import AcceptanceTally
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import DraftStage, Stage
+from triforce_tree.policy.costs import StageCosts
+from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 OTHERS = ("chain:4", "best-first:5,4,3,2")
@@ -57,15 +57,14 @@ def switched(
     loop = DecodingLoop.over(program, to_probs, seed, repeatable=True)
     kinds = cycle(plan or KINDS[program.levels])
     loop.after_stage = after_stage
-    loop.controller.choose = lambda: next(kinds)
+    loop.policy.choose = lambda *_: next(kinds)
     return finished(loop, prompts, NEW[: len(prompts)]), loop
 
 
 @pytest.fixture(autouse=True)
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = StageCosts((100,), (StageSeconds(1.0, 0.1, 0.1, chain=1.2, tree=1.2),))
-    monkeypatch.setattr(chooser, "stage_costs", lambda *_: costs)
-    monkeypatch.setattr(chooser, "other_costs", lambda program, *_: [costs] * (len(program.shapes) - 1))
+    monkeypatch.setattr(chooser, "costs_by_shape", lambda program, _: [costs] * len(program.shapes))
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
@@ -150,7 +149,7 @@ def test_short_memory_leaves_the_first_tree(monkeypatch: pytest.MonkeyPatch) -> 
     new, loop = switched(shaped(2))
     assert new == references()
     assert {kind.shape for kind in loop.passes} == {0}
-    assert loop.controller.other_costs == [None, None]
+    assert loop.policy.costs.shapes == [0]
 
 
 @pytest.mark.parametrize(("levels", "stages"), [(2, 2), (3, 4)])
@@ -217,15 +216,15 @@ def test_a_shape_may_depend_on_what_earlier_passes_rejected() -> None:
 
     def chooses(loop: DecodingLoop) -> Callable[[], PassKind]:
         history: list[object] = []
-        observe = loop.controller.observe
+        observe = loop.policy.observe
 
         def observed(kind: PassKind, *counts: object) -> None:
             tree = loop.program.stage("draft" if not kind.shape else "draft/1").tree
             history.append((counts, tree.tokens.tolist()))
             observe(kind, *counts)
 
-        loop.controller.observe = observed
-        return lambda: PassKind(2, 1, crc32(str(history[-1:]).encode()) % 2 if history else 1)
+        loop.policy.observe = observed
+        return lambda *_: PassKind(2, 1, crc32(str(history[-1:]).encode()) % 2 if history else 1)
 
     generations = LAW.generations(batch=1)
     generations.chooser = chooses

@@ -1,9 +1,11 @@
 """What the stages cost: measured at two context lengths, and interpolated between them."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.support.models.program_cases import (
     GREEDY,
     NEW,
     PROMPTS,
+    SAMPLED,
     draft_of,
     finished,
     model,
@@ -20,50 +23,14 @@ from tests.support.models.program_cases import (
     references,
     sequences_of,
 )
-from triforce_tree.decoding.choice.cost_table import CostTable, stage_costs
-from triforce_tree.decoding.choice.passes import StageSeconds
-from triforce_tree.decoding.choice.stage_costs import Allowance, StageCosts, measure
+from tests.support.models.tiny_pair import TinyPair
+from triforce_tree import Engine
+from triforce_tree.decoding import prepared_stages
+from triforce_tree.decoding.choice import stage_costs as module
+from triforce_tree.decoding.choice.stage_costs import Allowance, costs_by_shape, guessed, measure, stage_costs
 from triforce_tree.decoding.loop import DecodingLoop
-
-COSTS = StageCosts(
-    (100, 500),
-    (
-        StageSeconds(0.008, 0.001, 0.001, chain=0.01, root=0.008),
-        StageSeconds(0.02, 0.001, 0.001, chain=0.03, root=0.02),
-    ),
-)
-
-
-def test_costs_are_interpolated_between_lengths() -> None:
-    assert COSTS.at(100) == COSTS.seconds[0]
-    level_0 = {"draft": 0.001, "retrieval": 0.001, "prepare": 0.0, "tree": float("inf")}
-    between = level_0 | {"plain": 0.014, "chain": 0.02, "root": 0.014}
-    assert vars(COSTS.at(300)) == pytest.approx(between)
-    assert COSTS.at(1) == COSTS.at(100), "a pass costs its weights, however short the context"
-    beyond = level_0 | {"plain": 0.032, "chain": 0.05, "root": 0.032}
-    assert vars(COSTS.at(900)) == pytest.approx(beyond)
-    alone = StageCosts((64,), (StageSeconds(1.5, 1.0, tree=2.0),))
-    assert alone.at(1) == alone.at(1000) == StageSeconds(1.5, 1.0, tree=2.0)
-    bent = StageCosts((10, 20, 40), tuple(StageSeconds(1.0, 1.0, tree=tree) for tree in (1.0, 1.0, 3.0)))
-    assert [bent.at(n).tree for n in (15, 20, 30, 50)] == pytest.approx([1.0, 1.0, 2.0, 4.0])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"lengths": ()},
-        {"lengths": (500, 100)},
-        {"seconds": COSTS.seconds[:1]},
-        {"seconds": COSTS.seconds[::-1]},
-    ],
-    ids=str,
-)
-def test_impossible_costs_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"lengths|costs less"):
-        StageCosts(**(vars(COSTS) | wrong))
-    for seconds in ({"plain": 0.0}, {"plain": 1.0, "draft": float("nan")}, {"plain": 1.0, "prepare": -1.0}):
-        with pytest.raises(ValueError, match=r"seconds must be above 0"):
-            StageSeconds(**seconds)
+from triforce_tree.policy.costs import CostTable, StageCosts
+from triforce_tree.policy.passes import OF_SHAPE, StageSeconds
 
 
 class SlowStages:
@@ -205,3 +172,141 @@ def test_measuring_leaves_the_cache_as_it_was(levels: int) -> None:
         for now, slots in zip(program.store.kv, parts, strict=True):
             assert torch.equal(now[:, b, :, : slots.shape[-2]], slots)
     assert finished(begun, PROMPTS, NEW, again=True) == references()
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_costs_of_further_shapes_are_predicted(levels: int) -> None:
+    others = ("chain:2", "best-first:6,6,6")
+    program = program_of(
+        model("llama-gqa"), draft_of("llama-gqa"), levels, 1, rounds=None, other_trees=others
+    )
+    program.prepare(GREEDY)
+    first = stage_costs(program, GREEDY, CostTable(None))
+    own, *found = costs_by_shape(program, first)
+    assert own == first
+    assert len(found) == 2
+    for costs in found:
+        assert costs is not None
+        assert costs.lengths == first.lengths
+        for seconds, other in zip(costs.seconds, first.seconds, strict=True):
+            shared = vars(seconds).keys() - set(OF_SHAPE)
+            assert {n: getattr(seconds, n) for n in shared} == {n: getattr(other, n) for n in shared}
+            assert 0 < seconds.draft < math.inf
+            assert 0 < seconds.tree < math.inf
+            assert (seconds.retrieval < math.inf) == (levels == 3)
+    assert not [name for name in program.stage_names if "/" in name], "their stages are not needed yet"
+    alone = program_of(model("llama-gqa"), None, 1)
+    assert costs_by_shape(alone, first) == [first]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_costs_without_a_measurement_follow_the_sizes_of_the_models(levels: int) -> None:
+    draft = draft_of("llama-gqa") if levels > 1 else None
+    program = program_of(model("llama-gqa"), draft, levels, 2, rounds=None)
+    program.prepare(GREEDY)
+    found = guessed(program, program.max_seq_len - 1)
+    measured = stage_costs(program, GREEDY, CostTable(None))
+    for own, known in zip(found.seconds, measured.seconds, strict=True):
+        ratios = StageSeconds(**{name: value / own.plain for name, value in vars(own).items()})
+        assert {n for n, s in vars(own).items() if 0 < s < math.inf} == {
+            n for n, s in vars(known).items() if 0 < s < math.inf
+        }, "the same stages"
+        assert all(ratio > 0.01 for name, ratio in vars(ratios).items() if getattr(own, name))
+        assert ratios.tree == math.inf or 1 <= ratios.tree < 3
+    short, long = found.seconds
+    assert long.plain > short.plain, "keys and values are read"
+    assert long.draft == short.draft
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
+    """Grows by an element for each measurement of stages; the cache folder is empty."""
+    done: list[Any] = []
+
+    def counted(*args: Any) -> StageCosts:
+        done.append(args)
+        return measure(*args)
+
+    monkeypatch.setattr(module, "measure", counted)
+    monkeypatch.setenv("TRIFORCE_TREE_CACHE", str(tmp_path))
+    module._table_at.cache_clear()
+    yield done
+    module._table_at.cache_clear()
+
+
+def test_without_a_home_folder_costs_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("TRIFORCE_TREE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert module.user_table().path is None
+    module._table_at.cache_clear()
+
+
+def test_short_requests_measure_nothing(
+    pair: TinyPair,
+    measurements: list[Any],
+    ids: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measuring would take a good part of their time. A seed has one text while nothing is known."""
+    engine = pair.load(levels=3, budget=64, recent=32, gamma=4, tree="best-first:3,2", window=64)
+    more: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None, "seed": 5}
+    first, again = (engine.generate(ids, **more) for _ in range(2))
+    assert first.sequences.tolist() == again.sequences.tolist()
+    assert not measurements
+    assert not (tmp_path / "stage_costs.json").exists()
+    monkeypatch.setattr(module, "_ALLOWED", 1.0)
+    engine.generate(ids, max_new_tokens=800, do_sample=True, stopping_criteria=[lambda *_: True], seed=5)
+    assert len(measurements) == 1
+
+
+def test_engines_measure_once(
+    pair: TinyPair,
+    measurements: list[Any],
+    ids: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_ALLOWED", 10.0)
+
+    def generated(own: Engine, **options: Any) -> list[int]:
+        out = own.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, **options)
+        return out.sequences[0, len(ids) :].tolist()
+
+    options = {"budget": 64, "recent": 32, "gamma": 4, "tree": "best-first:3,2", "window": 64}
+    first = pair.load(levels=3, **options)
+    expected = generated(first)
+    assert len(measurements) == 1
+    assert generated(first) == expected
+    assert (tmp_path / "stage_costs.json").is_file()
+    # As another process, which finds the file.
+    module._table_at.cache_clear()
+    assert generated(pair.load(levels=3, **options), seed=3) == expected
+    assert len(measurements) == 1
+    # Other settings are measured for themselves; one level and fixed rounds need no costs.
+    assert generated(pair.load(levels=2, **options)) == expected
+    assert len(measurements) == 2
+    for more in ({"levels": 1}, {"levels": 3, "rounds": 2}, {"levels": 2, "rounds": 1}):
+        assert generated(pair.load(**options, **more)) == expected
+    assert len(measurements) == 2
+    (tmp_path / "stage_costs.json").unlink()
+    module._table_at.cache_clear()
+    assert generated(pair.load(levels=3, **options)) == expected
+    assert len(measurements) == 3
+
+
+def test_no_log_without_a_reason(
+    measurements: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared_stages, "_PATIENCE", 60.0)
+    caplog.set_level(logging.WARNING)
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
+    DecodingLoop.over(program, SAMPLED, 0)
+    DecodingLoop.over(program, GREEDY, 0)
+    DecodingLoop.over(program, SAMPLED, 1)
+    assert len(measurements) == 2, "sampling costs more than the largest score"
+    assert not caplog.records

@@ -13,12 +13,12 @@ from tests.support.models.program_cases import GREEDY, PROMPTS, SAMPLED, draft_o
 from tests.support.models.tiny_pair import TinyPair
 from tests.support.processes.command_line import run
 from triforce_tree import Engine
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.decoding.explain.tally import AcceptanceTally, Node, as_lines, draw_probabilities
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.kernels.step.accept import FIXED
+from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape, with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -37,7 +37,7 @@ def test_counts_are_those_of_the_statistics(to_probs: ProbsFromLogits) -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
     loop = DecodingLoop.over(program, to_probs, 3)
     kinds = cycle([PassKind(3, 2), PassKind(2, 1), PLAIN])
-    loop.controller.choose = lambda: next(kinds)
+    loop.policy.choose = lambda *_: next(kinds)
     loop.after_stage = tally = AcceptanceTally(program)
     finished(loop, PROMPTS[:1], [40])
     _, retrieval, target = loop.levels

@@ -86,7 +86,7 @@ def test_matched_tokens_in_the_place_of_a_tree_are_not_the_drafts(monkeypatch: p
     pair = SideBySide(program, GREEDY, 1)
     assert pair.origins == ["draft", "lookup", "target"]
     origins = [name for piece in pair.pieces(PROMPT, NEW, NEW) for name in piece.origins]
-    matched = sum(n for kind, n in pair._ours.passes.items() if pair._ours.controller.matched(kind))
+    matched = sum(n for kind, n in pair._ours.passes.items() if pair._ours.policy.matched(kind))
     assert origins.count("lookup") >= 3 * matched - 3 > 0
     assert "draft" not in origins
 

@@ -13,12 +13,12 @@ import triforce_tree
 from tests.support.distributions.head_folders import eagle_folder
 from tests.support.models.families import greedy, prompt_of, tiny
 from triforce_tree.config import load_arguments
-from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.files import read_weights
 from triforce_tree.drafters.heads.names import EAGLE
+from triforce_tree.policy.pass_policy import PassPolicy
+from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
 
@@ -136,7 +136,7 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
 def test_passes_without_the_drafter_leave_no_gap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The hidden states of autoregressive passes enter the cache too."""
     plan = iter([PassKind(2, 1) if drafts else PLAIN for drafts in [1, 0, 0, 0, 0, 1, 1, 0] * 20])
-    monkeypatch.setattr(PassController, "choose", lambda self: next(plan))
+    monkeypatch.setattr(PassPolicy, "choose", lambda *_: next(plan))
     test_children_follow_the_head("window", tmp_path)
 
 

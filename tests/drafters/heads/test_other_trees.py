@@ -8,12 +8,12 @@ import pytest
 from tests.support.distributions.head_folders import eagle_folder, medusa_folder
 from tests.support.models.program_cases import GREEDY, NEW, PROMPTS, SMALL, finished, model, reference
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.choice.passes import PassKind
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import drafter_bytes
 from triforce_tree.drafters.heads.choice import heads_in
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.policy.passes import PassKind
 from triforce_tree.trees.device_shapes import PassLimits
 
 OTHERS = "chain:3 best-first:5,4"
@@ -34,7 +34,7 @@ def test_passes_take_all_shapes_of_heads(kind: str, levels: int, tmp_path: Path)
     program = DecodingProgram(held, drafter, config, 1, 150, levels)
     loop = DecodingLoop.over(program, GREEDY, 0, repeatable=True)
     kinds = cycle(PassKind(levels, 1, shape) for shape in (2, 0, 1))
-    loop.controller.choose = lambda: next(kinds)
+    loop.policy.choose = lambda *_: next(kinds)
     [new] = finished(loop, PROMPTS[:1], NEW[:1])
     assert new == reference(target, PROMPTS[0], NEW[0])
     assert {taken.shape for taken in loop.passes} == {0, 1, 2}

@@ -19,7 +19,6 @@ from triforce_tree import UnsupportedModelError
 from triforce_tree.check import losslessness as check
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import forced_tokens
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kernels.recurrent import linear_recurrence
@@ -30,6 +29,7 @@ from triforce_tree.models.recurrent.running import Rows
 from triforce_tree.models.step_model import step_model
 from triforce_tree.planning.memory_layout import Workload, on_device
 from triforce_tree.planning.memory_map import Machine, Sizes
+from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.runtime.devices import plain_torch_modes
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -99,7 +99,7 @@ def test_drafting_off_and_on(family: str) -> None:
     plan = program(model(family), 2, Foreknowledge(known, [mistakes(PROMPTS[0], 3)], 3))
     loop = DecodingLoop.over(plan, GREEDY, 0)
     kinds = iter([PassKind(2, 1), PLAIN, PLAIN, PassKind(2, 1), PassKind(2, 1), PLAIN] * NEW)
-    loop.controller.choose = lambda: next(kinds)
+    loop.policy.choose = lambda *_: next(kinds)
     [new] = finished(loop, PROMPTS[:1], [NEW])
     assert new == expected(family)[0]
 

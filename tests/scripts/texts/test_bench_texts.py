@@ -14,7 +14,7 @@ from scripts.benchmarks.sources import loaders, registry
 from scripts.benchmarks.sources.registry import SOURCES, Texts
 from tests.support.models.tiny_pair import SMALL, TinyPair
 from triforce_tree.bench.texts import token_ids
-from triforce_tree.decoding.choice import controller, passes
+from triforce_tree.policy import pass_policy, passes
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 BY_NAME = {source.name: source for source in SOURCES}
@@ -92,7 +92,7 @@ def test_rounds_are_those_of_passes_with_drafts_whatever_their_trees(
 ) -> None:
     run, to_probs = run_of(script, tmp_path, pair, monkeypatch), ProbsFromLogits.at(0.0)
     kinds = cycle([passes.PassKind(3, 2, 1), passes.PLAIN])
-    monkeypatch.setattr(controller.PassController, "choose", lambda self: next(kinds))
+    monkeypatch.setattr(pass_policy.PassPolicy, "choose", lambda *_: next(kinds))
     engine, prompt = pair.load(other_trees="chain:1", **SMALL), list(range(1, 201))
     with engine.program([prompt], 12, to_probs) as program:
         run._feed(program, prompt)

@@ -19,7 +19,6 @@ from tests.support.distributions.enumerated_noise import EnumeratedNoise, enumer
 from tests.support.distributions.enumeration import Distribution, Script, Walk, summed
 from tests.support.models.families import tiny
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.choice.passes import PassKind
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
@@ -32,6 +31,7 @@ from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.kv.prefill import prefill
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.policy.passes import PassKind
 from triforce_tree.trees.shapes import Lookup, parse_shape, with_chain
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -190,10 +190,9 @@ class Generations:
                 kind if isinstance(kind, PassKind) else PassKind(self.program.levels if kind else 1, kind)
                 for kind in plan
             )
-            loop.controller.choose = lambda: self._with_matches(next(kinds), loop)
-            loop.chooser.lookup = None
+            loop.policy.choose = lambda *_: self._with_matches(next(kinds), loop)
         if self.chooser is not None:
-            loop.controller.choose = self.chooser(loop)
+            loop.policy.choose = self.chooser(loop)
         for state, after_prompt in zip(self._recurrent(), self._states, strict=True):
             state.copy_(after_prompt.expand_as(state))
         if self.program.states is not None:

@@ -1,10 +1,13 @@
-"""Simulated decoding: passes that a controller chooses, on given costs and acceptance."""
+"""Simulated decoding: passes that a policy chooses, on given costs and acceptance."""
 
 import random
 from collections.abc import Callable
 
-from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
+from triforce_tree.policy.costs import MeasuredTimes, PassCosts, StageCosts
+from triforce_tree.policy.pass_policy import LearntChoice, PassLevels, PassPolicy
+from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
+from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
+from triforce_tree.trees.shapes import parse_shape
 
 DEPTH, MOST = 3, 24
 # Seconds of a round and of a verification, in units of a plain pass: a fast draft on a GPU, a slow one on a
@@ -12,7 +15,7 @@ DEPTH, MOST = 3, 24
 COSTS = [(0.1, 1.05), (0.3, 1.2), (1.0, 1.5), (1.3, 2.5), (0.3, 3.0), (0.01, 1.0), (3.0, 6.0)]
 Cost = tuple[float, float]
 MIXED = 0
-"""Number of levels of a controller that chooses between two and three."""
+"""Number of levels of a policy that chooses between two and three."""
 
 
 def costs_of(levels: int, cost: Cost) -> StageSeconds:
@@ -24,12 +27,25 @@ def costs_of(levels: int, cost: Cost) -> StageSeconds:
     return StageSeconds(1.0, **parts, **({"tree": verification} if levels == MIXED else {}))
 
 
-def controller(
-    levels: int = 3, cost: Cost | StageSeconds = (0.25, 1.0), fixed: int | None = None, most: int = MOST
-) -> PassController:
-    made = PassController(levels or 3, DEPTH, most if levels != 2 else DEPTH, fixed, levels == MIXED)
-    made.costs = cost if isinstance(cost, StageSeconds) else costs_of(levels, cost)
-    return made
+def shape_of(name: str) -> DeviceTreeShape:
+    return device_tree_shape(parse_shape(name))
+
+
+def fixed_costs(*by_shape: StageSeconds | None, measured: MeasuredTimes | None = None) -> PassCosts:
+    """Costs that are the same at each length of the context."""
+    return PassCosts([own and StageCosts((1,), (own,)) for own in by_shape], measured)
+
+
+def policy_of(
+    levels: int = 3,
+    cost: Cost | StageSeconds = (0.25, 1.0),
+    fixed: int | None = None,
+    learnt: LearntChoice | None = None,
+) -> PassPolicy:
+    seconds = cost if isinstance(cost, StageSeconds) else costs_of(levels, cost)
+    most = MOST if levels != 2 else DEPTH
+    passes = PassLevels(levels or 3, [shape_of(f"chain:{DEPTH}")], most, levels == MIXED)
+    return PassPolicy(passes, fixed_costs(seconds), fixed, learnt)
 
 
 def first_failure(rng: random.Random, chance: float, most: int) -> int:
@@ -37,7 +53,7 @@ def first_failure(rng: random.Random, chance: float, most: int) -> int:
 
 
 def simulated(
-    control: PassController,
+    policy: PassPolicy,
     acceptance: float | Callable[[int], float],
     tokens: int,
     seed: int = 0,
@@ -53,30 +69,30 @@ def simulated(
     and in a drafting pass.
     """
     rng, made, time, chosen = random.Random(seed), 0, 0.0, []
-    cost, last = control.costs, None
-    assert cost is not None
+    assert policy.costs is not None
+    # What passes take does not change when the policy learns otherwise.
+    cost, last = policy.costs.table[0].seconds[0], None
     while made < tokens:
-        control.remaining = tokens - made
-        kind = control.choose()
+        kind = policy.choose(tokens - made)
         chosen.append(kind)
         if any(host):
-            control.host.add(kind, host[kind != PLAIN])
+            policy.costs.learn_host(kind, host[kind != PLAIN])
         time += host[kind != PLAIN]
         resumed, last = last == PLAIN, kind
         if kind == PLAIN:
             time, made = time + cost.plain, made + 1
-            control.observe(PLAIN)
+            policy.observe(PLAIN)
             continue
         now = acceptance(made) if callable(acceptance) else acceptance
         gathered, chain = 0, DEPTH
         if kind.levels == 3:
             gathered = sum(1 + first_failure(rng, per_token, DEPTH) for _ in range(kind.rounds))
-            chain = min(control.max_draft_tokens, gathered)
+            chain = min(policy.max_draft_tokens, gathered)
         elif tree is not None:
             now = tree
         accepted = first_failure(rng, now, chain)
-        control.observe(kind, 1, gathered, accepted, int(accepted < chain))
-        time += cost.of(kind, chain / control.max_draft_tokens) + (cost.prepare if resumed else 0.0)
+        policy.observe(kind, 1, gathered, accepted, int(accepted < chain))
+        time += cost.of(kind, chain / policy.max_draft_tokens) + (cost.prepare if resumed else 0.0)
         made += 1 + accepted
     return min(made, tokens) * (cost.plain + host[0]) / time, chosen
 

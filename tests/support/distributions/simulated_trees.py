@@ -1,12 +1,12 @@
 """Simulated decoding with trees of several shapes, on given costs and acceptance by depth and rank."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.estimates import tokens_of
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
-from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS, ByRank
+from tests.support.distributions.simulated_passes import fixed_costs
+from triforce_tree.policy.estimates import MOST_RANKS, ByRank, tokens_of
+from triforce_tree.policy.pass_policy import LearntChoice, PassLevels, PassPolicy
+from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
@@ -46,16 +46,17 @@ class Simulation:
                 parts |= {"retrieval": retrieval(shape.nodes), "chain": target(GAMMA + 1)}
             self.costs.append(StageSeconds(1.0, **parts))
 
-    def controller(self, shapes: Sequence[int] | None = None) -> PassController:
-        """One that may choose all shapes, or these."""
-        taken = [self.shapes[n] for n in shapes or range(len(self.shapes))]
-        costs = [self.costs[n] for n in shapes or range(len(self.shapes))]
-        depth = taken[0].depth
-        made = PassController(
-            self.levels or 3, depth, depth if self.levels == 2 else GAMMA, None, self.levels == 0, taken
-        )
-        made.costs, made.other_costs = costs[0], costs[1:]
-        return made
+    def policy(
+        self,
+        without: Sequence[int] = (),
+        learnt: LearntChoice | None = None,
+        held_back: Mapping[int, float] | None = None,
+    ) -> PassPolicy:
+        """A policy that may choose all shapes but those of ``without``."""
+        most = self.shapes[0].depth if self.levels == 2 else GAMMA
+        passes = PassLevels(self.levels or 3, self.shapes, most, self.levels == 0)
+        costs = fixed_costs(*(None if n in without else own for n, own in enumerate(self.costs)))
+        return PassPolicy(passes, costs, None, learnt, held_back)
 
     def accepted(self, shape: DeviceTreeShape, made: int, rng: random.Random) -> list[tuple[int, int | None]]:
         """Children offered and the accepted rank, None for none, at each depth that the path reached.
@@ -81,17 +82,14 @@ class Simulation:
             node = children[rank]
         return found
 
-    def run(
-        self, control: PassController, tokens: int, seed: int = 0
-    ) -> tuple[float, list[tuple[PassKind, int]]]:
+    def run(self, policy: PassPolicy, tokens: int, seed: int = 0) -> tuple[float, list[tuple[PassKind, int]]]:
         """Tokens in the time of a plain pass, and each pass with the tokens that it yielded."""
         rng, made, time, passes = random.Random(seed), 0, 0.0, []
         while made < tokens:
-            control.remaining = tokens - made
-            kind = control.choose()
-            shape, costs = control_shape(control, self, kind)
+            kind = policy.choose(tokens - made)
+            shape, costs = self.shapes[kind.shape], self.costs[kind.shape]
             if kind == PLAIN:
-                control.observe(PLAIN)
+                policy.observe(PLAIN)
                 time, made = time + 1.0, made + 1
                 passes.append((kind, 1))
                 continue
@@ -115,7 +113,7 @@ class Simulation:
                 length = min(GAMMA, gathered)
                 count = next((n for n in range(length) if rng.random() >= self.chain), length)
                 rejected, filled = int(count < length), length / GAMMA
-            control.observe(kind, 1, gathered, count, rejected, ranks)
+            policy.observe(kind, 1, gathered, count, rejected, ranks)
             time += costs.of(kind, filled)
             made += 1 + count
             passes.append((kind, 1 + count))
@@ -142,14 +140,6 @@ class Simulation:
                 filled = sum(mass * length for length, mass in lengths.items()) / GAMMA
                 found[3, rounds, n] = tokens / costs.of(PassKind(3, rounds), filled)
         return found
-
-
-def control_shape(
-    control: PassController, simulation: Simulation, kind: PassKind
-) -> tuple[DeviceTreeShape, StageSeconds]:
-    costs = control.other_costs[kind.shape - 1] if kind.shape else control.costs
-    assert costs is not None
-    return simulation.shapes[kind.shape], costs
 
 
 def topology(shape: DeviceTreeShape, acceptance: ByRank) -> list[dict[int, list[int]]]:

@@ -300,7 +300,7 @@ SMALL_SETTINGS = {
     "sinks": 2,
     "window": 6,
     "prefill_chunk": 16,
-    # Fixed, as the controller would turn drafting off on a small model.
+    # Fixed, as the policy would turn drafting off on a small model.
     "rounds": 2,
 }
 

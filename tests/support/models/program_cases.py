@@ -115,7 +115,7 @@ def exact(
     new, loop = decoded(program, PROMPTS, NEW)
     assert new == references(family)
     assert [row and row.finish_reason for row in loop.rows] == ["length"] * len(PROMPTS)
-    # Without fixed rounds the controller may correctly fall back to autoregressive decoding.
+    # Without fixed rounds the policy may correctly fall back to autoregressive decoding.
     for level in loop.levels[1:] if program.config.rounds is not None else ():
         assert 0 < level.accepted < level.proposed, level
     return loop

@@ -1,19 +1,32 @@
-"""The choice of each pass of a decoding loop, and what it learns from the passes."""
+"""The choice of the passes of a decoding loop: what a :class:`PassPolicy` is given, and what it learns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
-from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.cost_table import other_costs, stage_costs
-from triforce_tree.decoding.choice.costs_by_length import CostsByLength
-from triforce_tree.decoding.choice.estimates import judged
-from triforce_tree.decoding.choice.learnt_table import LearntChoices
-from triforce_tree.decoding.choice.lookup_choice import LookupChoice
-from triforce_tree.decoding.choice.passes import PassKind
-from triforce_tree.decoding.choice.stage_costs import Allowance
-from triforce_tree.decoding.choice.times.shared_times import PassTimes, SharedTimes
+from transformers import TemperatureLogitsWarper
+
+from triforce_tree.decoding.choice.shared_times import PassTimes, SharedTimes
+from triforce_tree.decoding.choice.stage_costs import (
+    Allowance,
+    costs_by_shape,
+    settings_of,
+    stage_costs,
+    user_table,
+)
 from triforce_tree.decoding.prepared_stages import held_back
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.with_lookup import WithLookup
+from triforce_tree.policy.costs import PassCosts
+from triforce_tree.policy.estimates import Tails
+from triforce_tree.policy.pass_policy import PassLevels, PassPolicy
+from triforce_tree.policy.passes import PassKind
+from triforce_tree.runtime import distributed
+from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
+
+# Temperatures up to this one are one class, higher ones another.
+_LOW_TEMPERATURE = 0.7
+# Kinds of sampling of which a program keeps what was learnt.
+_MOST_KINDS = 64
 
 
 class PassChooser:
@@ -24,39 +37,39 @@ class PassChooser:
         to_probs: logits to probabilities.
         repeatable: whether the choice follows from the table of stage costs, the tokens and how many may
             follow alone. Otherwise it also follows from times measured while decoding, and from what earlier
-            requests that were not repeatable left (``learnt_table.py``).
+            requests to the program that were not repeatable left.
         allowance: what measuring the stages' costs may take, where they are not known.
 
     Attributes:
-        controller: chooses passes without matched tokens.
-        lookup: chooses passes that verify matched tokens; None where there are none.
+        policy: makes the choices.
     """
 
     def __init__(
         self, program: DecodingProgram, to_probs: ProbsFromLogits, repeatable: bool, allowance: Allowance
     ) -> None:
         self._program, self._to_probs = program, to_probs
-        program.selected.timings.begin()
-        self.controller = PassController(
-            program.levels, program.shapes[0].depth, program.max_draft_tokens, program.config.rounds,
-            program.two_levels, program.shapes, program.tail_tree,
-        )  # fmt: skip
-        self._costs: CostsByLength | None = None
-        if self.controller.fixed is None:
-            first = stage_costs(program, to_probs, None, allowance)
-            self._costs = CostsByLength(self.controller, first, other_costs(program, to_probs, first))
-        self.lookup = LookupChoice.of(self.controller, program.drafter)
+        passes = PassLevels(
+            program.levels, program.shapes, program.max_draft_tokens, program.two_levels, program.tail_tree
+        )
+        fixed = 0 if program.levels == 1 else program.config.rounds
+        self._costs: PassCosts | None = None
+        if fixed is None:
+            table = costs_by_shape(program, stage_costs(program, to_probs, None, allowance))
+            self._costs = PassCosts(table, program.selected.timings, follow=not repeatable)
         self._learns = self._costs is not None and not repeatable
-        self._learnt = LearntChoices(program, to_probs) if self._learns else None
+        # What acceptance depends on, of all that may change while a program lives.
+        self._kind: Hashable = (
+            DeviceProbs.key(to_probs), temperature_class(to_probs), program.config.retrieval.refresh,
+        )  # fmt: skip
+        learnt = program.learnt.get(self._kind) if self._learns else None
+        # The choice of a repeatable request must not depend on which stages are there already.
+        waiting = held_back(program) if self._learns else {}
+        self.policy = PassPolicy(passes, self._costs, fixed, learnt, waiting)
+        self._lookup = program.drafter if isinstance(program.drafter, WithLookup) else None
+        self._common: list[int | None] = []
         self._times = SharedTimes()
         # The last pass, with its seconds beyond those of its stages.
         self._last: tuple[PassKind, float] | None = None
-        if self._costs and self._learnt:
-            if (learnt := self._learnt.last()) is not None:
-                self.controller.resume(learnt)
-                self._costs.factors = learnt.cost_factors
-            # With a seed the choice must not depend on which stages are there already.
-            self.controller.preparation.begin(held_back(program))
 
     def choose(self, texts: Sequence[list[int] | None], longest: int, remaining: int) -> PassKind:
         """Choose the next pass.
@@ -67,23 +80,29 @@ class PassChooser:
             remaining: the most tokens that may follow in a running sequence.
         """
         if self._costs is not None:
-            self._costs.at(longest, measured=self._learns)
-        self.controller.remaining = remaining
-        matched = self.lookup and self.lookup.choose(texts)
-        return matched or self.controller.choose()
+            self._costs.at(longest)
+        if self._lookup is None or self.policy.fixed is not None:
+            return self.policy.choose(remaining)
+        matches = self._lookup.match(texts)
+        self._common = [None if m is None else m.common for m in matches]
+        kind = self.policy.choose(remaining, self._common)
+        if self.policy.matched(kind):
+            self._lookup.take(matches, self.policy.proposed)
+        return kind
 
     def matched(self, kind: PassKind) -> bool:
         """Whether a pass verifies matched tokens."""
-        return self.controller.matched(kind)
+        return self.policy.matched(kind)
 
     def do_without_other_trees(self) -> None:
         """Choose passes with trees of the first shape alone from now on."""
-        self.controller.other_costs = [None] * len(self.controller.other_costs)
+        if self._costs is not None:
+            self._costs.drop_other_shapes()
 
     def joined(self) -> None:
         """Another sequence has joined the batch: costs of another length may hold again."""
         if self._costs is not None:
-            self._costs.anew()
+            self._costs.changed()
 
     def observe(
         self, kind: PassKind, report: Sequence[list[int]], seconds: Mapping[str, float], resumed: bool
@@ -95,24 +114,24 @@ class PassChooser:
             seconds: of its stages, by name.
             resumed: whether the pass before it had no trees of the drafter.
         """
-        program, controller = self._program, self.controller
+        program = self._program
         running = [row for row in report if row[0] > 0]
         gathered = sum(row[2] for row in running)
         own = PassTimes(kind, gathered / len(running) if running else None, seconds, resumed, self._last)
-        times = self._times.share(own) if self._learns else own
-        if self._learns and times is not None and times.before is not None:
-            controller.host.add(*times.before)
         if running:
-            ranks, chain = None, program.max_draft_tokens if kind.levels == 3 else None
+            chain = program.max_draft_tokens if kind.levels == 3 else None
             rejected, tails = judged(running, chain, program.shapes[0].depth if program.tail_tree else None)
-            if self.lookup and controller.matched(kind):
-                self.lookup.observe([row[0] - 1 for row in report])
-            elif kind.rounds and program.state.rank_counts is not None:
+            ranks, matched = None, list[tuple[int, int, int]]()
+            if self.policy.matched(kind) and self.policy.fixed is None:
+                each = zip(self._common, self.policy.proposed, (row[0] - 1 for row in report), strict=True)
+                matched = [(common, count, tokens) for common, count, tokens in each if common and count]
+            elif not self.policy.matched(kind) and kind.rounds and program.state.rank_counts is not None:
                 ranks = (*program.state.ranks_of(running), kind.rounds * len(running))
-            accepted = sum(row[0] for row in running) - len(running)
-            controller.observe(kind, len(running), gathered, accepted, rejected, ranks, tails)
-        if self._costs is not None and times is not None:
-            self._costs.learn(program, times, self._learns)
+            self.policy.observe(
+                kind, len(running), gathered, sum(row[0] for row in running) - len(running), rejected,
+                ranks, tails, matched,
+            )  # fmt: skip
+        self._learn(self._times.share(own) if self._learns else own)
 
     def took(self, kind: PassKind, seconds: float) -> None:
         """Note the seconds of the last pass beyond those of its stages."""
@@ -120,12 +139,64 @@ class PassChooser:
 
     def finish(self) -> None:
         """Learn from the last pass of a batch, whose times other ranks had not sent."""
-        if self._costs is not None and (rest := self._times.rest()) is not None:
-            self._costs.learn(self._program, rest, self._learns)
+        if self._learns:
+            self._learn(self._times.rest())
 
     def close(self) -> None:
         """Keep what was learnt for later requests."""
-        if self._costs is not None:
-            factors = self._costs.end(self._program, self._to_probs)
-            if self._learnt is not None:
-                self._learnt.keep(self.controller.learnt(factors))
+        if self._costs is None:
+            return
+        self._correct_table(self._costs)
+        if self._learns:
+            kept = self._program.learnt
+            kept.pop(self._kind, None)
+            kept[self._kind] = self.policy.learnt()
+            if len(kept) > _MOST_KINDS:
+                # The one learnt longest ago.
+                del kept[next(iter(kept))]
+
+    def _learn(self, times: PassTimes | None) -> None:
+        """Take up the times of a pass, which are the same on all ranks where choices follow from them."""
+        costs = self._costs
+        if costs is None or times is None or (not self._learns and distributed.current() is not None):
+            return
+        if self._learns and times.before is not None:
+            costs.learn_host(*times.before)
+        if times.gathered is not None:
+            filled = times.gathered / max(1, self._program.max_draft_tokens)
+            costs.learn(times.kind, filled, times.seconds, times.resumed)
+
+    def _correct_table(self, costs: PassCosts) -> None:
+        """Correct the table of stage costs where decoding has shown it to be far off."""
+        timings, first = self._program.selected.timings, costs.table[0]
+        factors = timings.corrections()
+        # Processors that depend on the text take time that the table does not hold.
+        if not factors or first is None or not self._to_probs.context_free:
+            return
+        timings.clear()
+        if distributed.is_first_rank():
+            user_table().replace(settings_of(self._program, self._to_probs), first.scaled(factors))
+
+
+def temperature_class(to_probs: ProbsFromLogits) -> str:
+    """``greedy``, ``low`` or ``high``: requests of one class are accepted about as often."""
+    if to_probs.greedy:
+        return "greedy"
+    found = [p.temperature for p in to_probs.processors if isinstance(p, TemperatureLogitsWarper)]
+    return "low" if found and found[0] <= _LOW_TEMPERATURE else "high"
+
+
+def judged(report: Sequence[Sequence[int]], chain: int | None, tail: int | None) -> tuple[int, Tails | None]:
+    """Sequences in which the target rejected a token of a tree or chain, and the trees behind chains.
+
+    Args:
+        report: of each sequence: committed tokens, verified draft tokens, tokens that level 1 emitted.
+        chain: most tokens of a chain; None for passes without chains.
+        tail: depth of the trees behind chains; None where there are none.
+    """
+    proposed = [row[1] if chain is None else min(row[2], chain) for row in report]
+    beyond = [row[0] - 1 - tokens for row, tokens in zip(report, proposed, strict=True)]
+    rejected, behind = sum(tokens < 0 for tokens in beyond), [tokens for tokens in beyond if tokens >= 0]
+    if chain is None or tail is None:
+        return rejected, None
+    return rejected, Tails(len(behind), sum(behind), sum(tokens < tail for tokens in behind))

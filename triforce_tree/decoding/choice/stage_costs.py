@@ -1,32 +1,40 @@
-"""Stage costs: seconds of each stage, measured on made-up sequences, and the settings they depend on.
+"""Stage costs of a program: measured on made-up sequences, or guessed from the sizes of the models.
 
-The controller of passes chooses by them. They are measured once for a machine, a pair of models and the
-settings below, and kept in the user's cache folder (``cost_table.py``).
+The choice of passes follows from them (``policy/costs.py``). They are measured once for a machine, a pair of
+models and the settings below, and kept in the user's cache folder (``stage_costs.json``).
 """
 
+import logging
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-from triforce_tree.decoding.choice.passes import OF_SHAPE, StageSeconds
 from triforce_tree.decoding.prepared_stages import StageProgress
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stage_set import stage_name
+from triforce_tree.decoding.stage_set import chain_nodes, drafted
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import parameter_bytes
+from triforce_tree.policy.costs import COPIED, CostTable, StageCosts, predicted
+from triforce_tree.policy.passes import StageSeconds
 from triforce_tree.runtime import distributed
+from triforce_tree.runtime.files.user_folders import user_cache
 from triforce_tree.runtime.fingerprint import hardware, shape_of
 from triforce_tree.runtime.stage_clock import StageClock
+from triforce_tree.verify.probs import DeviceProbs
+from triforce_tree.verify.sampling import ProbsFromLogits
 
+_LOG = logging.getLogger(__name__)
 # Most and fewest samples of a stage, the warm-up among them; seconds after which no more are taken, with the
 # fewest and without.
 _SAMPLES, _FEWEST, _ENOUGH, _LONG = 6, 4, 0.1, 1.0
@@ -38,66 +46,25 @@ _ALLOWED, _STAGES, _LEAST_PASSES = 0.02, 24, {"cpu": 26, "cuda": 8}
 _DECODED = {"cpu": 4, "cuda": 1}
 # Tokens that a prefill processes in the time of such a pass: on a CPU, and on a GPU.
 _PREFILLED = {"cpu": 30, "cuda": 100}
-# Stages of the target, whose costs grow with the context.
-_OF_TARGET = ("plain", "chain", "root", "tree")
 # Runs of a sample on a GPU.
 _RUNS = 3
 # The target's stages are measured at the longest context, and at this many tokens or a quarter of it.
 _SHORT = 1024
 # Plain passes before a drafter's preparation; context lengths of an offloaded cache's costs.
 _PAUSED, _OFFLOADED_LENGTHS = 64, 5
+# Share of a plain pass that a forward of a drafter takes which is no draft model.
+_OWN_DRAFTER = 0.05
 
 
-@dataclass(frozen=True)
-class StageCosts:
-    """Seconds of the stages at several context lengths.
+class _Device(NamedTuple):
+    """What a forward takes: seconds of each layer, bytes a second, and the share of a further token."""
 
-    Attributes:
-        lengths: tokens of context, ascending.
-        seconds: at each of the lengths; no stage of the target costs less at a longer one.
+    layer: float
+    bandwidth: float
+    token: float
 
-    Raises:
-        ValueError: lengths that are not ascending, or not as many as the seconds; seconds that decrease.
-    """
 
-    lengths: tuple[int, ...]
-    seconds: tuple[StageSeconds, ...]
-
-    def __post_init__(self) -> None:
-        count = len(self.lengths)
-        if not count or len(self.seconds) != count:
-            raise ValueError(f"{count} lengths, but {len(self.seconds)} seconds; give as many")
-        if list(self.lengths) != sorted(set(self.lengths)):
-            raise ValueError(f"lengths={self.lengths} are not ascending; sort them")
-        for name in _OF_TARGET:
-            values = [getattr(seconds, name) for seconds in self.seconds]
-            if values != sorted(values):
-                raise ValueError(
-                    f"{name}={values} costs less at a longer context; give seconds that do not decrease"
-                )
-
-    def at(self, tokens: int) -> StageSeconds:
-        """After ``tokens`` of context: interpolated between two lengths, extrapolated beyond the last one."""
-        lengths = self.lengths
-        if len(lengths) == 1 or tokens <= lengths[0]:
-            return self.seconds[0]
-        right = next((i for i, length in enumerate(lengths) if length >= tokens), len(lengths) - 1)
-        left, right_seconds = self.seconds[right - 1], self.seconds[right]
-        share = (tokens - lengths[right - 1]) / (lengths[right] - lengths[right - 1])
-        changed = {}
-        for name in _OF_TARGET:
-            low, high = getattr(left, name), getattr(right_seconds, name)
-            if high < math.inf:
-                changed[name] = low + share * (high - low)
-        return replace(left, **changed)
-
-    def scaled(self, factors: Mapping[str, float]) -> "StageCosts":
-        """Each stage's seconds times its factor, where there is one, in two significant digits."""
-        found = []
-        for seconds in self.seconds:
-            own = {name: getattr(seconds, name) * factor for name, factor in factors.items()}
-            found.append(replace(seconds, **{name: float(f"{value:.1e}") for name, value in own.items()}))
-        return replace(self, seconds=tuple(found))
+_CPU, _GPU = _Device(5e-5, 2e10, 0.05), _Device(3e-5, 1.5e12, 0.003)
 
 
 @dataclass(frozen=True)
@@ -121,6 +88,119 @@ class Allowance:
 UNLIMITED = Allowance(math.inf)
 
 
+def user_table() -> CostTable:
+    """The table in the user's cache folder; one object per path."""
+    try:
+        return _table_at(user_cache("stage_costs.json"))
+    except RuntimeError:  # no home folder
+        return _table_at(None)
+
+
+@cache
+def _table_at(path: Path | None) -> CostTable:
+    return CostTable(path)
+
+
+def stage_costs(
+    program: DecodingProgram,
+    to_probs: ProbsFromLogits,
+    table: CostTable | None = None,
+    allowance: Allowance = UNLIMITED,
+) -> StageCosts:
+    """The costs of a program's prepared stages, from the table or measured now; rank 0's on all ranks.
+
+    Where they are measured, sequences must be fed or rewound afterwards. Where the allowance is too short for
+    that, they are guessed, without an entry in the table: the next request guesses the same ones.
+
+    Args:
+        program: a ``DecodingProgram`` after ``prepare(to_probs)``.
+        to_probs: logits to probabilities.
+        table: by default the user's.
+        allowance: what measuring may cost.
+    """
+    table = table or user_table()
+    transferred = program.transferred_bytes if program.cache.backend.transfers else None
+    settings = settings_of(program, to_probs)
+    found = distributed.broadcast_object(table.find(settings))
+    longest = program.max_seq_len - 1
+    if found is None and transferred is None and not allowance.suffices:
+        return distributed.broadcast_object(guessed(program, longest))
+    if found is None and not to_probs.context_free:
+        # Processors that depend on the text must not see a made-up one: measured without them.
+        without = ProbsFromLogits(greedy=to_probs.greedy)
+        program.prepare(without)
+        found = stage_costs(program, without, table, allowance)
+        program.prepare(to_probs)
+    if found is None:
+        _LOG.info("measuring what each stage costs with these settings, once: %s", table.path)
+        start = time.perf_counter()
+        measured = measure(program, longest, program.config.retrieval.refresh, transferred, allowance)
+        program.capture_seconds += time.perf_counter() - start
+        # Times of earlier requests are relative to guessed costs.
+        program.selected.timings.clear()
+        found = distributed.broadcast_object(
+            table.add(settings, measured) if distributed.is_first_rank() else measured
+        )
+    return found
+
+
+def costs_by_shape(program: DecodingProgram, first: StageCosts) -> list[StageCosts | None]:
+    """The costs with trees of each shape; those of all but the first are predicted from its costs.
+
+    A request without these trees is not to wait for their stages, which take seconds to make on a GPU.
+    """
+    known, *others = program.shapes
+    chain, tail = chain_nodes(program), program.tail_tree
+    return [first, *(predicted(first, known, shape, chain, tail) for shape in others)]
+
+
+def guessed(program: DecodingProgram, longest: int) -> StageCosts:
+    """Costs of a program's stages by the sizes of its models, of which nothing is measured.
+
+    Args:
+        longest: most tokens of context.
+    """
+    batch, target, shape = program.batch, program.target, program.shapes[0]
+    weights, element_bytes = parameter_bytes(target.model), program.store.memory.itemsize
+    bits = program.config.weight_bits if program.levels == 3 else 16
+
+    def seconds(tokens: int, context: int, weights: float = weights) -> float:
+        """Of a forward of the target."""
+        seen = sum(s.elements * min(context, s.window or context) for s in target.kv_shapes)
+        read = weights + batch * seen * element_bytes
+        return _seconds_of(target, read, batch * tokens)
+
+    plain = [seconds(1, length) for length in (1, longest)]
+    draft = prepare = math.inf
+    if program.drafter is not None:
+        model = getattr(program.drafter, "draft", None)
+        if isinstance(model, HFModel):
+            forward = _seconds_of(model, parameter_bytes(model.model), batch * max(shape.widths, default=1))
+        else:
+            forward = _OWN_DRAFTER * plain[0]
+        prepare, draft = forward, max(COPIED * plain[0], forward * drafted(program, 2, 1, 0)[0])
+    three = program.levels == 3
+    budget = min(longest, program.config.retrieval.budget)
+    retrieval = seconds(shape.nodes, budget, weights * bits / 16) if three else math.inf
+    found = []
+    for length, alone in zip((1, longest), plain, strict=True):
+        trees = program.levels == 2 or program.two_levels
+        tree = seconds(shape.nodes, length) if trees else math.inf
+        chain = seconds(chain_nodes(program), length) if three else math.inf
+        # On a GPU a graph has the same work whatever it verifies.
+        root = alone if three and program.device.type == "cpu" else chain
+        found.append(
+            StageSeconds(alone, draft, retrieval, chain, root, tree, prepare if draft < math.inf else 0.0)
+        )
+    return StageCosts((1, longest), tuple(found)) if longest > 1 else StageCosts((1,), (found[0],))
+
+
+def _seconds_of(model: HFModel, read: float, tokens: int) -> float:
+    """Seconds of a forward over so many tokens that reads so many bytes."""
+    device = _GPU if model.device.type == "cuda" else _CPU
+    return model.layers * device.layer + read / device.bandwidth * (1 + device.token * (tokens - 1))
+
+
 class MeasuredStages(Protocol):
     """Stages that can be run on made-up sequences: a prepared ``DecodingProgram``."""
 
@@ -138,8 +218,6 @@ class MeasuredStages(Protocol):
     def trial(self, length: int) -> AbstractContextManager[Callable[[bool], None]]: ...
 
     def run(self, name: str, generator: torch.Generator) -> None: ...
-
-    def prepare_shape(self, number: int) -> None: ...
 
     @property
     def drafter(self) -> Drafter | None: ...
@@ -200,45 +278,6 @@ def measure(
     with stages.trial(short) as begin:
         at_short = timer.of_target({"plain": "plain", **target}, begin)
         return _rounded([short, longest], lowest, [at_short, at_longest])
-
-
-def measure_shape(stages: MeasuredStages, shape: int, first: StageCosts, refresh: int = 1) -> StageCosts:
-    """The same with trees of another shape: its own stages are run, other seconds are those of ``first``.
-
-    Args:
-        shape: its number.
-        first: costs with trees of the first shape, on a device: at one or two lengths.
-        refresh: as for :func:`measure`.
-
-    Raises:
-        torch.OutOfMemoryError: device memory is short for its stages.
-    """
-    timer, measured = _Timer(stages), list[dict[str, float]]()
-    drafting = [stage_name(name, shape) for name in ("draft", "retrieval_refresh", "retrieval")]
-    verifying = stage_name("target_tree" if stages.levels == 3 else "target", shape)
-    found: dict[str, float] = {}
-    for length in reversed(first.lengths):
-        with stages.trial(length) as begin:
-            begin(False)
-            stages.prepare_shape(shape)
-            for name in drafting if not found else ():
-                if name in stages.stage_names and (name != drafting[2] or refresh != 1):
-                    found[name] = timer.seconds_of(name, partial(begin, False))
-            verified = timer.of_target({"tree": verifying}, begin)
-        measured.insert(0, verified)
-    lowest = {"draft": found[drafting[0]]}
-    if drafting[1] in found:
-        lowest["retrieval"] = _verified(found[drafting[1]], found.get(drafting[2]), refresh)
-    own = _rounded(
-        first.lengths,
-        lowest,
-        [{"plain": at.plain, **to} for at, to in zip(first.seconds, measured, strict=True)],
-    )
-    changed = [
-        replace(seconds, **{name: getattr(other, name) for name in OF_SHAPE})
-        for seconds, other in zip(first.seconds, own.seconds, strict=True)
-    ]
-    return StageCosts(first.lengths, tuple(changed))
 
 
 def _verified(refreshing: float, retrieval: float | None, refresh: int) -> float:
@@ -314,16 +353,9 @@ class _Timer:
         return min(samples[1:] or samples) / runs
 
 
-def settings_of(
-    program: DecodingProgram, sampling: str, transferred: Callable[[int, bool], int] | None
-) -> dict[str, Any]:
-    """What the costs depend on, as plain values.
-
-    Args:
-        program: a prepared ``DecodingProgram``.
-        sampling: how probabilities come from logits.
-        transferred: as for :func:`measure`.
-    """
+def settings_of(program: DecodingProgram, to_probs: ProbsFromLogits) -> dict[str, Any]:
+    """What the costs of a prepared program depend on with one kind of sampling, as plain values."""
+    transferred = program.transferred_bytes if program.cache.backend.transfers else None
     config, device = program.config, program.device
     settings: dict[str, Any] = {
         "machine": hardware(device),
@@ -333,7 +365,7 @@ def settings_of(
         "context_parallel": config.text_ranks,
         "target": _model(program.target.model),
         "drafter": _drafter(program.drafter),
-        "sampling": sampling,
+        "sampling": DeviceProbs.kind(to_probs),
         "levels": program.levels,
         "two levels": program.two_levels,
         "batch": program.batch,

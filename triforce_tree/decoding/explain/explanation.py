@@ -7,13 +7,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.decoding.choice.passes import OF_SHAPE, PassKind
 from triforce_tree.decoding.explain.tally import AcceptanceTally, DepthCounts, Node, OriginTally
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stage_set import stage_name
 from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.policy.passes import OF_SHAPE, PassKind
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
 from triforce_tree.trees.shapes import shape_name
@@ -173,25 +173,26 @@ def explained(
 
 
 def _name(kind: PassKind, loop: DecodingLoop) -> str:
-    return MATCHED_PASSES if loop.controller.matched(kind) else str(kind)
+    return MATCHED_PASSES if loop.policy.matched(kind) else str(kind)
 
 
 def _stages(program: DecodingProgram, loop: DecodingLoop) -> dict[str, float]:
     """Milliseconds of one run of each stage, by its name."""
-    controller, found = loop.controller, dict[str, float]()
-    costs = [] if controller.costs is None else [controller.costs, *controller.other_costs]
-    for shape, own in enumerate(costs):
+    costs, found = loop.policy.costs, dict[str, float]()
+    if costs is None:
+        return {}
+    for shape in costs.shapes:
         for field, names in _STAGES.items():
             name = names[program.levels == 3]
-            if own is None or name not in program.stage_names or (shape and field not in OF_SHAPE):
+            if name not in program.stage_names or (shape and field not in OF_SHAPE):
                 continue
-            if (seconds := getattr(own, field)) < float("inf"):
+            if (seconds := getattr(costs.stages(shape), field)) < float("inf"):
                 found[stage_name(name, shape)] = 1e3 * seconds
     return found
 
 
 def _choices(loop: DecodingLoop, made: Counter[PassKind]) -> list[Choice]:
-    if loop.controller.costs is None:
+    if loop.policy.costs is None:
         return []
-    options = sorted(loop.controller.options(), key=lambda option: -option.rate)
+    options = sorted(loop.policy.options(), key=lambda option: -option.rate)
     return [Choice(str(o.kind), made[o.kind], o.tokens, 1e3 * o.seconds) for o in options]

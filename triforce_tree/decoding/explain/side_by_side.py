@@ -95,7 +95,7 @@ class SideBySide:
         # A sampled text repeats by its seed only where the choice of passes does.
         self._ours = DecodingLoop.over(program, to_probs, seed, repeatable=not to_probs.greedy)
         self._alone = DecodingLoop.over(program, to_probs, derived(seed, Stream.ROW, 1), repeatable=True)
-        self._alone.controller.fixed = 0
+        self._alone.policy.fixed = 0
         self.trees: list[list[Node]] = []
 
     @property

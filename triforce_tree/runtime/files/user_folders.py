@@ -11,7 +11,7 @@ def user_cache(name: str) -> Path:
     ``~/.cache``.
 
     Args:
-        name: a file or folder: "kernels", "gguf", "stage_costs.json", "estimates.json".
+        name: a file or folder: "kernels", "gguf", "stage_costs.json".
 
     Raises:
         RuntimeError: neither variable is set, and the user has no home folder.

@@ -6,9 +6,8 @@ from statistics import mean
 import pytest
 
 from tests.support.distributions.simulated_trees import SHAPES, Simulation, path_lengths
-from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET
-from triforce_tree.decoding.choice.budgets.trials import TRIALS
-from triforce_tree.decoding.choice.tree_acceptance import ByRank, TreeAcceptance, accepted_tokens
+from triforce_tree.policy.budgets import REFILL, START_BUDGET, TRIALS
+from triforce_tree.policy.estimates import ByRank, TreeAcceptance, accepted_tokens
 
 SURE: ByRank = ((0.9, 0.03, 0.01),)
 USUAL: ByRank = ((0.6, 0.12, 0.06, 0.04, 0.02),)
@@ -37,7 +36,7 @@ def test_within_two_percent_of_the_best_shape(levels: int, machine: str, text: s
         pytest.skip("nothing is faster than plain decoding")
     late = []
     for seed in range(2):
-        _, passes = simulation.run(simulation.controller(), 4000, seed)
+        _, passes = simulation.run(simulation.policy(), 4000, seed)
         seconds = tokens = 0.0
         for kind, _ in passes[len(passes) // 4 :]:
             if kind.levels > 1:
@@ -52,7 +51,7 @@ def test_levels_and_shapes_are_chosen_together() -> None:
     for machine, text in ((FLAT, USUAL), (PRICED, SURE), (BETWEEN, SPREAD)):
         simulation = Simulation(machine, text, 0)
         rates = simulation.rates(text)
-        speeds = [simulation.run(simulation.controller(), 3000, seed)[0] for seed in range(2)]
+        speeds = [simulation.run(simulation.policy(), 3000, seed)[0] for seed in range(2)]
         assert mean(speeds) >= 0.94 * max(rates.values())
 
 
@@ -74,14 +73,14 @@ def test_no_text_costs_more_than_the_loss_budget(levels: int, machine: str) -> N
         for chain in (0.0, 0.5):
             for tokens in (256,):
                 simulation = Simulation(MACHINES[machine], acceptance, levels, chain)
-                speed, _ = simulation.run(simulation.controller(), tokens)
+                speed, _ = simulation.run(simulation.policy(), tokens)
                 assert 1 / speed - 1 <= START_BUDGET / tokens + REFILL + 1e-9
 
 
 def test_the_shape_follows_the_text() -> None:
     """First one in which the first guess is right, then one with many candidates."""
     simulation = Simulation(PRICED, lambda made: SURE if made < 4000 else SPREAD)
-    _, passes = simulation.run(simulation.controller(), 12_000)
+    _, passes = simulation.run(simulation.policy(), 12_000)
     best = [
         max(range(3), key=lambda n, text=text: simulation.rates(text)[2, 1, n]) for text in (SURE, SPREAD)
     ]
@@ -97,27 +96,24 @@ def test_the_shape_follows_the_text() -> None:
 
 def test_a_shape_without_costs_is_not_taken() -> None:
     simulation = Simulation(FLAT, USUAL)
-    control = simulation.controller()
-    control.other_costs = [None, simulation.costs[2]]
-    _, passes = simulation.run(control, 1000)
-    assert 1 not in {kind.shape for kind, _ in passes}
     best = simulation.rates(USUAL)
-    control.other_costs = [simulation.costs[1], None]
     assert best[2, 1, 0] > best[2, 1, 2]
-    assert {kind.shape for kind, _ in simulation.run(control, 1000)[1]} <= {0, 1}
+    for shape in (1, 2):
+        _, passes = simulation.run(simulation.policy(without=[shape]), 1000)
+        assert shape not in {kind.shape for kind, _ in passes}
 
 
 def test_acceptance_by_depth_and_rank_is_found() -> None:
     truth: ByRank = ((0.6, 0.1, 0.05), (0.8, 0.05, 0.02), (0.4, 0.3, 0.1))
     simulation = Simulation(FLAT, truth, shapes=SHAPES[:1])
     counted = Simulation(FLAT, truth)
-    control = counted.controller()
-    counted.run(control, 8000, 1)
-    table = control.estimates.learnt(True).by_rank
+    policy = counted.policy()
+    counted.run(policy, 8000, 1)
+    table = policy.estimates.learnt(True).by_rank
     for at_depth, own in zip(truth, table, strict=True):
         assert own[0] == pytest.approx(at_depth[0], abs=0.12)
     assert table[1][0] > table[0][0] > table[2][0]
-    assert simulation.controller().estimates.learnt(True).by_rank == (), "one shape needs none"
+    assert simulation.policy().estimates.learnt(True).by_rank == (), "one shape needs none"
 
 
 def test_expected_tokens_are_those_of_the_distribution() -> None:
@@ -133,7 +129,7 @@ def test_shapes_that_yield_more_than_expected_raise_expectations_of_all() -> Non
     found = TreeAcceptance(SHAPES, USUAL)
     for _ in range(60):
         # Three accepted tokens of each tree, ten times as many as the ranks let expect.
-        found.observe([[10, *[0] * 7]] * 3, [[1, *[0] * 7]] * 3, 1, 2, 0)
+        found.observe(([[10, *[0] * 7]] * 3, [[1, *[0] * 7]] * 3, 1), 2, 0)
     assert found.ratio(2, 0) > found.ratio(3, 1) > 1.2
     assert found.ratio(2, 1) > 1.2
     assert all(found.expected(2, n) <= 4 for n in range(3)), "no more than its depth and one"
@@ -142,6 +138,6 @@ def test_shapes_that_yield_more_than_expected_raise_expectations_of_all() -> Non
 
 def test_equal_observations_give_equal_choices() -> None:
     simulation = Simulation(BETWEEN, USUAL, 0)
-    runs = [simulation.run(simulation.controller(), 800, 3) for _ in range(2)]
+    runs = [simulation.run(simulation.policy(), 800, 3) for _ in range(2)]
     assert runs[0] == runs[1]
     assert len({kind.shape for kind, _ in runs[0][1]}) > 1

@@ -13,48 +13,44 @@ from tests.support.distributions.simulated_passes import (
     MIXED,
     MOST,
     Cost,
-    controller,
     costs_of,
+    policy_of,
     rounds_of,
+    shape_of,
     simulated,
 )
-from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET
-from triforce_tree.decoding.choice.controller import PassController
-from triforce_tree.decoding.choice.estimates import acceptance_of, tokens_of
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
-from triforce_tree.decoding.choice.times.host_seconds import HostSeconds
+from triforce_tree.policy.budgets import REFILL, START_BUDGET
+from triforce_tree.policy.estimates import Learnt, acceptance_of, tokens_of
+from triforce_tree.policy.pass_policy import LearntChoice, PassLevels, PassPolicy
+from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
 
 
 @pytest.mark.parametrize("fixed", [0, 1, 5])
 def test_fixed_rounds_are_kept(fixed: int) -> None:
-    assert set(rounds_of(simulated(controller(3, (50.0, 4.0), fixed), 0.1, 80)[1])) == {fixed}
-    assert set(rounds_of(simulated(controller(2, (50.0, 4.0), fixed), 0.1, 80)[1])) == {min(fixed, 1)}
+    assert set(rounds_of(simulated(policy_of(3, (50.0, 4.0), fixed), 0.1, 80)[1])) == {fixed}
+    assert set(rounds_of(simulated(policy_of(2, (50.0, 4.0), fixed), 0.1, 80)[1])) == {min(fixed, 1)}
 
 
 def test_one_level_never_drafts() -> None:
-    alone = PassController(1, 0, 0)
-    assert alone.choose() == PLAIN
-    alone.observe(PLAIN)
-    assert alone.choose() == PLAIN
-    assert PassController(1, 0, 0, 5).choose() == PLAIN
+    for fixed in (None, 5):
+        alone = PassPolicy(PassLevels(1, [], 0), None, fixed)
+        assert alone.choose() == PLAIN
+        alone.observe(PLAIN)
+        assert alone.choose() == PLAIN
 
 
 def test_missing_costs_are_reported_where_they_are_needed() -> None:
-    with pytest.raises(ValueError, match=r"costs=None.*set costs, or fix the rounds"):
-        PassController(3, DEPTH, MOST).choose()
-    with pytest.raises(ValueError, match=r"plain=0\.0 seconds must be above 0"):
-        StageSeconds(0.0)
-    with pytest.raises(ValueError, match=r"plain=inf seconds must be finite"):
-        StageSeconds(float("inf"))
+    with pytest.raises(ValueError, match=r"costs=None.*give costs, or fix the rounds"):
+        PassPolicy(PassLevels(3, [shape_of("chain:3")], MOST)).choose()
 
 
 def test_the_choice_is_that_of_equation_1() -> None:
-    control = controller()
-    simulated(control, 0.85, 600)
-    chosen = control.choose()
-    a, rates = control.acceptance, {}
-    for option in control.options()[1:]:
-        chain = min(MOST, option.kind.rounds * control.tokens_per_round)
+    policy = policy_of()
+    simulated(policy, 0.85, 600)
+    chosen = policy.choose()
+    a, rates = policy.estimates.chain, {}
+    for option in policy.options()[1:]:
+        chain = min(MOST, option.kind.rounds * policy.estimates.per_round())
         rates[option.kind] = (1 - a ** (chain + 1)) / (1 - a) / (0.25 * option.kind.rounds + 1.0)
         assert option.rate == pytest.approx(rates[option.kind])
     assert chosen == max(rates, key=rates.__getitem__)
@@ -75,32 +71,27 @@ def test_shorter_chains_cost_less_where_their_verification_does() -> None:
     assert cost.of(PassKind(3, 2), 0.25) == pytest.approx(1.0 + 2.0)
     assert cost.of(PassKind(3, 2), 2.0) == pytest.approx(1.0 + 5.0), "no chain is longer than the longest"
     assert replace(cost, root=7.0).of(PassKind(3, 1), 0.0) == pytest.approx(0.5 + 5.0)
-    short = mean(rounds_of(simulated(controller(3, cost), 0.8, 800)[1])[-40:])
-    long = mean(rounds_of(simulated(controller(3, replace(cost, chain=1.0)), 0.8, 800)[1])[-40:])
+    short = mean(rounds_of(simulated(policy_of(3, cost), 0.8, 800)[1])[-40:])
+    long = mean(rounds_of(simulated(policy_of(3, replace(cost, chain=1.0)), 0.8, 800)[1])[-40:])
     assert short < long
 
 
 def test_higher_acceptance_means_more_rounds() -> None:
-    late = [mean(rounds_of(simulated(controller(), a, 1500)[1])[-60:]) for a in (0.6, 0.8, 0.9, 0.98)]
+    late = [mean(rounds_of(simulated(policy_of(), a, 1500)[1])[-60:]) for a in (0.6, 0.8, 0.9, 0.98)]
     assert late == sorted(late)
     assert late[0] < 4 < 5 < late[-1]
 
 
 def test_estimates_follow_what_happened() -> None:
-    control = controller()
-    simulated(control, 0.7, 2000, per_token=0.5)
-    assert control.acceptance == pytest.approx(0.7, abs=0.1)
-    assert control.tokens_per_round == pytest.approx(1 + 0.5 + 0.25 + 0.125, abs=0.2)
+    policy = policy_of()
+    simulated(policy, 0.7, 2000, per_token=0.5)
+    assert policy.estimates.chain == pytest.approx(0.7, abs=0.1)
+    assert policy.estimates.per_round() == pytest.approx(1 + 0.5 + 0.25 + 0.125, abs=0.2)
 
 
-def test_expected_estimates_decide_about_the_first_pass() -> None:
-    few, many = controller(), controller()
-    few.expect(0.6, 3.0)
-    many.expect(0.99, 3.0)
+def test_learnt_estimates_decide_about_the_first_pass() -> None:
+    few, many = (policy_of(learnt=LearntChoice(Learnt(a, 3.0))) for a in (0.6, 0.99))
     assert few.choose().rounds < many.choose().rounds
-    for wrong in ((1.1, 2.0), (0.5, 0.5), (0.5, float("inf"))):
-        with pytest.raises(ValueError, match=r"must be within 0 and 1|must be at least 1"):
-            few.expect(*wrong)
 
 
 @pytest.mark.parametrize("levels", [2, 3, MIXED])
@@ -109,8 +100,8 @@ def test_rejected_drafts_cost_less_than_2_percent(levels: int, cost: Cost) -> No
     """Of 256 tokens as well, with what the drafter does when it resumes."""
     for prepare in (0.0, 0.5):
         for tokens in (256, 512, 4000):
-            control = controller(levels, replace(costs_of(levels, cost), prepare=prepare))
-            speed, chosen = simulated(control, 0.0, tokens, per_token=0.2)
+            policy = policy_of(levels, replace(costs_of(levels, cost), prepare=prepare))
+            speed, chosen = simulated(policy, 0.0, tokens, per_token=0.2)
             assert speed >= 0.98
             assert 1 / speed - 1 <= START_BUDGET / tokens + REFILL + 1e-9
         if sum(cost) > 1.3:
@@ -128,7 +119,7 @@ def test_no_acceptance_costs_more_than_the_budget(levels: int) -> None:
     for acceptance in turns:
         for cost in COSTS:
             for seed in range(2):
-                speed, _ = simulated(controller(levels, cost), acceptance, 256, seed)
+                speed, _ = simulated(policy_of(levels, cost), acceptance, 256, seed)
                 assert 1 / speed - 1 <= START_BUDGET / 256 + REFILL + 1e-9, (cost, seed)
                 assert speed >= 0.98
 
@@ -170,7 +161,7 @@ def test_as_fast_as_the_best_fixed_choice(levels: int, cost: Cost, acceptance: f
     best = max(yields[kind] / costs.of(kind) for kind in kinds)
     speeds = []
     for seed in range(6):
-        _, chosen = simulated(controller(levels, costs), acceptance, 2000, seed)
+        _, chosen = simulated(policy_of(levels, costs), acceptance, 2000, seed)
         speeds.append(sum(yields[kind] for kind in chosen) / sum(map(costs.of, chosen)))
     # Where a pass costs much, the budget admits few at first.
     share = 0.97 if sum(cost) < 2 else 0.92
@@ -204,7 +195,7 @@ def test_the_number_of_levels_that_is_fastest(
     assert best.levels == wanted, "the case is what it says"
     for seed in range(5):
         speed, chosen = simulated(
-            controller(MIXED, costs), acceptance, 2500, seed, per_token=per_token, tree=tree
+            policy_of(MIXED, costs), acceptance, 2500, seed, per_token=per_token, tree=tree
         )
         speeds.append(speed)
         counts.update(kind.levels for kind in chosen[len(chosen) // 4 :])
@@ -215,69 +206,26 @@ def test_the_number_of_levels_that_is_fastest(
 def test_rounds_tell_about_passes_of_two_levels() -> None:
     """Neither kind has to be tried for what the other has shown."""
     costs = StageSeconds(1.0, draft=0.05, retrieval=0.2, chain=1.05, tree=1.03)
-    good, bad = controller(MIXED, costs), controller(MIXED, costs)
-    for control, gathered in ((good, 12), (bad, 4)):
+    good, bad = policy_of(MIXED, costs), policy_of(MIXED, costs)
+    for policy, gathered in ((good, 12), (bad, 4)):
         for _ in range(10):
-            control.observe(PassKind(3, 3), 1, gathered, gathered, 0)
-    assert good.estimates.tree > 0.8 > 0.4 > bad.estimates.tree
-    fresh = controller(MIXED, costs).tokens_per_round
-    tried = controller(MIXED, costs)
+            policy.observe(PassKind(3, 3), 1, gathered, gathered, 0)
+    assert good.estimates.tree() > 0.8 > 0.4 > bad.estimates.tree()
+    fresh = policy_of(MIXED, costs).estimates.per_round()
+    tried = policy_of(MIXED, costs)
     for _ in range(10):
         tried.observe(PassKind(2, 1), 1, 0, 0, 1)
-    assert tried.tokens_per_round < fresh - 0.3
+    assert tried.estimates.per_round() < fresh - 0.3
 
 
 def test_a_batch_counts_per_sequence() -> None:
-    one, many = controller(), controller()
+    one, many = policy_of(), policy_of()
     for accepted in (5, 0, 3, 7, 2):
         one.observe(PassKind(3, 3), 1, 8, accepted, 1)
         many.observe(PassKind(3, 3), 4, 32, 4 * accepted, 4)
-    assert many.tokens_per_round == pytest.approx(one.tokens_per_round)
-    assert many.acceptance == pytest.approx(one.acceptance, abs=0.05)
+    assert many.estimates.per_round() == pytest.approx(one.estimates.per_round())
+    assert many.estimates.chain == pytest.approx(one.estimates.chain, abs=0.05)
     assert many.budget.left == pytest.approx(one.budget.left)
-
-
-def test_costs_follow_measured_times_and_no_outlier() -> None:
-    control = controller(MIXED, StageSeconds(1.0, 0.2, 0.8, chain=4.0, root=2.0, tree=2.0, prepare=1.0))
-    for _ in range(40):
-        control.refine(PassKind(3, 2), MOST, {"draft": 0.2, "retrieval": 0.8, "target": 3.0, "prepare": 9.0})
-        control.refine(PassKind(2, 1), 0, {"draft": 0.1, "target": 4.0, "prepare": 0.5}, resumed=True)
-        control.refine(PLAIN, 0, {"target": 0.5})
-    cost = control.costs
-    assert cost is not None
-    assert vars(cost) == pytest.approx(
-        {
-            "plain": 0.5, "draft": 0.1, "retrieval": 0.4, "chain": 3.0, "root": 1.5, "tree": 4.0,
-            "prepare": 0.5,
-        },
-        rel=0.01,
-    )  # fmt: skip
-    control.refine(PassKind(3, 2), MOST, {"draft": 1e3, "retrieval": 1e3, "target": 1e3})
-    assert control.costs.chain < 1.2 * cost.chain
-    bare = PassController(3, DEPTH, MOST, fixed=2)
-    bare.refine(PassKind(3, 2), 4, {"target": 1.0})
-    assert bare.costs is None
-
-
-def test_stages_that_were_not_measured_follow_the_others() -> None:
-    """A table of a machine that was three times as busy: plain passes alone are made, and drafting pays."""
-    busy = StageSeconds(3.0, draft=0.6, tree=3.3, prepare=1.5)
-    control = controller(2, busy)
-    for _ in range(60):
-        control.refine(PLAIN, 0, {"target": 1.0})
-    assert control.costs is not None
-    assert vars(control.costs) == pytest.approx(vars(busy.scaled(dict.fromkeys(vars(busy), 1 / 3))), rel=0.01)
-    # What was measured once no longer follows.
-    for _ in range(60):
-        control.refine(PassKind(2, 1), 0, {"draft": 0.3, "target": 1.1})
-    for _ in range(60):
-        control.refine(PLAIN, 0, {"target": 0.7})
-    found = vars(control.costs)
-    assert (found["plain"], found["draft"], found["tree"]) == pytest.approx((0.7, 0.3, 1.1), rel=0.01)
-    drafting = controller(2, busy)
-    drafting.refine(PassKind(2, 1), 0, {"draft": 0.2, "target": 1.1})
-    assert drafting.costs is not None
-    assert drafting.costs.plain == 3.0, "drafts may be fast or slow by themselves"
 
 
 MS = StageSeconds(0.3e-3, draft=0.05e-3, retrieval=0.05e-3, chain=0.31e-3, tree=0.31e-3, prepare=0.05e-3)
@@ -291,8 +239,8 @@ def test_the_hosts_time_decides_whether_small_models_draft(levels: int) -> None:
         for known in ((0.0, 0.0), host):
             speeds, drafted = [], 0
             for seed in range(4):
-                control = controller(levels, MS)
-                speed, chosen = simulated(control, acceptance, 1500, seed, 0.35, host=known)
+                policy = policy_of(levels, MS)
+                speed, chosen = simulated(policy, acceptance, 1500, seed, 0.35, host=known)
                 speeds.append(speed)
                 drafted += sum(kind != PLAIN for kind in chosen[len(chosen) // 4 :])
             late[acceptance, known] = drafted
@@ -304,57 +252,27 @@ def test_the_hosts_time_decides_whether_small_models_draft(levels: int) -> None:
 
 
 def test_the_hosts_time_hardly_matters_to_passes_of_10_ms() -> None:
-    costs = StageSeconds(10e-3, draft=1e-3, retrieval=2e-3, chain=10.5e-3, tree=10.3e-3)
-    control = controller(MIXED, costs)
-    plain, *before = control.options()
+    policy = policy_of(MIXED, StageSeconds(10e-3, draft=1e-3, retrieval=2e-3, chain=10.5e-3, tree=10.3e-3))
+    plain, *before = policy.options()
     for _ in range(4):
-        control.host.add(PLAIN, 0.1e-3)
-        control.host.add(PassKind(2, 1), 0.4e-3)
-    slower, *after = control.options()
+        policy.costs.learn_host(PLAIN, 0.1e-3)
+        policy.costs.learn_host(PassKind(2, 1), 0.4e-3)
+    slower, *after = policy.options()
+    assert slower.seconds > plain.seconds
     for one, other in zip(before, after, strict=True):
         assert 0.97 < (other.rate / slower.rate) / (one.rate / plain.rate) < 1.03
 
 
-def test_the_hosts_time_is_a_median() -> None:
-    host, drafting = HostSeconds(), PassKind(2, 1)
-    assert host.of(PLAIN) == host.of(drafting) == 0
-    for seconds in (5.0, 1e-4, 1e-4, 1.5e-4, 1e-4):
-        host.add(PLAIN, seconds)
-    assert host.of(PLAIN) == 1e-4
-    assert host.of(drafting) == 1e-4, "as plain passes, until it is measured"
-    for _ in range(2):
-        host.add(drafting, 3.0)
-    assert host.of(drafting) == 1e-4, "the first ones may be chance"
-    for _ in range(6):
-        host.add(drafting, 4e-4)
-    assert host.of(drafting) == 4e-4
-    for _ in range(20):
-        host.add(PLAIN, 5e-4)
-    assert host.of(drafting) == 5e-4, "the machine has become busy"
-    for _ in range(20):
-        host.add(PLAIN, -1e-3)
-    assert host.of(PLAIN) == 0
-
-
-def test_factors_are_of_the_stages_that_there_are() -> None:
-    base = StageSeconds(1.0, draft=0.5, tree=2.0)
-    measured = StageSeconds(2.0, draft=0.25, tree=2.0)
-    assert measured.relative_to(base) == {"plain": 2.0, "draft": 0.5, "tree": 1.0}
-    assert StageSeconds(3.0, draft=0.5, tree=4.0).scaled(measured.relative_to(base)) == StageSeconds(
-        6.0, draft=0.25, tree=4.0
-    )
-
-
 def test_passes_without_proposed_tokens_leave_the_acceptance() -> None:
     """No token proposed and none accepted: the acceptance stays."""
-    control = controller()
-    before = control.acceptance
-    control.observe(PassKind(3, 1), 1, 1, 0, 0)
-    assert control.acceptance == pytest.approx(before)
-    control.observe(PassKind(3, 1), 1, 1, 3, 0)
-    assert control.acceptance > before
+    policy = policy_of()
+    before = policy.estimates.chain
+    policy.observe(PassKind(3, 1), 1, 1, 0, 0)
+    assert policy.estimates.chain == pytest.approx(before)
+    policy.observe(PassKind(3, 1), 1, 1, 3, 0)
+    assert policy.estimates.chain > before
 
 
 def test_equal_observations_give_equal_choices() -> None:
     for levels in (3, MIXED):
-        assert simulated(controller(levels), 0.7, 700, 5) == simulated(controller(levels), 0.7, 700, 5)
+        assert simulated(policy_of(levels), 0.7, 700, 5) == simulated(policy_of(levels), 0.7, 700, 5)

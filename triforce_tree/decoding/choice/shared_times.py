@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from triforce_tree.decoding.choice.passes import PassKind
+from triforce_tree.policy.passes import PassKind
 from triforce_tree.runtime import distributed
 
 

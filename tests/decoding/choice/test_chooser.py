@@ -1,9 +1,12 @@
 """Passes chosen while decoding: from the table of costs, measured times, and what earlier requests learnt."""
 
+import logging
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from tests.support.models.program_cases import (
     GREEDY,
@@ -14,17 +17,25 @@ from tests.support.models.program_cases import (
     finished,
     model,
     program_of,
+    reference,
     references,
     sequences_of,
 )
+from triforce_tree.decoding import prepared_stages
 from triforce_tree.decoding.choice import chooser
-from triforce_tree.decoding.choice.budgets.loss_budget import START_BUDGET
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
-from triforce_tree.decoding.choice.stage_costs import StageCosts
-from triforce_tree.decoding.choice.times.shared_times import SharedTimes
+from triforce_tree.decoding.choice.chooser import judged, temperature_class
+from triforce_tree.decoding.choice.shared_times import SharedTimes
+from triforce_tree.decoding.choice.stage_costs import settings_of
 from triforce_tree.decoding.loop import DecodingLoop
+from triforce_tree.decoding.prepared_stages import held_back
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.policy import costs
+from triforce_tree.policy.budgets import START_BUDGET
+from triforce_tree.policy.costs import StageCosts
+from triforce_tree.policy.estimates import Tails
+from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.runtime.stage_clock import StageClock
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 SECONDS = {"prepare": 0.0, "draft": 0.1, "retrieval": 0.1, "target": 1.2, "plain": 1.0}
 
@@ -54,13 +65,13 @@ def decoded(
 ) -> tuple[list[PassKind], list[int], DecodingLoop]:
     """The kinds of the passes, the new tokens, and the loop."""
     loop = DecodingLoop.over(program, SAMPLED, 5, repeatable)
-    choose, kinds = loop.controller.choose, []
+    choose, kinds = loop.policy.choose, []
 
-    def recorded() -> PassKind:
-        kinds.append(choose())
+    def recorded(*state: object) -> PassKind:
+        kinds.append(choose(*state))
         return kinds[-1]
 
-    loop.controller.choose = recorded
+    loop.policy.choose = recorded
     [tokens] = finished(loop, PROMPTS[prompt : prompt + 1], [new])
     return kinds, tokens, loop
 
@@ -69,6 +80,12 @@ def adaptive(levels: int = 3, **options: object) -> DecodingProgram:
     return program_of(
         model("llama-gqa"), draft_of("llama-gqa"), levels, 1, **{"gamma": 8, "rounds": None, **options}
     )
+
+
+def acceptance(program: DecodingProgram, levels: int, to_probs: ProbsFromLogits = SAMPLED) -> float:
+    """The acceptance of chains, or with two levels of trees, that the next request begins with."""
+    estimates = DecodingLoop.over(program, to_probs, 0).policy.estimates
+    return estimates.chain if levels == 3 else estimates.tree()
 
 
 @pytest.fixture
@@ -99,19 +116,15 @@ def test_a_seed_chooses_by_the_table_alone(levels: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("levels", [2, 3])
 def test_a_request_starts_from_what_the_last_one_learnt(levels: int) -> None:
     program = adaptive(levels)
-    fresh = DecodingLoop.over(program, SAMPLED, 0).controller
-    first = decoded(program, repeatable=False)[2].controller
-    assert first.acceptance != fresh.acceptance
-    second = DecodingLoop.over(program, SAMPLED, 0).controller
-    assert second.acceptance == pytest.approx(first.acceptance)
-    # What is inferred from passes of the other number of levels weighs otherwise in the new request.
-    left = first.learnt({}).estimates.tokens_per_round
-    assert second.estimates._now.tokens_per_round == pytest.approx(left)
-    assert second.budget.left == min(first.budget.kept, START_BUDGET)
+    fresh = acceptance(program, levels)
+    left = decoded(program, repeatable=False)[2].policy.learnt()
+    second = DecodingLoop.over(program, SAMPLED, 0).policy
+    assert second.budget.left == min(left.budget, START_BUDGET)
+    assert acceptance(program, levels) != fresh
     # Greedy decoding accepts other tokens, and each pass of another refresh costs something else.
-    assert DecodingLoop.over(program, GREEDY, 0).controller.acceptance == fresh.acceptance
+    assert acceptance(program, levels, GREEDY) == fresh
     program.config = replace(program.config, retrieval=replace(program.config.retrieval, refresh=3))
-    assert DecodingLoop.over(program, SAMPLED, 0).controller.acceptance == fresh.acceptance
+    assert acceptance(program, levels) == fresh
 
 
 @pytest.mark.usefixtures("table")
@@ -122,7 +135,7 @@ def test_a_seeded_request_is_independent_of_earlier_ones() -> None:
     for prompt in (0, 1, 2):
         decoded(program, repeatable=False, prompt=prompt)
     fresh, learnt = (DecodingLoop.over(program, SAMPLED, 0, repeatable) for repeatable in (True, False))
-    assert fresh.controller.acceptance != learnt.controller.acceptance
+    assert fresh.policy.estimates.chain != learnt.policy.estimates.chain
     assert decoded(program, repeatable=True)[:2] == before
 
 
@@ -131,14 +144,13 @@ def test_the_controller_knows_what_remains() -> None:
     """The most that a running sequence may still get; nothing is drafted for the last token."""
     program = program_of(model("llama-gqa"), model("llama-gqa"), 2, 3, rounds=None)
     loop, seen = DecodingLoop.over(program, GREEDY, 0), []
-    choose = loop.controller.choose
+    choose = loop.policy.choose
 
-    def recorded() -> PassKind:
-        kind = choose()
-        seen.append((loop.controller.remaining, kind))
-        return kind
+    def recorded(remaining: float, *state: object) -> PassKind:
+        seen.append((remaining, choose(remaining, *state)))
+        return seen[-1][1]
 
-    loop.controller.choose = recorded
+    loop.policy.choose = recorded
     sequences, left = sequences_of(PROMPTS, NEW), []
     loop.begin(sequences)
     while loop.running:
@@ -158,9 +170,7 @@ def test_an_interrupted_request_leaves_what_it_learnt() -> None:
     with loop:
         for _ in range(3):
             loop.step()
-    assert DecodingLoop.over(program, SAMPLED, 0).controller.acceptance == pytest.approx(
-        loop.controller.acceptance
-    )
+    assert acceptance(program, 3) == pytest.approx(loop.policy.estimates.chain)
 
 
 def test_measured_costs_follow_the_context_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,18 +179,16 @@ def test_measured_costs_follow_the_context_length(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(chooser, "stage_costs", lambda *_: costs)
     # A draft that is always accepted: no pass is a plain one.
     program = program_of(model("llama-gqa"), model("llama-gqa"), 2, window=200, rounds=None)
-    set_clock(monkeypatch, draft=0.2, target=2 * costs.at(110).tree)
+    set_clock(monkeypatch, draft=0.2, target=1.6 * costs.at(110).tree)
     kinds, _, loop = decoded(program, repeatable=False, prompt=2, new=40)
-    assert set(kinds) == {PassKind(2, 1)}
-    first = loop.controller.costs
-    assert first is not None
-    assert first.tree > 1.5 * costs.at(110).tree
+    assert set(kinds[:-3]) == {PassKind(2, 1)}, "the last tokens take no draft"
+    first = loop.policy.costs.stages(0)
+    assert first.tree > 1.4 * costs.at(110).tree
     assert costs.at(120).plain <= first.plain < costs.at(130).plain, "the table's, at the length reached"
     later = DecodingLoop.over(program, SAMPLED, 0)
     later.begin(sequences_of([PROMPTS[0][:20]], [4]))
     later.step()
-    assert later.controller.costs is not None
-    assert later.controller.costs.tree > 1.4 * costs.at(20).tree
+    assert later.policy.costs.stages(0).tree > 1.3 * costs.at(20).tree
 
 
 def test_ranks_share_times_only_where_draft_lengths_follow_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,12 +221,11 @@ def test_the_hosts_time_counts_without_a_seed_alone(monkeypatch: pytest.MonkeyPa
         patched.setattr(time, "perf_counter", slow_host)
         slow = {repeatable: decoded(program, repeatable) for repeatable in (True, False)}
     assert slow[True][:2] == fast[0], "with a seed the choices do not depend on wall times"
-    host = slow[False][2].controller.host
-    assert 0 < host.of(PLAIN) <= host.of(PassKind(2, 1))
-    assert slow[True][2].controller.host.of(PassKind(2, 1)) == 0
     later = {repeatable: DecodingLoop.over(program, SAMPLED, 0, repeatable) for repeatable in (True, False)}
-    assert later[False].controller.host.of(PassKind(2, 1)) == host.of(PassKind(2, 1))
-    assert later[True].controller.host.of(PassKind(2, 1)) == 0
+    for found in (slow, {repeatable: (own,) for repeatable, own in later.items()}):
+        with_seed, without = (found[repeatable][-1].policy.costs for repeatable in (True, False))
+        for kind in (PLAIN, PassKind(2, 1)):
+            assert with_seed.of(kind) < 2 < 20 < without.of(kind)
 
 
 def test_two_levels_fall_back_to_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,3 +236,111 @@ def test_two_levels_fall_back_to_plain_decoding(monkeypatch: pytest.MonkeyPatch)
     assert finished(loop, PROMPTS, NEW) == references()
     draft, target = loop.levels
     assert 0 < draft.forwards / program.drafter.depth < 0.5 * target.forwards
+
+
+def test_classes_of_temperatures() -> None:
+    at = ProbsFromLogits.at
+    found = [temperature_class(p) for p in (at(0), at(0.2), at(0.7), at(0.71), at(1.0), ProbsFromLogits())]
+    assert found == ["greedy", "low", "low", "high", "high", "high"]
+    assert temperature_class(ProbsFromLogits(LogitsProcessorList([TopKLogitsWarper(3)]))) == "high"
+
+
+def test_trees_behind_chains_are_judged_apart() -> None:
+    # Committed, verified and level 1's tokens: a chain of 4 and a tree of 3; a chain of at most 6 in part.
+    report = [(8, 7, 4), (6, 7, 4), (5, 7, 4), (4, 7, 4), (1, 9, 8), (7, 9, 8)]
+    assert judged(report, 6, 3) == (2, Tails(reached=4, accepted=4, rejected=3))
+    assert judged(report, 6, None) == (2, None)
+    assert judged([(8, 7, 0), (7, 7, 0)], None, 3) == (1, None)
+
+
+# By which plain decoding is the fastest, in seconds that no machine takes.
+WRONG = StageCosts((100,), (StageSeconds(50.0, draft=500.0, tree=500.0),))
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_the_table_is_corrected_by_the_passes_of_two_requests(
+    repeatable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a seed too, where nothing else corrects costs."""
+    monkeypatch.setattr(costs, "LEAST_PASSES", 8)
+    kept = costs.CostTable(tmp_path / "stage_costs.json")
+    monkeypatch.setattr(chooser, "user_table", lambda: kept)
+    program = adaptive(2)
+    program.prepare(GREEDY)
+    settings = settings_of(program, GREEDY)
+    kept.add(settings, WRONG)
+    monkeypatch.setattr(chooser, "stage_costs", lambda *_: kept.find(settings))
+    for _ in range(2):
+        assert kept.find(settings) == WRONG
+        loop = DecodingLoop.over(program, GREEDY, 0, repeatable)
+        finished(loop, PROMPTS[:1], [12])
+        assert set(loop.passes) == {PLAIN}
+    [seconds] = costs.CostTable(kept.path).find(settings).seconds
+    assert seconds.plain < 1
+    assert seconds.draft < 10, "stages that did not run were measured on the same machine"
+
+
+def test_first_use_makes_the_stages_of_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where stages take seconds to make: those of further shapes come between passes, if they pay."""
+    slow, fast = StageSeconds(1.0, draft=0.2, tree=3.0), StageSeconds(1.0, draft=0.02, tree=1.01)
+    table = [StageCosts((1,), (own,)) for own in (slow, fast, fast)]
+    monkeypatch.setattr(chooser, "costs_by_shape", lambda *_: table)
+    monkeypatch.setattr(chooser, "held_back", lambda _: {1: 1e9, 2: 0.0})
+    monkeypatch.setattr(chooser.PassChooser, "_learn", lambda *_: None)
+    target = model("llama-gqa")
+    program = program_of(target, draft_of("llama-gqa"), 2, other_trees=("chain:2", "chain:1"), rounds=None)
+    loop = DecodingLoop.over(program, GREEDY, 0)
+    assert not [name for name in program.stage_names if "/" in name]
+    [new] = finished(loop, PROMPTS[:1], NEW[:1])
+    assert new == reference(target, PROMPTS[0], NEW[0])
+    made = {name for name in program.stage_names if "/" in name}
+    assert made == {"draft/2", "target/2"}, "the other shape would have paid too, but not for its preparation"
+    assert {kind.shape for kind in loop.passes} <= {0, 2}
+
+
+def test_stages_of_matched_tokens_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"other_trees": ("chain:2", "lookup:4"), "rounds": None}
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, **options)
+    program.prepare(GREEDY)
+    assert held_back(program) == {}
+    monkeypatch.setattr(prepared_stages, "makes_slowly", lambda program: True)
+    assert set(held_back(program)) == {1}
+
+
+def test_a_shape_that_no_program_has_had_takes_as_long_as_the_first_one_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernels are compiled even where those of the first shape come from caches by now."""
+    options = {"other_trees": ("chain:2", "chain:1"), "rounds": None}
+    monkeypatch.setattr(prepared_stages, "_longest", {})
+    monkeypatch.setattr(prepared_stages, "_made", set())
+    monkeypatch.setattr(prepared_stages, "makes_slowly", lambda program: True)
+    target, draft = model("llama-gqa"), draft_of("llama-gqa")
+
+    def program(seconds: float) -> DecodingProgram:
+        made = program_of(target, draft, 3, **options)
+        made.prepare(GREEDY)
+        made.selected = replace(made.selected, seconds=seconds)
+        return made
+
+    cold = program(12.0)
+    prepared_stages._longest[cold.device] = 12.0
+    assert held_back(cold) == {1: 6.0, 2: 6.0}
+    cold.prepare_shape(2)
+    assert held_back(cold) == {1: 6.0}
+    assert held_back(program(1.0)) == {1: 6.0, 2: 0.5}
+
+
+def test_long_preparations_say_how_far_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, other_trees=("chain:2",), rounds=None)
+    program.prepare(GREEDY)
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr(prepared_stages.time, "perf_counter", lambda: next(clock))
+    with caplog.at_level(logging.WARNING):
+        program.prepare_shape(1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 4
+    assert lines[0].startswith("preparing stage 1 of 4 (draft/1), 2 s so far: kernels are compiled")
+    assert lines[1] == "preparing stage 2 of 4 (retrieval_refresh/1), 4 s so far"

@@ -3,8 +3,8 @@
 import pytest
 from torch import Tensor
 
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind
-from triforce_tree.decoding.choice.times.shared_times import PassTimes, SharedTimes
+from triforce_tree.decoding.choice.shared_times import PassTimes, SharedTimes
+from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.runtime import distributed
 
 DRAFTING = PassKind(3, 2)

@@ -5,12 +5,12 @@ from statistics import mean
 
 import pytest
 
-from tests.support.distributions.simulated_passes import COSTS, MIXED, Cost, controller, rounds_of, simulated
+from tests.support.distributions.simulated_passes import COSTS, MIXED, Cost, policy_of, rounds_of, simulated
 from tests.support.distributions.simulated_trees import Simulation
-from triforce_tree.decoding.choice.budgets.loss_budget import REFILL, START_BUDGET, START_SHARE, LossBudget
-from triforce_tree.decoding.choice.estimates import Learnt, LearntChoice
-from triforce_tree.decoding.choice.passes import PLAIN, PassKind, StageSeconds
-from triforce_tree.decoding.choice.tree_acceptance import ByRank
+from triforce_tree.policy.budgets import REFILL, START_BUDGET, START_SHARE, LossBudget
+from triforce_tree.policy.estimates import ByRank, Learnt
+from triforce_tree.policy.pass_policy import LearntChoice
+from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
@@ -18,14 +18,14 @@ from triforce_tree.trees.shapes import parse_shape
 def test_an_unlucky_start_does_not_end_a_draft_that_pays() -> None:
     """Everything is rejected at first; then nearly everything is accepted."""
     for levels in (2, 3, MIXED):
-        speed, chosen = simulated(controller(levels), lambda made: 0.95 if made > 40 else 0.0, 2000)
+        speed, chosen = simulated(policy_of(levels), lambda made: 0.95 if made > 40 else 0.0, 2000)
         assert PLAIN in chosen
         assert PLAIN not in chosen[-150:-1]
         assert speed > 1.8
 
 
 def test_drafting_pauses_when_it_no_longer_pays_and_resumes() -> None:
-    turns = controller(cost=(0.5, 1.2))
+    turns = policy_of(cost=(0.5, 1.2))
     _, chosen = simulated(turns, lambda made: 0.0 if 1000 <= made < 3000 else 0.95, 6000)
     zeros = [i for i, kind in enumerate(chosen) if kind == PLAIN]
     assert len(zeros) > 1800
@@ -35,7 +35,7 @@ def test_drafting_pauses_when_it_no_longer_pays_and_resumes() -> None:
 
 
 def test_pauses_grow_while_trials_do_not_pay() -> None:
-    _, chosen = simulated(controller(cost=(1.0, 1.5)), 0.0, 8000)
+    _, chosen = simulated(policy_of(cost=(1.0, 1.5)), 0.0, 8000)
     drafted = [i for i, kind in enumerate(chosen) if kind != PLAIN]
     pauses = [b - a - 1 for a, b in pairwise(drafted) if b - a > 32]
     assert len(pauses) > 3
@@ -46,7 +46,7 @@ def test_pauses_grow_while_trials_do_not_pay() -> None:
 
 def test_costly_verification_is_tried_once_enough_was_decoded() -> None:
     """One pass costs more than the budget at the start; plain decoding pays for it."""
-    _, chosen = simulated(controller(cost=(0.5, 3.0)), 0.99, 3000)
+    _, chosen = simulated(policy_of(cost=(0.5, 3.0)), 0.99, 3000)
     first = next(i for i, kind in enumerate(chosen) if kind != PLAIN)
     assert 32 < first < 800
     assert mean(rounds_of(chosen[-50:])) > 4
@@ -54,12 +54,10 @@ def test_costly_verification_is_tried_once_enough_was_decoded() -> None:
 
 def loss_of_short_requests(cost: Cost, count: int, resumed: bool) -> float:
     """Plain passes that requests of 60 tokens with a useless draft lose, for each token."""
-    control, seconds = controller(cost=cost), 0.0
+    policy, seconds = policy_of(cost=cost), 0.0
     for request in range(count):
-        seconds += 60 / simulated(control, 0.05, 60, request, per_token=0.2)[0]
-        learnt, control = control.learnt({}), controller(cost=cost)
-        if resumed:
-            control.resume(learnt)
+        seconds += 60 / simulated(policy, 0.05, 60, request, per_token=0.2)[0]
+        policy = policy_of(cost=cost, learnt=policy.learnt() if resumed else None)
     return seconds / (60 * count) - 1
 
 
@@ -71,55 +69,37 @@ def test_short_requests_share_one_loss_budget(cost: Cost) -> None:
 
 
 def test_gains_of_earlier_requests_are_not_lost_by_the_next() -> None:
-    control = controller()
-    simulated(control, 0.95, 600)
-    learnt = control.learnt({})
+    policy = policy_of()
+    simulated(policy, 0.95, 600)
+    learnt = policy.learnt()
     assert learnt.budget > 20
-    after = controller()
-    after.resume(learnt)
+    after = policy_of(learnt=learnt)
     assert after.budget.left == START_BUDGET
     assert simulated(after, 0.0, 256)[0] >= 0.98
 
 
 def test_a_draft_that_becomes_useful_is_used_by_later_requests() -> None:
-    control = controller()
-    simulated(control, 0.0, 400)
-    assert control.acceptance > 0.5, "drafting pauses, and will be tried with new estimates"
-    learnt = control.learnt({})
+    policy = policy_of()
+    simulated(policy, 0.0, 400)
+    assert policy.estimates.chain > 0.5, "drafting pauses, and will be tried with new estimates"
+    learnt = policy.learnt()
     assert learnt.estimates.acceptance < 0.5
     for request in range(12):
-        control = controller()
-        control.resume(learnt)
-        speed, _ = simulated(control, 0.95, 100, request)
-        learnt = control.learnt({})
+        policy = policy_of(learnt=learnt)
+        speed, _ = simulated(policy, 0.95, 100, request)
+        learnt = policy.learnt()
     assert learnt.estimates.acceptance > 0.8
     assert speed > 1.8
 
 
-def test_resumed_estimates_take_precedence_over_expected_ones() -> None:
-    """Expected ones are of other requests; later trials begin from them."""
-    source = controller()
-    source.expect(0.6, 2.0)
-    learnt = source.learnt({"plain": 2.0})
-    assert learnt == LearntChoice(Learnt(0.6, 2.0, None), START_BUDGET, {"plain": 2.0})
-    resumed = controller()
-    resumed.resume(learnt)
-    resumed.expect(0.9, 3.0)
-    assert (resumed.acceptance, resumed.tokens_per_round) == pytest.approx((0.6, 2.0))
-    simulated(resumed, 0.0, 1000)
-    assert resumed.choose() == PLAIN
-    assert resumed.acceptance == pytest.approx(0.9)
-
-
 def test_learnt_acceptance_of_trees_is_resumed() -> None:
     costs = StageSeconds(1.0, draft=0.05, retrieval=0.2, chain=1.05, tree=1.03)
-    source = controller(MIXED, costs)
+    source = policy_of(MIXED, costs)
     for _ in range(20):
         source.observe(PassKind(2, 1), 1, 0, 1, 1)
-    resumed = controller(MIXED, costs)
-    resumed.resume(source.learnt({}))
-    assert resumed.estimates.tree == pytest.approx(source.estimates.tree, abs=0.12)
-    assert abs(controller(MIXED, costs).estimates.tree - source.estimates.tree) > 0.1
+    resumed = policy_of(MIXED, costs, learnt=source.learnt())
+    assert resumed.estimates.tree() == pytest.approx(source.estimates.tree(), abs=0.12)
+    assert abs(policy_of(MIXED, costs).estimates.tree() - source.estimates.tree()) > 0.1
 
 
 @pytest.mark.parametrize("levels", [2, 3, MIXED])
@@ -128,10 +108,10 @@ def test_short_requests_lose_2_percent_or_one_trial(levels: int, tokens: int) ->
     """The cheapest pass where 1.5 % are less than that; with a budget that no request has touched."""
     for acceptance in (0.0, 0.3, 0.6):
         for cost in COSTS:
-            control = controller(levels, cost)
-            cheapest = control._worst_loss(control._cheapest()[1])
+            policy = policy_of(levels, cost)
+            cheapest = policy._worst_loss(policy._cheapest()[1])
             for seed in range(3):
-                speed, _ = simulated(controller(levels, cost), acceptance, tokens, seed, per_token=0.3)
+                speed, _ = simulated(policy_of(levels, cost), acceptance, tokens, seed, per_token=0.3)
                 most = max(START_SHARE * tokens, cheapest) / tokens + REFILL
                 assert 1 / speed - 1 <= most + 1e-9, (acceptance, cost, seed)
 
@@ -159,11 +139,9 @@ def test_short_requests_on_a_cpu(
     simulation, learnt = Simulation(CPU, acceptance, 2, shapes=SHAPES), None
     speeds, drafted = [], 0
     for seed in range(40):
-        control = simulation.controller()
-        if learnt is not None:
-            control.resume(learnt)
-        speed, passes = simulation.run(control, tokens, seed)
-        learnt = control.learnt({})
+        policy = simulation.policy(learnt=learnt)
+        speed, passes = simulation.run(policy, tokens, seed)
+        learnt = policy.learnt()
         speeds.append(speed)
         drafted += any(kind != PLAIN for kind, _ in passes)
     assert min(speeds) >= 0.98
@@ -173,16 +151,14 @@ def test_short_requests_on_a_cpu(
 
 def test_no_trial_that_the_remaining_tokens_cannot_repay() -> None:
     for tokens in (1, 2, 3):
-        _, chosen = simulated(controller(2, (1.0, 1.5)), 0.95, tokens)
+        _, chosen = simulated(policy_of(2, (1.0, 1.5)), 0.95, tokens)
         assert set(chosen) == {PLAIN}
-    assert set(simulated(controller(2, (0.1, 1.0)), 0.95, 3)[1]) != {PLAIN}
-    control = controller()
-    simulated(control, 0.95, 300)
-    control.remaining = 1
-    assert control.choose() == PLAIN, "the last token takes no draft"
-    control.observe(PLAIN)
-    control.remaining = 50
-    assert control.choose() != PLAIN, "where a sequence has joined, drafting goes on"
+    assert set(simulated(policy_of(2, (0.1, 1.0)), 0.95, 3)[1]) != {PLAIN}
+    policy = policy_of()
+    simulated(policy, 0.95, 300)
+    assert policy.choose(1) == PLAIN, "the last token takes no draft"
+    policy.observe(PLAIN)
+    assert policy.choose(50) != PLAIN, "where a sequence has joined, drafting goes on"
 
 
 def test_a_budget_is_withheld_and_kept() -> None:
@@ -194,32 +170,62 @@ def test_a_budget_is_withheld_and_kept() -> None:
     assert budget.left == pytest.approx(100 * START_SHARE)
     budget.bound(120)
     assert budget.left == pytest.approx(120 * START_SHARE), "sequences have joined"
-    assert budget.lend(2.0, least=3.0)
+    assert budget.cover(2.0, least=3.0)
     assert (budget.left, budget.kept) == pytest.approx((2.0, START_BUDGET))
     budget.charge(-2.0)
-    assert not budget.lend(0.5, least=0.0), "a request has one trial on credit"
-    after = LossBudget()
-    after.resume(budget.kept)
+    assert not budget.cover(0.5, least=0.0), "a request has one trial on credit"
+    after = LossBudget(budget.kept)
     after.bound(10)
     assert after.kept == pytest.approx(START_BUDGET - 2)
-    assert not after.lend(0.5, least=START_BUDGET)
-    spent = LossBudget()
-    spent.resume(-0.5)
+    assert not after.cover(0.5, least=START_BUDGET)
+    spent = LossBudget(-0.5)
     spent.bound(1000)
     assert (spent.left, spent.kept) == (-0.5, -0.5)
 
 
 def test_what_will_not_pay_is_tried_once_the_budget_is_whole() -> None:
     """Requests of 20 tokens after one that has learnt that hardly anything is accepted."""
-    learnt, drafted = LearntChoice(Learnt(0.1, 1.1, 0.1), START_BUDGET, {}), list[int]()
+    learnt, drafted = LearntChoice(Learnt(0.1, 1.1, 0.1)), list[int]()
     for request in range(60):
-        control = controller(2, (1.0, 1.5))
-        control.resume(learnt)
-        assert all(option.highest_rate < 1 for option in control.options()[1:])
+        policy = policy_of(2, (1.0, 1.5), learnt=learnt)
+        assert all(option.highest_rate < 1 for option in policy.options()[1:])
         whole = learnt.budget + 20 * REFILL >= START_BUDGET - 1e-9
-        _, chosen = simulated(control, 0.0, 20)
-        learnt = control.learnt({})
+        _, chosen = simulated(policy, 0.0, 20)
+        learnt = policy.learnt()
         if any(kind != PLAIN for kind in chosen):
             assert whole
             drafted.append(request)
     assert 2 <= len(drafted) <= 10
+
+
+def preparing(a_node: float) -> Simulation:
+    """The first shape is a wide tree; what each of its nodes costs decides whether a chain is faster."""
+    return Simulation((0.02, lambda nodes: 1 + a_node * nodes, lambda nodes: 0.2), ((0.8, 0.02),))
+
+
+@pytest.mark.parametrize("seconds", [3.0, 40.0])
+def test_a_shape_waits_until_it_would_have_saved_its_preparation(seconds: float) -> None:
+    simulation = preparing(0.04)
+    best, _ = simulation.run(simulation.policy(), 900)
+    speed, passes = simulation.run(simulation.policy(held_back={1: seconds, 2: seconds}), 900)
+    taken = [n for n, (kind, _) in enumerate(passes) if kind.shape]
+    assert taken[0] > 2 * seconds, "passes without it come first"
+    # In units of a plain pass: what was missed, and the preparation itself.
+    assert 900 / speed + seconds - 900 / best < 2.2 * seconds + 10
+
+
+def test_a_shape_that_does_not_pay_is_never_prepared() -> None:
+    simulation = preparing(0.0)
+    _, passes = simulation.run(simulation.policy(held_back={1: 3.0, 2: 3.0}), 2000)
+    assert {kind.shape for kind, _ in passes} == {0}
+
+
+def test_what_was_missed_is_left_to_the_next_request() -> None:
+    simulation, learnt, requests = preparing(0.04), None, 0
+    for requests in range(40):
+        policy = simulation.policy(held_back={1: 12.0, 2: 12.0}, learnt=learnt)
+        _, passes = simulation.run(policy, 40, requests)
+        learnt = policy.learnt()
+        if any(kind.shape for kind, _ in passes):
+            break
+    assert 2 < requests < 30

@@ -1,1 +1,0 @@
-"""What drafting may lose, and trials and preparation may cost."""

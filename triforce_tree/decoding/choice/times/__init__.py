@@ -1,1 +1,0 @@
-"""Measured times of passes and stages."""

@@ -1,0 +1,88 @@
+"""Kinds of passes, and the seconds of the stages that they consist of."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+
+class PassKind(NamedTuple):
+    """What one pass runs.
+
+    Attributes:
+        levels: 1: the target alone decodes a token. 2: the target verifies the drafter's tree. 3: the
+            retrieval level verifies the drafter's trees in ``rounds`` rounds, the target what they accepted.
+        rounds: of drafting; 0 with one level, 1 with two.
+        shape: number of the shape of the drafter's trees, the configured one first.
+    """
+
+    levels: int
+    rounds: int
+    shape: int = 0
+
+    def __str__(self) -> str:
+        tree = f", tree {self.shape + 1}" if self.shape else ""
+        if self.levels < 3:
+            return "plain" if self.levels == 1 else f"2 levels{tree}"
+        return f"3 levels, {self.rounds} round{'s' if self.rounds > 1 else ''}{tree}"
+
+
+PLAIN = PassKind(1, 0)
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of each stage for a batch, with trees of one shape; infinite for a stage that there is not.
+
+    Attributes:
+        plain: an autoregressive pass of the target.
+        draft: the drafter's proposal of one tree.
+        retrieval: the retrieval level's verification of a tree, in the mean of those that refresh the
+            retrieved chunks and those that do not.
+        chain: the target's verification of a draft chain of full length.
+        root: the target's verification of an empty chain, where a pass over fewer tokens is cheaper, as on a
+            CPU; at least ``chain`` where it is not.
+        tree: the target's verification of a tree.
+        prepare: what the drafter does before its first proposal after autoregressive passes.
+
+    Raises:
+        ValueError: a stage takes no time, or a negative one.
+    """
+
+    plain: float
+    draft: float = math.inf
+    retrieval: float = math.inf
+    chain: float = math.inf
+    root: float = math.inf
+    tree: float = math.inf
+    prepare: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (value > 0 or (name == "prepare" and value == 0)):
+                raise ValueError(f"{name}={value!r} seconds must be above 0")
+        if self.plain == math.inf:
+            raise ValueError(f"plain={self.plain!r} seconds must be finite")
+
+    def verification(self, kind: PassKind, filled: float = 1.0) -> float:
+        """Returns the seconds of the target's stage in a pass.
+
+        Args:
+            filled: the chain's length as a share of the most that it can hold.
+        """
+        if kind.levels == 1:
+            return self.plain
+        if kind.levels == 2:
+            return self.tree
+        if self.root >= self.chain:
+            return self.chain
+        return self.root + (self.chain - self.root) * min(1.0, filled)
+
+    def of(self, kind: PassKind, filled: float = 1.0) -> float:
+        """Returns the seconds of a whole pass, without ``prepare``."""
+        drafting = self.draft + (self.retrieval if kind.levels == 3 else 0.0) if kind.rounds else 0.0
+        return kind.rounds * drafting + self.verification(kind, filled)
+
+
+OF_SHAPE = ("draft", "retrieval", "tree")
+"""The stages whose seconds depend on the shape of the trees."""
+STAGE_FIELDS = tuple(field.name for field in fields(StageSeconds))
