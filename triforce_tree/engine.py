@@ -403,14 +403,8 @@ class Engine:
                 [*sequences[:rows], *[None] * (rows - len(sequences))],
                 to_probs, chosen, seed is not None, seeds is not None, allowance, how.progress, self._reuse,
             )  # fmt: skip
-<<<<<<< Updated upstream
             batch = Batch(job, how, loop, scores, self.tokenizer, hierarchy, sequences[rows:], pool)
-            out = batch.decode()
-        return self._described(out)
-=======
-            batch = Batch(job, how, loop, scores, self.tokenizer, hierarchy, sequences[rows:], prefix)
             return batch.decode()
->>>>>>> Stashed changes
 
     def _decode_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:
         """Decode by transformers' own loop (``generation/in_step.py``)."""
