@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.kernels import bounds, quick_types
+from tests.support.kernels import bounds
 
 
 class _Nothing:
@@ -69,8 +69,6 @@ def install(interpreter: ModuleType) -> None:
     patch: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     if patch is None or getattr(patch, "once_a_launch", False):
         return
-    if interpreter.triton.__version__.startswith(quick_types.RELEASES):
-        quick_types.install(interpreter)
     builder = interpreter.interpreter_builder
     made = type(builder)
     made.create_dot = _dot_by_rows(made.create_dot, interpreter.tl.float64)
