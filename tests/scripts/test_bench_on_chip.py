@@ -204,9 +204,9 @@ def test_a_shared_prefix_is_measured(script: Any, tmp_path: Path, monkeypatch: p
     content = content_at(tmp_path / "shared_prefix_cpu.jsonl")
     rows = content["rows"]
     assert [row["case"] for row in rows] == [case for case in shared_prefix.CASES for _ in range(2)]
-    for once, copied, prefix in [(*rows[:2], 384), (*rows[2:], 128 + 2 * 256)]:
-        assert (once["stored_once"], once["prefix"], once["rows"]) == (True, prefix, 4)
-        assert (copied["stored_once"], copied["prefix"], copied["rows"]) == (False, 0, 4)
+    for once, copied, prefix in [(*rows[:2], 384), (*rows[2:], 2 * 384)]:
+        assert (once["stored_once"], once["rows"]) == (True, 4)
+        assert (copied["stored_once"], copied["rows"]) == (False, 4)
         assert once["bytes"] < copied["bytes"]
         assert copied["computed"] - once["computed"] == 4 * 384 - prefix
         assert once["of_copies"]["ms_per_step"] == once["ms_per_step"] / copied["ms_per_step"]

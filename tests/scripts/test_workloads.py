@@ -12,8 +12,7 @@ from torch import Tensor
 
 from scripts.benchmarks.attention.peers import compared
 from scripts.benchmarks.attention.problems import Ceilings
-from scripts.benchmarks.workloads import attention, published
-from scripts.benchmarks.workloads import rows as machine
+from scripts.benchmarks.workloads import attention, measure, published
 from scripts.benchmarks.workloads.shapes import FAMILIES, Workload, chosen, speculative
 from scripts.benchmarks.workloads.storage import Problem
 from triforce_tree.bench.results import Record, Records
@@ -179,11 +178,11 @@ def test_workloads_are_shown_with_what_was_not_measured() -> None:
         decoded("long/32x256", "engine.tree", 32, 2.0),
         decoded("long/32x256", "a batch of the texts", 32, 4.0),
     )  # fmt: skip
-    by_sequences, flattened, absent = machine.of_attention(made)
+    by_sequences, flattened, absent = measure.of_attention(made)
     assert (flattened["us"], flattened["to_sequences"], flattened["of_roof"]) == (10.0, 2.0, 0.5)
     assert (absent["way"], absent["us"], absent["reason"]) == ("FlashInfer cascade", None, "not installed")
     assert by_sequences["to_sequences"] == 1.0
-    one, many, batch = machine.of_decoding(made)
+    one, many, batch = measure.of_decoding(made)
     assert (one["ms_per_token"], one["attention_ms"]) == (100.0, 0.32)
     assert (many["tokens_per_second"], many["to_one_branch"], many["to_batch"]) == (160.0, 16.0, 2.0)
     assert batch["to_one_branch"] is None

@@ -102,12 +102,6 @@ def content_at(path: Path) -> Record:
     return content
 
 
-def rows_at(path: Path) -> list[Record]:
-    """The rows of a results file; none where there is no file."""
-    rows: list[Record] = content_at(path)["rows"]
-    return rows
-
-
 def open_records(path: Path, settings: Record) -> results.Records:
     """Those of an earlier run with the same settings; those of other settings or code are dropped."""
     try:

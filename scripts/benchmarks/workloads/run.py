@@ -23,7 +23,6 @@ from scripts.benchmarks.common.command import (
 )
 from scripts.benchmarks.common.results import Record, content_at, header, open_records, write
 from scripts.benchmarks.workloads import measure as workloads
-from scripts.benchmarks.workloads import rows
 from scripts.benchmarks.workloads.shapes import FAMILIES, chosen
 from scripts.inflate.pair import inflate_pair
 from triforce_tree.bench.results import Records, Series
@@ -34,7 +33,7 @@ _TINY_SCALE = 0.005
 
 def rows_of(part: str, records: Records) -> list[Record]:
     """Of one part."""
-    made = rows.of_attention if part == workloads.ATTENTION else rows.of_decoding
+    made = workloads.of_attention if part == workloads.ATTENTION else workloads.of_decoding
     return [{"part": part, **row} for row in made(records)]
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from transformers import LlamaForCausalLM  # noqa: F401 - and all that transformers brings with a model
 
+from scripts.inflate import pair  # noqa: F401 - and nearly all else of the package
 from triforce_tree import api  # noqa: F401
-from triforce_tree.loading import inflate  # noqa: F401 - and nearly all else of the package
 
 
 def run(rank: int, size: int, port: int, folder: Path, command: list[str]) -> int:
