@@ -113,7 +113,7 @@ class Engine:
                 "load the models anew"
             )
         other = copy.copy(self)
-        other._given, other._config = self._given | given.keys(), self._config.changed(given)
+        other._given, other._config = self._given | frozenset(given), self._config.changed(given)
         other._hierarchy = self._hierarchy.with_config(other._config)
         return other
 
