@@ -2,7 +2,7 @@
 
 ``merged.py`` proposes matched tokens beside each tree; here a pass proposes one or the other. Matches are
 found on the host (``suffix_index.py``) before the pass is chosen, so that the choice knows how long they are
-(``decoding/choice/lookup_choice.py``). They are a function of the tokens before them: honest without a
+(``policy/pass_policy.py``). They are a function of the tokens before them: honest without a
 distribution.
 """
 
