@@ -94,7 +94,7 @@ def measure(session: Session, folder: Path, runs: int) -> tuple[int, dict[str, l
     for _ in range(runs):
         timed("save", lambda: session.save(own), own)
         timed("write", lambda: written(contents, raw), raw)
-        timed("load", lambda: engine.load_session(own, reserve=64))
+        timed("load", lambda: Session.load(engine, own, reserve=64))
         timed("read", lambda: read(raw, max(sizes)))
         flush(own)
     return sum(sizes), seconds
