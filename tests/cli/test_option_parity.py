@@ -82,6 +82,7 @@ GIVEN = {
     "retrieval_weight_bits": ("8", 8),
 }  # fmt: skip
 GIVEN_ADVANCED = {
+    "attention_backend": ("cpu", "cpu"),
     "gamma": ("5", 5), "other_trees": ("chain:2 best-first:2,2", ("chain:2", "best-first:2,2")),
     "rounds": ("2", 2), "runner_ups": ("true", True), "chunk": ("16", 16), "tail_tree": ("true", True),
     "recent": ("32", 32), "refresh": ("0", 0), "sinks": ("2", 2), "window": ("64", 64),
