@@ -19,7 +19,7 @@ from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading import rounding
 from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.loading.load_guard import compare_at_load, named_lengths
-from triforce_tree.models import hf_model
+from triforce_tree.models import attention
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.supported import likely_cause
@@ -38,7 +38,7 @@ def changed(**parts: Any) -> Callable[[pytest.MonkeyPatch], None]:
         how = AttentionParams(*args)
         return replace(how, **{name: f(getattr(how, name)) for name, f in parts.items()})
 
-    return lambda patch: patch.setattr(hf_model, "AttentionParams", make)
+    return lambda patch: patch.setattr(attention, "AttentionParams", make)
 
 
 def dropped(_: Any) -> None:
@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[pytest.MonkeyPa
     ),
     "temperature": (
         lambda: tiny("llama4", floor_scale=WINDOW, attn_scale=0.5),
-        lambda patch: patch.setattr(hf_model, "scaled_queries", lambda module, query, positions: query),
+        lambda patch: patch.setattr(attention, "scaled_queries", lambda module, query, positions: query),
     ),
 }
 

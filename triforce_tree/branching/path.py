@@ -1,7 +1,5 @@
 """Long runs of one node's tokens into its pages, in chunks, as prompts are prefilled."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,7 +31,7 @@ class PathRows:
         first = self._node.start + self._row
         return torch.arange(first, first + count, device=self._pool.store.device)
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         pool, node, count = self._pool, self._node, k.shape[2]
         stop = self._row + count
         visible = length = node.start + stop
@@ -44,12 +42,12 @@ class PathRows:
             path = node.path_slots(stop, visible, pool.page)
             self._places[count, visible] = rows, _selection(path, k.device)
         fresh, seen = self._places[count, visible]
-        cached = pool.store.layer(layer.layer_idx)
+        cached = pool.store.layer(layer)
         for slots, new in zip(cached, (k, v), strict=True):
             slots[0].index_copy_(1, fresh, new[0].to(slots.dtype))
         keys, values = (slots[:, :, seen] for slots in cached)
         # Layers that share another's keys may have been left with the last queries alone.
-        return windowed_attention(q, keys, values, params, length - q.shape[2])
+        return windowed_attention(q, keys, values, params, length - q.shape[2]).transpose(1, 2)
 
     def advance(self, count: int) -> None:
         self._places.clear()

@@ -1,7 +1,6 @@
 """Prompts into the full cache, one sequence at a time, in chunks."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +46,13 @@ class PromptCache:
     def positions(self, count: int) -> Tensor:
         return torch.arange(self.length, self.length + count, device=self.store.device)
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        index, stop = layer.layer_idx, self.length + k.shape[2]
-        keys, values = self.store.append(index, self.sequence, self.length, k, v, params.window)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        stop = self.length + k.shape[2]
+        keys, values = self.store.append(layer, self.sequence, self.length, k, v, params.window)
         # None where it hides nothing of any sequence.
-        window = self.store.check(index, params.window).shape.window
+        params = replace(params, window=self.store.check(layer, params.window).shape.window)
         # Layers that share another's keys may have been left with the last queries alone.
-        return windowed_attention(q, keys, values, replace(params, window=window), stop - q.shape[2])
+        return windowed_attention(q, keys, values, params, stop - q.shape[2]).transpose(1, 2)
 
     def advance(self, count: int) -> None:
         self.length += count

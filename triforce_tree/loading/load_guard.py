@@ -307,11 +307,11 @@ class _GuardCache(PromptCache):
         positions = super().positions(count)
         return positions + self._gap * (positions >= self._second)
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
-        self.queries[layer.layer_idx] = q
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        self.queries[layer] = q
         if self.length < self._last:
-            return super().attend(layer, q, k, v, how)
-        return self._chain(layer.layer_idx, q, k, v, how).transpose(1, 2)
+            return super().attend(layer, q, k, v, params)
+        return self._chain(layer, q, k, v, params)
 
 
 def named_lengths(model: nn.Module) -> set[int]:

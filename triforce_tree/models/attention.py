@@ -1,15 +1,24 @@
-"""The parameters of a layer's attention, the KV cache that a forward uses, and the shape of its entries."""
+"""The hook in transformers' attention: modules of copies of models call the attention of the running forward.
+
+There is no model code here: transformers' attention interface calls one function in every layer, which passes
+queries, keys and values on to the KV cache or the view of the forward that runs in this thread.
+"""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from triforce_tree.kernels.attention.plan import AttentionParams, Heads
 from triforce_tree.models.recurrent.running import ChunkPass
+
+ATTENTION = "triforce_tree"
+"""The attention implementation of copies of models that compute for us."""
 
 
 class Attend(Protocol):
@@ -19,30 +28,110 @@ class Attend(Protocol):
         """Store the new keys and values of ``layer``, and compute its attention.
 
         Args:
-            q, k, v: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]``, rotated.
+            q, k, v: ``[B, H_q, T, D]``, ``[B, H_kv, T, D]`` and ``[B, H_kv, T, D_v]``; q and k rotated.
 
         Returns:
-            ``[B, T, H_q, D]``.
+            ``[B, T, H_q, D_v]``.
         """
 
 
 class RunningAttention(threading.local):
-    """The current forward. Layers run in order: a counter gives the index, so compiled layers share code.
+    """The attention of the forward that runs in this thread.
 
-    ``layers`` are the indices of the layers with attention.
+    It is no keyword of the forward, as some families' layers do not pass keywords on.
+
+    Attributes:
+        attend: computes it; None outside a forward.
+        layers: indices of the layers with attention, in their order, for layers that do not know their own:
+            compiled ones share code.
+        count: calls so far.
+        called: the attention modules that have attended, by layer; compiled layers are not among them.
     """
 
     attend: Attend | None = None
-    layer = 0
     layers: Sequence[int] = ()
+    count = 0
+    called: dict[int, nn.Module]
 
-    def next(self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        """The attention of the forward's next layer."""
+    def next(
+        self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, module: nn.Module | None = None
+    ) -> Tensor:
+        """The attention of the forward's next layer, ``module`` where it is known; see :class:`Attend`."""
         if self.attend is None:
-            raise RuntimeError("the attention of a StepModel was called outside of it")
-        layer = self.layers[self.layer]
-        self.layer += 1
+            raise RuntimeError(
+                f"attention implementation {ATTENTION!r} was called outside triforce_tree; restore the "
+                "model with model.set_attn_implementation('sdpa')"
+            )
+        self.count += 1
+        if module is None:
+            return self.attend(self.layers[self.count - 1], q, k, v, params)
+        layer: Any = module.layer_idx
+        self.called[layer] = module
         return self.attend(layer, q, k, v, params)
+
+
+running_attention = RunningAttention()
+
+
+@contextmanager
+def attending(attend: Attend, layers: Sequence[int] = ()) -> Iterator[dict[int, nn.Module]]:
+    """Inside, the attention modules of copies of models call ``attend``; yields those that have, by layer."""
+    own = running_attention
+    before = own.attend, own.layers, own.count, getattr(own, "called", {})
+    own.attend, own.layers, own.count, own.called = attend, layers, 0, {}
+    try:
+        yield own.called
+    finally:
+        own.attend, own.layers, own.count, own.called = before
+
+
+@torch.library.custom_op("triforce_tree::planned_attend", mutates_args=())
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """As an operator takes plain numbers only, 0 means no window or softcap; chunks are negative windows."""
+    params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
+    return running_attention.next(q, k, v, params)
+
+
+@_attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty(batch, tokens, heads, v.shape[3])
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    triforce_positions: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' attention modules call in copies of models that compute for us."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window, chunked = effective_window(module, sliding_window)
+    query = scaled_queries(module, query, triforce_positions)
+    # Only the compiler needs the operator; calling it takes longer than a small attention.
+    if torch.compiler.is_compiling():
+        size = -(window or 0) if chunked else window or 0
+        operator = torch.ops.triforce_tree.planned_attend
+        out = operator(query, key, value, scale, size, softcap or 0.0, s_aux)
+    else:
+        params = AttentionParams(scale, window, softcap or None, s_aux, chunked)
+        out = running_attention.next(query, key, value, params, module)
+    # Some families take views of it, as transformers' own functions return contiguous tensors.
+    return out.contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
 
 
 def effective_window(module: nn.Module, window: int | None) -> tuple[int | None, bool]:
@@ -96,17 +185,8 @@ class KVCache(Protocol):
     def positions(self, count: int) -> Tensor:
         """int64 ``[count]``: the positions of the next ``count`` tokens."""
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
-        """Store the new keys and values of one layer, and attend to everything that the queries may see.
-
-        Args:
-            layer: the attention module; ``layer.layer_idx`` numbers it.
-            q, k, v: ``[B, H_q, T, D]``, ``[B, H_kv, T, D]`` and ``[B, H_kv, T, D_v]`` as the model passes
-                them.
-
-        Returns:
-            ``[B, H_q, T, D_v]``.
-        """
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, /) -> Tensor:
+        """See :class:`Attend`."""
 
     def advance(self, count: int) -> None:
         """Called at the end of a forward: its ``count`` tokens are in the cache."""

@@ -1,28 +1,24 @@
 """Forwards of any transformers causal LM over an explicit KV cache.
 
-There is no model code here: transformers' attention interface calls :func:`_attention` in every layer, which
-passes queries, keys and values on to the cache of the current forward.
+There is no model code here, see ``models.attention``.
 """
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.device import explained
 from triforce_tree.models.attention import (
+    ATTENTION,
     KVCache,
     KVShape,
-    effective_window,
-    scaled_queries,
+    attending,
     scales_queries,
     take_over_query_scales,
 )
@@ -45,60 +41,7 @@ from triforce_tree.runtime.cpu_threads import shared_cpus
 from triforce_tree.runtime.devices import plain_torch_modes, sent
 from triforce_tree.runtime.locks import held
 
-ATTENTION = "triforce_tree"
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _ForwardContext:
-    """What the attention layers of one forward need.
-
-    ``called`` collects the indices of the layers that called our attention function.
-    """
-
-    cache: KVCache
-    called: set[int] = field(default_factory=set)
-
-
-class _Running(threading.local):
-    """The current forward; not a keyword of it, as some families' layers do not pass keywords on."""
-
-    forward: _ForwardContext | None = None
-
-
-_running = _Running()
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    triforce_positions: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    forward = _running.forward
-    if forward is None:
-        raise RuntimeError(
-            f"attention implementation {ATTENTION!r} was called outside triforce_tree; restore the "
-            "model with model.set_attn_implementation('sdpa')"
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window, chunked = effective_window(module, sliding_window)
-    query = scaled_queries(module, query, triforce_positions)
-    how = AttentionParams(scale, window, softcap, s_aux, chunked)
-    forward.called.add(module.layer_idx)  # type: ignore[arg-type]
-    out = forward.cache.attend(module, query, key, value, how)
-    # Some families take views of it, as transformers' own functions return contiguous tensors.
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(ATTENTION, _attention)
 
 
 class HFModel:
@@ -135,6 +78,7 @@ class HFModel:
         self._prefill_layers: PrefillLayers | None = None
         self._scales_queries = False
         self.calls: dict[int, LayerCall] = {}
+        self._attended: dict[int, nn.Module] = {}
         refuse_unsupported(model)
         if quantisation(model) is not None:
             self._settle()
@@ -304,16 +248,6 @@ class HFModel:
         use_few_row_linears(copied)
         return copied
 
-    @contextmanager
-    def attending(self, cache: KVCache) -> Iterator[set[int]]:
-        """Inside, layers of :attr:`running` attend by ``cache``; yields the indices of those that have."""
-        before = _running.forward
-        context = _running.forward = _ForwardContext(cache)
-        try:
-            yield context.called
-        finally:
-            _running.forward = before
-
     @torch.no_grad()
     def forward(
         self, tokens: list[int], cache: KVCache, last_only: bool = False, whole: bool = True
@@ -334,7 +268,7 @@ class HFModel:
         # The copy does not wait for the chunk before.
         ids = sent(torch.tensor([tokens], device="cpu"), self.device)
         positions = cache.positions(len(tokens)).to(self.device)[None]
-        with self.attending(cache) as called, running(cache.recurrent):
+        with attending(cache.attend) as called, running(cache.recurrent):
             out = self.running(
                 input_ids=ids,
                 position_ids=positions,
@@ -350,6 +284,7 @@ class HFModel:
                 "through transformers' attention interface; load the model again if a forward was "
                 "replaced, or undo that"
             )
+        self._attended = called
         cache.advance(len(tokens))
         logits: Tensor = out.logits[0, -1:] if last_only else out.logits[0]
         return agreed_logits(self.model, logits.contiguous())
@@ -403,7 +338,9 @@ class HFModel:
                 f"{self.name} cannot be decoded hierarchically: its attention does not pass through "
                 f"transformers' attention interface with our cache ({problem})"
             )
-        self.calls = dict(sorted(recorder.calls.items()))
+        self.calls = {
+            layer: LayerCall(self._attended[layer], *call) for layer, call in sorted(recorder.calls.items())
+        }
         self.kv_shapes = [
             KVShape(call.heads, call.how.window, call.how.chunked) for call in self.calls.values()
         ]

@@ -25,6 +25,7 @@ class Recorder:
     """A ``KVCache`` that records each layer's call, by layer index.
 
     Attributes:
+        calls: parameters and heads of each layer's attention.
         outputs: length of the tuples that decoder layers return; 0 where they return the hidden state alone.
     """
 
@@ -32,7 +33,7 @@ class Recorder:
         self.outputs = 0
         self.states = StateRecorder()
         self.recurrent: ChunkPass | None = self.states
-        self.calls: dict[int, LayerCall] = {}
+        self.calls: dict[int, tuple[AttentionParams, Heads]] = {}
 
     def watch(self, model: PreTrainedModel) -> None:
         """Note in forwards of a copy of a model what its decoder layers return; it is changed for good."""
@@ -46,10 +47,9 @@ class Recorder:
     def positions(self, count: int) -> Tensor:
         return torch.arange(count)
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
-        heads = Heads(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
-        self.calls[layer.layer_idx] = LayerCall(layer, how, heads)
-        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        self.calls[layer] = params, Heads(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2)
 
     def advance(self, count: int) -> None: ...
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.models.attention import (
+    ATTENTION,
     Attend,
-    RunningAttention,
-    effective_window,
+    attending,
     keep_chunks,
-    scaled_queries,
+    running_attention,
     scales_queries,
     take_over_query_scales,
 )
@@ -46,7 +46,6 @@ from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.executor import free_memory
 
-ATTENTION = "triforce_tree_step"
 MOST_ROWS = 128
 """Most tokens per sequence of a forward that is compiled and captured."""
 
@@ -56,56 +55,6 @@ _COMPILED_SHAPES = 256
 # Libraries have other kernels for one token than for a few, and for a few than for many.
 _TRIED_ROWS = (1, 2, 16, 64)
 _LOG = logging.getLogger(__name__)
-
-
-_running = RunningAttention()
-
-
-@torch.library.custom_op("triforce_tree::planned_attend", mutates_args=())
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
-) -> Tensor:
-    """As an operator takes plain numbers only, 0 means no window or softcap; chunks are negative windows."""
-    params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
-    return _running.next(q, k, v, params)
-
-
-@_attend.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
-) -> Tensor:
-    batch, heads, tokens, _ = q.shape
-    return q.new_empty(batch, tokens, heads, v.shape[3])
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    triforce_positions: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    size, chunked = effective_window(module, sliding_window)
-    query = scaled_queries(module, query, triforce_positions)
-    # Only the compiler needs the operator; calling it takes longer than a small attention.
-    if torch.compiler.is_compiling():
-        window = -(size or 0) if chunked else size or 0
-        out = torch.ops.triforce_tree.planned_attend(query, key, value, scale, window, softcap or 0.0, s_aux)
-    else:
-        params = AttentionParams(scale, size or None, softcap or None, s_aux, chunked)
-        out = _running.next(query, key, value, params)
-    # Some families take views of it, as transformers' own functions return contiguous tensors.
-    return out.contiguous(), None
-
-
-AttentionInterface.register(ATTENTION, _attention)
 
 
 class StepModel:
@@ -185,20 +134,16 @@ class StepModel:
         """
         if self._max_positions is not None:
             positions = positions.clamp_max(self._max_positions - 1)
-        _running.attend, _running.layer, _running.layers = attend, 0, self._layers
-        try:
-            # Set once for all layers: once per layer would take a quarter of the host time.
-            with self._recompile_limit(), running(states):
-                out = self.model(
-                    input_ids=tokens,
-                    position_ids=positions,
-                    use_cache=True,
-                    logits_to_keep=last,
-                    **{CACHE: PassThrough()},
-                    **({"triforce_positions": positions} if self.scales_queries else {}),
-                )
-        finally:
-            _running.attend = None
+        # Set once for all layers: once per layer would take a quarter of the host time.
+        with attending(attend, self._layers), self._recompile_limit(), running(states):
+            out = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=last,
+                **{CACHE: PassThrough()},
+                **({"triforce_positions": positions} if self.scales_queries else {}),
+            )
         # Some families compute all of them.
         logits: Tensor = out.logits[:, -last:]
         return agreed_logits(self.model, logits.contiguous())
@@ -260,7 +205,7 @@ def _host_step(clone: PreTrainedModel, model: HFModel, features: Sequence[int]) 
     step.capturable = step.capturable and model.capturable is not False
     if linears and not step.scales_queries:
         layers = listed_layers(clone) or nn.ModuleList()
-        use_fused_decoder_layers(layers, linears, fused_modules, _running)
+        use_fused_decoder_layers(layers, linears, fused_modules)
     return step
 
 
@@ -327,7 +272,7 @@ def _compiled(forward: Callable[..., Any], backend: Callable[..., Any] = fused) 
         length = hidden.shape[1]
         # Longer inputs gain little.
         if not failed and length <= MOST_ROWS:
-            layer = _running.layer
+            reached = running_attention.count
             if length not in lengths:
                 lengths.add(length)
                 mark_lengths(length, (hidden, args, kwargs))
@@ -336,7 +281,7 @@ def _compiled(forward: Callable[..., Any], backend: Callable[..., Any] = fused) 
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                if _running.layer != layer:
+                if running_attention.count != reached:
                     # The layer has reached its attention, so this is not a compilation failure.
                     raise
                 failed = True

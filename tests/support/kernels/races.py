@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triforce_tree.kernels.attention import prefill
 from triforce_tree.kv.offload import copy_stream
 from triforce_tree.kv.offload.host_attention import HostAttention
-from triforce_tree.models import step_model
+from triforce_tree.models import attention
 from triforce_tree.runtime.sequence_state import SequenceState
 
 
@@ -112,7 +112,7 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.triforce_tree.planned_attend.default:
             # Dispatch modes do not see inside custom operators, and this one does all the work of a pass.
             with self:
-                return step_model._attend._init_fn(*args, **kwargs)
+                return attention._attend._init_fn(*args, **kwargs)
         if not func.is_view:
             self._record(func, args, kwargs)
         return func(*args, **kwargs)

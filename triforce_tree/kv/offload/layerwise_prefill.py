@@ -19,6 +19,7 @@ from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.kv.prefill import PromptCache
+from triforce_tree.models.attention import attending
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.model_copy import decoder_layers
@@ -164,7 +165,7 @@ class _LayerKV:
     def positions(self, count: int) -> Tensor:
         return torch.arange(self.length, self.length + count)
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         if params.window is not None:
             self.rings.length = self.length
             return self.rings.attend(layer, q, k, v, params)
@@ -174,9 +175,10 @@ class _LayerKV:
         seen = [part.transpose(0, 1)[None] for part in heads.split(self.buffer[:stop])]  # [1, H_kv, S, D]
         for cached, new in zip(seen, (k, v), strict=True):
             cached[:, :, self.length :] = new
-        return causal_attention(
+        out = causal_attention(
             q, seen[0], seen[1], scale=params.scale, softcap=params.softcap, sinks=params.sinks
         )
+        return out.transpose(1, 2)
 
     def advance(self, count: int) -> None: ...
 
@@ -296,7 +298,7 @@ def prefill_by_layers(
                 waiting[number]()
             cache.length = start
             # Every chunk of a layer uses the same states.
-            with model.attending(cache), running(cache.recurrent, numbers):
+            with attending(cache.attend), running(cache.recurrent, numbers):
                 hidden = calls.run(layer, number)
             stop = min(start + chunk, len(tokens))
             if keep is not None and layer in features:

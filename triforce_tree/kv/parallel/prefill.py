@@ -35,14 +35,14 @@ class SplitPromptCache(PromptCache):
         super().__init__(slots.whole, sequence, states, length)
         self._slots = slots
 
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        index, count = layer.layer_idx, k.shape[2]
-        if not self._slots.splits(index):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        count = k.shape[2]
+        if not self._slots.splits(layer):
             return super().attend(layer, q, k, v, params)
         split, own = self._slots.split, slice(self.sequence, self.sequence + 1)
         before, after = split.count(self.length), split.count(self.length + count)
         mine = split.keeps(torch.arange(self.length, self.length + count, device=k.device))
-        keys, values = (cached[own] for cached in self._slots.part.layer(index))
+        keys, values = (cached[own] for cached in self._slots.part.layer(layer))
         keys[:, :, before:after] = k[:, :, mine]
         values[:, :, before:after] = v[:, :, mine]
         seen: list[tuple[Tensor, Tensor]] = []
@@ -59,4 +59,4 @@ class SplitPromptCache(PromptCache):
         if len(seen) > 1:
             outs, lses = (torch.stack(some) for some in zip(*seen, strict=True))
             out, lse = merge_states(outs, lses)
-        return merged_over_ranks(out, lse, split.group)
+        return merged_over_ranks(out, lse, split.group).transpose(1, 2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.cpu.fp32.decoder import Norm, finish, project
 from triforce_tree.kernels.cpu.fp32.library import library
-from triforce_tree.models.attention import RunningAttention
+from triforce_tree.models.attention import attending, running_attention
 from triforce_tree.models.host.layers import equal, gated_parts, norm_epsilon
 from triforce_tree.models.host.linears import FewRowMatrix, few_row_weight
 from triforce_tree.models.model_copy import hooked
@@ -40,7 +40,6 @@ def use_fused_decoder_layers(
     layers: Iterable[nn.Module],
     linears: Collection[nn.Linear],
     fused: Collection[nn.Module],
-    running: RunningAttention,
 ) -> None:
     """Let decoder layers of a copy of a model whose results ours equal compute by the C library, for good.
 
@@ -48,7 +47,6 @@ def use_fused_decoder_layers(
         layers: after ``use_fused_layers``; their attention is that of a ``StepModel``.
         linears: those whose forwards ``use_few_row_linears`` has replaced.
         fused: the modules whose forwards ``use_fused_layers`` has replaced.
-        running: the attention of the current forward; another one while layers are compared.
     """
     if library() is None or torch.get_default_device().type == "meta":
         return
@@ -56,9 +54,9 @@ def use_fused_decoder_layers(
     for layer in layers:
         if "forward" in vars(layer) or (parts := _parts(layer, few_row, fused)) is None:
             continue
-        params = _same(layer, parts, running)
+        params = _same(layer, parts)
         if params is not None:
-            layer.forward = partial(_forward, layer, parts, params, running)
+            layer.forward = partial(_forward, layer, parts, params)
 
 
 def _parts(layer: nn.Module, few_row: Collection[nn.Linear], fused: Collection[nn.Module]) -> _Parts | None:
@@ -83,7 +81,7 @@ def _parts(layer: nn.Module, few_row: Collection[nn.Linear], fused: Collection[n
 
 
 @torch.no_grad()
-def _same(layer: nn.Module, parts: _Parts, running: RunningAttention) -> AttentionParams | None:
+def _same(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
     """How the layer attends, if ours gives the same results; else None."""
     weights = [norm._parameters["weight"] for norm in parts.norms]
     params = None
@@ -92,7 +90,7 @@ def _same(layer: nn.Module, parts: _Parts, running: RunningAttention) -> Attenti
             for norm, weight in zip(parts.norms, weights, strict=True):
                 assert weight is not None, "norms have weights"
                 norm._parameters["weight"] = nn.Parameter(weight * factor, requires_grad=False)
-            if (params := _tried(layer, parts, running)) is None:
+            if (params := _tried(layer, parts)) is None:
                 return None
     finally:
         for norm, weight in zip(parts.norms, weights, strict=True):
@@ -100,7 +98,7 @@ def _same(layer: nn.Module, parts: _Parts, running: RunningAttention) -> Attenti
     return params
 
 
-def _tried(layer: nn.Module, parts: _Parts, running: RunningAttention) -> AttentionParams | None:
+def _tried(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
     """How the layer attends, if ours gives the same results for random inputs; else None."""
     generator = torch.Generator().manual_seed(0)
     heads = [by.matrix().weight.shape[0] for by in parts.projections]
@@ -117,17 +115,15 @@ def _tried(layer: nn.Module, parts: _Parts, running: RunningAttention) -> Attent
         return attended
 
     keywords = {"position_embeddings": (angles[0], angles[1]), "attention_mask": None}
-    running.attend, running.layer, running.layers = attend, 0, range(2)
     try:
-        expected = type(layer).forward(layer, x, **keywords)
-        if len(seen) != 1 or not isinstance(expected, Tensor):
-            return None
-        params = seen[0][3]
-        found = _forward(layer, parts, params, running, x, **keywords)
+        with attending(attend, range(2)):
+            expected = type(layer).forward(layer, x, **keywords)
+            if len(seen) != 1 or not isinstance(expected, Tensor):
+                return None
+            params = seen[0][3]
+            found = _forward(layer, parts, params, x, **keywords)
     except (TypeError, AttributeError, RuntimeError, ValueError, KeyError):
         return None
-    finally:
-        running.attend = None
     if len(seen) != 2:
         return None
     pairs = [(found, expected), *zip(seen[1][:3], seen[0][:3], strict=True)]
@@ -138,7 +134,6 @@ def _forward(
     layer: Any,
     parts: _Parts,
     params: AttentionParams,
-    running: RunningAttention,
     hidden_states: Tensor,
     *args: Any,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -154,7 +149,7 @@ def _forward(
         return type(layer).forward(layer, x, *args, position_embeddings=position_embeddings, **keywords)
     dim = position_embeddings[0].shape[-1]  # type: ignore[index]
     heads = [t.view(*t.shape[:2], -1, dim).transpose(1, 2) for t in made]
-    attended = running.next(heads[0], heads[1], heads[2], params).flatten(2)
+    attended = running_attention.next(heads[0], heads[1], heads[2], params).flatten(2)
     gate, up, down = (by.matrix() for by in parts.mlp)
     out = finish(attended.contiguous(), x, norms[1], parts.output.matrix(), gate, up, down)
     assert out is not None, "arguments that fitted before the attention fit after it"
