@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
-from triforce_tree.kernels.cpu import cpu_attention, host
+from triforce_tree.kernels.cpu import cpu_attention, tree_attention
 from triforce_tree.kernels.cpu.fp32 import attention as fp32_attention
 from triforce_tree.kernels.cpu.fp32 import library as fp32_library
 from triforce_tree.kernels.cpu.fp32 import linear as fp32_linear
@@ -104,9 +104,9 @@ def _check(
     assert out is not None
     double = kv._replace(k=kv.k.double(), v=kv.v.double())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "fp32_attention", lambda *_: None)
-        exact = host.planned_attention(q.double(), double, plan, params, first)
-        plain = host.planned_attention(q, kv, plan, params, first)
+        patch.setattr(tree_attention, "fp32_attention", lambda *_: None)
+        exact = tree_attention.planned_attention(q.double(), double, plan, params, first)
+        plain = tree_attention.planned_attention(q, kv, plan, params, first)
     assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
     return out
 

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from triforce_tree.kernels.attention.plan import Heads
-from triforce_tree.kernels.cpu.host_rows import attend, kernel
+from triforce_tree.kernels.cpu.offload_attention import attend, kernel
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.kv.offload.copy_stream import CopyStream
 from triforce_tree.kv.offload.pinned import SPARE, HostMemory, available, usable

@@ -35,7 +35,7 @@ from scripts.benchmarks.on_chip.tables import PREFILL_FILE
 from scripts.inflate.pair import inflate
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.kernels.attention.installed import flash_attn_4
+from triforce_tree.kernels.attention import flash_attn_4
 from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kv import prefill
 from triforce_tree.loading.checkpoints import PAIR, load_model

@@ -10,7 +10,7 @@ import torch
 
 from scripts.benchmarks.common.results import Record
 from scripts.benchmarks.common.timing import timed
-from triforce_tree.kernels.attention.installed import flash_attn_4
+from triforce_tree.kernels.attention import flash_attn_4
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.attention.prefill import attention_in_blocks, causal_attention
 from triforce_tree.models.prefill.layers import PrefillLayers

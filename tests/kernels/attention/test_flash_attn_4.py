@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention import prefill
-from triforce_tree.kernels.attention.installed import flash_attn_4
+from triforce_tree.kernels.attention import flash_attn_4, prefill
 from triforce_tree.kernels.attention.reference import tree_attention
 from triforce_tree.kernels.device import KNOWN, emulated
 

@@ -7,7 +7,7 @@ from tests.support.distributions.batched_ops import append_kv, attention, move_k
 from tests.support.kernels import acceptance_cases
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
-from triforce_tree.kernels.cpu.host import planned_attention
+from triforce_tree.kernels.cpu.tree_attention import planned_attention
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages"])

@@ -13,8 +13,8 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kernels.attention.backend import default
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
-from triforce_tree.kernels.cpu import host_rows
-from triforce_tree.kernels.cpu.host_rows import attend
+from triforce_tree.kernels.cpu import offload_attention
+from triforce_tree.kernels.cpu.offload_attention import attend
 from triforce_tree.kv.offload.host_attention import HostAttention
 from triforce_tree.kv.offload.host_store import HostStore, Offload
 from triforce_tree.models.hf_model import HFModel
@@ -40,7 +40,7 @@ def test_states_are_those_of_the_definition(
     q = torch.randn(3, queries, heads.query, heads.dim, generator=generator).to(dtype)
     kv = [torch.randn(n, heads.row, generator=generator).to(dtype) for n in counts]
     # Several calls of several blocks, and a last one of another size.
-    monkeypatch.setattr(host_rows, "BLOCK", 3 * kv[0][0].nbytes)
+    monkeypatch.setattr(offload_attention, "BLOCK", 3 * kv[0][0].nbytes)
     attention = HostAttention(heads, torch.device("cpu"), dtype, len(counts))
     for _ in range(2):
         attention.submit(q, kv, scale)

@@ -13,7 +13,7 @@ from triforce_tree.cli.console import memory_table
 from triforce_tree.cli.entry import main
 from triforce_tree.decoding.memory import new_plan
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.kernels.cpu import host_rows
+from triforce_tree.kernels.cpu import offload_attention
 from triforce_tree.planning.memory_map import HostRate
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
@@ -24,8 +24,8 @@ RATE = HostRate(((1, 60e9), (48, 20e9)))
 
 def _with_kernel(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     """Our kernel is available, or not; torch's attention, of any shape and dtype, computes in its place."""
-    monkeypatch.setattr(host_rows, "native", lambda *_: native)
-    monkeypatch.setattr(host_rows, "kernel", lambda *_: None)
+    monkeypatch.setattr(offload_attention, "native", lambda *_: native)
+    monkeypatch.setattr(offload_attention, "kernel", lambda *_: None)
 
 
 def _attending(

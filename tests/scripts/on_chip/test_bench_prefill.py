@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from triforce_tree.kernels.attention.installed import flash_attn_4
+from triforce_tree.kernels.attention import flash_attn_4
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import shallow_copy

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from triforce_tree.kernels.attention.installed import flash_attn_4
+from triforce_tree.kernels.attention import flash_attn_4
 from triforce_tree.kernels.attention.reference import merge_parts
 from triforce_tree.kernels.device import describe
 

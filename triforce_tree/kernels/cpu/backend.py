@@ -14,8 +14,7 @@ from triforce_tree.kernels.attention.backend import Attention, AttentionBackend,
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
 from triforce_tree.kernels.attention.segments import PrefixPlan
 from triforce_tree.kernels.cpu.fp32.attention import attention as fp32_attention
-from triforce_tree.kernels.cpu.host import by_sequence, planned_attention
-from triforce_tree.kernels.cpu.host_nodes import node_attention
+from triforce_tree.kernels.cpu.tree_attention import by_sequence, node_attention, planned_attention
 
 # Plans are kept for so many lengths of prefixes and numbers of queries.
 _MOST_PLANS = 64
@@ -103,11 +102,7 @@ class _Segments(_OnHost):
 
     def states(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> State:
         assert first is None, "nodes have no windows"
-        assert kv.table is not None
-        return node_attention(
-            q, kv.k, kv.v, self.plan, scale=params.scale, table=kv.table, softcap=params.softcap,
-            sinks=params.sinks,
-        )  # fmt: skip
+        return node_attention(q, kv, self.plan, params)
 
 
 class _Prefixes:

@@ -180,7 +180,7 @@ class CpuAttention:
         return Call(self._function, ctypes.addressof(request))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-        """Compute attention now; see ``host_rows.attend``."""
+        """Compute attention now; see ``offload_attention.attend``."""
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         call = self.call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, out, lse)

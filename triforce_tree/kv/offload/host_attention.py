@@ -1,7 +1,7 @@
 """Attention on the CPU to keys and values in host memory, which then need not be copied to the device.
 
 Queries are copied to the host, and an attention state comes back: the output of T queries and their
-log-sum-exp, instead of keys and values. ``kernels/cpu/host_rows.py`` computes it.
+log-sum-exp, instead of keys and values. ``kernels/cpu/offload_attention.py`` computes it.
 """
 
 import time
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from triforce_tree.kernels import exchange
 from triforce_tree.kernels.attention.plan import Heads
-from triforce_tree.kernels.cpu import host_rows
-from triforce_tree.kernels.cpu.host_rows import State
+from triforce_tree.kernels.cpu import offload_attention
+from triforce_tree.kernels.cpu.offload_attention import State
 from triforce_tree.kv.offload.copy_stream import CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.models.hf_model import HFModel
@@ -28,7 +28,7 @@ def check_host_attention(model: HFModel) -> None:
             f"{model.name} caps its attention scores, which attention on the CPU cannot do; leave "
             "host_attention out"
         )
-    if model.device.type == "cuda" and not host_rows.native(model.heads, model.dtype):
+    if model.device.type == "cuda" and not offload_attention.native(model.heads, model.dtype):
         raise ValueError(
             "attention on the CPU needs a processor with AVX2, a C compiler, a model in bf16 or fp16, and "
             f"heads of a multiple of 32 up to 512; {model.name} has {model.dtype}, keys of {model.heads.dim} "
@@ -46,7 +46,7 @@ def host_attends(model: HFModel, wanted: bool | str) -> bool:
         ValueError: it is wanted, but not possible.
     """
     if wanted == "auto":
-        return not model.has_softcap and host_rows.native(model.heads, model.dtype)
+        return not model.has_softcap and offload_attention.native(model.heads, model.dtype)
     if wanted:
         check_host_attention(model)
     return bool(wanted)
@@ -90,7 +90,7 @@ class HostAttention:
         self.bytes = 0
         # Four times as many: measuring stage costs queues three passes without waiting for one, and a pass
         # that was interrupted may have left its own in the queue.
-        self._kernel = host_rows.kernel(heads, dtype, 4 * requests)
+        self._kernel = offload_attention.kernel(heads, dtype, 4 * requests)
         self._torch_seconds = 0.0
         self._copy_stream = CopyStream(device)
         self._by_shape: dict[tuple[int, int], _Buffers] = {}
@@ -128,7 +128,9 @@ class HostAttention:
             self._copy_stream.call(*self._kernel.call(q, *self.heads.split(kv), scale, out, lse))
             return
         start = time.perf_counter()
-        for target, result in zip((out, lse), host_rows.attend(q, *self.heads.split(kv), scale), strict=True):
+        for target, result in zip(
+            (out, lse), offload_attention.attend(q, *self.heads.split(kv), scale), strict=True
+        ):
             target.copy_(result)
         self._torch_seconds += time.perf_counter() - start
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triforce_tree.kernels.attention.backend import Attention
 from triforce_tree.kernels.attention.plan import KV, AttentionParams
 from triforce_tree.kernels.attention.reference import merge_states
-from triforce_tree.kernels.cpu.host_rows import State
+from triforce_tree.kernels.cpu.offload_attention import State
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView

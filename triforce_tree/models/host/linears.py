@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from triforce_tree.kernels.cpu.fp32 import linear as fp32
 from triforce_tree.kernels.cpu.fp32.library import library
-from triforce_tree.kernels.cpu.host import ONEDNN
+from triforce_tree.kernels.cpu.tree_attention import ONEDNN
 
 _MOST_ROWS = 64
 # Share of the available memory that copies in 16 bits may take.

@@ -21,7 +21,7 @@ def attention(
     first: FirstVisible | None = None,
     lse: Tensor | None = None,
 ) -> Tensor | None:
-    """``host.planned_attention`` without ``scales``; None where the C kernel does not serve the arguments.
+    """``planned_attention`` without ``scales``; None where the C kernel does not serve the arguments.
 
     ``lse``, fp32 ``[queries, H_q]`` and dense, is written with the log-sum-exp of each query if it is given.
 
