@@ -45,6 +45,13 @@ for _name in ("api_cases", "program_cases"):
 # Read once, when transformers, datasets and triton are first imported: by the tests, later.
 for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ.setdefault(_name, "1")
+# A GPU is used with ``-m gpu`` alone: without it the tests are the same on every machine. Triton reads how
+# its kernels run when it is first imported, which a conftest.py of a folder does before ``pytest_configure``.
+_MARKS = [mark for option, mark in itertools.pairwise(sys.argv) if option == "-m"]
+if not any("gpu" in mark and "not gpu" not in mark for mark in _MARKS):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Nothing is read from the user's cache folder or written there. Workers of xdist inherit the folder.
 _OWN_CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="triforce-tree-tests-")
 if _OWN_CACHE:
@@ -63,15 +70,6 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_report_header() -> list[str]:
     return [f"tests/{folder} is left out without {', '.join(names)}" for folder, names in MISSING.items()]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """A GPU is used with ``-m gpu`` alone: without it the tests are the same on every machine."""
-    selected = str(config.getoption("-m"))
-    if "gpu" not in selected or "not gpu" in selected:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
