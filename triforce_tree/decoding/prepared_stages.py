@@ -3,23 +3,17 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from triforce_tree.decoding.buffers import Buffers, PreparedStages
 from triforce_tree.decoding.stage_set import stages_of, tree_stages
 from triforce_tree.decoding.stages import ChainVerifyStage, Stage, TreeVerifyStage
-from triforce_tree.policy.costs import MeasuredTimes
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import Cuts, executor
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.row_bits import check_row_bits
 from triforce_tree.verify.seeded import Seeded
-
-if TYPE_CHECKING:
-    from triforce_tree.decoding.program import DecodingProgram
-
 
 # Of the seconds for the first shape, those for a further one: it shares the plain pass, the verification of
 # chains and the compiled layers.
@@ -64,22 +58,7 @@ class StageProgress:
         _LOG.warning("%s stage %d%s (%s), %.0f s so far%s", self._doing, *at, why)
 
 
-@dataclass(frozen=True)
-class PreparedStages:
-    """The stages for one kind of sampling, what runs each, and which shapes of tree have any.
-
-    ``seconds`` were spent on those with the first shape; ``timings`` are those of passes with them.
-    """
-
-    to_probs: DeviceProbs
-    stages: dict[str, Stage]
-    runs: dict[str, Callable[[], None]]
-    shapes: set[int]
-    seconds: float
-    timings: MeasuredTimes = field(default_factory=MeasuredTimes)
-
-
-def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStages:
+def prepared(program: Buffers, to_probs: DeviceProbs) -> PreparedStages:
     """The stages with the first shape of tree.
 
     On a GPU they are captured on made-up sequences of the greatest length: sequences must be fed afterwards.
@@ -108,7 +87,7 @@ def prepared(program: "DecodingProgram", to_probs: DeviceProbs) -> PreparedStage
     return PreparedStages(to_probs, stages, runs, {0}, seconds)
 
 
-def _check_exact(program: "DecodingProgram", stages: dict[str, Stage]) -> None:
+def _check_exact(program: Buffers, stages: dict[str, Stage]) -> None:
     """Raise UnsupportedModelError where the target's rows depend on how many stages compute together."""
     verified = [s.tree.nodes for s in stages.values() if isinstance(s, ChainVerifyStage | TreeVerifyStage)]
     vocabulary = program.target.vocab_size
@@ -118,7 +97,7 @@ def _check_exact(program: "DecodingProgram", stages: dict[str, Stage]) -> None:
             check_row_bits(program.full, program.full_view, program.batch, nodes, vocabulary, name)
 
 
-def seeded(program: "DecodingProgram") -> Seeded:
+def seeded(program: Buffers) -> Seeded:
     """What draws for sequences with seeds of their own; from now on the program's stages have it.
 
     Those of earlier kinds of sampling are dropped. Sequences without a seed draw as before.
@@ -129,7 +108,7 @@ def seeded(program: "DecodingProgram") -> Seeded:
     return program.seeded
 
 
-def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: int) -> float:
+def prepare_shape(program: Buffers, stages: PreparedStages, number: int) -> float:
     """Add the stages for trees of one shape, unless they are there; returns the seconds that this took.
 
     The state of the sequences is as before afterwards, also where device memory runs out. A capture needs no
@@ -160,7 +139,7 @@ def prepare_shape(program: "DecodingProgram", stages: PreparedStages, number: in
     return time.perf_counter() - start
 
 
-def held_back(program: "DecodingProgram") -> dict[int, float]:
+def held_back(program: Buffers) -> dict[int, float]:
     """The shapes whose stages are not there and take long to make, and the seconds expected for each.
 
     Those of matched tokens do not: their kernels are those of the first shape. The same on all ranks.
@@ -176,11 +155,11 @@ def held_back(program: "DecodingProgram") -> dict[int, float]:
     return distributed.broadcast_object(seconds)
 
 
-def _kernels_of(program: "DecodingProgram", number: int) -> tuple[torch.device, str, int]:
+def _kernels_of(program: Buffers, number: int) -> tuple[torch.device, str, int]:
     """What tells which kernels a shape's stages need."""
     return program.device, program.target.name, program.shapes[number].nodes
 
 
-def makes_slowly(program: "DecodingProgram") -> bool:
+def makes_slowly(program: Buffers) -> bool:
     """Whether the stages of a shape take seconds to make: kernels are compiled and graphs captured."""
     return program.device.type == "cuda"

@@ -1,7 +1,6 @@
 """Which stages a program has."""
 
-from typing import TYPE_CHECKING
-
+from triforce_tree.decoding.buffers import Buffers
 from triforce_tree.decoding.stages import (
     ChainVerifyStage,
     DraftStage,
@@ -14,21 +13,18 @@ from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.verifier import Verifier
 
-if TYPE_CHECKING:
-    from triforce_tree.decoding.program import DecodingProgram
-
 
 def stage_name(name: str, shape: int) -> str:
     """A stage of the trees of one shape: ``draft``, ``draft/1`` for shape 1."""
     return f"{name}/{shape}" if shape else name
 
 
-def chain_nodes(program: "DecodingProgram") -> int:
+def chain_nodes(program: Buffers) -> int:
     """Tokens of a sequence in the target's forward over a chain of full length."""
     return PassLimits.of(program.config, program.levels).chain_nodes(program.runner_ups)
 
 
-def drafted(program: "DecodingProgram", levels: int, rounds: int, shape: int) -> tuple[int, int]:
+def drafted(program: Buffers, levels: int, rounds: int, shape: int) -> tuple[int, int]:
     """Forwards of the drafter in a pass, and tokens that it proposes, for each sequence.
 
     Args:
@@ -44,7 +40,7 @@ def drafted(program: "DecodingProgram", levels: int, rounds: int, shape: int) ->
     return forwards, sum(tree.nodes - 1 for tree in trees)
 
 
-def stages_of(program: "DecodingProgram", to_probs: DeviceProbs) -> dict[str, Stage]:
+def stages_of(program: Buffers, to_probs: DeviceProbs) -> dict[str, Stage]:
     """The stages of a program for one kind of sampling, by name, with those of the first shape of tree."""
     state, vocabulary = program.state, program.target.vocab_size
     stages: dict[str, Stage] = {}
@@ -68,7 +64,7 @@ def stages_of(program: "DecodingProgram", to_probs: DeviceProbs) -> dict[str, St
     return stages
 
 
-def tree_stages(program: "DecodingProgram", to_probs: DeviceProbs, shape: int) -> dict[str, Stage]:
+def tree_stages(program: Buffers, to_probs: DeviceProbs, shape: int) -> dict[str, Stage]:
     """The stages that propose and verify trees of one shape."""
     assert program.drafter is not None
     state, vocabulary = program.state, program.target.vocab_size
