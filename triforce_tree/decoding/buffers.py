@@ -1,0 +1,180 @@
+"""What the stages of decoding compute on: models, cache, tokens, and the stages once they are prepared."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.choice.estimates import LearntChoice
+from triforce_tree.decoding.choice.times.timings import StageTimings
+from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS
+from triforce_tree.decoding.full_cache import FullCache
+from triforce_tree.decoding.stages import Stage
+from triforce_tree.drafters.base import Drafter, features_of, grown_shapes
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
+from triforce_tree.kv.pool.size import PoolSize
+from triforce_tree.kv.store import KVStore
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.step_model import StepModel, low_bit_model, step_model
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits
+from triforce_tree.verify.noise import Noise, NoiseFactory
+from triforce_tree.verify.probs import DeviceProbs
+from triforce_tree.verify.seeded import Seeded
+
+
+@dataclass(frozen=True)
+class PreparedStages:
+    """The stages for one kind of sampling, what runs each, and which shapes of tree have any.
+
+    ``seconds`` were spent on those with the first shape; ``timings`` are those of passes with them.
+    """
+
+    to_probs: DeviceProbs
+    stages: dict[str, Stage]
+    runs: dict[str, Callable[[], None]]
+    shapes: set[int]
+    seconds: float
+    timings: StageTimings = field(default_factory=StageTimings)
+
+
+class Buffers:
+    """What the stages of decoding compute on, made once and used for many requests.
+
+    Args:
+        target: the model of levels 1 and 2.
+        drafter: level 0; may be None for one level.
+        config: what each level does; its ``tree`` is the drafter's.
+        batch: sequences.
+        max_seq_len: most tokens of a sequence, new ones included.
+        levels: 1, 2 or 3.
+        offload: how to split the full cache between device and host; None keeps it on the device.
+        progress: called with bytes of host memory as they are taken.
+        store: KV slots on the device to work on, with whatever they hold; by default new ones.
+        kept, pool: an earlier program's cache, and a pool of KV slots, see :class:`FullCache`.
+        level_one: level 1's model in fewer bits, of the arguments of ``low_bit_model``; by default a new one.
+        noise: makes the random numbers of every stage.
+
+    Attributes:
+        cache: the target's keys and values.
+        state: tokens, lengths and draft chains of the batch.
+        full: the target, as levels 2 and plain decoding run it.
+        retrieval_model: the target as level 1 runs it; only with three levels.
+        states, full_view, retrieval: see :class:`FullCache`.
+        shapes: of the drafter's trees, the configured one first. The stages of the others are made and
+            captured by :meth:`prepare_shape`, where a pass first takes them.
+        max_draft_tokens: most tokens that are proposed to level 2 in a line.
+        runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
+        tail_tree: whether it also verifies a tree of the first shape at the end of the chain.
+        capture_seconds: spent on making stages, capturing them, and on a copy of the weights for level 1.
+        two_levels: whether three levels may be exchanged for two in any pass: the number was not given.
+        prepared: stages of at most ``_MOST_PREPARED`` kinds of sampling, the one selected last at the end.
+        selected: those prepared last; seeded: see ``prepared_stages``.
+        learnt: what controllers of passes learnt, by kind of sampling (``choice/learnt_table.py``).
+
+    Raises:
+        ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
+            streamed weights with a level 1 of 16 bits.
+        HostMemoryError: host memory is short.
+    """
+
+    selected: PreparedStages
+
+    def __init__(
+        self,
+        target: HFModel,
+        drafter: Drafter | None,
+        config: HierarchyConfig,
+        batch: int,
+        max_seq_len: int,
+        levels: int,
+        offload: Offload | None = None,
+        progress: Callable[[int], None] | None = None,
+        store: KVStore | None = None,
+        noise: NoiseFactory = Noise,
+        kept: FullCache | None = None,
+        pool: PoolSize | None = None,
+        level_one: Callable[[HFModel, int, bool, Sequence[int]], StepModel] = low_bit_model,
+    ) -> None:
+        self.target, self.config, self.levels = target, config, levels
+        self.batch, self.max_seq_len, self.device, self.noise = batch, max_seq_len, target.device, noise
+        if levels > 1 and drafter is None:
+            raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
+        self.drafter = drafter if levels > 1 else None
+        self.seeded: Seeded | None = None
+        self.prepared: dict[Hashable, PreparedStages] = {}
+        self.learnt: dict[Hashable, LearntChoice] = {}
+        if target.streamed is not None and levels == 3:
+            check_level_one(config.weight_bits)
+        compiled = self.device.type == "cuda"
+        extent = PassLimits.of(config, levels)
+        self.max_draft_tokens = extent.max_draft_tokens
+        self.runner_ups = levels == 3 and (compiled if config.runner_ups is None else config.runner_ups)
+        self.tail_tree = levels == 3 and config.tail_tree
+        size = batch, max_seq_len, levels
+        self.cache = FullCache(target, config, *size, offload, progress, store, kept, pool)
+        self.full_view, self.states, self.retrieval = self.cache.view, self.cache.states, self.cache.retrieval
+        self.two_levels = self._may_choose_levels(config)
+        features = self.drafter.features if self.drafter is not None else ()
+        self.shapes = grown_shapes(self.drafter) if self.drafter is not None else [DeviceTreeShape(())]
+        if self.cache.backend.fixed_passes:
+            del self.shapes[1:]
+        self.state = new_state(target, self.drafter, extent, batch, max_seq_len, levels, self.shapes)
+        if self.states is not None:
+            self.state.recurrent = self.states.buffers
+        self.full = step_model(target, compiled, features, config.exact)
+        if self.drafter is not None:
+            self.drafter.bind(self.state)
+        if levels == 3:
+            bits = config.weight_bits
+            self.retrieval_model = self.full if bits == 16 else level_one(target, bits, compiled, features)
+        self.capture_seconds = 0.0
+
+    @property
+    def store(self) -> KVStore:
+        """KV slots on the device, see :class:`KVBackend`."""
+        return self.cache.backend.store
+
+    def _may_choose_levels(self, config: HierarchyConfig) -> bool:
+        return self.levels == 3 and not self.cache.backend.fixed_passes and config.chooses_levels
+
+    @contextmanager
+    def trial(self, length: int) -> Iterator[Callable[[bool], None]]:
+        """Inside, stages may be run after made-up sequences of ``length`` tokens, up to three times in a row.
+
+        Yields a function that sets the sequences back to that length, with draft chains of full length if its
+        argument is True, else empty ones. The full cache's KV slots are as before afterwards; sequences must
+        be fed or rewound.
+        """
+
+        def begin(chains: bool) -> None:
+            self.state.length.fill_(length)
+            self.state.chain.fill_(self.state.max_draft_tokens if chains else 0)
+
+        with self.state.trial(length):
+            if self.drafter is not None:
+                self.drafter.start([[0] * (length + 1)] * self.batch)
+            with self.cache.trial(length):
+                yield begin
+
+
+def new_state(
+    target: HFModel,
+    drafter: Drafter | None,
+    extent: PassLimits,
+    batch: int,
+    max_seq_len: int,
+    levels: int,
+    shapes: Sequence[DeviceTreeShape],
+) -> SequenceState:
+    """Buffers for ``batch`` sequences of at most ``max_seq_len`` tokens, with trees of these shapes."""
+    vocabulary = target.vocab_size if levels == 3 else 0
+    features = features_of(drafter, target, batch, extent.max_draft_tokens + extent.depth + 2)
+    # Acceptance by rank is needed to compare shapes.
+    depths = [len(shape.widths) for shape in shapes if not shape.matched]
+    ranks = (max(depths), MOST_RANKS) if len(depths) > 1 else None
+    return SequenceState(
+        batch, max_seq_len + extent.scratch_slots, extent.chain, extent.extra, vocabulary,
+        target.device, features, ranks, extent.tail,
+    )  # fmt: skip
