@@ -5,9 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.choice.estimates import LearntChoice
-from triforce_tree.decoding.choice.times.timings import StageTimings
-from triforce_tree.decoding.choice.tree_acceptance import MOST_RANKS
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.stages import Stage
 from triforce_tree.drafters.base import Drafter, features_of, grown_shapes
@@ -17,6 +14,9 @@ from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, low_bit_model, step_model
+from triforce_tree.policy.costs import MeasuredTimes
+from triforce_tree.policy.estimates import MOST_RANKS
+from triforce_tree.policy.pass_policy import LearntChoice
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits
 from triforce_tree.verify.noise import Noise, NoiseFactory
@@ -36,7 +36,7 @@ class PreparedStages:
     runs: dict[str, Callable[[], None]]
     shapes: set[int]
     seconds: float
-    timings: StageTimings = field(default_factory=StageTimings)
+    timings: MeasuredTimes = field(default_factory=MeasuredTimes)
 
 
 class Buffers:
@@ -71,7 +71,7 @@ class Buffers:
         two_levels: whether three levels may be exchanged for two in any pass: the number was not given.
         prepared: stages of at most ``_MOST_PREPARED`` kinds of sampling, the one selected last at the end.
         selected: those prepared last; seeded: see ``prepared_stages``.
-        learnt: what controllers of passes learnt, by kind of sampling (``choice/learnt_table.py``).
+        learnt: what requests leave to later ones, by kind of sampling (``choice/chooser.py``).
 
     Raises:
         ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
