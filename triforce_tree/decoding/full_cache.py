@@ -10,7 +10,7 @@ from triforce_tree.decoding.stages import FullView
 from triforce_tree.kv.backend import CacheSpec, KVBackend, PromptRun
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.choose import make_backend
-from triforce_tree.kv.kept_prefixes import KeptPrefixes, PrefixExchange
+from triforce_tree.kv.kept_prefixes import Exchange, KeptPrefixes
 from triforce_tree.kv.marks import Marks
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.pool.size import PoolSize
@@ -69,7 +69,7 @@ class FullCache:
         self.cached, self.retrieval = self.backend.cached, self.backend.retrieval
         self._scratch = spec.scratch
         self._computed_by: object = None
-        self._exchange: PrefixExchange | None = None
+        self._exchange: Exchange | None = None
         # A store that was given holds what is not known here.
         self._given = store is not None
         self.means = ChunkMeans(self.retrieval, batch, max_seq_len, target.device)

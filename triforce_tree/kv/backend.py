@@ -15,7 +15,7 @@ from torch import Tensor
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.attention.backend import AttentionBackend, chosen
 from triforce_tree.kv.cached_tokens import CachedTokens, Reuse
-from triforce_tree.kv.kept_prefixes import KeptPrefixes, Means, PrefixExchange
+from triforce_tree.kv.kept_prefixes import Exchange, KeptPrefixes, Means
 from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.prefill import PromptCache, chunk_tokens, prefill
 from triforce_tree.kv.recurrent_states import RecurrentStates
@@ -260,7 +260,7 @@ class KVBackend:
         """
         return False
 
-    def exchange(self, prefixes: KeptPrefixes, means: Means) -> PrefixExchange | None:
+    def exchange(self, prefixes: KeptPrefixes, means: Means) -> Exchange | None:
         """What keeps copies of texts in host memory before they are overwritten; None where nothing does.
 
         Args:

@@ -7,7 +7,7 @@ from torch import Tensor
 from triforce_tree.kv.backend import CacheSpec, KVBackend
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.exact_view import ExactView
-from triforce_tree.kv.kept_prefixes import KeptPrefixes, Means, PrefixExchange
+from triforce_tree.kv.kept_prefixes import Exchange, KeptPrefixes, Means, PrefixExchange
 from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
@@ -67,7 +67,7 @@ class DeviceBackend(KVBackend):
         found = (self.cached.common(b, prompt, reuse) for b, prompt in enumerate(prompts[: self.batch]))
         return self.batch <= len(prompts) and any(found)
 
-    def exchange(self, prefixes: KeptPrefixes, means: Means) -> PrefixExchange | None:
+    def exchange(self, prefixes: KeptPrefixes, means: Means) -> Exchange | None:
         """See :class:`KVBackend`; rings hold a window alone."""
         if any(group.ring for group in self.store.groups):
             return None

@@ -11,6 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from triforce_tree.kv.cached_tokens import CachedTokens
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
-from triforce_tree.kv.store import KVStore
+from triforce_tree.kv.store import KVGroup, KVStore
 from triforce_tree.runtime.features import Features
 
 _LOG = logging.getLogger(__name__)
@@ -56,79 +57,54 @@ class KeptPrefixes:
         while self.taken > self.limit:
             self._drop()
 
-    def keep(
-        self,
-        store: KVStore,
-        cached: CachedTokens,
-        b: int,
-        function: object,
-        needed: Collection[bytes] = (),
-    ) -> None:
-        """Copy the whole chunks of a sequence from the device, as far as the limit and the machine allow.
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._chunks
+
+    def put(self, digest: bytes, parts: Sequence[Tensor], staying: Collection[bytes] = ()) -> bool:
+        """Copy a chunk from the device, as far as the limit and the machine allow; whether it is kept.
 
         Args:
-            store: without rings.
-            cached: which tokens its sequences hold.
-            function: ``HFModel.function_key`` of the model that has computed them.
-            needed: digests of chunks that must stay.
+            digest: of the chunk, see :func:`digests_of`.
+            parts: its KV slots, ``[H_kv, chunk, D]`` of each part of each layer.
+            staying: digests of chunks that must not be dropped for it.
         """
-        tokens = cached.held[b][: cached.whole[b]]
-        digests = list(_digests(tokens, cached.chunk, function, store))
-        staying = {*digests, *needed}
-        self._use([*digests, *needed])
-        for at, digest in enumerate(digests):
+        if digest in self._chunks:
+            return True
+        size, locked = sum(part.nbytes for part in parts), parts[0].is_cuda
+        if not self._make_room(size, staying):
+            return False
+        memory = HostMemory(locked, "prefix_cache", "lower prefix_cache")
+        try:
+            memory.check(size)
+            slots = [memory.take(part.shape, part.dtype) for part in parts]
+        except HostMemoryError as error:
+            memory.release()
+            if not self._told:
+                _LOG.warning("prefix_cache: earlier texts are not kept any more: %s", error)
+            self._told = True
+            return False
+        for target, part in zip(slots, parts, strict=True):
+            target.copy_(part, non_blocking=True)
+        self._chunks[digest] = _Chunk(slots, memory)
+        return True
+
+    def copy_to(self, digest: bytes, parts: Sequence[Tensor]) -> None:
+        """Copy a chunk that is kept to the device."""
+        for part, slots in zip(parts, self._chunks[digest].slots, strict=True):
+            part.copy_(slots, non_blocking=True)
+
+    def use(self, digests: Sequence[bytes]) -> None:
+        """Note that these chunks of a text are used now, its beginning last: it is dropped last."""
+        for digest in reversed(digests):
             if digest in self._chunks:
-                continue
-            parts = _parts(store, b, at * cached.chunk, (at + 1) * cached.chunk)
-            size = sum(part.nbytes for part in parts)
-            if not self._make_room(size, staying):
-                break
-            memory = HostMemory(store.device.type == "cuda", "prefix_cache", "lower prefix_cache")
-            try:
-                memory.check(size)
-                slots = [memory.take(part.shape, part.dtype) for part in parts]
-            except HostMemoryError as error:
-                memory.release()
-                if not self._told:
-                    _LOG.warning("prefix_cache: earlier texts are not kept any more: %s", error)
-                self._told = True
-                break
-            for target, part in zip(slots, parts, strict=True):
-                target.copy_(part, non_blocking=True)
-            self._chunks[digest] = _Chunk(slots, memory)
-        self._use(digests)
-        if store.device.type == "cuda":
-            # The slots may be overwritten by other streams, and the copies dropped.
-            torch.cuda.synchronize(store.device)
-
-    def find(self, store: KVStore, chunk: int, prompt: Sequence[int], function: object) -> list[bytes]:
-        """The digests of chunks that all but the last token of a prompt begins with, one after the other."""
-        found = []
-        for digest in _digests(prompt[:-1], chunk, function, store):
-            if digest not in self._chunks:
-                break
-            found.append(digest)
-        self._use(found)
-        return found
-
-    def restore(self, store: KVStore, b: int, chunk: int, digests: Sequence[bytes], first: int) -> None:
-        """Copy chunks ``first`` and later of a prompt to the device."""
-        for at, digest in enumerate(digests[first:], first):
-            parts = _parts(store, b, at * chunk, (at + 1) * chunk)
-            for part, slots in zip(parts, self._chunks[digest].slots, strict=True):
-                part.copy_(slots, non_blocking=True)
+                self._chunks.move_to_end(digest)
 
     def clear(self) -> None:
         """Give all memory back."""
         while self._chunks:
             self._drop()
 
-    def _use(self, digests: Sequence[bytes]) -> None:
-        for digest in reversed(digests):
-            if digest in self._chunks:
-                self._chunks.move_to_end(digest)
-
-    def _make_room(self, size: int, needed: set[bytes]) -> bool:
+    def _make_room(self, size: int, needed: Collection[bytes]) -> bool:
         """Drop chunks until ``size`` more bytes fit; False where that would drop one that is needed."""
         while self.taken + size > self.limit:
             if next(iter(self._chunks), b"") in needed or not self._chunks:
@@ -147,18 +123,8 @@ class Means(Protocol):
     def lost(self, b: int, start: int) -> None: ...
 
 
-class PrefixExchange:
-    """Exchanges the texts of one cache on the device with :class:`KeptPrefixes`.
-
-    Args:
-        prefixes: texts of all caches of the same models.
-        store: the KV slots, none of which are rings.
-        cached: the tokens that they hold.
-        means: told which chunk means are not known.
-    """
-
-    def __init__(self, prefixes: KeptPrefixes, store: KVStore, cached: CachedTokens, means: Means) -> None:
-        self.prefixes, self._store, self._cached, self._means = prefixes, store, cached, means
+class Exchange(Protocol):
+    """Keeps copies of the texts of one cache, and brings back what prompts begin with."""
 
     def keep(self, function: object) -> None:
         """Copy all texts of the cache, which is not used any more.
@@ -166,8 +132,6 @@ class PrefixExchange:
         Args:
             function: ``HFModel.function_key`` of the model that has computed them.
         """
-        for b in range(len(self._cached.held)):
-            self.prefixes.keep(self._store, self._cached, b, function)
 
     def before(
         self,
@@ -184,16 +148,57 @@ class PrefixExchange:
             function, now: of the model that has computed what the cache holds, and of the model as it is.
             features: hidden states for the drafter; those of a text that is brought back are not known.
         """
+
+
+class PrefixExchange:
+    """The :class:`Exchange` of sequences that have slots of their own on the device, none of which are rings.
+
+    Args:
+        prefixes: texts of all caches of the same models.
+        store: the KV slots.
+        cached: the tokens that they hold.
+        means: told which chunk means are not known.
+    """
+
+    def __init__(self, prefixes: KeptPrefixes, store: KVStore, cached: CachedTokens, means: Means) -> None:
+        self.prefixes, self._store, self._cached, self._means = prefixes, store, cached, means
+
+    def keep(self, function: object) -> None:
+        """See :class:`Exchange`."""
+        for b in range(len(self._cached.held)):
+            self._keep(b, function)
+
+    def _keep(self, b: int, function: object, needed: Collection[bytes] = ()) -> None:
+        """Copy the whole chunks of a sequence; ``needed``: digests of chunks that must stay."""
+        cached, chunk = self._cached, self._cached.chunk
+        own = list(digests_of(cached.held[b][: cached.whole[b]], chunk, function, self._store))
+        self.prefixes.use([*own, *needed])
+        staying = {*own, *needed}
+        for at, digest in enumerate(own):
+            if not self.prefixes.put(digest, self._parts(b, at), staying):
+                break
+        self.prefixes.use(own)
+        settle(self._store)
+
+    def before(
+        self,
+        prompts: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        function: object,
+        now: object,
+        features: Features | None,
+    ) -> None:
+        """See :class:`Exchange`."""
         cached, chunk = self._cached, self._cached.chunk
 
         def find() -> list[list[bytes]]:
-            return [self.prefixes.find(self._store, chunk, prompt, now) for prompt in prompts]
+            return [self._find(prompt, now) for prompt in prompts]
 
         # Once more afterwards: a prompt may begin with what another sequence holds.
         needed = [digest for found in find() for digest in found]
         for b, start in enumerate(starts):
             if start < cached.whole[b]:
-                self.prefixes.keep(self._store, cached, b, function, needed)
+                self._keep(b, function, needed)
         if function != now:
             cached.clear()
         for b, (prompt, start, found) in enumerate(zip(prompts, starts, find(), strict=True)):
@@ -201,16 +206,29 @@ class PrefixExchange:
             if length <= start:
                 continue
             first = min(start, cached.whole[b]) // chunk
-            self.prefixes.restore(self._store, b, chunk, found, first)
+            for at, digest in enumerate(found[first:], first):
+                self.prefixes.copy_to(digest, self._parts(b, at))
             cached.fed(b, prompt[: length + 1], first * chunk)
             self._store.fed(b, length)
             self._means.lost(b, first * chunk)
             if features is not None:
                 features.begin(b, 0)
 
+    def _find(self, prompt: Sequence[int], function: object) -> list[bytes]:
+        """The digests of kept chunks that all but the last token of a prompt begins with."""
+        own = digests_of(prompt[:-1], self._cached.chunk, function, self._store)
+        found = list(takewhile(self.prefixes.__contains__, own))
+        self.prefixes.use(found)
+        return found
 
-def _digests(tokens: Sequence[int], chunk: int, function: object, store: KVStore) -> Iterator[bytes]:
-    """Of each whole chunk of a text: of all tokens up to its end, the model and how slots are stored."""
+    def _parts(self, b: int, at: int) -> list[Tensor]:
+        """The slots of a chunk of sequence b."""
+        chunk = self._cached.chunk
+        return chunk_parts(self._store.groups, b, at * chunk, (at + 1) * chunk)
+
+
+def digests_of(tokens: Sequence[int], chunk: int, function: object, store: KVStore) -> Iterator[bytes]:
+    """The digest of each whole chunk of a text: of all tokens up to its end, the model and the slots."""
     shapes = [(group.layers, group.shape) for group in store.groups]
     digest = hashlib.sha256(repr((function, store.bits, store.dtype, chunk, shapes)).encode())
     for stop in range(chunk, len(tokens) + 1, chunk):
@@ -218,6 +236,12 @@ def _digests(tokens: Sequence[int], chunk: int, function: object, store: KVStore
         yield digest.digest()
 
 
-def _parts(store: KVStore, b: int, start: int, stop: int) -> list[Tensor]:
-    """The slots of sequence b, by layer: ``[H_kv, stop - start, D]``."""
-    return [layer[b, :, start:stop] for group in store.groups for part in group.parts for layer in part]
+def chunk_parts(groups: Sequence[KVGroup], b: int, start: int, stop: int) -> list[Tensor]:
+    """Slots of sequence b, by layer: ``[H_kv, stop - start, D]``."""
+    return [layer[b, :, start:stop] for group in groups for part in group.parts for layer in part]
+
+
+def settle(store: KVStore) -> None:
+    """Wait for copies: the slots may be overwritten by other streams, and the copies dropped."""
+    if store.device.type == "cuda":
+        torch.cuda.synchronize(store.device)

@@ -221,6 +221,21 @@ def test_what_slots_of_their_own_hold_is_taken_over(fed: list[int]) -> None:
     assert sum(fed) == sum(len(prompt) - 1 for prompt in PROMPTS) - sum(out.reused_tokens)
 
 
+@pytest.mark.parametrize("size", ["1MiB", "1GiB"])
+def test_chunks_that_are_dropped_are_kept_in_host_memory(size: str, fed: list[int]) -> None:
+    """Of a pool, and of a text decoded alone: each finds what the other has computed."""
+    options = load_arguments({**CHUNKED, "prefix_cache": size})
+    engine = triforce_tree.load(TARGET, levels=1, **options)
+    other = prompt_of(80)
+    batches = [[[*document, n, 1] for n in range(3)] for document in (DOCUMENT, other)]
+    for prompts in (batches[0], batches[1], [[*DOCUMENT, 7]], batches[0], batches[1]):
+        fed.clear()
+        assert generated(engine, prompts) == texts(prompts)
+    whole = len(other) // CHUNK * CHUNK
+    assert sum(fed) == sum(len(prompt) - 1 - whole for prompt in batches[1])
+    engine.close()
+
+
 def test_weights_that_change_compute_the_prefix_again(fed: list[int]) -> None:
     model = perturbed(TARGET, 0.0)
     engine = triforce_tree.load(model, levels=1, **load_arguments(CHUNKED))
@@ -246,9 +261,6 @@ def test_a_short_header_is_not_worth_a_part_of_its_own(
 COPIED: dict[str, Callable[[], Engine]] = {
     "nothing is kept": lambda: triforce_tree.load(
         TARGET, levels=1, **load_arguments({**CHUNKED, "prefix_cache": False})
-    ),
-    "kept in host memory": lambda: triforce_tree.load(
-        TARGET, levels=1, **load_arguments({**CHUNKED, "prefix_cache": "1MiB"})
     ),
     "a window": lambda: triforce_tree.load(tiny("mistral-window"), levels=1, **load_arguments(CHUNKED)),
     "recurrent layers": lambda: triforce_tree.load(

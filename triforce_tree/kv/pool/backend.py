@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from triforce_tree.kv.backend import CacheSpec, KVBackend, PromptRun
+from triforce_tree.kv.kept_prefixes import Exchange, KeptPrefixes, Means
 from triforce_tree.kv.pool.blocks import PoolFullError, PrefixPool
+from triforce_tree.kv.pool.exchange import PoolExchange
 from triforce_tree.kv.pool.size import PoolSize, page_of
 from triforce_tree.kv.pool.store import PooledStore
 from triforce_tree.kv.pool.views import PooledExactView, PooledRetrievalView, PooledView
@@ -152,6 +154,10 @@ class PooledBackend(KVBackend):
     def gives(self, bits: int, prompts: Sequence[Sequence[int]], reuse: str, pool: PoolSize | None) -> bool:
         """See :class:`KVBackend`."""
         return pool is not None and bits == self.store.bits
+
+    def exchange(self, prefixes: KeptPrefixes, means: Means) -> Exchange:
+        """See :class:`KVBackend`: the host tier of the pool."""
+        return PoolExchange(prefixes, self.pool, self.store, self._find)
 
     def take_over(self, kept: KVBackend) -> bool:
         """See :class:`KVBackend`: all chunks that fit, and the sequences of a pool where they fit as well."""

@@ -96,6 +96,7 @@ class PrefixPool:
 
     Attributes:
         tails: tokens that several prompts begin with, multiples of the page, and no whole chunks.
+        dropping: called with a written chunk before its slots are given to others; None for nobody.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class PrefixPool:
         self.slots, self.unit, self._page, self._scratch = slots, unit, page, scratch
         self._depth, self._move, self._clock = depth, move, 0
         self.tails: Sequence[list[int]] = ()
+        self.dropping: Callable[[Block], None] | None = None
         self._root = Block((), 0, 0, None, written=True)
         self._own: dict[int, Own] = {}
         self._paths: dict[int, list[Block]] = {}
@@ -327,7 +329,10 @@ class PrefixPool:
                     f"another sequence needs {count} KV slots, {over} more than are left of the "
                     f"{self.slots} of its batch; let it join later"
                 )
-            self._drop(min(unused, key=lambda block: block.used))
+            oldest = min(unused, key=lambda block: block.used)
+            if self.dropping is not None:
+                self.dropping(oldest)
+            self._drop(oldest)
 
     def _gaps_for(self, last: Block, more: int, own: int) -> tuple[int, int] | None:
         """Places for chunks after ``last`` and for a row's own slots; None where nothing is large enough."""

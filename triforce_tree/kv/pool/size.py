@@ -42,11 +42,10 @@ def unit_of(target: HFModel, config: HierarchyConfig) -> int | None:
     """Tokens of a chunk that prompts share; None where each sequence has slots of its own.
 
     These are needed for recurrent layers, which have a state and no slots; for layers with a window, whose
-    rings belong to one sequence; and where slots are split over ranks, or are kept in host memory between
-    calls (``prefix_cache`` in bytes).
+    rings belong to one sequence; and where slots are split over ranks.
     """
     windows = any(shape.window is not None for shape in target.kv_shapes)
-    if target.states is not None or windows or config.text_ranks > 1 or config.prefix_bytes:
+    if target.states is not None or windows or config.text_ranks > 1:
         return None
     return math.lcm(chunk_tokens(config.prefill_chunk, target.device), config.retrieval.chunk)
 
