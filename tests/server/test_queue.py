@@ -31,7 +31,7 @@ from tests.support.processes.served import (
 from triforce_tree.config import load_arguments
 from triforce_tree.engine import Engine
 from triforce_tree.server.app import Served, create_app
-from triforce_tree.server.scheduler import ClosedError, Limits, QueueFullError, Scheduler, Sequence, _Batch
+from triforce_tree.server.scheduler import ClosedError, Limits, QueueFullError, Scheduler, ServedText, _Batch
 from triforce_tree.server.text_stream import TextStream
 
 
@@ -48,7 +48,7 @@ def test_requests_join_a_batch_that_runs(
         began.extend([how["max_new_tokens"]] * len(prompts))
         return generate(prompts, **how)
 
-    def after_all_have_come(self: Scheduler, *args: Any) -> Sequence | None:
+    def after_all_have_come(self: Scheduler, *args: Any) -> ServedText | None:
         go.wait(PATIENCE)
         taken = joining(self, *args)
         if taken is not None:
@@ -92,9 +92,9 @@ def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
     scheduler = Scheduler(engine, Limits(waiting=40, batch=3), lambda sequence: None)
     scheduler.close()
 
-    def one(temperature: float) -> Sequence:
+    def one(temperature: float) -> ServedText:
         settings = {"max_new_tokens": 4, "temperature": temperature}
-        return Sequence([1, 2], settings, (), lambda piece: None)
+        return ServedText([1, 2], settings, (), lambda piece: None)
 
     queued = [one(0.5), *(one(1.0) for _ in range(8))]
     scheduler._closed = False
@@ -113,7 +113,7 @@ def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
 def test_the_failure_of_a_text_is_not_that_of_others(engine: Engine) -> None:
     """A penalty reads the text, so such sequences are decoded one by one."""
     settings = {"max_new_tokens": 3, "do_sample": False, "repetition_penalty": 1.1}
-    ended: list[Sequence] = []
+    ended: list[ServedText] = []
 
     def told(piece: str | None) -> None:
         pass
@@ -122,7 +122,7 @@ def test_the_failure_of_a_text_is_not_that_of_others(engine: Engine) -> None:
         if piece is not None:
             raise RuntimeError("the third fails")
 
-    sequences = [Sequence([1, 2, 3], settings, (), emit) for emit in (told, told, fails, told)]
+    sequences = [ServedText([1, 2, 3], settings, (), emit) for emit in (told, told, fails, told)]
     scheduler = Scheduler(engine, Limits(batch=4), ended.append)
     scheduler.submit(sequences)
     until(lambda: len(ended) == 4)
@@ -136,11 +136,11 @@ def plain(target: PreTrainedModel) -> Engine:
     return triforce_tree.load(target, tokenizer=characters(), levels=1, **load_arguments(CHUNKED))
 
 
-def scheduled(engine: Engine, prompts: list[list[int]], limits: Limits) -> list[Sequence]:
+def scheduled(engine: Engine, prompts: list[list[int]], limits: Limits) -> list[ServedText]:
     """Sequences of these prompts after a scheduler has decoded them."""
-    ended: list[Sequence] = []
+    ended: list[ServedText] = []
     settings = {"max_new_tokens": 5, "do_sample": False}
-    sequences = [Sequence(prompt, settings, (), lambda piece: None) for prompt in prompts]
+    sequences = [ServedText(prompt, settings, (), lambda piece: None) for prompt in prompts]
     scheduler = Scheduler(engine, limits, ended.append)
     scheduler.submit(sequences)
     until(lambda: len(ended) == len(sequences))
@@ -187,10 +187,10 @@ def always() -> None:
 
 def test_a_client_that_leaves_while_its_prompt_is_read_is_not_in_the_way() -> None:
     target, wire = wired("llama-gqa")
-    engine, text, ended = plain(target), prompt_of(120), list[Sequence]()
+    engine, text, ended = plain(target), prompt_of(120), list[ServedText]()
     settings = {"max_new_tokens": 5, "do_sample": False}
     leaving, *others = (
-        Sequence(prompt, settings, (), lambda piece: None) for prompt in (text, text[:90], text[:100])
+        ServedText(prompt, settings, (), lambda piece: None) for prompt in (text, text[:90], text[:100])
     )
     wire.set(lambda: setattr(leaving, "cancelled", True))
     scheduler = Scheduler(engine, Limits(batch=3), ended.append)
@@ -209,8 +209,8 @@ def test_a_client_that_leaves_while_its_prompt_is_read_is_not_in_the_way() -> No
 
 def test_sequences_one_by_one_have_outputs_of_their_own(engine: Engine) -> None:
     settings = {"max_new_tokens": 3, "do_sample": False, "repetition_penalty": 1.1}
-    ended: list[Sequence] = []
-    sequences = [Sequence([1, 2, n], settings, (), lambda piece: None) for n in (3, 4)]
+    ended: list[ServedText] = []
+    sequences = [ServedText([1, 2, n], settings, (), lambda piece: None) for n in (3, 4)]
     scheduler = Scheduler(engine, Limits(batch=2), ended.append)
     scheduler.submit(sequences)
     until(lambda: len(ended) == 2)
@@ -224,13 +224,13 @@ def test_sequences_one_by_one_have_outputs_of_their_own(engine: Engine) -> None:
 
 def test_a_queue_holds_those_who_wait_alone(engine: Engine) -> None:
     """Requests whose clients have gone take no room, and are told of their end; none comes after the end."""
-    ended: list[Sequence] = []
+    ended: list[ServedText] = []
     scheduler = Scheduler(engine, Limits(waiting=2), ended.append)
-    told: list[Sequence] = []
+    told: list[ServedText] = []
     begun, go, generate = threading.Event(), threading.Event(), engine.generate
 
-    def one() -> Sequence:
-        sequence = Sequence([1, 2], {"max_new_tokens": 2, "do_sample": False}, (), lambda piece: None)
+    def one() -> ServedText:
+        sequence = ServedText([1, 2], {"max_new_tokens": 2, "do_sample": False}, (), lambda piece: None)
         sequence.emit = lambda piece: told.append(sequence) if piece is None else None
         return sequence
 
@@ -281,7 +281,7 @@ def test_seeded_texts_are_those_of_a_lone_request(
 
     joining, taken = Scheduler.joining, []
 
-    def counted(self: Scheduler, batch: _Batch, *args: Any) -> Sequence | None:
+    def counted(self: Scheduler, batch: _Batch, *args: Any) -> ServedText | None:
         sequence = joining(self, batch, *args)
         if sequence is not None:
             batches.append(len(batch.running))

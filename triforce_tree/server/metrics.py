@@ -12,7 +12,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from triforce_tree.server.scheduler import Scheduler, Sequence
+from triforce_tree.server.scheduler import Scheduler, ServedText
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -85,7 +85,7 @@ class Metrics:
         """A request found the queue full."""
         self._requests.labels("refused").inc()
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: ServedText) -> None:
         """A sequence has ended, in whatever way."""
         self._waited.observe(sequence.waited)
         if sequence.stream is not None and sequence.stream.first is not None:

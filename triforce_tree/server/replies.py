@@ -7,7 +7,7 @@ from typing import Any
 
 from triforce_tree.server.protocol import ChatRequest
 from triforce_tree.server.reading import Asked
-from triforce_tree.server.scheduler import Sequence
+from triforce_tree.server.scheduler import ServedText
 from triforce_tree.server.text_stream import ScoredToken, TokenLogprobs
 
 
@@ -32,7 +32,7 @@ class Reply:
             "id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model,
         }  # fmt: skip
 
-    def whole(self, sequences: Sequences[Sequence]) -> dict[str, Any]:
+    def whole(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
         """All texts, after they have ended."""
         choices = []
         for index, sequence in enumerate(sequences):
@@ -52,11 +52,13 @@ class Reply:
         """A piece of one text, with the log-probabilities of the tokens since the last piece."""
         return self._chunk(index, text, None, logprobs, first)
 
-    def last(self, index: int, sequence: Sequence, logprobs: Sequences[TokenLogprobs] = ()) -> dict[str, Any]:
+    def last(
+        self, index: int, sequence: ServedText, logprobs: Sequences[TokenLogprobs] = ()
+    ) -> dict[str, Any]:
         """The end of one text."""
         return self._chunk(index, "", reason(sequence), logprobs, False)
 
-    def usage_alone(self, sequences: Sequences[Sequence]) -> dict[str, Any]:
+    def usage_alone(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
         """The chunk that ends a stream with ``include_usage``."""
         return self._stream_head() | {"choices": [], "usage": usage(sequences)}
 
@@ -115,7 +117,7 @@ def _by_text(entry: TokenLogprobs) -> dict[str, float]:
     return found
 
 
-def reason(sequence: Sequence) -> str:
+def reason(sequence: ServedText) -> str:
     """Why a text ended, in the API's words."""
     assert sequence.stream is not None
     return (
@@ -123,7 +125,7 @@ def reason(sequence: Sequence) -> str:
     )
 
 
-def usage(sequences: Sequences[Sequence]) -> dict[str, Any]:
+def usage(sequences: Sequences[ServedText]) -> dict[str, Any]:
     """Tokens of a request; ``accepted_prediction_tokens`` are those that drafting saved a pass for.
 
     Sequences that were decoded in one batch share its statistics: their counts are those of the batch, once.

@@ -51,8 +51,10 @@ class Limits:
 
 
 @dataclass
-class Sequence:
-    """One sequence of a request: its prompt, the settings that it shares with others of a batch, its results.
+class ServedText:
+    """One text that a request waits for: its prompt, the settings that a batch shares, its results.
+
+    While it is decoded, its tokens are those of the ``Sequence`` that the decoding loop makes of it.
 
     Attributes:
         prompt: token ids.
@@ -104,12 +106,12 @@ class Sequence:
         return getattr(self.output, name)
 
 
-def _sampling(sequence: Sequence) -> dict[str, Any]:
+def _sampling(sequence: ServedText) -> dict[str, Any]:
     """The settings that sequences of a batch must share."""
     return {name: value for name, value in sequence.settings.items() if name != "max_new_tokens"}
 
 
-def _repeatable(sequence: Sequence) -> bool:
+def _repeatable(sequence: ServedText) -> bool:
     """Whether a sequence of a batch that has failed can be decoded alone: nobody has seen any of its text."""
     seen = sequence.stream is not None and sequence.stream.text
     return not (seen or sequence.alone or sequence.cancelled or sequence.error)
@@ -122,7 +124,7 @@ class _NobodyWaitsError(Exception):
 class _OwnStream(TokenStreamer):
     """The stream of a sequence, whose errors end this sequence and no other of its batch."""
 
-    def __init__(self, sequence: Sequence, stream: TextStream) -> None:
+    def __init__(self, sequence: ServedText, stream: TextStream) -> None:
         self._sequence, self._stream = sequence, stream
 
     def put_prompt(self, tokens: Sequences[int], end_tokens: Collection[int]) -> None:
@@ -147,7 +149,7 @@ class _OwnStream(TokenStreamer):
         return None
 
 
-def _own_stream(sequence: Sequence) -> _OwnStream:
+def _own_stream(sequence: ServedText) -> _OwnStream:
     assert sequence.stream is not None
     return _OwnStream(sequence, sequence.stream)
 
@@ -161,15 +163,15 @@ class _Batch:
         tokens: see ``Joining``.
     """
 
-    def __init__(self, scheduler: "Scheduler", sequences: list[Sequence]) -> None:
+    def __init__(self, scheduler: "Scheduler", sequences: list[ServedText]) -> None:
         self._scheduler, self._numbers = scheduler, itertools.count()
         self.tokens: int | None = scheduler.limits.batch_tokens
-        self.running: dict[int, Sequence] = {}
+        self.running: dict[int, ServedText] = {}
         self.overtaken = 0
         for sequence in sequences:
             self.add(sequence)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: ServedText) -> None:
         """The sequence begins."""
         self.running[next(self._numbers)] = sequence
 
@@ -198,9 +200,9 @@ class Scheduler:
         done: called with each sequence when it has ended; for metrics.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, done: Callable[[Sequence], None]) -> None:
+    def __init__(self, engine: Engine, limits: Limits, done: Callable[[ServedText], None]) -> None:
         self.engine, self.limits, self._done = engine, limits, done
-        self._queue: deque[Sequence] = deque()
+        self._queue: deque[ServedText] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._batch: _Batch | None = None
@@ -223,7 +225,7 @@ class Scheduler:
             return 0, 0
         return program.cache.backend.tokens()
 
-    def submit(self, sequences: list[Sequence]) -> None:
+    def submit(self, sequences: list[ServedText]) -> None:
         """Queue the sequences of one request.
 
         Raises:
@@ -280,8 +282,8 @@ class Scheduler:
 
     def _next_batch(self) -> _Batch:
         """Take the oldest sequence from the queue, and others that can be decoded with it."""
-        batch: list[Sequence] = []
-        left: deque[Sequence] = deque()
+        batch: list[ServedText] = []
+        left: deque[ServedText] = deque()
         for sequence in self._queue:
             (batch if self._begins(sequence, batch) else left).append(sequence)
         self._queue = left
@@ -289,7 +291,7 @@ class Scheduler:
             self._begin(sequence)
         return _Batch(self, batch)
 
-    def _begins(self, sequence: Sequence, batch: list[Sequence]) -> bool:
+    def _begins(self, sequence: ServedText, batch: list[ServedText]) -> bool:
         """Whether a sequence can begin together with others."""
         tokens = sum(len(each.prompt) for each in batch) + len(sequence.prompt)
         return not batch or (
@@ -299,7 +301,7 @@ class Scheduler:
             and not (sequence.alone or batch[0].alone)
         )
 
-    def _joins(self, sequence: Sequence, running: list[Sequence], fits: Fits) -> bool:
+    def _joins(self, sequence: ServedText, running: list[ServedText], fits: Fits) -> bool:
         """Whether a sequence can be decoded together with those that run."""
         return (
             0 < len(running) < self.limits.batch
@@ -308,7 +310,7 @@ class Scheduler:
             and fits(sequence.prompt, sequence.settings["max_new_tokens"])
         )
 
-    def _begin(self, sequence: Sequence) -> None:
+    def _begin(self, sequence: ServedText) -> None:
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         sequence.end_waiting()
@@ -326,7 +328,7 @@ class Scheduler:
                     running.append(sequence)
             return len(running)
 
-    def joining(self, batch: _Batch, fits: Fits) -> Sequence | None:
+    def joining(self, batch: _Batch, fits: Fits) -> ServedText | None:
         """Take the next sequence that joins a batch from the queue; None if there is none."""
         with self._changed:
             if self._closed:
@@ -388,7 +390,7 @@ class Scheduler:
                 sequence.cancelled |= self._closed
                 self._queue.appendleft(sequence)
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: ServedText) -> None:
         """A sequence has ended, in whatever way."""
         self.running -= 1
         sequence.cut = sequence.cancelled

@@ -18,7 +18,7 @@ from triforce_tree.server.protocol import RefusedError, error
 from triforce_tree.server.readers import Readers
 from triforce_tree.server.reading import Asked, Ids
 from triforce_tree.server.replies import Reply, outputs_wanted
-from triforce_tree.server.scheduler import ClosedError, QueueFullError, Scheduler, Sequence
+from triforce_tree.server.scheduler import ClosedError, QueueFullError, Scheduler, ServedText
 from triforce_tree.server.text_stream import TokenLogprobs
 from triforce_tree.verify.draws import sequence_seed
 
@@ -27,7 +27,7 @@ ENDING = "the server is shutting down; ask again"
 _LOOK = 0.2
 # Which text, its next piece or None at its end, and the log-probabilities of the tokens since the last piece.
 _Pieces = asyncio.Queue[tuple[int, str | None, list[TokenLogprobs]]]
-_Emit = Callable[[int, Sequence, str | None], None]
+_Emit = Callable[[int, ServedText, str | None], None]
 
 
 class Service:
@@ -82,7 +82,7 @@ class Service:
         encoded = await asyncio.to_thread(lambda: _encoded(reply.whole(sequences)))
         return Response(encoded, media_type="application/json")
 
-    async def _stream(self, reply: Reply, sequences: list[Sequence], pieces: _Pieces) -> AsyncIterator[str]:
+    async def _stream(self, reply: Reply, sequences: list[ServedText], pieces: _Pieces) -> AsyncIterator[str]:
         """Server-sent events."""
         for index in range(len(sequences)):
             yield _event(reply.piece(index, "", first=True))
@@ -103,14 +103,14 @@ class Service:
             yield _event(reply.usage_alone(sequences))
         yield "data: [DONE]\n\n"
 
-    def _sequences(self, asked: Asked, prompts: list[Ids], emit: _Emit) -> list[Sequence]:
+    def _sequences(self, asked: Asked, prompts: list[Ids], emit: _Emit) -> list[ServedText]:
         """The sequences of a request.
 
         Raises:
             RefusedError: too many new tokens, or more tokens than the model can take.
         """
         target, most = self.engine.target, self.scheduler.limits.new_tokens
-        made: list[Sequence] = []
+        made: list[ServedText] = []
         for prompt in prompts:
             ids: list[int] = prompt.tolist()
             room = most if target.max_positions is None else min(most, target.max_positions - len(ids))
@@ -127,7 +127,7 @@ class Service:
             for number in range(asked.choices):
                 # Choices of one seed differ, and repeat.
                 seed = None if asked.seed is None else sequence_seed(asked.seed, number)
-                sequence = Sequence(
+                sequence = ServedText(
                     ids, settings, asked.stop_strings, _unheard, seed, asked.alternatives or 0
                 )
                 sequence.emit = partial(emit, len(made), sequence)
@@ -142,7 +142,7 @@ class _Streamed(StreamingResponse):
     collected as garbage.
     """
 
-    def __init__(self, events: AsyncIterator[str], sequences: list[Sequence]) -> None:
+    def __init__(self, events: AsyncIterator[str], sequences: list[ServedText]) -> None:
         # Proxies that hold responses back, such as nginx, pass these on at once.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
@@ -169,7 +169,7 @@ def _unheard(text: str | None) -> None:
 def _emitter(pieces: _Pieces, loop: asyncio.AbstractEventLoop) -> _Emit:
     """A function that another thread calls to queue a piece of the text with this index."""
 
-    def emit(index: int, sequence: Sequence, text: str | None) -> None:
+    def emit(index: int, sequence: ServedText, text: str | None) -> None:
         logprobs = sequence.stream.take_logprobs() if sequence.stream is not None else []
         # The loop may have ended with the server.
         with contextlib.suppress(RuntimeError):
@@ -179,7 +179,7 @@ def _emitter(pieces: _Pieces, loop: asyncio.AbstractEventLoop) -> _Emit:
 
 
 @contextlib.contextmanager
-def _cancelled_at_the_end(sequences: list[Sequence]) -> Iterator[None]:
+def _cancelled_at_the_end(sequences: list[ServedText]) -> Iterator[None]:
     """Cancels what still runs when nobody waits any more; what has ended is not changed by it."""
     try:
         yield
@@ -188,7 +188,7 @@ def _cancelled_at_the_end(sequences: list[Sequence]) -> Iterator[None]:
             sequence.cancelled = True
 
 
-def _raise_errors(sequences: list[Sequence]) -> None:
+def _raise_errors(sequences: list[ServedText]) -> None:
     for sequence in sequences:
         # Whatever it is: an error of a batch is not one of a request alone.
         if sequence.error is not None:
