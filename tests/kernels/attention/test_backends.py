@@ -16,8 +16,7 @@ from triforce_tree.kernels.attention.flashinfer_backend import FlashInferBackend
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
 
 HALF, SINGLE = torch.float16, torch.float32
-# The interpreter of Triton 3.6 makes scalars of one-element arrays, which newer NumPy warns about.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+pytestmark = triton_ops.runs_kernels
 
 GROUPED, RAGGED = Heads(4, 2, 64), ((0, 3), (130, 9), (31, 20))
 CASES = [
