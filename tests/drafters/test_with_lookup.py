@@ -181,11 +181,11 @@ def test_texts_that_copy_take_few_passes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tree": "lookup:4"}, r"tree='lookup:4' is no tree that a drafter grows.*name it in other_trees"),
-        ({"other_trees": "lookup:4 lookup:4"}, r"asks for matched tokens twice"),
-        ({"other_trees": "lookup:4 lookup:5 lookup:6"}, r"asks for matched tokens 3 times"),
-        ({"other_trees": "lookup:4 lookup:5", "lookup": 3}, r"asks for matched tokens twice"),
-        ({"other_trees": "lookup:4", "lookup": 3}, r"asks for matched tokens twice"),
+        ({"tree": "lookup:4"}, r"tree='lookup:4' is no tree but a chain.*name it in other_trees"),
+        ({"other_trees": "lookup:4 lookup:4"}, r"asks for suffix-matched tokens twice"),
+        ({"other_trees": "lookup:4 lookup:5 lookup:6"}, r"asks for suffix-matched tokens 3 times"),
+        ({"other_trees": "lookup:4 lookup:5", "lookup": 3}, r"asks for suffix-matched tokens twice"),
+        ({"other_trees": "lookup:4", "lookup": 3}, r"asks for suffix-matched tokens twice"),
         ({"other_trees": "lookup:0"}, r"lookup:0.*at least 1"),
     ],
 )

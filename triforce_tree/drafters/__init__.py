@@ -1,1 +1,2 @@
-"""Drafters, which propose token trees: the protocol (``base``), the draft model, suffix matching, both."""
+"""Drafters propose token trees. ``base`` has the protocol; the others are a draft model, suffix matching,
+combinations of both, and trained heads."""

@@ -1,15 +1,15 @@
 """The protocol of a drafter, and the token tree that it writes.
 
-A drafter proposes one token tree per sequence; the next level of the hierarchy verifies it. To add one, write
-a class with the attributes and methods of :class:`Drafter` (``examples/custom_drafter.py`` is a complete one)
-and pass an instance to ``triforce_tree.load(drafter=...)``. However poor its proposals are, the output
-follows the target's own distribution if the drafter is *honest* (``docs/losslessness.md``):
+A drafter proposes one token tree per sequence, and the retrieval model or the target verifies it. To add a
+drafter, write a class with the attributes and methods of :class:`Drafter` (``examples/custom_drafter.py`` is
+a complete one) and pass an instance to ``triforce_tree.load(drafter=...)``. However poor its proposals are,
+the output follows the target's own distribution if the drafter is *honest* (``docs/losslessness.md``):
 
-* the children of a node are drawn, without replacement and in the order of their slots, from the distribution
-  that the drafter reports for that node (:meth:`Sampler.children` does this); or they are deterministic: a
-  function of the tokens before them alone, with no distribution reported; or some are drawn and those after
-  them deterministic;
-* how many children a node gets may depend on anything but the draws of these children.
+* The children of a node are drawn without replacement from the distribution that the drafter reports for that
+  node, and stand in the order of the draws (:meth:`Sampler.children` does this). Or they are deterministic: a
+  function of the preceding tokens alone, with no reported distribution. Drawn children may also be followed
+  by deterministic ones.
+* The number of children of a node does not depend on the draws of these children.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, devic
 from triforce_tree.trees.shapes import Shape, parse_shape
 from triforce_tree.verify.probs import Sampler
 
-# A return to the prompt after so many tokens, as in measurements, finds the hidden states before its end.
+# Benchmarks reset a sequence to its prompt after short runs. Hidden states before the prompt's end are still
+# there if at most this many tokens were generated since.
 _REWOUND = 64
 
 
@@ -36,24 +37,25 @@ _REWOUND = 64
 class TokenTree:
     """Buffers of one token tree for each of B sequences.
 
-    Node 0 is the root, the newest token of the sequence. The N nodes are laid out by depth, parents before
-    children, siblings in the order of their draws. Token -1 marks a node that is not used. The buffers keep
-    their addresses and contents from call to call.
+    Node 0 is the root, the newest token of the sequence. The N nodes are ordered by depth, and siblings in
+    the order of their draws. Token -1 marks an unused node. The buffers keep their addresses and contents
+    from call to call.
 
     Attributes:
         tokens: int64 ``[B, N]``.
-        parents: int64 ``[B, N]``, the parent of each node, -1 for the root. Fixed for chains and static
-            shapes; best-first shapes choose them anew for each tree.
-        depths: int64 ``[N]``, 0 for the root; ``[B, N]`` where they differ between sequences.
+        parents: int64 ``[B, N]``, the parent of each node, -1 for the root. They are fixed for chains and
+            static shapes; best-first shapes choose them for each tree.
+        depths: int64 ``[N]``, 0 for the root; ``[B, N]`` if depths differ between sequences.
         mask_words: int64 ``[B, N, L]``, the tree attention mask in words of 64 bits: bit j of word l says
             that node 64 l + j is the node itself or its ancestor.
         probs: fp32 ``[B, M, V]``, the distributions that children were drawn from.
-        probs_rows: int64 ``[B, N]``, the row of ``probs`` for the children of each node, -1 if these are
-            deterministic, and ``kernels.step.accept.FIXED`` if it is deterministic itself besides, whatever
-            its siblings before it are. Initially row n for node n, or -1 everywhere for a deterministic
-            drafter; ``FIXED`` for a chain beside the tree.
+        probs_rows: int64 ``[B, N]``, the index m in ``probs`` of the distribution that the children of each
+            node were drawn from; -1 if the children are deterministic; ``kernels.step.accept.FIXED`` if the
+            node itself is deterministic too, whether or not its earlier siblings were drawn. Initially n for
+            node n, or -1 everywhere for a deterministic drafter, and ``FIXED`` for the nodes of a chain that
+            is verified together with the tree.
         depth: depth of the deepest node, the most tokens that can be accepted.
-        shape: number of its shape among those of the drafter, see :class:`GrowsShapes`.
+        shape: index of the tree's shape in the drafter's ``shapes``, see :class:`GrowsShapes`.
     """
 
     tokens: Tensor
@@ -69,14 +71,14 @@ class TokenTree:
     def of(
         cls, shape: DeviceTreeShape, batch: int, vocabulary: int, device: torch.device, number: int = 0
     ) -> "TokenTree":
-        """A tree without tokens.
+        """Allocates the buffers of a tree. All nodes are unused.
 
         Args:
-            shape: nodes of each depth, and their parents if they are fixed.
+            shape: the number of nodes at each depth, and their parents if they are fixed.
             batch: B.
-            vocabulary: V; distributions are kept for the M = N - widths[-1] nodes above the last depth. 0 for
-                a deterministic drafter, which reports none.
-            number: of the shape among those of the drafter.
+            vocabulary: V, or 0 for a deterministic drafter, which reports no distributions. Distributions are
+                kept for the M = N - widths[-1] nodes that can have children.
+            number: index of the shape in the drafter's ``shapes``.
         """
         depths = torch.tensor(shape.depths)
         count, grown = len(depths), shape.tree_nodes
@@ -98,18 +100,18 @@ class TokenTree:
 
     @property
     def nodes(self) -> int:
-        """N, the root included."""
+        """N, including the root."""
         return self.tokens.shape[1]
 
     @property
     def used_nodes(self) -> int:
-        """Nodes up to the last one that any sequence uses, at least 1. Waits for the device."""
+        """Returns 1 + the index of the last node that any sequence uses. Waits for the device."""
         # The root counts even if its token is -1.
         used = (self.tokens[:, 1:] >= 0).any(0).nonzero()
         return 2 + int(used[-1]) if len(used) else 1
 
     def first(self, count: int) -> "TokenTree":
-        """The tree of the first ``count`` nodes, a view."""
+        """Returns a view of the first ``count`` nodes."""
         if count == self.nodes:
             return self
         return replace(
@@ -122,7 +124,7 @@ class TokenTree:
         )
 
     def update_masks(self) -> None:
-        """Compute ``mask_words`` from ``parents``; needed only after ``parents`` were written."""
+        """Computes ``mask_words`` from ``parents``. Call it after writing ``parents``."""
         self_bits = pack_mask(torch.eye(self.nodes, dtype=torch.bool, device=self.mask_words.device))
         self.mask_words.copy_(self_bits)
         parents = self.parents[..., None].expand_as(self.mask_words)
@@ -131,9 +133,10 @@ class TokenTree:
             self.mask_words.copy_(torch.where(parents < 0, self_bits, parent_bits | self_bits))
 
     def paths(self, state: SequenceState, root: Tensor, nodes: slice = slice(None)) -> list[Tensor | None]:
-        """The tokens up to and including each of ``nodes``, int64 ``[L]``; None for a node that is not used.
+        """Returns all tokens of the sequence up to and including each of ``nodes``.
 
-        For a batch of one. Waits for the device: only logits processors that depend on the tokens need it.
+        Each is int64 ``[L]``, or None for an unused node. The batch must be 1. This waits for the device, so
+        it is called only for logits processors that depend on the tokens.
 
         Args:
             root: int64 ``[1]``, the position of node 0 in the sequence.
@@ -151,17 +154,19 @@ class TokenTree:
 
 @runtime_checkable
 class ReadsTarget(Protocol):
-    """What a drafter has besides if it computes with parts of the target.
+    """The optional part of the protocol for a drafter that computes with weights of the target.
 
     Attributes:
-        feature_window: how many of a sequence's first and of its newest positions it reads the hidden states
-            of, prompt included. Other drafters get those of the tokens of the last passes alone.
+        feature_window: (number of first positions, number of newest positions) of a sequence, prompt
+            included, whose hidden states the drafter reads. A drafter without this attribute can read hidden
+            states only of the tokens that the last passes verified.
     """
 
     feature_window: tuple[int, int]
 
     def attach(self, target: HFModel) -> None:
-        """Take from the target what drafting needs; called before ``bind`` and the reading of ``features``.
+        """Takes the weights that drafting needs. The engine calls it before ``bind``, and reads ``features``
+        after it.
 
         Raises:
             ValueError: the drafter was made for another target.
@@ -170,17 +175,25 @@ class ReadsTarget(Protocol):
 
 @runtime_checkable
 class StartsOne(Protocol):
-    """What a drafter has besides if it can begin one sequence of a batch while the others go on.
+    """The optional part of the protocol for a drafter that can begin one sequence while others continue.
 
-    Of other drafters ``start`` is called again with all sequences.
+    If a drafter lacks it, ``start`` is called again with all sequences.
     """
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        """Begin a new sequence in the place of sequence b, which has ended; arguments as of ``start``."""
+        """Begins a new sequence at index b, whose sequence has ended.
+
+        Args:
+            sequences: the token ids of all sequences, as in ``Drafter.start``.
+        """
 
 
 def start_one(drafter: "Drafter", b: int, sequences: Sequence[Sequence[int]]) -> None:
-    """Begin a new sequence in the place of sequence b; ``sequences`` are all tokens of each."""
+    """Begins a new sequence at index b with ``drafter.start_one``, or with ``start`` if it lacks that.
+
+    Args:
+        sequences: the token ids of all sequences.
+    """
     if isinstance(drafter, StartsOne):
         drafter.start_one(b, sequences)
     else:
@@ -189,11 +202,13 @@ def start_one(drafter: "Drafter", b: int, sequences: Sequence[Sequence[int]]) ->
 
 @runtime_checkable
 class GrowsShapes(Protocol):
-    """What a drafter has besides if it grows trees of several shapes, among which decoding chooses.
+    """The optional part of the protocol for a drafter with several tree shapes, of which each pass uses one.
+
+    A pass is one run of drafting, verification by the retrieval model, and verification by the target.
 
     Attributes:
-        shapes: the attribute ``tree`` first. ``propose`` grows the one whose number is ``tree.shape`` of the
-            buffers that it is given; which one that is was chosen before the pass began.
+        shapes: the shapes; the first equals the attribute ``tree``. ``propose`` writes a tree of shape
+            ``shapes[tree.shape]``, which was chosen before the pass began.
     """
 
     shapes: tuple[str | Shape, ...]
@@ -201,61 +216,60 @@ class GrowsShapes(Protocol):
 
 @runtime_checkable
 class CountsBytes(Protocol):
-    """What a drafter has besides if memory plans count what it allocates.
+    """The optional part of the protocol for a drafter whose allocations memory plans take into account.
 
     Attributes:
-        weight_bytes: on the device, of weights of its own; known after ``attach``.
+        weight_bytes: bytes on the device of the drafter's own weights; known after ``attach``.
     """
 
     weight_bytes: int
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        """Bytes that ``bind`` allocates on the device, by use.
+        """Returns the bytes that ``bind`` allocates on the device, by a name of their use.
 
         Args:
-            batch: sequences.
-            capacity: most tokens of a sequence, with all that passes write after its end.
-            limits: of the passes.
+            batch: number of sequences.
+            capacity: most tokens of a sequence, including those that passes write after its end.
+            limits: most tokens that a pass drafts and writes.
         """
 
 
 def drafter_bytes(
     drafter: "Drafter", batch: int, capacity: int, limits: PassLimits, size: int, itemsize: int
 ) -> dict[str, int]:
-    """Bytes on the device, by use, of a drafter and of the hidden states that are kept for it.
+    """Returns the bytes on the device of a drafter and of the hidden states that are kept for it, by use.
 
     Args:
-        batch, capacity, limits: as for :class:`CountsBytes`.
-        size, itemsize: of the target's hidden states, in elements, and of an element in bytes.
+        batch, capacity, limits: as in :meth:`CountsBytes.buffer_bytes`.
+        size: hidden size of the target.
+        itemsize: bytes per element of its hidden states.
     """
-    if not isinstance(drafter, CountsBytes):
-        found: dict[str, int] = {}
-    else:
-        found = {"heads": drafter.weight_bytes, **drafter.buffer_bytes(batch, capacity, limits)}
+    by_use: dict[str, int] = {}
+    if isinstance(drafter, CountsBytes):
+        by_use = {"heads": drafter.weight_bytes, **drafter.buffer_bytes(batch, capacity, limits)}
     if drafter.features:
         leading, history, beyond = _positions(drafter, limits.max_draft_tokens + limits.depth + 2)
         kept = batch * (leading + history + beyond)
-        found["hidden states for the drafter"] = len(drafter.features) * kept * size * itemsize
-    return {use: size for use, size in found.items() if size}
+        by_use["hidden states for the drafter"] = len(drafter.features) * kept * size * itemsize
+    return {use: size for use, size in by_use.items() if size}
 
 
 def shapes_of(drafter: "Drafter") -> tuple[str | Shape, ...]:
-    """The shapes of a drafter's trees, its attribute ``tree`` first."""
+    """Returns the shapes of a drafter's trees; the first is its attribute ``tree``."""
     return drafter.shapes if isinstance(drafter, GrowsShapes) else (drafter.tree,)
 
 
 def grown_shapes(drafter: "Drafter") -> list[DeviceTreeShape]:
-    """The layouts of a drafter's trees, that of the attribute ``tree`` first."""
+    """Returns the node layout of each of a drafter's tree shapes, in the order of :func:`shapes_of`."""
     return [device_tree_shape(parse_shape(shape)) for shape in shapes_of(drafter)]
 
 
 def features_of(drafter: "Drafter | None", target: HFModel, batch: int, verified: int) -> Features | None:
-    """Where hidden states are kept for a drafter; None if it reads none.
+    """Allocates the buffers that keep the target's hidden states for a drafter; None if it reads none.
 
     Args:
-        target: whose hidden states these are.
-        batch: sequences.
-        verified: most positions after the committed tokens that passes write.
+        batch: number of sequences.
+        verified: most positions after the committed tokens that a pass writes.
     """
     if drafter is None or not drafter.features:
         return None
@@ -265,7 +279,7 @@ def features_of(drafter: "Drafter | None", target: HFModel, batch: int, verified
 
 
 def _positions(drafter: "Drafter", verified: int) -> tuple[int, int, int]:
-    """First positions whose hidden states are kept, newest ones, and those that passes write after them."""
+    """Returns how many positions' hidden states are kept: first ones, newest ones, and uncommitted ones."""
     leading, newest = drafter.feature_window if isinstance(drafter, ReadsTarget) else (0, 1)
     return leading, max(newest, verified), verified + _REWOUND
 
@@ -275,23 +289,24 @@ class Drafter(Protocol):
 
     Calls come in this order: ``bind`` once; ``start`` for every new batch of prompts; then, until all
     sequences have ended, ``prepare`` and at least one ``propose`` before each verification by the target.
-    Where a sequence that has ended makes room for another one, ``start`` is called again with all of them, or
+    If another sequence replaces one that has ended, ``start`` is called again with all sequences, or
     ``start_one`` if the drafter has it (:class:`StartsOne`).
     With ``levels=2`` the target verifies each tree. With ``levels=3`` the retrieval model verifies each tree
-    and appends the tokens that it emits to a provisional chain, at whose end the next tree begins; after
-    several such rounds the target verifies the chain.
+    and appends the tokens that it emits to a provisional chain. The last token of the chain is the root of
+    the next tree. After several trees the target verifies the chain.
 
     Attributes:
-        name: in statistics.
-        tree: the shape of its trees, as :func:`triforce_tree.trees.shapes.parse_shape` reads it: ``chain:8``.
-        deterministic: whether proposed tokens are a function of the tokens before them alone. If False,
-            ``tree.probs`` must hold the distributions that they were drawn from.
-        capturable: whether ``propose`` can be captured as a CUDA graph: only torch operations, on tensors
-            that keep their addresses, and no wait for the device. False for a drafter that reads tokens on
-            the host.
-        features: which hidden states of the target it reads (``state.newest_features``): i for the output of
-            decoder layer i, the number of layers for the state after the final norm, which the language
-            model head reads; ``()`` for none.
+        name: the drafter's name in statistics.
+        tree: the shape of its trees in a form that :func:`triforce_tree.trees.shapes.parse_shape` reads,
+            such as ``chain:8``.
+        deterministic: whether proposed tokens are a function of the preceding tokens alone. If False,
+            ``tree.probs`` must hold the distributions that the tokens were drawn from.
+        capturable: whether ``propose`` can be captured as a CUDA graph: it uses only torch operations on
+            tensors that keep their addresses, and never waits for the device. False for a drafter that reads
+            tokens on the host.
+        features: the hidden states of the target that the drafter reads (``state.newest_features``): i means
+            the output of decoder layer i, and the number of layers means the state after the final norm.
+            ``()`` if it reads none.
     """
 
     name: str
@@ -301,45 +316,45 @@ class Drafter(Protocol):
     features: tuple[int, ...]
 
     def bind(self, state: SequenceState) -> None:
-        """Allocate what drafting needs for ``state.batch`` sequences of at most ``state.capacity`` tokens.
+        """Allocates buffers for ``state.batch`` sequences of at most ``state.capacity`` tokens.
 
-        Called first, and again whenever the engine allocates new buffers.
+        The engine calls it first, and again whenever it allocates new buffers.
         """
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Begin new sequences; also called with made-up ones when stages are captured or timed.
+        """Begins new sequences. The engine also calls it with made-up ones to capture or time stages.
 
         Args:
-            sequences: the token ids of each prompt, or of a sequence that goes on; the last token is the root
-                of the first tree.
+            sequences: the token ids of each prompt or continued sequence. The last token is the root of the
+                first tree.
         """
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        """Catch up with newly committed tokens; called on the host before the proposals of each verification.
+        """Reads newly committed tokens. Called on the host once before each verification by the target.
 
         Args:
             sequences: all committed tokens of each sequence, prompt included; None for one that has ended.
-            resumed: whether tokens were committed by autoregressive passes, without a proposal of this
-                drafter, since the last call.
+            resumed: whether tokens were committed by plain decoding, without a proposal of this drafter,
+                since the last call.
         """
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        """Write one tree per sequence into ``tree``; proposals for sequences that have ended are ignored.
+        """Writes one tree per sequence into ``tree``. Proposals for sequences that have ended are ignored.
 
         Every entry of ``tree.tokens`` must be written: the root ``tree.tokens[:, 0]`` with ``state.newest``,
-        nodes that are not used with -1. A drafter that is not deterministic calls :meth:`Sampler.children`
-        for each depth in turn. After a change of ``tree.parents`` call ``tree.update_masks()``.
+        and unused nodes with -1. A drafter that is not deterministic calls :meth:`Sampler.children` for one
+        depth after the other. After a change of ``tree.parents`` call ``tree.update_masks()``.
 
         Args:
-            state: the sequences. ``state.tokens`` up to position ``state.length`` are committed, those after
-                it up to position ``state.end`` are the provisional chain.
+            state: the sequences. ``state.tokens`` up to position ``state.length`` are committed; those from
+                there to position ``state.end`` are the provisional chain.
             tree: buffers of the shape that the attribute :attr:`tree` names.
-            sampler: turns logits into distributions by the options of the request, and draws from them.
+            sampler: turns logits into distributions by the sampling options of the request, and draws tokens.
         """
 
 
 def check_drafter(drafter: Drafter, layers: int) -> None:
-    """Raise ValueError where a drafter's tree is no tree shape, or it reads layers that are not there."""
+    """Raises ValueError if ``drafter.tree`` is no tree shape or ``drafter.features`` has a missing layer."""
     parse_shape(drafter.tree)
     for layer in drafter.features:
         if not 0 <= layer <= layers:

@@ -1,4 +1,4 @@
-"""What level 2 verifies after rounds of level 1, as one token tree for each sequence."""
+"""The token tree that the target verifies with ``levels=3``, where the retrieval model has built a chain."""
 
 from dataclasses import replace
 
@@ -13,21 +13,23 @@ from triforce_tree.trees.ancestors import ancestor_mask
 
 
 class ChainTree:
-    """Level 1's chain, the runner-ups of its tokens, and a tree of the drafter at its end, the *tail*.
+    """Joins the retrieval model's chain, the runner-ups of its tokens, and a drafter's tree, the *tail*.
 
-    Nodes are laid out in this order: the root and the chain, nodes 0 to ``max_draft_tokens``; the runner-up
-    of chain token i + 1 as a child of node i; the tail's nodes without its root, for which the chain's last
-    token stands. Nodes beyond the chain's length are not used.
+    A runner-up is the second choice of the retrieval model at a position of the chain. The tail continues the
+    chain: the chain's last token is the tail's root. Nodes have this order: the root and the chain (nodes 0
+    to ``max_draft_tokens``); the runner-up of chain token i + 1 as a child of node i; the tail without its
+    root. Nodes beyond the chain's length are unused.
 
     Args:
-        state: the chains.
-        runner_ups: verify them too.
-        tail: where the drafter writes its trees; its ``probs`` are the last rows of ``state.chain_probs``.
-            None for none.
+        state: holds the chains.
+        runner_ups: whether runner-ups are verified too.
+        tail: the tree that the drafter writes, whose ``probs`` are the last entries of
+            ``state.chain_probs``; None without a tail.
 
     Attributes:
-        tree: the whole tree.
-        mask, depths: bool ``[N, N]`` and the depths of all nodes; None with a tail, whose place varies.
+        tree: the joined tree.
+        mask, depths: bool ``[N, N]`` ancestor mask and depths of all nodes; None with a tail, since they then
+            depend on the chain's length.
     """
 
     def __init__(self, state: SequenceState, runner_ups: bool, tail: TokenTree | None) -> None:
@@ -63,11 +65,11 @@ class ChainTree:
         self.mask = self.depths = None
 
     def origin(self, node: int) -> int | None:
-        """The node of the drafter's tree that this node is; None for one of the chain, or a runner-up."""
+        """Returns the tail's node that ``node`` of the joined tree is; None for the chain and runner-ups."""
         return node - self._above + 1 if node >= self._above else None
 
     def fill(self) -> None:
-        """Take the chains, and the trees that the drafter has written after them."""
+        """Copies the chains, runner-ups and tails of all sequences into ``tree``."""
         state, tree, most = self.state, self.tree, self.state.max_draft_tokens
         tokens = state.tokens.gather(1, state.length[:, None] + self._offsets)
         chain = state.chain[:, None]
@@ -79,7 +81,11 @@ class ChainTree:
             self._append(self._tail, chain)
 
     def _append(self, tail: TokenTree, chain: Tensor) -> None:
-        """Lay out the tail after the chains, int64 ``[B, 1]`` tokens long."""
+        """Writes the tail's nodes as descendants of the last chain token.
+
+        Args:
+            chain: int64 ``[B, 1]``, the number of tokens in each chain.
+        """
         tree, above = self.tree, self._above
         tree.tokens[:, above:] = tail.tokens[:, 1:]
         parents = tail.parents[:, 1:]
@@ -89,8 +95,8 @@ class ChainTree:
         rows = torch.where(rows >= 0, rows + self.state.chain_probs.shape[1] - tail.probs.shape[1], rows)
         tree.probs_rows[:, above:] = rows[:, 1:]
         # The chain's last token has the children of the tail's root.
-        own = self._offsets
-        tree.probs_rows[:, : len(own)] = torch.where(own == chain, rows[:, :1], own)
+        nodes = self._offsets
+        tree.probs_rows[:, : len(nodes)] = torch.where(nodes == chain, rows[:, :1], nodes)
         among = unpack_mask(tail.mask_words)[:, 1:, 1 : tail.nodes].flatten(0, 1)
         words = pack_mask(pad(among, (above, 0))).view(len(parents), tail.nodes - 1, -1)
         tree.mask_words[:, above:] = words | self._chain_words[chain]

@@ -1,4 +1,4 @@
-"""Level 0: what proposes token trees, and which trees, under changing settings."""
+"""Level 0 of the hierarchy: chooses the drafter and the shapes of its trees by the settings."""
 
 from dataclasses import replace
 
@@ -18,16 +18,16 @@ from triforce_tree.trees.shapes import Lookup, chain_shape, parse_shape, with_ch
 
 
 class DraftLevel:
-    """A draft model, a drafter of the user's own, or suffix matching.
+    """A draft model, a drafter that the user passed, or suffix matching.
 
     Args:
-        target: level 2; a drafter that reads its weights is attached to it.
-        draft: a model, a drafter, or None for suffix matching.
-        tokens: the draft model's token ids for the target's; None where these are the same.
+        target: a drafter that reads the target's weights is attached to it.
+        draft: a draft model, a drafter, or None for suffix matching.
+        tokens: maps between the token ids of target and draft model; None if these are equal.
 
     Attributes:
         model: the draft model; None for other drafters.
-        own: the drafter that was given; None for a draft model and for suffix matching.
+        own: the drafter that the user passed; None for a draft model and for suffix matching.
 
     Raises:
         ValueError: a drafter's tree is no tree shape, it was made for another target, or it reads features
@@ -49,17 +49,17 @@ class DraftLevel:
 
     @property
     def revision(self) -> int:
-        """Another number after each change of the draft model, or of modules that a drafter keeps."""
+        """A number that changes when the draft model, or a module that the drafter holds, has changed."""
         models = [self.model.revision] if self.model is not None else []
         return sum([*models, *(changes.revision for changes in self._modules)])
 
     @property
     def changed(self) -> bool:
-        """Whether any of them has changed since :meth:`refresh`."""
+        """Whether the draft model or a module of the drafter has changed since the last :meth:`refresh`."""
         return (self.model is not None and self.model.changed) or any(c.differs() for c in self._modules)
 
     def refresh(self) -> None:
-        """Notice what has changed in the draft model, in modules that a drafter keeps, or in the target.
+        """Updates ``revision`` after changes of the models, and reattaches the drafter to a changed target.
 
         Raises:
             ValueError, RuntimeError: see ``HFModel.refresh``.
@@ -72,7 +72,7 @@ class DraftLevel:
             self._attach()
 
     def settle(self) -> None:
-        """Called after forwards, see ``HFModel.settle``."""
+        """Must be called after forwards, see ``HFModel.settle``."""
         if self.model is not None:
             self.model.settle()
         for changes in self._modules:
@@ -85,9 +85,10 @@ class DraftLevel:
         self._attached_to = self._target.revision
 
     def with_trees(self, config: HierarchyConfig) -> HierarchyConfig:
-        """The settings with the trees that are proposed under them.
+        """Returns ``config`` with the tree shapes that the drafter will propose.
 
-        They are the drafter's, a chain of suffix matching, or the given ones with that chain beside them.
+        These are the shapes of the user's drafter, a chain for suffix matching, or the shapes in ``config``,
+        each together with a chain of suffix-matched tokens if ``config`` asks for one.
         """
         if self.own is not None:
             trees = shapes_of(self.own)
@@ -100,7 +101,7 @@ class DraftLevel:
         return replace(config, tree=trees[0], other_trees=trees[1:])
 
     def drafter(self, config: HierarchyConfig) -> Drafter:
-        """The drafter under these settings; a draft model's has new buffers."""
+        """Returns the drafter for these settings. For a draft model it is a new object without buffers."""
         if self.own is not None:
             return self.own
         if self.model is None:

@@ -1,4 +1,4 @@
-"""The growth of one shape of tree by a draft model: buffers, views, and a forward for each depth."""
+"""Grows trees of one shape with a draft model: buffers, KV views, and one forward per depth."""
 
 from functools import partial
 from itertools import accumulate, pairwise
@@ -17,15 +17,16 @@ from triforce_tree.verify.probs import Sampler
 
 
 class GrownTree:
-    """One of the shapes of a draft model's trees.
+    """Grows trees of one shape, one forward of the draft model per depth.
 
     Args:
-        shape: its layout.
-        refeed: newest tokens of the sequence that the first forward feeds, the root last.
+        shape: the number of nodes at each depth, and their parents if they are fixed.
+        refeed: number of newest tokens of the sequence that the first forward processes; the root is the
+            last of them.
 
     Attributes:
-        depth: forwards of a tree.
-        nodes: of a tree, the root included, without a chain beside it.
+        depth: number of forwards per tree.
+        nodes: number of nodes that the draft model grows, including the root.
     """
 
     def __init__(self, shape: DeviceTreeShape, refeed: int) -> None:
@@ -33,10 +34,11 @@ class GrownTree:
         self.depth, self.nodes = len(shape.widths), shape.tree_nodes
 
     def bind(self, store: KVStore) -> None:
-        """Allocate buffers and views.
+        """Allocates buffers and views.
 
         Args:
-            store: the draft's KV slots, shared by all shapes: a forward overwrites those after the window.
+            store: the KV slots of the draft. All shapes share it; forwards overwrite the slots after the
+                window.
         """
         shape, refeed, batch, device = self.shape, self._refeed, store.batch, store.device
         starts = [0, *accumulate(shape.widths, initial=1)]
@@ -70,10 +72,11 @@ class GrownTree:
     def grow(
         self, model: Forwards, dropped: Tensor, state: SequenceState, tree: TokenTree, sampler: Sampler
     ) -> None:
-        """Write a tree for each sequence.
+        """Writes a tree for each sequence.
 
         Args:
-            dropped: int64 ``[B]``, tokens of each sequence that the draft's cache does not hold.
+            dropped: int64 ``[B]``, the number of tokens of each sequence that the draft's KV cache has
+                dropped.
         """
         end, before = state.end, self._refeed - 1
         step.begin_tree(

@@ -1,4 +1,4 @@
-"""A drafter's trees with a chain of suffix-matched tokens beside them, verified in the same forward."""
+"""Combines a drafter's tree with a chain of suffix-matched tokens; one forward verifies both."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,18 +23,19 @@ from triforce_tree.verify.probs import Sampler
 
 
 class Merged:
-    """Proposes what ``drafter`` does, and what followed an earlier occurrence of the newest tokens.
+    """Proposes the tree of ``drafter``, and a chain of tokens that followed the newest ones earlier.
 
-    The chain shares the nodes of the tree as long as these have its tokens, and leaves it where they do not
-    (``kernels.suffix.graft_chain``). At the node where it does, its token is the last sibling: it is judged
-    when all drawn ones were rejected, so that a path of the tree is accepted as often as without the chain.
-    Whether the token is there depends on the draws of its siblings, but one that was drawn and rejected has
-    no probability in what is left of the target's distribution: the chain's token is never accepted then
-    either, and the output follows the target's distribution.
+    The chain uses nodes of the tree as long as the tree contains its tokens, and branches off after that
+    (``kernels.suffix.graft_chain``). Where it branches off, the chain's token is the last sibling: it is
+    tested only after all drawn siblings were rejected, so paths of the tree are accepted as often as without
+    the chain. The chain branches off at a node only if none of the drawn siblings equals its token, so the
+    existence of this node depends on the draws. This does not bias the output: a sibling with the chain's
+    token that was drawn and rejected has no probability left in the residual distribution, so a chain node
+    with that token would be rejected as well.
 
     Args:
-        drafter: whose trees have no chain beside them.
-        matcher: proposes the chain.
+        drafter: proposes the trees.
+        matcher: proposes the chains.
     """
 
     def __init__(self, drafter: Drafter, matcher: SuffixMatching) -> None:
@@ -53,20 +54,20 @@ class Merged:
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
         parts = [part for part in (self.drafter, self.matcher) if isinstance(part, CountsBytes)]
-        found: Counter[str] = Counter()
+        total: Counter[str] = Counter()
         for part in parts:
-            found.update(part.buffer_bytes(batch, capacity, limits))
-        return dict(found)
+            total.update(part.buffer_bytes(batch, capacity, limits))
+        return dict(total)
 
     def bind(self, state: SequenceState) -> None:
         self.drafter.bind(state)
         self.matcher.bind(state)
-        self._own = [
+        self._grown = [
             TokenTree.of(shape, state.batch, 0, state.device, number)
             for number, shape in enumerate(grown_shapes(self.drafter))
         ]
-        for own in self._own if not self.deterministic else ():
-            own.probs_rows.copy_(torch.arange(own.nodes))
+        for grown in self._grown if not self.deterministic else ():
+            grown.probs_rows.copy_(torch.arange(grown.nodes))
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self.drafter.start(sequences)
@@ -81,9 +82,9 @@ class Merged:
         self.matcher.prepare(sequences, resumed)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        own = replace(self._own[tree.shape], probs=tree.probs)
-        self.drafter.propose(state, own, sampler)
+        grown = replace(self._grown[tree.shape], probs=tree.probs)
+        self.drafter.propose(state, grown, sampler)
         graft_chain(
             tree.tokens, tree.parents, tree.mask_words, tree.probs_rows,
-            own.tokens, own.parents, own.mask_words, own.probs_rows, self.matcher.chain(state),
+            grown.tokens, grown.parents, grown.mask_words, grown.probs_rows, self.matcher.chain(state),
         )  # fmt: skip

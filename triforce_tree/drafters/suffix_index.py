@@ -1,4 +1,4 @@
-"""The longest earlier occurrence of a text's end, found on the host."""
+"""Finds an earlier occurrence of a text's last tokens, on the host."""
 
 from collections.abc import Sequence
 
@@ -7,47 +7,50 @@ import numpy as np
 from triforce_tree.kv.cached_tokens import common_prefix
 
 SHORTEST = 6
-"""Tokens that an earlier occurrence has in common with the text's end at least."""
+"""An occurrence counts only if at least this many tokens match the end of the text."""
 LONGEST = 64
-"""More tokens in common are not counted."""
-# An odd factor of the polynomial hash of n-grams, modulo 2**64.
+"""Matching tokens are counted up to this number."""
+# N-grams have a polynomial hash with this odd factor, modulo 2**64.
 _FACTOR, _MODULUS = 0x9E3779B97F4A7C15, 2**64
 
 
 class SuffixIndex:
-    """Positions of the n-grams of one text that grows.
+    """Maps the n-grams (n = ``SHORTEST``) of one growing text to their positions.
 
-    Those of the text at first are kept sorted by hash, 16 bytes a token; those of later tokens in a
-    dictionary. A lookup takes the latest occurrence: O(log L) for a text of L tokens at first.
+    N-grams of the initial text are in arrays sorted by hash, 16 bytes per token; those of tokens appended
+    later are in a dictionary. A lookup returns the latest occurrence in O(log L), where L is the number of
+    initial tokens.
 
     Args:
-        tokens: the text at first.
+        tokens: the initial text.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._text = list(tokens)
         self._later: dict[tuple[int, ...], int] = {}
-        # The text's end is no earlier occurrence of itself.
+        # The last n-gram is left out: it is no earlier occurrence of itself.
         hashes = _hashes(np.asarray(self._text[:-1], dtype=np.uint64))
         order = np.argsort(hashes, kind="stable")
         self._sorted, self._ends = hashes[order], order + SHORTEST
 
     def begins(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens begin with the text that is known, which is not empty."""
+        """Whether the indexed text is not empty and is a prefix of ``tokens``."""
         known = len(self._text)
         return 0 < known <= len(tokens) and common_prefix(self._text, tokens) == known
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Go on to ``tokens``, the whole text."""
+        """Indexes the new tokens at the end of ``tokens``, which is the whole text."""
         text, known = self._text, len(self._text)
         text.extend(tokens[known:])
         for end in range(max(known, SHORTEST), len(text)):
             self._later[tuple(text[end - SHORTEST : end])] = end
 
     def match(self) -> tuple[int, int]:
-        """Where the latest earlier occurrence of the text's end ends, and how many tokens it has in common.
+        """Finds the latest earlier occurrence of the last ``SHORTEST`` tokens of the text.
 
-        (0, 0) where there is none.
+        Returns:
+            the position after that occurrence, and the number of tokens before it that equal the end of the
+            text; (0, 0) if there is no occurrence.
         """
         text = self._text
         gram = tuple(text[-SHORTEST:])
@@ -62,13 +65,13 @@ class SuffixIndex:
         return end, common
 
     def continuation(self, end: int, count: int) -> list[int]:
-        """The ``count`` tokens after position ``end``; those of a text that repeats itself go on so."""
+        """Returns the ``count`` tokens from position ``end`` on; past the end of the text they repeat."""
         text = self._text
         period = len(text) - end
         return [text[end + i % period] for i in range(count)]
 
     def _first(self, gram: tuple[int, ...]) -> int:
-        # That of ``_hashes``: arrays of six numbers would take longer than the search.
+        # The same hash as in ``_hashes``; numpy arrays of six numbers would take longer than the search.
         wanted = 0
         for token in gram:
             wanted = (wanted * _FACTOR + token) % _MODULUS
@@ -80,9 +83,9 @@ class SuffixIndex:
 
 
 def _hashes(tokens: np.ndarray) -> np.ndarray:
-    """uint64 of each n-gram of ``SHORTEST`` tokens."""
+    """Returns the uint64 hash of each n-gram of ``SHORTEST`` tokens."""
     count = max(0, len(tokens) - SHORTEST + 1)
-    found = np.zeros(count, dtype=np.uint64)
+    hashes = np.zeros(count, dtype=np.uint64)
     for i in range(SHORTEST):
-        found = found * np.uint64(_FACTOR) + tokens[i : i + count]
-    return found
+        hashes = hashes * np.uint64(_FACTOR) + tokens[i : i + count]
+    return hashes

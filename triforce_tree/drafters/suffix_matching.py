@@ -1,9 +1,9 @@
-"""Suffix matching as a drafter: it proposes what followed an earlier occurrence of the newest tokens.
+"""A drafter by suffix matching: it proposes the tokens after an earlier occurrence of the newest ones.
 
-Prompt lookup (Saxena 2023) searches for n-grams of one to three tokens. As in SuffixDecoding (Oliaro et al.,
-arXiv 2411.04975) and SAM Decoding (Hu et al., arXiv 2411.10666) the longest match is looked for here, and a
-longer one gets a longer proposal; instead of a suffix tree or automaton, which takes pointer chases on the
-host, an index of n-grams of a few lengths is kept on the device (``kernels.suffix``).
+Prompt lookup (Saxena 2023) searches for n-grams of one to three tokens. Like SuffixDecoding (Oliaro et al.,
+arXiv 2411.04975) and SAM Decoding (Hu et al., arXiv 2411.10666), this drafter looks for the longest match,
+and proposes more tokens after a longer match. Those papers use a suffix tree or automaton on the host; here
+an index of n-grams of a few lengths is kept on the device (``kernels.suffix``).
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Shape, chain_shape
 from triforce_tree.verify.probs import Sampler
 
-# Lengths of the n-grams in the index, and the acceptance that is expected of a match which reaches each.
+# Length of an indexed n-gram: acceptance rate that is expected after a match of at least this length.
 _EXPECTED = {2: 0.3, 3: 0.45, 4: 0.55, 6: 0.65, 8: 0.8, 16: 0.93, 32: 0.97, 64: 0.99}
-# A token is proposed where the probability that all up to it are accepted is at least this: about what
-# verifying one token more costs, of a pass.
+# A token is proposed if it and all before it are accepted with at least this probability. Verifying one more
+# token takes about this fraction of a pass.
 _LEAST = 0.1
 
 
 class SuffixMatching:
-    """A drafter without a model. It reads a few entries a token, however long the sequence is.
+    """A drafter without a model. The time of a proposal does not depend on the sequence's length.
 
-    The text that is searched is all committed tokens; the suffix includes the provisional chain. See
-    ``kernels.suffix.match_suffix`` for which occurrence is taken, and how long a proposal is.
+    It searches all committed tokens for the newest tokens, which include the provisional chain. See
+    ``kernels.suffix.match_suffix`` for the choice of the occurrence and the length of a proposal.
 
     Args:
         length: most tokens to propose.
@@ -60,19 +60,20 @@ class SuffixMatching:
         self._powers = powers(max(_EXPECTED), device)
         shape = (batch, classes, _entries(state.capacity))
         self._table = torch.full(shape, -1, dtype=torch.int32, device=device)
-        # N-grams that end before this position are in the index.
+        # The index holds the n-grams that end before this position.
         self._indexed = torch.zeros(batch, dtype=torch.int64, device=device)
         self._chain = torch.full((batch, self.length), -1, device=device)
         self._last = torch.tensor([-1, 0], device=device).repeat(batch, 1)
         self._counts = torch.zeros(batch, classes, 2, dtype=torch.float32, device=device)
-        # As many tokens as a pass commits; the same on the host, as of the last call of ``prepare``.
+        # The most tokens that a pass commits.
         self._most_new = state.new_tokens.shape[1]
+        # The number of committed tokens of each sequence at the last call of ``prepare``.
         self._known = [0] * batch
-        # The committed tokens of each sequence, which the index was made of; None where they are not known.
+        # The committed tokens of each sequence that the index was made from; None if they are unknown.
         self._texts: list[Sequence[int] | None] = [None] * batch
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        # An index of a beginning of the new text goes on: it holds the same positions as a new one would.
+        # An index of a prefix of the new text is kept: it equals the beginning of a new index.
         for b, (sequence, indexed) in enumerate(zip(sequences, self._indexed.tolist(), strict=True)):
             text = self._texts[b]
             if text is None or indexed > min(common_prefix(text, sequence), len(sequence) - 1):
@@ -109,8 +110,8 @@ class SuffixMatching:
         tree.tokens[:, 1:] = self.chain(state)
 
     def chain(self, state: SequenceState) -> Tensor:
-        """The proposed tokens after the newest one, int64 ``[B, length]``, padded with -1."""
-        # A state that was restored may be shorter.
+        """Returns the proposed tokens after the newest one, int64 ``[B, length]``, padded with -1."""
+        # A state that was rolled back may be shorter than the index.
         torch.minimum(self._indexed, state.length, out=self._indexed)
         self._index(state.length, self._most_new)
         torch.minimum(self._indexed + self._most_new, state.length, out=self._indexed)
@@ -121,7 +122,7 @@ class SuffixMatching:
         return self._chain
 
     def _catch_up(self) -> None:
-        """Enter all n-grams of the sequences that are known."""
+        """Indexes all n-grams of the known tokens of each sequence."""
         until = torch.tensor([known - 1 for known in self._known], device=self._indexed.device)
         self._index(until, max(1, *self._known))
         self._indexed.copy_(until)
@@ -133,5 +134,5 @@ class SuffixMatching:
 
 
 def _entries(capacity: int) -> int:
-    """Of the table of one length of n-grams, for sequences of at most so many tokens."""
+    """Returns the table entries per n-gram length for a sequence of at most ``capacity`` tokens."""
     return int(min(1 << (2 * capacity - 1).bit_length(), MOST_ENTRIES))

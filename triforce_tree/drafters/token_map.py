@@ -1,4 +1,4 @@
-"""A draft model over the target's token ids, where its own vocabulary is another, or padded differently."""
+"""Runs a draft model on the target's token ids if its vocabulary differs or has another padded size."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,21 +9,20 @@ from transformers import PreTrainedModel
 
 from triforce_tree.models.attention import Attend
 
-# The logit of a target id that the draft cannot propose. Its probability is 0 in fp32. It is finite because
-# the user's logits processors may forbid every id that the draft can propose: with -inf for all others no
-# distribution would be left, only NaN; with this one the others, which are allowed, are proposed.
+# The logit of a target id that the draft lacks. Its probability is 0 in fp32. It is finite because the user's
+# logits processors may set the logits of all ids of the draft to -inf. If the other logits were -inf too, the
+# softmax would be NaN; with this value the other ids, which are allowed, are proposed.
 ABSENT = -1e30
 
 
 @dataclass(frozen=True)
 class TokenMap:
-    """Which of the draft's V_d token ids stand for the target's V_t.
+    """Maps the V_t token ids of the target to the V_d ids of the draft.
 
     Attributes:
-        inputs: int64 ``[V_t]``, the draft's id for each id of the target, as it reads the sequence; several
-            may be equal.
-        proposals: int64 ``[V_t]``, the draft's logit for each id of the target, -1 where it has none; no
-            other two are equal.
+        inputs: int64 ``[V_t]``, the id that the draft reads for each id of the target; several may be equal.
+        proposals: int64 ``[V_t]``, the index of the draft's logit for each id of the target, or -1 if the
+            draft lacks it; the others are distinct.
     """
 
     inputs: Tensor
@@ -31,10 +30,10 @@ class TokenMap:
 
     @classmethod
     def padded(cls, target: int, draft: int) -> "TokenMap":
-        """The map of equal ids, for vocabularies of one tokenizer that are padded to different sizes.
+        """Returns the map for one tokenizer whose vocabulary the two models pad to different sizes.
 
         Args:
-            target, draft: V_t and V_d. The draft reads ids from V_d on, which are padding, as id 0.
+            target, draft: V_t and V_d. Ids from V_d on are padding, and the draft reads them as id 0.
         """
         ids = torch.arange(target)
         return cls(torch.where(ids < draft, ids, 0), torch.where(ids < draft, ids, -1))
@@ -53,16 +52,17 @@ class Forwards(Protocol):
 
 
 class MappedModel:
-    """A draft's forwards that take the target's token ids and return logits over the target's vocabulary.
+    """Runs forwards of the draft on the target's token ids; logits are over the target's vocabulary.
 
-    The draft proposes from the softmax of these logits, which is its own distribution renormalised over the
-    ids that both vocabularies have: the one that it reports, so proposals stay honest (``drafters.base``).
-    How the draft reads the context affects the acceptance alone. This is the token-level intersection of
-    Timor et al. (arXiv 2502.05202), as lookups in tables of fixed size, which a CUDA graph can capture.
+    Tokens are drawn from the softmax of these logits: the draft's distribution, renormalised over the ids
+    that both vocabularies have. The same distribution is reported, so proposals stay honest
+    (``drafters.base``). The ids that the draft reads affect the acceptance rate alone. This is the
+    token-level intersection of Timor et al. (arXiv 2502.05202), implemented with tables of fixed size that a
+    CUDA graph can use.
 
     Args:
         model: the draft.
-        tokens: its token ids for the target's.
+        tokens: maps the target's ids to the draft's.
     """
 
     def __init__(self, model: Forwards, tokens: TokenMap) -> None:
@@ -76,7 +76,7 @@ class MappedModel:
         return self._forwards.device
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, last: int = 0) -> Tensor:
-        """fp32 ``[B, T, V_t]`` of int64 ``[B, T]``, see ``StepModel``."""
+        """Returns logits, fp32 ``[B, T, V_t]``, of int64 ``[B, T]`` target ids; see ``StepModel``."""
         logits = self._forwards(self._inputs[tokens], positions, attend, last)
-        # 16 bits do not all hold ABSENT.
+        # fp16 cannot represent ABSENT.
         return logits.index_select(2, self._columns).float().masked_fill_(self._absent, ABSENT)

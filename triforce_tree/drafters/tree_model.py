@@ -1,4 +1,4 @@
-"""The draft model as a drafter: it grows the token trees of all sequences together, one forward per depth."""
+"""A drafter that grows trees with a draft model, one forward per depth for all sequences together."""
 
 from collections.abc import Sequence
 
@@ -19,23 +19,24 @@ from triforce_tree.trees.device_shapes import tree_shapes
 from triforce_tree.trees.shapes import Shape, with_chain
 from triforce_tree.verify.probs import Sampler
 
-# Positions after its window that a draft with learned positions must have at least; deep trees take more.
+# A draft with learned position embeddings must have at least this many positions after its window.
 _BEYOND_WINDOW = 128
 
 
 class TreeDrafter:
-    """A draft model that sees a window of each sequence, and the trees it grows.
+    """Grows trees with a draft model that attends to a window of each sequence.
 
-    Its KV cache holds the ``sinks`` first tokens and the newest ones, at positions counted within the window
-    (StreamingLLM). When a window is full, the keys and values of its newer half are recomputed, which Xiao et
-    al. (arXiv 2309.17453, table 1) found to be the best of the windowed caches; no cached key is re-rotated.
-    The newest tokens are fed again with each tree, so accepted tokens, bonus tokens and rollbacks need no
-    passes of their own.
+    The KV cache of the draft holds the first ``sinks`` tokens and the newest ones, at positions counted
+    within the cache (StreamingLLM). When the window is full, the keys and values of its newer half are
+    recomputed, which Xiao et al. (arXiv 2309.17453, table 1) found to be the best of the windowed caches. No
+    cached key is rotated again. The first forward of each tree processes the newest tokens again, so accepted
+    tokens, bonus tokens and rollbacks need no forwards of their own.
 
     Args:
-        draft: the checked model.
-        config: shapes of the trees, sinks and window. Chains of matched tokens are left to others.
-        tokens: its token ids for the target's; None where these are the same.
+        draft: the draft model.
+        config: shapes of the trees, sinks and window. Chains of suffix-matched tokens in ``config.shapes``
+            are ignored here; ``WithLookup`` and ``Merged`` add them.
+        tokens: maps the target's token ids to the draft's; None if these are equal.
     """
 
     name = "draft"
@@ -49,11 +50,11 @@ class TreeDrafter:
             with_chain(shape, 0) for shape in config.shapes[: len(laid_out)]
         )
         self.tree: str | Shape = self.shapes[0]
-        own = step_model(draft, compiled=draft.device.type == "cuda")
-        self.model: Forwards = own if tokens is None else MappedModel(own, tokens)
+        model = step_model(draft, compiled=draft.device.type == "cuda")
+        self.model: Forwards = model if tokens is None else MappedModel(model, tokens)
         self.capturable = self.model.capturable
         deepest = max(shape.depth for shape in laid_out)
-        # The chain of level 1 and a tree after it.
+        # A tree starts at most ``gamma`` tokens, the provisional chain, after the committed tokens.
         beyond = max(_BEYOND_WINDOW, config.gamma + deepest)
         needed = self.config.sinks + 2 * self.config.window + beyond
         limit = draft.learned_positions
@@ -64,7 +65,7 @@ class TreeDrafter:
                 f"window<={window}, or choose another draft"
             )
         self.depth = len(laid_out[0].widths)
-        # As many as one verification by level 1 (depth + 1) and one by level 2 (1 more) can add.
+        # One verification by the retrieval model adds at most depth + 1 tokens, and one by the target 1 more.
         self.refeed_tokens = deepest + 2
         self.grown = [GrownTree(shape, self.refeed_tokens) for shape in laid_out]
         self.nodes = max(grown.nodes for grown in self.grown)
@@ -74,12 +75,14 @@ class TreeDrafter:
         self._scratch_slots = state.max_draft_tokens + 2 * self.refeed_tokens + self.nodes
         capacity = self.config.sinks + 2 * self.config.window + self._scratch_slots
         self.store = KVStore(self.draft.kv_layers, batch, capacity, device, self.draft.dtype)
-        # Tokens between the sinks and the window, which the cache does not hold; the same on the host.
+        # The number of tokens between sinks and window that the cache of each sequence has dropped. Negative:
+        # a sequence shorter than ``refeed_tokens`` counts as padded on the left. Kept on the host as well.
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._dropped_on_host = [0] * batch
-        # Tokens of each sequence, the first ones, that the cache holds or has dropped.
+        # The number of first tokens of each sequence that the cache holds or has dropped.
         self._fed = [0] * batch
-        # Layers are compiled for some numbers of tokens up to MOST_ROWS, seconds each: not while decoding.
+        # Forwards of up to MOST_ROWS tokens compile the layers for that number, which takes seconds. Feeding
+        # more tokens at once avoids this while decoding.
         self._least_fed = MOST_ROWS + 1 if device.type == "cuda" else 1
         for grown in self.grown:
             grown.bind(self.store)
@@ -97,13 +100,14 @@ class TreeDrafter:
         self._recompute_window(b, sequences[b])
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        """Feed what passes without a tree have committed; recompute windows that have no slots left."""
+        """Processes tokens that plain decoding committed, and recomputes windows that have no slots left."""
         for b, sequence in enumerate(sequences):
             if sequence is None:
                 continue
             needed = len(sequence) - self._dropped_on_host[b] + self._scratch_slots
             final, fed = len(sequence) - self.refeed_tokens, self._fed[b]
-            # Slots of padding on the left are fed with a tree alone.
+            # Only the first forward of a tree writes slots of padding on the left, so a padded sequence that
+            # has grown is recomputed.
             if needed > self.store.rows or (resumed and self._dropped_on_host[b] < 0):
                 self._recompute_window(b, sequence)
             elif resumed and final > fed:
@@ -111,11 +115,11 @@ class TreeDrafter:
                 oldest = dropped + self.config.sinks if dropped else 0
                 fed = max(oldest, min(fed, final - self._least_fed))
                 self._prefill(b, list(sequence[fed:final]), fed - dropped)
-            # The tree that is grown now feeds the newest tokens.
+            # The first forward of the next tree processes the newest tokens.
             self._fed[b] = len(sequence)
 
     def _recompute_window(self, b: int, sequence: Sequence[int]) -> None:
-        # All but the newest tokens, which every tree feeds again. A sequence shorter than these counts as
+        # Every tree processes the newest ``refeed_tokens`` again. A sequence shorter than this counts as
         # padded on the left with copies of its first token.
         final = len(sequence) - self.refeed_tokens
         sinks, window = self.config.sinks, self.config.window
@@ -127,7 +131,7 @@ class TreeDrafter:
             self._prefill(b, held)
 
     def _prefill(self, b: int, tokens: list[int], first: int = 0) -> None:
-        """Write the keys and values of ``tokens`` into the slots of sequence b from ``first`` on."""
+        """Writes the keys and values of ``tokens`` into the KV slots of sequence b from ``first`` on."""
         ids, end = torch.tensor([tokens], device=self.model.device), first + len(tokens)
         positions = torch.arange(first, end, device=ids.device)[None]
 

@@ -1,9 +1,10 @@
-"""A drafter's trees, and in their place, where the text repeats itself, what followed its end before.
+"""Adds chains of suffix-matched tokens to a drafter; a pass proposes either a tree or such a chain.
 
-``merged.py`` proposes matched tokens beside each tree; here a pass proposes one or the other. Matches are
-found on the host (``suffix_index.py``) before the pass is chosen, so that the choice knows how long they are
-(``policy/pass_policy.py``). They are a function of the tokens before them: honest without a
-distribution.
+Matched tokens are those that followed an earlier occurrence of the newest tokens of the sequence.
+(``merged.py`` verifies a tree and a chain in the same pass instead.) Matches are found on the host
+(``suffix_index.py``) before the pass is chosen, so that their lengths can be taken into account
+(``policy/pass_policy.py``). Matched tokens are a function of the preceding tokens, so they are
+honest without a distribution.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,12 @@ from triforce_tree.verify.probs import Sampler
 
 
 class Match(NamedTuple):
-    """An earlier occurrence of a sequence's end.
+    """An earlier occurrence of the last tokens of a sequence.
 
     Attributes:
-        end: the position after it.
-        common: tokens that both have in common; 0 without an occurrence.
+        end: the position after the occurrence.
+        common: the number of tokens before ``end`` that equal the end of the sequence; 0 without an
+            occurrence.
     """
 
     end: int
@@ -32,11 +34,11 @@ class Match(NamedTuple):
 
 
 class WithLookup:
-    """Grows ``drafter``'s trees, and as its last shapes chains of matched tokens.
+    """Proposes the trees of ``drafter`` or chains of matched tokens, which are the last of its ``shapes``.
 
     Args:
-        drafter: of the trees; it catches up in ``prepare(resumed=True)`` with tokens of other passes.
-        lengths: most matched tokens of a pass, for each of these shapes.
+        drafter: grows the trees. After passes with a chain it is called with ``prepare(resumed=True)``.
+        lengths: most matched tokens of a pass; each length is a shape of its own.
     """
 
     deterministic = False
@@ -67,7 +69,7 @@ class WithLookup:
         self.drafter.start(sequences)
         for b, sequence in enumerate(sequences):
             self._index(b, sequence)
-        # Where stages are captured or timed, they verify a whole chain.
+        # Captured and timed stages verify a chain of full length.
         self._proposed.zero_()
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
@@ -75,7 +77,7 @@ class WithLookup:
         self._index(b, sequences[b])
 
     def _index(self, b: int, sequence: Sequence[int]) -> None:
-        """Index a text; the next turn of a session only extends what is known."""
+        """Indexes a text, unless it continues the indexed one: ``match`` then adds the new tokens."""
         if not self._indices[b].begins(sequence):
             self._indices[b] = SuffixIndex(sequence)
 
@@ -91,24 +93,24 @@ class WithLookup:
         tree.probs_rows.fill_(-1)
 
     def match(self, sequences: Sequence[Sequence[int] | None]) -> list[Match | None]:
-        """Where each sequence's end occurs earlier in it; None for one that has ended."""
-        found: list[Match | None] = []
+        """Returns an earlier occurrence of the last tokens of each sequence; None if that has ended."""
+        matches: list[Match | None] = []
         for index, sequence in zip(self._indices, sequences, strict=True):
             if sequence is None:
-                found.append(None)
+                matches.append(None)
                 continue
             index.extend(sequence)
-            found.append(Match(*index.match()))
-        return found
+            matches.append(Match(*index.match()))
+        return matches
 
     def take(self, matches: Sequence[Match | None], counts: Sequence[int]) -> None:
-        """Propose, as the next chain of each sequence, so many tokens after its match.
+        """Sets the tokens after each match as the chain that the next ``propose`` writes.
 
         Args:
-            counts: at most as many as the pass's shape has.
+            counts: the number of tokens to propose for each sequence, at most the length of the pass's shape.
         """
-        rows = [[-1] * max(self.lengths) for _ in matches]
-        for row, index, match, count in zip(rows, self._indices, matches, counts, strict=True):
+        chains = [[-1] * max(self.lengths) for _ in matches]
+        for chain, index, match, count in zip(chains, self._indices, matches, counts, strict=True):
             if match is not None and count:
-                row[:count] = index.continuation(match.end, count)
-        self._proposed.copy_(torch.tensor(rows))
+                chain[:count] = index.continuation(match.end, count)
+        self._proposed.copy_(torch.tensor(chains))

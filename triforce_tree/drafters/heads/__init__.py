@@ -1,1 +1,1 @@
-"""Drafters that read the target's hidden states: Medusa heads and EAGLE-3, in their published formats."""
+"""Trained heads, which draft from the target's hidden states: Medusa and EAGLE-3, in published formats."""

@@ -1,4 +1,4 @@
-"""Which heads a folder holds, recognised from its files."""
+"""Recognises the kind of trained heads in a folder from its files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +13,13 @@ NAMES = ("tree", "other_trees", "sinks", "window")
 
 
 def heads_in(folder: Path, options: Mapping[str, Any]) -> Drafter:
-    """The drafter of a folder.
+    """Returns the drafter whose weights a folder holds.
 
     Args:
-        options: of which ``tree`` and ``other_trees`` are used, and by EAGLE-3 ``sinks`` and ``window``.
+        options: settings; ``tree`` and ``other_trees`` are used, and by EAGLE-3 ``sinks`` and ``window`` too.
 
     Raises:
-        OSError, ValueError: there are no heads, or they cannot be used.
+        OSError, ValueError: the folder holds no heads, or they cannot be used.
     """
     chosen = {name: options[name] for name in NAMES if options.get(name) is not None}
     if weights_file(folder, MEDUSA) is not None:

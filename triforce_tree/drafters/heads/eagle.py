@@ -23,24 +23,23 @@ DEFAULT_TREE = "best-first:6,6,5,4,3"
 
 
 class Eagle3:
-    """One decoder layer over pairs of a hidden state of the target and the token after it.
+    """Drafts with one decoder layer over pairs of a target's hidden state and the token after it.
 
-    Pair i is the fused hidden state at position i with the token at i + 1; from it and the pairs before it
-    the layer predicts the token at i + 2. Nodes of the tree pair their token with the layer's own output for
-    their parent. Keys and values do not depend on the layer's attention, so those of committed tokens are
-    computed from the target's hidden states as these become known, and nothing is ever recomputed.
+    Pair i is the fused hidden state at position i and the token at i + 1. From the pairs up to i the layer
+    predicts the token at i + 2. In the tree, the pair of a node is its token and the layer's output for its
+    parent. Keys and values do not depend on the layer's attention, so those of committed tokens are computed
+    once, when the target's hidden states become known.
 
-    The cache keeps the first ``sinks`` pairs and the newest ``window``, at positions counted within it
-    (StreamingLLM, arXiv 2309.17453): heads are trained on short texts, and serve any context that way. Keys
-    are stored unrotated.
+    The KV cache of the layer keeps the first ``sinks`` and the newest ``window`` pairs, at positions counted
+    within the cache (StreamingLLM, arXiv 2309.17453), so that heads trained on short texts work at any
+    context. Keys are stored before rotation.
 
     Args:
-        folder: ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, as
-            github.com/SafeAILab/EAGLE has them. The target's ``embed_tokens`` or ``lm_head`` stand in for
-            those that are not there.
-        tree: a shape or its name; the default chooses its topology by the head's own probabilities.
-        sinks, window: pairs in the cache.
-        other_trees: at most two further shapes, among which decoding chooses.
+        folder: has ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin`` as published by
+            github.com/SafeAILab/EAGLE. If ``embed_tokens`` or ``lm_head`` is missing, the target's is used.
+        tree: a shape or its name; the default chooses its topology by the head's probabilities.
+        sinks, window: numbers of pairs in the cache.
+        other_trees: at most two further shapes; decoding chooses one for each pass.
 
     Raises:
         OSError, ValueError: the folder has no such files, or a size is out of range.
@@ -94,7 +93,7 @@ class Eagle3:
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
         layer = self.layer
-        # As ``bind`` and ``DecodingProgram`` size them.
+        # These sizes must equal those in ``bind`` and ``DecodingProgram``.
         slots = self.sinks + self.window + limits.chain + limits.extra + 4 + 1
         rows = 3 * slots + 2 * self._nodes
         cache = batch * layer.kv_heads * rows * layer.head_dim * layer.fc.element_size()
@@ -104,7 +103,10 @@ class Eagle3:
         return {"drafter's buffers": grown + hidden + angles, "head's cache": cache}
 
     def _feature_layers(self, layers: int) -> list[int]:
-        """The three layers whose outputs are fused. In the files j means the input of layer j."""
+        """Returns the three layers whose outputs are fused.
+
+        ``config.json`` lists layers whose inputs are read, so each number there is one higher.
+        """
         nested: Any = self.settings.get("eagle_config") or {}
         key = "eagle_aux_hidden_state_layer_ids"
         inputs = nested.get(key) or self.settings.get(key) or [2, layers // 2, layers - 3]
@@ -119,11 +121,13 @@ class Eagle3:
         self._state, layer = state, self.layer
         for growth in self._growths:
             growth.bind(state.batch, state.device)
-        # Pairs that one pass of the target can add; provisional ones must not overwrite those in the window.
+        # The most pairs that one pass can add.
         self._fresh = max(state.max_draft_tokens, self._depth) + 2
+        # The ring buffer of the newest pairs is longer than the window, so that pairs of uncommitted tokens
+        # do not overwrite pairs in the window.
         self._ring = self.window + state.max_draft_tokens + state.extra + 4
         self._slots = self.sinks + self._ring
-        # One slot more takes what is not to be kept; then the nodes of the tree.
+        # One more slot receives pairs that must not be kept. The slots of the tree's nodes follow it.
         self._nodes_at = self._slots + 1
         shape = (state.batch, layer.kv_heads, self._nodes_at + self._nodes, layer.head_dim)
         self._keys, self._values = (
@@ -140,7 +144,7 @@ class Eagle3:
         self._fill([len(tokens) - 1 for tokens in sequences])
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        # With end 0 nothing of the others is stored.
+        # End 0 stores nothing for the other sequences.
         ends = [0] * self._state.batch
         ends[b] = len(sequences[b]) - 1
         self._fill(ends)
@@ -151,7 +155,7 @@ class Eagle3:
 
     @torch.no_grad()
     def _fill(self, ends: list[int]) -> None:
-        """Compute the pairs of the cache before each sequence's token ``ends[b]``."""
+        """Computes all cached pairs of sequence b that precede its token ``ends[b]``."""
         end = torch.tensor(ends, device=self._state.device)[:, None]
         newest = end + torch.arange(-self.window, 0, device=end.device)
         first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
@@ -159,10 +163,15 @@ class Eagle3:
         self._store(newest, newest >= self.sinks)
 
     def _store(self, positions: Tensor, kept: Tensor) -> Tensor:
-        """Compute keys and values of the pairs at ``positions`` ``[B, T]``, and store those to be ``kept``.
+        """Computes keys and values of the pairs at ``positions`` ``[B, T]``, and stores those in ``kept``.
+
+        It also sets ``self._fused`` to the fused hidden states ``[B, T, H]``.
+
+        Args:
+            kept: bool ``[B, T]``.
 
         Returns:
-            queries ``[B, H_q, T, D]``; hidden states are left in ``self._fused``.
+            queries ``[B, H_q, T, D]``.
         """
         state = self._state
         assert state.features is not None
@@ -191,7 +200,7 @@ class Eagle3:
                 above = self._hidden.gather(1, tree.parents[:, nodes, None].expand(-1, -1, hidden.shape[2]))
                 q, k, v = layer.project(growth.ids[d - 1], above)
                 hidden = above
-            # Of the pair of the root it is that of the token before it.
+            # The position of a pair is that of its hidden state, one before its token.
             position = (end - 1 - dropped + d).clamp(0, len(self._cos) - 1).expand(-1, count)
             cos, sin = self._cos[position], self._sin[position]
             slots = slice(self._nodes_at + nodes.start, self._nodes_at + nodes.stop)
@@ -208,15 +217,15 @@ class Eagle3:
             growth.place(d, logits, state, tree, sampler)
 
     def _rotate_cache(self, end: Tensor, dropped: Tensor) -> Tensor:
-        """Turn the cached keys to their positions in the window.
+        """Rotates the cached keys by their positions within the cache.
 
         Returns:
-            which slots are visible, bool ``[B, slots + 1]``.
+            bool ``[B, slots + 1]``: whether each slot holds a pair that the newest token may attend to.
         """
         state = self._state
         assert state.features is not None
         slot = torch.arange(self._slots + 1, device=end.device)
-        # The newest pair that such a slot of the ring can hold.
+        # The newest pair that each slot of the ring buffer can hold.
         newest = end - 1 - (end - 1 - slot) % self._ring
         sink = slot < self.sinks
         pairs = torch.where(sink, slot, newest)
@@ -232,7 +241,7 @@ class Eagle3:
         return visible
 
     def _ancestors(self, tree: TokenTree, nodes: slice) -> Tensor:
-        """Bool ``[B, F, stop]``: which nodes are ancestors of each of these or itself, without the root."""
+        """Returns bool ``[B, F, nodes.stop]``: which nodes are each of the F ``nodes`` or its ancestors."""
         bits = (tree.mask_words[:, nodes, :, None] >> self._bits & 1).flatten(2).bool()
-        # The root's pair is in the cache.
+        # The root is left out, since its pair is in the cache.
         return bits[:, :, : nodes.stop] & (torch.arange(nodes.stop, device=bits.device) > 0)

@@ -1,4 +1,4 @@
-"""The network of an EAGLE-3 head: a fusion of three hidden states, one decoder layer, a vocabulary."""
+"""The network of an EAGLE-3 head: fusion of three hidden states, one decoder layer, language model head."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,27 +13,27 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from triforce_tree.drafters.heads.files import take
 from triforce_tree.drafters.token_map import ABSENT
 
-# The frequencies of these do not depend on the length of the sequence.
+# Rotary embeddings whose frequencies do not depend on the length of the sequence.
 _ROPES = ("default", "linear", "llama3", "yarn")
 
 
 class EagleLayer:
-    """The weights of an EAGLE-3 head, and what they compute (github.com/SafeAILab/EAGLE, ``cnets.py``).
+    """The network of an EAGLE-3 head (github.com/SafeAILab/EAGLE, ``cnets.py``).
 
     Args:
         weights: tensors by their published names.
         config: contents of ``config.json``.
-        folder: where they are from, for messages.
-        embeddings: the target's own, which the head shares unless it has others.
-        head: the target's language model head, which the head shares if it has none.
+        folder: the folder that messages name.
+        embeddings: the target's input embeddings, used if ``weights`` has none.
+        head: the target's language model head, used if ``weights`` has none.
         size, vocabulary: the target's hidden size and vocabulary size.
-        device, dtype: of the computation.
+        device, dtype: device and dtype of the computation.
 
     Attributes:
-        weight_bytes: of its own weights on the device.
+        weight_bytes: bytes of the head's own weights on the device.
 
     Raises:
-        ValueError: weights are missing, of other shapes, or of another rotary embedding.
+        ValueError: weights are missing or have other shapes, or the rotary embedding is not supported.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class EagleLayer:
         self.down = get(f"{layer}mlp.down_proj.weight", own, len(self.gate_up) // 2)
 
         def norm(name: str) -> LlamaRMSNorm:
-            made = LlamaRMSNorm(own, llama.rms_norm_eps)
-            made.weight = nn.Parameter(get(name, own), requires_grad=False)
-            return made
+            layer_norm = LlamaRMSNorm(own, llama.rms_norm_eps)
+            layer_norm.weight = nn.Parameter(get(name, own), requires_grad=False)
+            return layer_norm
 
         self.input_norm, self.hidden_norm = (
             norm(f"{layer}input_layernorm.weight"),
@@ -124,7 +124,7 @@ class EagleLayer:
         if "d2t" not in weights:
             get("lm_head.weight", vocabulary, own)
             return
-        # The target's id of draft token i is i + d2t[i].
+        # Draft token i has id i + d2t[i] in the target's vocabulary.
         ids = take(weights, "d2t", (len(head),), folder).long() + torch.arange(len(head))
         if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise ValueError(
@@ -136,21 +136,21 @@ class EagleLayer:
         self._columns, self._absent = columns.clamp_min(0).to(head.device), (columns < 0).to(head.device)
 
     def angles(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[count, head_dim]`` fp32 of positions 0 to ``count - 1``."""
+        """Returns the cosines and sines, fp32 ``[count, head_dim]``, of positions 0 to ``count - 1``."""
         positions = torch.arange(count, device=device)[None]
         cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32, device=device), positions)
         return cos[0], sin[0]
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """One hidden state ``[B, T, H]`` of the target's three ``[B, T, hidden_size]``."""
+        """Projects three hidden states ``[B, T, hidden_size]`` of the target to one ``[B, T, H]``."""
         return F.linear(torch.cat(list(states), -1).to(self.fc.dtype), self.fc)
 
     def project(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[B, H_q, T, D]``, keys and values ``[B, H_kv, T, D]``, not rotated.
+        """Returns queries ``[B, H_q, T, D]``, keys and values ``[B, H_kv, T, D]``, before rotation.
 
         Args:
-            tokens: int64 ``[B, T]``, the tokens after the positions of ``hidden``.
-            hidden: ``[B, T, H]``, fused ones, or the layer's own outputs.
+            tokens: int64 ``[B, T]``, the token after each position of ``hidden``.
+            hidden: ``[B, T, H]``, fused hidden states of the target or outputs of this layer.
         """
         embedded = self.input_norm(self._embeddings(tokens).to(hidden.dtype))
         both = F.linear(torch.cat([embedded, self.hidden_norm(hidden)], -1), self.qkv, self.bias)
@@ -158,13 +158,18 @@ class EagleLayer:
         return q, k, v
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output ``[B, T, H]``, given its attention's ``[B, H_q, T, D]``."""
+        """Returns the layer's output ``[B, T, H]``.
+
+        Args:
+            hidden: ``[B, T, H]``, the input of the layer.
+            attended: ``[B, H_q, T, D]``, the output of its attention.
+        """
         hidden = hidden + F.linear(attended.transpose(1, 2).flatten(2), self.out)
         gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
         return hidden + F.linear(F.silu(gate) * up, self.down)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[B, T, V]`` over the target's vocabulary, of the layer's outputs."""
+        """Returns logits ``[B, T, V]`` over the target's vocabulary from the layer's output ``[B, T, H]``."""
         logits: Tensor = self._head(self.norm(hidden))
         if self._columns is None or self._absent is None:
             return logits
@@ -172,16 +177,18 @@ class EagleLayer:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys ``[B, H, T, D]`` turned by the angles ``[B, T, D]`` of their positions."""
-    turned: Tensor = x.float() * cos[:, None] + rotate_half(x.float()) * sin[:, None]
-    return turned.to(x.dtype)
+    """Applies rotary embeddings to queries or keys ``[B, H, T, D]``; cosines and sines are ``[B, T, D]``."""
+    result: Tensor = x.float() * cos[:, None] + rotate_half(x.float()) * sin[:, None]
+    return result.to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention ``[B, H_q, T, D]`` under a mask ``[B, T, S]``; finite where nothing is visible.
+    """Returns attention outputs ``[B, H_q, T, D]``, finite even if the mask allows no slot.
 
     Args:
-        q: ``[B, H_q, T, D]``; k, v: ``[B, H_kv, S, D]``; all rotated.
+        q: ``[B, H_q, T, D]``, rotated.
+        k, v: ``[B, H_kv, S, D]``, keys rotated.
+        mask: bool ``[B, T, S]``, True where attention is allowed.
     """
     groups = q.shape[1] // k.shape[1]
     grouped = q.unflatten(1, (-1, groups))  # [B, H_kv, G, T, D]

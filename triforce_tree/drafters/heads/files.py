@@ -1,4 +1,4 @@
-"""Reads folders with drafting heads, whose origin is unknown: no code in them is run."""
+"""Reads folders with trained heads. Their origin is unknown, so no code in them is run."""
 
 import pickle
 from collections.abc import Mapping, Sequence
@@ -15,36 +15,36 @@ from triforce_tree.runtime.files.json_files import read_json
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """The contents of ``config.json``; empty where there is none.
+    """Returns the contents of ``config.json``; empty if there is no such file.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     path = folder / CONFIG
     if not path.is_file():
         return {}
     try:
-        found = read_json(path)
+        config = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); copy or download it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ValueError(f"{path} is no JSON object; copy or download it again")
-    return found
+    return config
 
 
 def weights_file(folder: Path, names: Sequence[str]) -> Path | None:
-    """The first of these files that is there."""
+    """Returns the path of the first of ``names`` that exists in ``folder``, or None."""
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def read_weights(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors by name, on the CPU, from the first of these files that is there.
+    """Returns tensors by name, on the CPU, from the first of ``names`` that exists in ``folder``.
 
     Args:
-        names: of files; what does not end in .safetensors is read by ``torch.load(weights_only=True)``.
+        names: file names. Files other than .safetensors are read by ``torch.load(weights_only=True)``.
 
     Raises:
-        FileNotFoundError: none of them is there.
+        FileNotFoundError: none of the files exists.
         ValueError: the file cannot be read, or holds more than tensors.
     """
     path = weights_file(folder, names)
@@ -64,10 +64,10 @@ def read_weights(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def take(weights: Mapping[str, Tensor], name: str, shape: Sequence[int], folder: Path) -> Tensor:
-    """One tensor, whose shape is checked; -1 stands for any size.
+    """Returns one tensor after a check of its shape, in which -1 means any size.
 
     Raises:
-        ValueError: it is not there, or of another shape.
+        ValueError: the tensor is missing or has another shape.
     """
     if name not in weights:
         raise ValueError(f"the heads in {str(folder)!r} lack {name}; copy or download them again")

@@ -1,4 +1,4 @@
-"""Growth of token trees from the logits of one depth after the other."""
+"""Grows token trees from logits, one depth after the other."""
 
 from functools import partial
 from itertools import accumulate, pairwise
@@ -15,15 +15,15 @@ from triforce_tree.verify.probs import Sampler
 
 
 class TreeGrowth:
-    """The nodes of a tree shape, added depth by depth.
+    """Adds the nodes of a tree shape depth by depth.
 
     Args:
         tree: the shape.
 
     Attributes:
-        depth: D, depths below the root.
-        frontiers: the nodes at depth 0 to D - 1, which get children.
-        ids: by depth, int64 ``[B, W]``: the tokens at depth d + 1, 0 for nodes that are not used.
+        depth: D, the depth of the deepest node; the root has depth 0.
+        frontiers: for each depth d < D, the slice of node indices at depth d, which get children.
+        ids: for each depth d < D, int64 ``[B, W]``: the tokens at depth d + 1, 0 for unused nodes.
     """
 
     def __init__(self, tree: str | Shape) -> None:
@@ -34,7 +34,7 @@ class TreeGrowth:
         self.frontiers = [slice(a, b) for a, b in pairwise(starts[:-1])]
 
     def buffer_bytes(self, batch: int) -> int:
-        """That :meth:`bind` allocates."""
+        """Returns the bytes that :meth:`bind` allocates."""
         tokens, pairs = sum(self.shape.widths), sum(map(len, self.shape.places or ()))
         return batch * (8 * tokens + 4 * self.nodes) + 16 * pairs
 
@@ -48,14 +48,14 @@ class TreeGrowth:
         ]
 
     def begin(self, state: SequenceState, tree: TokenTree) -> None:
-        """Write the root."""
+        """Writes the root."""
         tree.tokens[:, 0] = state.newest
 
     def place(self, d: int, logits: Tensor, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        """Draw children of the nodes at depth ``d``, and write those that the shape has.
+        """Draws children of the F nodes at depth ``d``, and writes those that the shape has.
 
         Args:
-            logits: ``[B, F, V]``, of the tokens after each of these nodes.
+            logits: ``[B, F, V]``, logits of the token after each of these nodes.
         """
         nodes = self.frontiers[d]
         probs, paths = tree.probs[:, nodes], partial(tree.paths, state, state.end, nodes)

@@ -1,4 +1,4 @@
-"""Medusa heads: predictions of several tokens ahead from one hidden state (Cai et al., arXiv 2401.10774)."""
+"""Medusa heads, which predict several tokens from one hidden state (Cai et al., arXiv 2401.10774)."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from triforce_tree.trees.sequoia import Ranks
 from triforce_tree.trees.shapes import Shape, Static, other_shapes
 from triforce_tree.verify.probs import Sampler
 
-# Medusa's tree of 63 nodes for Vicuna-7B (mc_sim_7b_63): how many children each node has.
+# The number of children of each node of Medusa's tree of 63 nodes for Vicuna-7B (mc_sim_7b_63).
 _CHILDREN: dict[Ranks, int] = {
     (): 10,
     (0,): 10, (1,): 7, (2,): 3, (3,): 2, **{(rank,): 1 for rank in range(4, 10)},
@@ -30,25 +30,25 @@ _CHILDREN: dict[Ranks, int] = {
 
 
 def medusa_tree(heads: int) -> Static:
-    """The tree ``mc_sim_7b_63``, cut to the depth that ``heads`` heads reach: 4 or more make it whole."""
+    """Returns the tree ``mc_sim_7b_63`` cut to depth ``heads``. Its full depth is 4."""
     return Static((*node, count - 1) for node, count in _CHILDREN.items() if len(node) < heads)
 
 
 class Medusa:
-    """Heads that predict the tokens after the next one from the last hidden state after the final norm.
+    """Heads that predict tokens after the next one from the target's last hidden state after the final norm.
 
-    Head k predicts the token at depth k of the tree (the root is the token that the target itself has drawn
-    from that state). Its distribution does not depend on the tokens in between, so all nodes of a depth
-    share it; the children of each are drawn from it without replacement, so that output is exact at any
-    temperature. The paper's "typical acceptance" is lossy, and left out.
+    Head k predicts the tokens at depth k of the tree, whose root is the token that the target has drawn from
+    that hidden state. The distribution of a head does not depend on the tokens in between, so all nodes of a
+    depth share it. Children are drawn from it without replacement, so the output is exact at any temperature.
+    The paper's "typical acceptance" is lossy and not implemented.
 
     Args:
-        folder: with ``medusa_lm_head.safetensors`` or ``.pt``, and ``config.json`` as
-            github.com/FasterDecoding/Medusa has it (``medusa_num_heads``, ``medusa_num_layers``). A head
-            without its last matrix uses the target's own language model head.
-        tree: a shape, its name (``static:0;0.0;1``) or a list of rank paths, at most as deep as there are
+        folder: has ``medusa_lm_head.safetensors`` or ``.pt``, and ``config.json`` as published by
+            github.com/FasterDecoding/Medusa (``medusa_num_heads``, ``medusa_num_layers``). A head without its
+            last matrix uses the target's language model head.
+        tree: a shape, its name (``static:0;0.0;1``) or a list of rank paths, at most as deep as the number of
             heads; by default ``mc_sim_7b_63``.
-        other_trees: at most two further shapes, among which decoding chooses.
+        other_trees: at most two further shapes; decoding chooses one for each pass.
 
     Raises:
         OSError, ValueError: the folder has no such files, or they cannot be used with the tree.
@@ -131,7 +131,11 @@ class Medusa:
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[K, N, V]`` of the first K heads, one for each depth of the tree, of ``[N, hidden_size]``."""
+        """Returns the logits ``[K, N, V]`` of the first K heads, where K is the depth of the deepest tree.
+
+        Args:
+            hidden: ``[N, hidden_size]``, hidden states after the target's final norm.
+        """
         x = hidden.expand(self._depth, *hidden.shape)
         for weight, bias in self._blocks:
             x = x + F.silu(torch.baddbmm(bias, x, weight))
@@ -145,6 +149,6 @@ class Medusa:
         growth = self._growths[tree.shape]
         growth.begin(state, tree)
         for depth, nodes in enumerate(growth.frontiers):
-            # All nodes of a depth draw from one distribution, each on its own.
+            # All nodes of a depth have one distribution, and their draws are independent.
             shared = logits[depth][:, None].expand(-1, nodes.stop - nodes.start, -1)
             growth.place(depth, shared, state, tree, sampler)
