@@ -233,7 +233,7 @@ def test_best_trees_are_saved_with_all_their_nodes(tmp_path: Path) -> None:
     ("file", "shape", "why"),
     [
         ("tree.txt", "chain:3", "'.*tree.txt' cannot be read as a tree later; use a name that ends in .json"),
-        ("tree.json", "lookup:4", "tree='lookup:4' is no tree that a drafter grows"),
+        ("tree.json", "lookup:4", "tree='lookup:4' is no tree but a chain"),
         ("tree.json", WithChain("chain:2", 3), r"'chain:2 \+ 3' has a chain beside its tree"),
         ("tree.json", "chain:129", "a depth of 128"),
         ("tree.json", "best-first:1025", "at most 1024 proposed tokens"),

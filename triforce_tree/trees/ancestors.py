@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def ancestor_mask(parents: Sequence[int]) -> Tensor:
-    """bool ``[N, N]``: row t marks node t and its ancestors; a node with parent -1 is a root."""
+    """Returns bool ``[N, N]`` whose row t marks node t and its ancestors; a root has parent -1."""
     mask = np.zeros((len(parents), len(parents)), dtype=bool)
     for node, parent in enumerate(parents):
         if parent >= 0:

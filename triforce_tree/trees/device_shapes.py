@@ -1,8 +1,10 @@
-"""Tree shapes with a fixed number of nodes at each depth, grown on the device alone; the limits of a pass.
+"""The layout of a tree's nodes in device buffers, and the most tokens that a pass drafts and writes.
 
-The parents of nodes may vary from tree to tree: a child is a (parent, rank) pair, rank r meaning the parent's
-r-th draw. By the honesty rule of ``drafters/base.py`` the pairs depend on distributions alone, never on the
-draws of these children (``kernels.step.place_nodes``).
+A layout has a fixed number of nodes at each depth, so that trees are grown without waiting for the device.
+Parents may vary from tree to tree: a child is a (parent, rank) pair, where rank r means the parent's r-th
+draw. By the honesty rule of ``drafters/base.py`` the pairs depend on distributions alone, never on the draws
+(``kernels.step.place_nodes``). A pass is one run of drafting, verification by the retrieval model (level 1),
+and verification by the target (level 2).
 """
 
 import math
@@ -19,15 +21,17 @@ _TILE = 16
 
 @dataclass(frozen=True)
 class DeviceTreeShape:
-    """The nodes of a tree, depth by depth.
+    """The number of nodes of a tree at each depth, and their parents if they are fixed.
 
     Attributes:
-        widths: ``widths[d]`` nodes at depth d + 1.
-        places: ``places[d]`` are the (parent, rank) pairs of the nodes at depth d + 1, parents counted among
-            the nodes at depth d: a static topology (chains, Medusa's lists, Sequoia's trees). None: the most
-            probable continuations by the draft distributions (best-first as in EAGLE-2 and DDTree).
-        chain: nodes of a chain beside the tree, after all of its own; the first at depth 1.
-        matched: whether it is a chain of tokens that followed the newest ones earlier (``shapes.Lookup``).
+        widths: ``widths[d]`` is the number of nodes at depth d + 1.
+        places: ``places[d]`` lists the (parent, rank) pairs of the nodes at depth d + 1 for a static topology
+            (chains, Medusa's lists, Sequoia's trees), where parent is an index among the nodes at depth d.
+            None for a best-first tree, which takes the most probable continuations by the draft distributions
+            (as EAGLE-2 and DDTree do).
+        chain: length of a chain from the root that is verified together with the tree. Its nodes come after
+            all others.
+        matched: whether the tree is a chain of suffix-matched tokens (``shapes.Lookup``).
     """
 
     widths: tuple[int, ...]
@@ -42,12 +46,12 @@ class DeviceTreeShape:
 
     @property
     def tree_nodes(self) -> int:
-        """Nodes of the tree, without those of the chain."""
+        """The number of nodes without those of ``chain``, including the root."""
         return 1 + sum(self.widths)
 
     @property
     def nodes(self) -> int:
-        """All nodes, the root included."""
+        """The number of nodes, including the root."""
         return self.tree_nodes + self.chain
 
     @property
@@ -58,7 +62,7 @@ class DeviceTreeShape:
 
     @property
     def parents(self) -> list[int]:
-        """The parent of each node, -1 for the root; if parents vary, the first node of the depth above."""
+        """The parent of each node, -1 for the root. If parents vary, it is the first node one depth above."""
         parents, first = [-1], 0
         for d, width in enumerate(self.widths):
             above = [0] * width if self.places is None else [slot for slot, _ in self.places[d]]
@@ -69,7 +73,7 @@ class DeviceTreeShape:
         return parents + [0, *range(start, start + self.chain)][: self.chain]
 
     def siblings(self, depth: int) -> int:
-        """Most children of a node at ``depth``."""
+        """Returns the most children of a node at ``depth``."""
         if self.places is None:
             return self.widths[depth]
         return 1 + max(rank for _, rank in self.places[depth])
@@ -77,7 +81,7 @@ class DeviceTreeShape:
 
 @lru_cache(maxsize=256)
 def device_tree_shape(shape: Shape) -> DeviceTreeShape:
-    """The layout of a shape's nodes."""
+    """Returns the layout of a shape's nodes."""
     if isinstance(shape, WithChain):
         return replace(device_tree_shape(parse_shape(shape.tree)), chain=shape.length)
     if isinstance(shape, BestFirst):
@@ -87,7 +91,7 @@ def device_tree_shape(shape: Shape) -> DeviceTreeShape:
 
 
 def tree_shapes(config: HierarchyConfig) -> list[DeviceTreeShape]:
-    """The layouts of ``config.shapes``."""
+    """Returns the layouts of ``config.shapes``."""
     return list(_layouts(config.shapes))
 
 
@@ -101,10 +105,11 @@ class PassLimits:
     """The most tokens that the passes of a configuration draft and write.
 
     Attributes:
-        depth, nodes: most of level 0's trees, the root included in ``nodes``; 0 and 1 without trees.
-        max_draft_tokens: most tokens of a path that is proposed to level 2.
-        chain: the same of level 1's chain; 0 without level 1.
-        tail: nodes of the tree at the end of a chain, without its root; 0 without one.
+        depth, nodes: depth of the drafter's deepest tree, and most nodes of its trees including the root; 0
+            and 1 without trees.
+        max_draft_tokens: most tokens that can be proposed to the target on one path, without ``tail``.
+        chain: most tokens of the retrieval model's chain; 0 without retrieval model.
+        tail: nodes, without its root, of the tree that continues the chain; 0 without such a tree.
     """
 
     depth: int
@@ -122,30 +127,34 @@ class PassLimits:
         return cls(depth, nodes, chain or depth, chain, tail)
 
     def chain_nodes(self, runner_ups: bool = True) -> int:
-        """Most tokens of a sequence in the target's forward over a chain, runner-ups and tail included."""
+        """Returns the most tokens per sequence in a forward of the target that verifies a chain.
+
+        Args:
+            runner_ups: whether the second choice at each position of the chain is verified too.
+        """
         return 1 + self.max_draft_tokens * (2 if runner_ups else 1) + self.tail
 
     @property
     def extra(self) -> int:
-        """Most tokens that one verification may write beyond ``chain``; at least 1."""
+        """The most tokens that one verification may write beyond ``chain``; at least 1."""
         return self.depth + 1 if self.chain else max(1, self.depth)
 
     @property
     def scratch_slots(self) -> int:
-        """KV slots and tokens after a sequence's end that passes and trial runs of a capture may write."""
+        """The most KV slots after a sequence's end that passes, or trial runs for capture, may write."""
         return 4 * (self.max_draft_tokens + self.depth + self.nodes) + 64
 
 
 def least_prompt(config: HierarchyConfig, levels: int, offloaded: bool) -> int:
-    """Fewest tokens of a prompt for this number of levels."""
+    """Returns the fewest tokens that a prompt must have for this number of levels."""
     if levels < 3 or not offloaded:
         return 1
-    # Retrieval slots are filled from KV slots that have left the recent window, in multiples of unit_slots.
+    # The retrieval cache is filled with KV slots older than the recent window, in multiples of unit_slots.
     return config.retrieval.budget + unit_slots(config.retrieval.chunk) + 1
 
 
 def unit_slots(chunk: int) -> int:
-    """KV slots per unit of an offloaded cache: whole chunks, and whole tiles of the attention kernel."""
+    """Returns the KV slots per unit of an offloaded cache, a multiple of ``chunk`` and the kernel's tile."""
     return math.lcm(chunk, _TILE)
 
 

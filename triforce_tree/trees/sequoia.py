@@ -1,8 +1,8 @@
-"""Sequoia's dynamic programme (arXiv 2402.12374, section 3.2).
+"""Sequoia's dynamic programme (arXiv 2402.12374, section 3.2), which finds the best tree of a given size.
 
-Nodes are named by rank paths, as in ``trees.shapes``. Acceptance is the probability that the sibling of rank
-r is the accepted one given that their parent was: one vector for the whole tree, or one for each depth, the
-last of which holds for all deeper ones.
+Nodes are named by rank paths, as in ``trees.shapes``. Acceptance is the probability that the child of rank r
+is accepted given that its parent was. It is one vector for the whole tree, or one vector per depth, of which
+the last also holds for all deeper nodes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 Ranks = tuple[int, ...]
 Acceptance = Sequence[float] | Sequence[Sequence[float]]
-"""By rank, or by depth and rank."""
+"""Acceptance by rank, or by depth and rank."""
 
 
 def vectors_by_depth(acceptance: Acceptance) -> list[list[float]]:
-    """One vector for each depth that has its own.
+    """Returns acceptance as a list of vectors by depth; a single vector gives a list of one.
 
     Raises:
-        ValueError: no probabilities, or those of siblings add up to more than 1.
+        ValueError: a vector is empty, has values outside 0 to 1, or has a sum above 1.
     """
     rows: Any = [acceptance] if not acceptance or not isinstance(acceptance[0], Sequence) else acceptance
     vectors = [[float(a) for a in row] for row in rows]
@@ -33,16 +33,21 @@ def vectors_by_depth(acceptance: Acceptance) -> list[list[float]]:
 
 
 def at_most_one(acceptance: Sequence[float]) -> list[float]:
-    """Acceptance of siblings, whose sum rounding may have raised above 1."""
+    """Returns acceptance by rank, scaled to a sum of 1 if rounding has raised its sum above 1."""
     return [a / max(1.0, sum(acceptance)) for a in acceptance]
 
 
 def best_paths(acceptance: Acceptance, size: int, depth: int) -> list[Ranks]:
-    """The rank paths of the tree of ``size`` nodes and ``depth`` depths with most expected accepted tokens.
+    """Returns the rank paths of the tree with most expected accepted tokens.
 
-    T[m, l] is the best expectation of m nodes in l depths below a node, T[m, l, b] the same with b children;
-    the b-th child, accepted with probability a_b, takes y of the m nodes:
-    T[m, l, b] = max_y T[m - y, l, b - 1] + a_b (1 + T[y - 1, l - 1]), where a_b may depend on the depth.
+    T[m, l] is the largest expected number of accepted tokens among m nodes in l depths below a node, and
+    T[m, l, b] the same if that node has b children. The b-th child, accepted with probability a_b, and its
+    descendants take y of the m nodes: T[m, l, b] = max_y T[m - y, l, b - 1] + a_b (1 + T[y - 1, l - 1]). The
+    probability a_b may depend on the depth.
+
+    Args:
+        size: number of nodes without the root.
+        depth: most depths.
     """
     plans = list(plans_by_depth(vectors_by_depth(acceptance), size, depth))
     paths: list[Ranks] = []
@@ -60,13 +65,13 @@ def best_paths(acceptance: Acceptance, size: int, depth: int) -> list[Ranks]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The best allocation of the nodes below one node to the subtrees of its children.
+    """The best division of m descendants of a node among the subtrees of its children, for m = 0 to size.
 
     Attributes:
-        children: int ``[size + 1]``, the number of children if there are m nodes to allocate.
-        last_sizes: int ``[ranks, size + 1]``, of m nodes, those in the subtree of the last of rank + 1
-            children.
-        gains: float ``[size + 1]``, the expectation of at most m nodes.
+        children: int ``[size + 1]``, the number of children by m.
+        last_sizes: int ``[ranks, size + 1]``, by rank and m: the nodes in the subtree of the last child if
+            there are rank + 1 children.
+        gains: float ``[size + 1]``, the expected accepted tokens of at most m nodes.
     """
 
     children: Any
@@ -74,7 +79,11 @@ class _Plan:
     gains: Any
 
     def sizes(self, nodes: int) -> list[int]:
-        """Nodes in the subtree of each child, the child included."""
+        """Returns the number of nodes in the subtree of each child, including the child.
+
+        Args:
+            nodes: m, the number of descendants to divide.
+        """
         sizes = []
         for rank in reversed(range(int(self.children[nodes]))):
             sizes.append(int(self.last_sizes[rank][nodes]))
@@ -83,24 +92,24 @@ class _Plan:
 
 
 def plans_by_depth(vectors: Sequence[Sequence[float]], size: int, depth: int) -> Iterator[_Plan]:
-    """The best plans for 1, 2, ... depths below a node, the deepest nodes first.
+    """Yields the best plans for 1, 2, ... depths below a node, beginning with the deepest nodes.
 
-    With one vector they are those of every node with so many depths below it, and end where one depth more
-    gains nothing: the last one then serves more depths too.
+    With a single vector the plans hold at every depth of the tree. They then end when one more depth gains
+    nothing, and the last plan also holds for more depths.
     """
-    # Imported here, since the command line's help does not need it.
+    # Imported here, so that the command line prints its help without loading numpy.
     import numpy as np
 
     gains = np.zeros(size + 1)
     for level in range(depth):
-        # The children whose plan this is are at depth - level, counted from 1.
+        # The children that this plan allocates are at depth ``depth - level``; the root is at depth 0.
         acceptance = vectors[min(depth - level - 1, len(vectors) - 1)]
-        # values[m] with children 1..b, each of at least one node; -inf if m are too few.
+        # values[m] is the best expectation with exactly b children so far; -inf if m < b.
         best, values = np.zeros(size + 1), np.zeros(size + 1)
         children, last_sizes = np.zeros(size + 1, dtype=int), []
         for rank in range(min(len(acceptance), size)):
             padded = np.concatenate([np.full(size, -np.inf), values])
-            # [m, y - 1]: the expectation of m - y nodes below the earlier children.
+            # before[m, y - 1] is the best expectation of m - y nodes in the subtrees of the earlier children.
             before = np.lib.stride_tricks.sliding_window_view(padded, size)[:-1, ::-1]
             total = before + acceptance[rank] * (1 + gains[:-1])
             last_sizes.append(total.argmax(axis=1) + 1)

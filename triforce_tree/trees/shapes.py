@@ -1,8 +1,8 @@
 """Tree shapes: chains, static topologies, Sequoia's dynamic programme, best-first.
 
-A shape names nodes by *ranks*: the path of sibling ranks from the root, as in Medusa's lists, so ``(0, 1)``
-is the second child of the first child. How many children a node gets may depend on the distributions so far,
-never on the draws of these children: that would bias the distribution that they follow.
+A shape names a node by its *rank path*: the ranks among siblings from the root on, as in Medusa's lists, so
+``(0, 1)`` is the second child of the first child. The number of children of a node may depend on the
+distributions, but never on the draws of these children, which would bias the output.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from triforce_tree.option_checks import did_you_mean
 from triforce_tree.trees.sequoia import Acceptance, Ranks, best_paths, vectors_by_depth
 from triforce_tree.trees.topology_files import SUFFIX, check_shape_file, read_topology, write_topology
 
-# Limits of a tree: every proposed token is verified in one forward, every depth takes a forward of the draft.
+# Limits of a tree. One forward verifies all nodes, and every depth takes a forward of the draft.
 MOST_NODES, MOST_DEPTH = 1024, 128
 
 
 class Static:
     """A fixed topology, given by the rank paths of its nodes (Medusa's form).
 
-    A path implies its prefixes and the earlier siblings of its nodes, since siblings are drawn in order.
+    A path implies all its prefixes and the earlier siblings of its nodes, which need not be listed.
     """
 
     def __init__(self, paths: Iterable[Sequence[int]]) -> None:
@@ -48,26 +48,26 @@ class Static:
 
     @property
     def size(self) -> int:
-        """Proposed tokens, without the root."""
+        """The number of nodes without the root."""
         return sum(self.counts.values())
 
     @property
     def paths(self) -> list[Ranks]:
-        """The rank paths of all nodes, those of a parent's children together."""
+        """The rank paths of all nodes; siblings are adjacent."""
         return [(*parent, rank) for parent, count in self.counts.items() for rank in range(count)]
 
     @property
     def name(self) -> str:
-        """As :func:`parse_shape` reads it; the last child of each node implies the others."""
+        """The name that :func:`parse_shape` reads. It lists the last child of each node."""
         last = [(*parent, count - 1) for parent, count in self.counts.items()]
         return "static:" + ";".join(".".join(map(str, path)) for path in last)
 
 
 class BestFirst:
-    """At every depth, the ``widths[depth]`` continuations of highest path probability.
+    """A tree whose depth d + 1 has the ``widths[d]`` continuations with the highest path probability.
 
-    The topology is chosen anew for each tree from the draft distributions, as in DDTree and EAGLE-2. If
-    acceptance by rank is the same at every node, it is Sequoia's optimum under the same widths.
+    The topology is chosen for each tree from the draft distributions, as in DDTree and EAGLE-2. If acceptance
+    by rank is the same at every node, it is Sequoia's optimum for the same widths.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -89,7 +89,8 @@ class BestFirst:
 
 
 class Lookup(Static):
-    """A chain of at most ``length`` tokens that followed the newest ones before: ``drafters.with_lookup``."""
+    """A chain of at most ``length`` suffix-matched tokens, which followed an earlier occurrence of the newest
+    tokens (see ``drafters.with_lookup``). A pass proposes it instead of a tree."""
 
     def __init__(self, length: int) -> None:
         _check_size(length, length)
@@ -110,9 +111,9 @@ class Lookup(Static):
 
 @dataclass(frozen=True)
 class WithChain:
-    """A tree, and a chain of ``length`` tokens that is proposed beside it, see ``drafters.merged``.
+    """A tree and a chain of ``length`` suffix-matched tokens that one forward verifies (``drafters.merged``).
 
-    ``tree`` is a shape or its name, as :func:`parse_shape` takes it.
+    ``tree`` is a shape or a name that :func:`parse_shape` reads.
     """
 
     tree: str | Shape
@@ -124,23 +125,23 @@ Shape = Tree | WithChain
 
 
 def shape_name(shape: str | Shape) -> str:
-    """The name that :func:`parse_shape` reads; with ``+ 8`` for a chain of 8 tokens beside the tree."""
+    """Returns the name that :func:`parse_shape` reads, or ``NAME + 8`` if a chain of length 8 is added."""
     if isinstance(shape, WithChain):
         return f"{shape_name(shape.tree)} + {shape.length}"
     return shape if isinstance(shape, str) else shape.name
 
 
 def chain_shape(length: int) -> Static:
-    """A shape of one proposed token per depth."""
+    """Returns a shape of one proposed token per depth."""
     _check_size(length, length)
     return Static([[0] * length])
 
 
 def with_chain(shape: str | Shape, length: int) -> str | Shape:
-    """The tree of ``shape`` with a chain of ``length`` tokens beside it, in place of its own; 0 for none.
+    """Returns the tree of ``shape`` with a chain of ``length`` tokens instead of any it had; 0 for no chain.
 
     Raises:
-        ValueError: both have more than ``MOST_NODES`` nodes.
+        ValueError: tree and chain together have more than ``MOST_NODES`` nodes.
     """
     tree = shape.tree if isinstance(shape, WithChain) else shape
     if not length:
@@ -152,16 +153,16 @@ def with_chain(shape: str | Shape, length: int) -> str | Shape:
 
 
 def sequoia(acceptance: Acceptance, size: int, depth: int) -> Static:
-    """The tree of ``size`` proposed tokens and at most ``depth`` depths with most expected accepted tokens.
+    """Returns the tree of ``size`` tokens and at most ``depth`` depths with most expected accepted tokens.
 
     Args:
-        acceptance: probability that the sibling of rank r is the accepted one, r = 0, 1, ...; or such a
-            vector for each depth (see :mod:`triforce_tree.trees.sequoia`).
-        size: proposed tokens.
+        acceptance: probability that the child of rank r = 0, 1, ... is accepted given that its parent was; or
+            such a vector for each depth (see :mod:`triforce_tree.trees.sequoia`).
+        size: number of nodes without the root.
         depth: length of the longest path.
 
     Raises:
-        ValueError: no probabilities, or no tree of this size.
+        ValueError: ``acceptance`` is not made of probabilities, or the size or depth is not allowed.
     """
     if size < 1 or depth < 1:
         raise ValueError(f"size={size} and depth={depth} must be at least 1")
@@ -170,7 +171,7 @@ def sequoia(acceptance: Acceptance, size: int, depth: int) -> Static:
 
 
 def expected_acceptances(shape: Static, acceptance: Acceptance) -> float:
-    """Expected accepted tokens of a static tree, without the bonus.
+    """Returns the expected accepted tokens of a static tree, without the bonus token.
 
     Args:
         acceptance: by rank, or by depth and rank.
@@ -186,8 +187,8 @@ def expected_acceptances(shape: Static, acceptance: Acceptance) -> float:
     return total
 
 
-# Greedy acceptance by rank of a distilled draft at long context; a profile measured on the user's own pair
-# (triforce-tree check --acceptance) replaces it.
+# Acceptance by rank of a distilled draft on long contexts in greedy decoding. Acceptance that was measured
+# for the user's models (triforce-tree check --acceptance) replaces it.
 DEFAULT_ACCEPTANCE = (0.50, 0.13, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)
 
 
@@ -196,11 +197,13 @@ def parse_shape(text: str, option: str = "tree") -> Tree: ...
 @overload
 def parse_shape(text: str | Shape, option: str = "tree") -> Shape: ...
 def parse_shape(text: str | Shape, option: str = "tree") -> Shape:
-    """Parse the name of a shape.
+    """Returns the shape with a name; a shape object is returned unchanged.
 
-    ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |
-    ``static:0;0.0;1`` (rank paths) | the path of a file, ``tree.json`` (:func:`read_topology`) |
-    a :class:`Static`, :class:`BestFirst` or :class:`WithChain` object. ``option`` is named by errors.
+    Args:
+        text: ``chain:4`` | ``best-first:6,5,4`` (widths by depth) | ``sequoia:16x4`` (size x depth) |
+            ``static:0;0.0;1`` (rank paths) | ``lookup:12`` | the path of a file ``tree.json``
+            (:func:`read_topology`) | a :class:`Static`, :class:`BestFirst` or :class:`WithChain` object.
+        option: the name of the user's option for error messages.
 
     Raises:
         ValueError: it is none of these, has more than ``MOST_NODES`` nodes, or is deeper than ``MOST_DEPTH``.
@@ -215,56 +218,59 @@ def parse_shape(text: str | Shape, option: str = "tree") -> Shape:
     except ValueError as error:
         raise ValueError(f"{option}={shown!r} cannot be read: {error}") from error
     if shape is None:
-        more = "" if option == "tree" else ", lookup:12 for matched tokens, or none alone"
+        more = "" if option == "tree" else ", lookup:12 for suffix-matched tokens, or none alone"
         raise ValueError(f"{option}={shown!r} is no known shape{_near(text)}; {_KNOWN}{more}")
     return shape
 
 
 def _near(text: str) -> str:
-    """The kind of shape that a mistyped name may mean."""
+    """Returns a hint with the kind of shape that a mistyped name may mean, or an empty string."""
     return did_you_mean(
         text.partition(":")[0], ("chain", "static", "sequoia", "best-first", "lookup", "none")
     )
 
 
 MOST_OTHER_TREES = MOST_MATCHED = 2
-"""Further shapes of trees that passes may take, beside chains of matched tokens; and of these chains."""
+"""The most further tree shapes that the user may name, and the most chains of suffix-matched tokens."""
 
 
 def other_shapes(given: str | Sequence[str | Shape], merged: bool = False) -> tuple[str | Shape, ...]:
-    """The shapes of ``other_trees``, ``lookup:N`` last; those of files with their content.
+    """Returns the shapes that the option ``other_trees`` names.
+
+    ``lookup:N`` (a chain of suffix-matched tokens) comes last. A file name is replaced by the shape in the
+    file.
 
     Args:
-        merged: matched tokens stand beside every tree.
+        merged: whether each tree already has a chain of suffix-matched tokens (:class:`WithChain`).
 
     Raises:
-        ValueError: one is no shape, there are too many, or matched tokens are asked for twice.
+        ValueError: one is no shape, there are too many, or ``lookup`` is named too often.
     """
     if isinstance(given, str):
         given = () if given == "none" else given.split()
     parsed = [parse_shape(tree, "other_trees") for tree in given]
-    # Of a file the content, so that one that changes later changes nothing here.
+    # A file's name is replaced by its content, so that later changes of the file have no effect.
     both = list(zip(given, parsed, strict=True))
     named = [shape_name(shape) if isinstance(t, str) and t.endswith(SUFFIX) else t for t, shape in both]
     grown = [tree for tree, shape in zip(named, parsed, strict=True) if not isinstance(shape, Lookup)]
     matched = [shape.length for shape in parsed if isinstance(shape, Lookup)]
     if len(grown) > MOST_OTHER_TREES:
         raise ValueError(
-            f"other_trees names {len(grown)} trees, and each takes stages of its own; name at most "
+            f"other_trees names {len(grown)} trees, and each needs memory and time to prepare; name at most "
             f"{MOST_OTHER_TREES}"
         )
     lengths = sorted(set(matched))
     if len(lengths) < len(matched) or (matched and merged) or len(matched) > MOST_MATCHED:
         times = "twice" if len(matched) <= MOST_MATCHED else f"{len(matched)} times"
         raise ValueError(
-            f"other_trees={' '.join(map(shape_name, named))!r} asks for matched tokens {times}; name "
-            f"lookup:N once, or {MOST_MATCHED} different N, or set lookup=N for some beside every tree"
+            f"other_trees={' '.join(map(shape_name, named))!r} asks for suffix-matched tokens {times}; name "
+            f"lookup:N once, or with {MOST_MATCHED} different N, or set lookup=N to add them to every tree"
         )
     return (*grown, *(f"lookup:{length}" for length in lengths))
 
 
 def grown_alone(shapes: Sequence[str | Shape]) -> tuple[str | Shape, ...]:
-    """These shapes without chains of matched tokens."""
+    """Returns the shapes that are no chains of suffix-matched tokens."""
     return tuple(shape for shape in shapes if not isinstance(parse_shape(shape), Lookup))
 
 
@@ -273,12 +279,12 @@ def tree_shape(tree: str) -> Tree: ...
 @overload
 def tree_shape(tree: str | Shape) -> Shape: ...
 def tree_shape(tree: str | Shape) -> Shape:
-    """A shape that drafters grow; raises ValueError also for a chain of matched tokens."""
+    """Returns the shape with a name like :func:`parse_shape`, but raises ValueError for ``lookup:N``."""
     shape = parse_shape(tree)
     if isinstance(shape, Lookup):
         raise ValueError(
-            f"tree={shape.name!r} is no tree that a drafter grows, but proposed in the place of one; name it "
-            "in other_trees, with a draft model"
+            f"tree={shape.name!r} is no tree but a chain of suffix-matched tokens; name it in other_trees, "
+            "with a draft model"
         )
     return shape
 
@@ -287,7 +293,7 @@ _KNOWN = "use chain:4, best-first:6,5,4, sequoia:16x4, static:0;0.0;1 or a file 
 
 
 def load_shape(path: str | Path) -> Tree:
-    """A shape from a JSON file.
+    """Reads a shape from a JSON file.
 
     Raises:
         ValueError: there is no such file, or it holds no tree within the limits.
@@ -297,16 +303,18 @@ def load_shape(path: str | Path) -> Tree:
 
 
 def save_shape(path: str | Path, shape: str | Shape) -> None:
-    """Write a tree into a JSON file, whose path is then the name of a shape: ``tree="tree.json"``.
+    """Writes a tree to a JSON file. The path of the file is then the name of a shape: ``tree="tree.json"``.
 
     Raises:
-        ValueError: the path does not end in ``.json``, or the shape is no tree alone.
+        ValueError: the path does not end in ``.json``, or the shape is not a tree without chain.
         OSError: the file cannot be written.
     """
     check_shape_file(path)
     tree = tree_shape(shape)
     if isinstance(tree, WithChain):
-        raise ValueError(f"{shape_name(tree)!r} has a chain beside its tree; save the tree, and set lookup=N")
+        raise ValueError(
+            f"{shape_name(tree)!r} has a chain beside its tree; save the tree, and set lookup=N"
+        )
     if isinstance(tree, Static):
         write_topology(path, tree.paths)
     else:

@@ -1,4 +1,7 @@
-"""Sizes of Sequoia's trees by the seconds of a pass (arXiv 2402.12374, section 3.3)."""
+"""Chooses the size of Sequoia's tree by the seconds of a pass (arXiv 2402.12374, section 3.3).
+
+A pass is one run of drafting a tree and verifying it.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,9 +11,9 @@ from itertools import accumulate, pairwise
 from triforce_tree.trees.sequoia import Acceptance, plans_by_depth, vectors_by_depth
 
 Seconds = Callable[[int, int], float]
-"""Seconds of a pass with a tree of so many proposed tokens and so many depths: drafting and verification."""
+"""A function of a tree's proposed tokens and depths that returns the seconds of a pass."""
 Points = Sequence[tuple[int, float]]
-"""(tokens, seconds), by ascending tokens; more tokens count as no cheaper than fewer."""
+"""Measured (tokens, seconds) pairs by ascending tokens. Seconds that decrease are raised to the previous."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +21,10 @@ class SizedTree:
     """The tree with most expected tokens per second.
 
     Attributes:
-        size, depth: proposed tokens, and the longest path that the programme may use.
-        tokens: expected tokens of a pass, the one that the verification adds included.
-        seconds: of a pass.
+        size: number of proposed tokens.
+        depth: most tokens on a path.
+        tokens: expected tokens per pass, including the one that verification adds.
+        seconds: seconds per pass.
     """
 
     size: int
@@ -35,25 +39,26 @@ class SizedTree:
 
 
 def best_gains(acceptance: Acceptance, size: int, depth: int) -> list[list[float]]:
-    """Expected accepted tokens ``[depth][size + 1]`` of the best trees of 1, 2, ... depths."""
+    """Returns expected accepted tokens ``[depth][size + 1]`` of the best trees of 1 to ``depth`` depths."""
     vectors = vectors_by_depth(acceptance)
     if len(vectors) == 1:
-        found = [plan.gains.tolist() for plan in plans_by_depth(vectors, size, depth)]
-        return found + [found[-1]] * (depth - len(found))
-    # The programme begins at the deepest nodes, so that each number of depths is a run of its own.
+        gains = [plan.gains.tolist() for plan in plans_by_depth(vectors, size, depth)]
+        return gains + [gains[-1]] * (depth - len(gains))
+    # The programme begins at the deepest nodes, so each number of depths needs a run of its own.
     return [list(plans_by_depth(vectors, size, limit))[-1].gains.tolist() for limit in range(1, depth + 1)]
 
 
 def best_size(acceptance: Acceptance, seconds: Seconds, most_size: int, most_depth: int) -> SizedTree:
-    """The size and depth whose best tree has most expected tokens per second (section 3.3).
+    """Returns the size and depth whose best tree has most expected tokens per second (section 3.3).
 
     Args:
-        acceptance: by rank, or by depth and rank.
-        seconds: measured or modelled, of every size and depth up to these limits.
-        most_size, most_depth: at least 1.
+        acceptance: acceptance by rank, or by depth and rank.
+        seconds: measured or modelled seconds of a pass for every size and depth up to the limits.
+        most_size, most_depth: limits of size and depth, at least 1.
 
     Raises:
-        ValueError: no probabilities, limits below 1, or seconds that are not above 0 and finite.
+        ValueError: ``acceptance`` is not made of probabilities, a limit is below 1, or seconds are not
+            positive and finite.
     """
     if most_size < 1 or most_depth < 1:
         raise ValueError(f"most_size={most_size} and most_depth={most_depth} must be at least 1")
@@ -64,7 +69,7 @@ def best_size(acceptance: Acceptance, seconds: Seconds, most_size: int, most_dep
             if not 0 < took < math.inf:
                 raise ValueError(f"seconds({size}, {depth})={took!r} must be above 0 and finite")
             tree = SizedTree(size, depth, 1 + gains[size], took)
-            # At equal rates the smaller tree: these loops begin with it.
+            # At equal rates the smaller tree is kept, which the loops reach first.
             if best is None or tree.rate > best.rate * (1 + 1e-12):
                 best = tree
     if best is None:
@@ -73,15 +78,16 @@ def best_size(acceptance: Acceptance, seconds: Seconds, most_size: int, most_dep
 
 
 def measured_seconds(verification: Points, drafting: Points, beside: int = 1) -> Seconds:
-    """Seconds of a pass from measured ones: linear between two points, before the first as at the first.
+    """Returns a function that interpolates measured seconds of a pass linearly.
+
+    For fewer tokens than measured it returns the seconds of the first point. For more tokens it raises
+    ValueError.
 
     Args:
-        verification: of a forward over so many tokens.
-        drafting: of one depth of a tree, in passes of so many tokens. A single point stands for all trees.
-        beside: tokens of a pass that are not the tree's, the root among them.
-
-    Raises:
-        ValueError: (from the result) a tree has more tokens than were measured.
+        verification: seconds of a verifying forward by its number of tokens.
+        drafting: seconds of drafting one depth, by the number of tokens of the pass. A single point stands
+            for all trees.
+        beside: number of verified tokens that are not proposed ones of the tree, such as the root.
     """
     verified, drafted = _interpolated(verification), _interpolated(drafting)
     return lambda size, depth: verified(size + beside) + depth * drafted(size + beside)

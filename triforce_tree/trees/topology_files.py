@@ -1,6 +1,6 @@
-"""Topologies of token trees in JSON files: ``{"paths": [[0], [0, 0], [1]]}`` or ``{"widths": [6, 5, 4]}``.
+"""JSON files of tree topologies: ``{"paths": [[0], [0, 0], [1]]}`` or ``{"widths": [6, 5, 4]}``.
 
-A list alone is one of paths, Medusa's form.
+A file with only a list holds rank paths (Medusa's form).
 """
 
 import json
@@ -16,7 +16,7 @@ _FORM = 'the file must hold {"paths": [[0], [0, 0], [1]]} or {"widths": [6, 5, 4
 
 
 def read_topology(path: str | Path) -> tuple[list[list[int]] | None, list[int] | None]:
-    """(rank paths, None) of a static tree, or (None, widths) of a best-first one.
+    """Returns (rank paths, None) for a static tree or (None, widths) for a best-first tree.
 
     Raises:
         ValueError: there is no such file, or it holds neither.
@@ -38,7 +38,7 @@ def read_topology(path: str | Path) -> tuple[list[list[int]] | None, list[int] |
 
 
 def check_shape_file(path: str | Path) -> None:
-    """Raise ValueError unless the name of a file for a tree will be read as one."""
+    """Raises ValueError unless the file name ends in ``.json``, as :func:`parse_shape` requires."""
     if Path(path).suffix != SUFFIX:
         raise ValueError(f"{str(path)!r} cannot be read as a tree later; use a name that ends in {SUFFIX}")
 
@@ -46,7 +46,7 @@ def check_shape_file(path: str | Path) -> None:
 def write_topology(
     path: str | Path, paths: Sequence[Sequence[int]] | None, widths: Sequence[int] | None = None
 ) -> None:
-    """Write what :func:`read_topology` then returns, one of the two.
+    """Writes rank paths, or widths if ``paths`` is None, in the form that :func:`read_topology` reads.
 
     Raises:
         OSError: the file cannot be written.

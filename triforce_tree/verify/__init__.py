@@ -1,1 +1,1 @@
-"""Verification: distributions, random numbers, and the forward that accepts or rejects proposed tokens."""
+"""Verification of proposed tokens: the forward, the distributions and the random numbers that decide."""

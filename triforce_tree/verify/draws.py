@@ -9,20 +9,20 @@ from triforce_tree.verify.seeded import Seeded
 
 
 def sequence_seed(seed: int, number: int) -> int:
-    """The seed of a sequence's draws in a batch with this seed; the first one draws as it would alone."""
+    """Returns the seed of sequence ``number`` in a batch with ``seed``; sequence 0 keeps ``seed`` itself."""
     return derived(seed, Stream.ROW, number) if number else seed
 
 
 class Draws:
-    """One generator for all sequences of a batch, or one for each row, or seeds of sequences.
+    """Holds the generators of a batch, either one for all sequences or one per batch index.
 
     Args:
-        seed: of the batch.
-        attempt: number of earlier attempts at the same sequences; each draws new random numbers.
-        count: of generators: 1, or one for each row; the rows hold the first sequences.
-        device: of the numbers.
-        seeded: makes the draws of sequences with seeds of their own, which follow from the seed and the
-            position alone; None where no sequence has one.
+        seed: seed of the batch.
+        attempt: number of earlier attempts at the same sequences; each attempt draws new random numbers.
+        count: number of generators: 1, or the batch size. Batch index b first holds sequence number b.
+        device: device of the random numbers.
+        seeded: draws random numbers that depend only on a sequence's own seed and the position; None if no
+            sequence has a seed of its own.
     """
 
     def __init__(
@@ -36,18 +36,23 @@ class Draws:
         self._seed, self._attempt = seed, attempt
         self._seeded = seeded
         self.generators = [torch.Generator(device) for _ in range(count)]
-        for row, generator in enumerate(self.generators):
-            generator.manual_seed(self._of(row))
+        for index, generator in enumerate(self.generators):
+            generator.manual_seed(self._of(index))
 
     def begin(self, row: int, number: int, seed: int | None = None) -> None:
-        """Let a row have the draws of sequence ``number``, or of its own seed, from its beginning on."""
+        """Starts the random numbers of a sequence that begins at batch index ``row``.
+
+        Args:
+            number: number of the sequence in the batch, which its numbers depend on if it has no seed.
+            seed: seed of the sequence itself, or None.
+        """
         if len(self.generators) > 1:
             self.generators[row].manual_seed(self._of(number))
         if self._seeded is not None:
             self._seeded.begin(row, seed)
 
     def before_pass(self, lengths: Sequence[int | None]) -> None:
-        """Draw the random numbers of positions; see ``Seeded.fill``."""
+        """Draws the random numbers of sequences with a seed of their own; see ``Seeded.fill``."""
         if self._seeded is not None:
             self._seeded.fill(lengths)
 

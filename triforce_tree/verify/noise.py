@@ -11,17 +11,18 @@ from triforce_tree.kernels.cpu.fp32.noise import fill_exponential
 
 
 class Noise:
-    """The random decisions of one stage, from numbers that are redrawn before each of its runs.
+    """Makes the random decisions of one stage from numbers that are redrawn before each run of the stage.
 
-    Stages make random decisions only through these methods, so a class that overrides them, passed to
+    A stage is one captured step of decoding, such as drafting or verification by the target. Stages make
+    random decisions only through these methods, so a class that overrides them, passed to
     :class:`~triforce_tree.decoding.program.DecodingProgram`, replaces the source of randomness.
 
     Args:
-        batch: B sequences.
-        rows: distributions per sequence that tokens are drawn from in one run; 0 for greedy decoding.
-        vocabulary: V tokens.
+        batch: B, the number of sequences.
+        rows: number of distributions per sequence that one run draws tokens from; 0 for greedy decoding.
+        vocabulary: V.
         uniforms: most nodes of a verified tree; 0 if the stage verifies nothing.
-        device: of the buffers.
+        device: device of the buffers.
 
     Attributes:
         capturable: whether a stage with this noise may run as a CUDA graph.
@@ -36,14 +37,14 @@ class Noise:
         self.uniform = torch.zeros(batch, uniforms, dtype=torch.float32, device=device)
 
     def draw(self, generator: torch.Generator) -> None:
-        """Redraw the numbers for the next run."""
+        """Redraws the numbers for the next run."""
         if self.exponential.numel():
             fill_exponential(self.exponential, generator)
         if self.uniform.numel():
             self.uniform.uniform_(generator=generator)
 
     def draw_rows(self, generators: Sequence[torch.Generator]) -> None:
-        """Redraw each sequence's numbers from a generator of its own, as alone in a batch of one."""
+        """Redraws the numbers of each sequence b from ``generators[b]``, as in a batch of one."""
         for b, generator in enumerate(generators):
             if self.exponential.numel():
                 fill_exponential(self.exponential[b], generator)
@@ -51,10 +52,11 @@ class Noise:
                 self.uniform[b].uniform_(generator=generator)
 
     def align(self, positions: Tensor) -> None:
-        """Called in a stage before its decisions; noise that does not depend on positions does nothing.
+        """Sets the positions of the next decisions. Noise that does not depend on positions ignores it.
 
         Args:
-            positions: int64 ``[B, N]``, of the tokens after each node of the tree that is verified or grown.
+            positions: int64 ``[B, N]``, the position of the token after each node of the tree that is grown
+                or verified.
         """
 
     def traverse_tree(

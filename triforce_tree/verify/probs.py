@@ -1,4 +1,4 @@
-"""Logits to probabilities, and draws from them, with settings in buffers that CUDA graphs read."""
+"""Computes probabilities from logits and draws tokens from them, in a form that CUDA graphs can capture."""
 
 from collections.abc import Callable, Hashable, Sequence
 
@@ -11,21 +11,23 @@ from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 Paths = Callable[[], Sequence[Tensor | None]]
-"""Returns the tokens up to each of B * T nodes, int64 ``[L]``; None for a node that is not used."""
+"""A function that returns all tokens up to each of B * T nodes, int64 ``[L]``; None for an unused node."""
 
 
 class DeviceProbs:
-    """Logits to probabilities on the device.
+    """Computes probabilities from logits on the device.
 
-    A leading temperature is read from a device buffer, so that one captured graph serves all temperatures.
+    If the first logits processor is a temperature, it is read from a device buffer, so that one captured
+    graph serves all temperatures.
 
     Args:
-        to_probs: what to compute.
-        device: of the logits.
+        to_probs: the logits processors of the request.
+        device: device of the logits.
         noise: makes the random numbers of the stages that draw from these distributions.
 
     Attributes:
-        capturable: whether a CUDA graph can hold it: no logits processor depends on the tokens.
+        capturable: whether a CUDA graph can capture the computation, that is, no logits processor depends on
+            the tokens.
     """
 
     def __init__(self, to_probs: ProbsFromLogits, device: torch.device, noise: NoiseFactory) -> None:
@@ -37,35 +39,36 @@ class DeviceProbs:
         self.set(to_probs)
 
     def set(self, to_probs: ProbsFromLogits) -> None:
-        """Use the settings of ``to_probs``, which has the same ``key``: only its temperature may differ."""
+        """Takes over the settings of ``to_probs``, which must have the same ``key``."""
         self.temperature.fill_(_split(to_probs)[0])
         if self._bound is not None:
             self._bound = to_probs
 
     @staticmethod
     def key(to_probs: ProbsFromLogits) -> Hashable:
-        """Distributions with equal keys differ in their temperature alone, and can share CUDA graphs."""
+        """Returns a key. Settings with equal keys differ only in temperature and can share CUDA graphs."""
         rest = _split(to_probs)[1]
         if not to_probs.context_free:
-            # Such processors hold state that cannot be compared; they run outside of graphs, so any will do.
+            # Processors that read the tokens may hold state that cannot be compared. They run outside of
+            # graphs, so all of them can have the same key.
             return to_probs.greedy, "text"
         settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in rest]
         return to_probs.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
 
     @staticmethod
     def kind(to_probs: ProbsFromLogits) -> str:
-        """The names of the logits processors, on which the time that a stage takes depends."""
+        """Returns the names of the logits processors. Measured stage times are stored under this name."""
         names = [type(processor).__name__ for processor in _split(to_probs)[1]]
         return " ".join(["greedy" if to_probs.greedy else "sampled", *names])
 
     def noise(self, batch: int, rows: int, vocabulary: int, uniforms: int = 0) -> Noise:
-        """The :class:`Noise` of a stage that draws from these distributions; greedy decoding needs none."""
+        """Makes the :class:`Noise` of a stage that draws from these distributions; empty if greedy."""
         if self.greedy:
             rows = uniforms = 0
         return self._noise(batch, rows, vocabulary, uniforms, self._device)
 
     def scores(self, logits: Tensor, paths: Paths) -> Tensor:
-        """Processed logits, fp32 ``[B, T, V]``.
+        """Returns processed logits, fp32 ``[B, T, V]``.
 
         Args:
             paths: called only if a processor depends on the tokens.
@@ -80,14 +83,16 @@ class DeviceProbs:
         return scores
 
     def unscaled(self, logits: Tensor, paths: Paths) -> tuple[Tensor, Tensor | None]:
-        """x and a temperature t (None for 1) such that the distributions are softmax(x / t): for kernels that
-        fuse both."""
+        """Returns x and t such that the distributions are softmax(x / t), for kernels that fuse both.
+
+        x is ``[B, T, V]``, and t is a scalar tensor on the device or None, which means 1.
+        """
         if self._rest or self._bound is not None:
             return self.scores(logits, paths), None
         return logits, None if self.greedy else self.temperature
 
     def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
-        """Probabilities, fp32 ``[B, T, V]``."""
+        """Returns probabilities, fp32 ``[B, T, V]``."""
         return softmax_rows(self.scores(logits, paths))
 
 
@@ -98,10 +103,13 @@ def _hashable(value: object) -> Hashable:
 
 
 def _split(to_probs: ProbsFromLogits) -> tuple[float, list[object]]:
-    """(leading temperature, the other processors); greedy choices do not depend on a temperature."""
+    """Returns the temperature of the first processor and the other processors.
+
+    The temperature is 1 if the first processor is no temperature, or if decoding is greedy.
+    """
     rest: list[object] = list(to_probs.processors)
     temperature = 1.0
-    # Not of a class derived from it, which may use its temperature otherwise.
+    # A derived class may use its temperature in another way, so the type must be exact.
     if rest and type(rest[0]) is TemperatureLogitsWarper:
         temperature = 1.0 if to_probs.greedy else float(rest[0].temperature)
         rest = rest[1:]
@@ -112,11 +120,11 @@ class Sampler:
     """Draws the tokens that a drafter proposes, by the sampling options of the request.
 
     Args:
-        to_probs: logits to probabilities, the same for all levels.
-        noise: the random numbers of the drafter's stage.
+        to_probs: computes probabilities from logits; draft, retrieval model and target share it.
+        noise: the random numbers of the draft stage.
 
     Attributes:
-        greedy: whether the most probable tokens are taken, in descending order, instead of drawn ones.
+        greedy: whether the most probable tokens, in descending order, are taken instead of drawn ones.
         capturable: whether drawing can be captured as a CUDA graph.
     """
 
@@ -127,21 +135,24 @@ class Sampler:
     def children(
         self, logits: Tensor, probs: Tensor, count: int, nodes: slice, paths: Paths
     ) -> tuple[Tensor, Tensor]:
-        """Draw candidates for the children of F nodes, without replacement.
+        """Draws candidates for the children of F nodes, without replacement.
 
-        Which of them become children must not depend on the candidates, see ``drafters.base``.
+        The drafter's choice of the number of children must not depend on the candidates, see
+        ``drafters.base``.
 
         Args:
-            logits: ``[B, F, V]`` of the draft model.
-            probs: fp32 ``[B, F, V]``, written: the distributions drawn from; a slice of ``tree.probs``.
-            count: K candidates per node.
-            nodes: the tree's nodes that these are; each has random numbers of its own.
-            paths: returns the tokens up to each of them, see ``TokenTree.paths``; called only if a logits
+            logits: ``[B, F, V]``, logits of the draft model.
+            probs: fp32 ``[B, F, V]``, an output: receives the distributions drawn from. It is a slice of
+                ``tree.probs``.
+            count: K, the number of candidates per node.
+            nodes: indices of the F nodes in the tree; each index has random numbers of its own.
+            paths: returns the tokens up to each node, see ``TokenTree.paths``; called only if a logits
                 processor depends on the tokens.
 
         Returns:
-            int64 ``[B, F, K]``, the candidates in the order of the draws, -1 if there are no more; fp32
-            ``[B, F, K]``, the K largest probabilities, whatever was drawn.
+            int64 ``[B, F, K]``, the candidates in the order of the draws, -1 after the last token with a
+            probability above 0; and fp32 ``[B, F, K]``, the K largest probabilities of each distribution,
+            which do not depend on the draws.
         """
         tokens, by_rank = self.noise.expand_nodes(
             *self.to_probs.unscaled(logits, paths), probs, count, nodes.start

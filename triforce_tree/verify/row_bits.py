@@ -1,4 +1,4 @@
-"""Comparison of a model's rows alone and together, bit for bit, by the forwards that decoding runs."""
+"""Checks that the logits of a token are bit-identical in a forward of one token and of a whole tree."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.trees.ancestors import ancestor_mask
 
 _CHAIN = 8
-"""Depth of the compared tree: so many tokens are also computed one by one."""
+"""Depth of the compared tree. The tokens of its longest path are also computed one by one."""
 
 
 def check_row_bits(
@@ -22,21 +22,22 @@ def check_row_bits(
     vocabulary: int,
     name: str,
 ) -> None:
-    """Compare logits of a tree's tokens with those of the same tokens one by one, after no text.
+    """Compares the logits of a tree's longest path with those of the same tokens fed one by one.
 
-    Nodes at even places are a chain, those between them its runner-ups, so that no slot but the first is that
-    of its token's position. Keys and values are written to the first ``nodes`` slots of every sequence.
+    The sequences are empty before. Nodes with even index form a chain, and the others are second children of
+    its nodes, so that except for the root no token's KV slot equals its position. Keys and values are written
+    to the first ``nodes`` KV slots of every sequence.
 
     Args:
         model: the target.
-        view: makes views of its cache.
-        batch: sequences.
-        nodes: of a tree, as decoding verifies them.
+        view: makes a view of the target's KV cache from the number of tokens, their mask and their depths.
+        batch: number of sequences.
+        nodes: number of tree nodes that decoding verifies in one forward.
         vocabulary: V.
-        name: of the model.
+        name: the model's name for messages.
 
     Raises:
-        UnsupportedModelError: bits differ.
+        UnsupportedModelError: the logits are not bit-identical.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (batch, nodes), generator=generator).to(model.device)
@@ -53,8 +54,8 @@ def check_row_bits(
     alone = view(1, None, None)
     for depth, node in enumerate(path):
         alone.begin(start + depth)
-        own = model(tokens[:, node : node + 1], (start + depth)[:, None], alone)
-        if not torch.equal(own[:, 0], logits[:, depth]):
+        single = model(tokens[:, node : node + 1], (start + depth)[:, None], alone)
+        if not torch.equal(single[:, 0], logits[:, depth]):
             raise UnsupportedModelError(
                 f"exact=True does not serve {name}: the logits of a token that is computed alone differ in "
                 f"their last bits from those among {nodes} tokens, so a layer of it depends on their number; "

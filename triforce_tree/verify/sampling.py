@@ -1,8 +1,4 @@
-"""Logits to probabilities, and seeds.
-
-Probabilities over the vocabulary are fp32, after the user's logits processors (temperature, top-k, top-p,
-penalties).
-"""
+"""Computes fp32 probabilities from logits with the user's logits processors, and derives seeds."""
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -23,8 +19,8 @@ from transformers.generation import logits_process as hf
 from triforce_tree.verify.top_k import SlicedTopK
 from triforce_tree.verify.top_p import PartlySortedTopP
 
-# Processors whose result does not depend on the preceding tokens: one call serves all nodes of a tree. Only
-# these classes themselves: one derived from them may do anything.
+# Processors whose result does not depend on the preceding tokens, so that one call serves all nodes of a
+# tree. The type must be exact, since a derived class may read the tokens.
 _CONTEXT_FREE = {
     SlicedTopK,
     PartlySortedTopP,
@@ -46,7 +42,7 @@ _CONTEXT_FREE = {
     ),
 }
 
-# Modules whose processors make no NaN.
+# Processors of these packages are known to produce no NaN.
 _KNOWN = ("transformers.", "triforce_tree.")
 NAN_LOGITS = (
     "the model returned NaN logits; its weights or its dtype are at fault: try dtype=torch.float32 or check "
@@ -56,12 +52,13 @@ Paths = Callable[[], Sequence[Sequence[int] | Tensor | None]]
 
 
 class ProbsFromLogits:
-    """Logits to the distribution of the next token: transformers' logits processors, then softmax in fp32.
+    """Computes next-token distributions: transformers' logits processors, then softmax in fp32.
 
     Args:
-        processors: applied in order, each with the tokens of the node's own path.
-        greedy: take the most probable token; probabilities then only rank tokens.
-        padding: tokens that processors see before each path: in a padded batch they count from the padding.
+        processors: applied in order, each with all tokens up to the node.
+        greedy: whether the most probable token is taken; probabilities then only rank tokens.
+        padding: tokens on the left of each sequence that processors see, as in a padded batch of
+            transformers.
     """
 
     def __init__(
@@ -80,14 +77,14 @@ class ProbsFromLogits:
 
     @classmethod
     def at(cls, temperature: float) -> "ProbsFromLogits":
-        """The distribution at a temperature, without other processors; 0 is greedy."""
+        """Makes one with a temperature and no other processors; 0 means greedy."""
         if temperature == 0:
             return cls(greedy=True)
         return cls(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
 
     @property
     def context_free(self) -> bool:
-        """Whether a node's distribution depends on its own logits alone, and not on the preceding tokens."""
+        """Whether a node's distribution depends on its logits alone, and not on the preceding tokens."""
         return not self._bound
 
     @property
@@ -97,32 +94,32 @@ class ProbsFromLogits:
 
     @property
     def processors(self) -> list[LogitsProcessor]:
-        """In the order in which they are applied."""
+        """All processors in the order in which they are applied."""
         return self._ordered
 
     @property
     def nan_error(self) -> str:
-        """What to say of NaN in processed logits."""
-        own = [type(p).__name__ for p in self._ordered if not type(p).__module__.startswith(_KNOWN)]
-        if not own:
+        """The error message for NaN in processed logits."""
+        custom = [type(p).__name__ for p in self._ordered if not type(p).__module__.startswith(_KNOWN)]
+        if not custom:
             return NAN_LOGITS
         return (
-            f"the model's logits, or what {', '.join(own)} made of them, are NaN; leave the processor out to "
-            "see which"
+            f"logits are NaN, from the model or from a logits processor ({', '.join(custom)}); leave the "
+            "processor out to see which"
         )
 
     def scores(self, logits: Tensor, paths: Paths) -> Tensor:
-        """Processed logits, fp32 ``[N, V]``.
+        """Returns processed logits, fp32 ``[N, V]``.
 
         Args:
             logits: ``[N, V]``, one row per node, parents before children.
-            paths: returns the N token sequences that end at the nodes; called only if a processor (a penalty,
-                say) depends on them. A node without a sequence keeps its logits; so does a node below a token
-                that a processor forbids: it cannot be accepted, and a processor for a grammar may fail on
-                such a sequence.
+            paths: returns the N token sequences that end at the nodes; called only if a processor, such as a
+                repetition penalty, depends on the tokens. Logits of a node without a sequence are left
+                unprocessed. So are those of descendants of a token that a processor forbids: such nodes
+                cannot be accepted, and a processor for a grammar may fail on them.
 
         Raises:
-            ValueError: logits hold NaN, and no processor removes it.
+            ValueError: the logits contain NaN, and no processor removes it.
         """
         scores = logits.float()
         if not self._removes_nan and torch.isnan(scores).any():
@@ -133,7 +130,7 @@ class ProbsFromLogits:
         padding = torch.tensor(self._padding, dtype=torch.int64, device=scores.device)
         sequences = paths()
         common = min((len(path) for path in sequences if path is not None), default=0)
-        # By the tokens after the root: processed scores, or None below a token that a processor forbids.
+        # Maps the tokens after the common prefix to processed scores, or to None if one of them is forbidden.
         known: dict[tuple[int, ...], Tensor | None] = {}
         for path, row in zip(sequences, scores, strict=True):
             row = row[None].clone()
@@ -154,17 +151,19 @@ class ProbsFromLogits:
         return torch.cat(rows)
 
     def context_free_scores(self, logits: Tensor) -> Tensor:
-        """:meth:`scores` where ``context_free``, for fp32 logits, without a look at NaN: nothing waits for
-        the device."""
+        """Does the same as :meth:`scores` for fp32 logits if ``context_free``, without a check for NaN.
+
+        It never waits for the device.
+        """
         return self._free(None, logits) if self._free else logits  # type: ignore[arg-type]
 
     def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
-        """Probabilities, fp32 ``[N, V]``."""
+        """Returns probabilities, fp32 ``[N, V]``."""
         return self.scores(logits, paths).softmax(-1)
 
 
 def _in_less_time(processor: LogitsProcessor) -> LogitsProcessor:
-    """The processor, or one with the same results that takes less time."""
+    """Returns a faster processor with the same results if there is one, otherwise the processor itself."""
     if type(processor) is TopPLogitsWarper:
         return PartlySortedTopP(processor)
     return SlicedTopK(processor) if type(processor) is TopKLogitsWarper else processor
@@ -180,14 +179,15 @@ class Stream(IntEnum):
 
 
 def derived(seed: int, stream: Stream, number: int) -> int:
-    """A seed of 63 bits for one of several generators, independent of the seeds for any other arguments.
+    """Returns a seed of 63 bits, a hash of the arguments (numpy's ``SeedSequence``).
 
-    It is a hash (numpy's ``SeedSequence``); sums such as ``seed + number`` would give seed 1, number 2 and
-    seed 2, number 1 the same draws.
+    A sum such as ``seed + number`` would not do: seed 1 with number 2 and seed 2 with number 1 would have the
+    same draws.
 
     Args:
-        seed: of 64 bits, signed or not.
-        stream, number: which of the generators derived from ``seed``.
+        seed: an integer of 64 bits, signed or unsigned.
+        stream: the purpose of the derived seed.
+        number: index of the derived seed among those of the same purpose.
     """
     sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(stream, number))
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)

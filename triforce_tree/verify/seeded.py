@@ -1,12 +1,12 @@
-"""Random numbers that are a function of a sequence's seed and of the position of a token.
+"""Random numbers that depend only on a sequence's seed and a token's position.
 
-The token at a position is the argmax of probs / noise, with Exp(1) noise from the seed and the position
-alone (the Gumbel-max trick). The target decides so at every node, and drafted tokens are accepted where they
-are the token that it decides on: the emitted text follows the target's distribution whatever was proposed,
-and is the same whatever drafted it, in which passes, and beside which other sequences. The draft and the
-retrieval level take the largest probs / noise by the same noise, so that they propose what the target decides
-on with probability at least (1 - d) / (1 + d) at total variation distance d, where drawing apart and
-accepting by the ratio of probs has 1 - d (Daliri, Musco, Suresh, arXiv 2408.07978).
+The token at a position is argmax(probs / noise), where the Exp(1) noise depends only on the seed and the
+position (the Gumbel-max trick). At every node the target chooses a token in this way, and a drafted token is
+accepted if it is the chosen one. So the emitted text follows the target's distribution, and does not depend
+on the drafter, the division into passes, or the other sequences of the batch. The draft and the retrieval
+model choose by the same noise. At total variation distance d from the target they choose the same token with
+probability at least (1 - d) / (1 + d), where independent draws accepted by the ratio of probs have 1 - d
+(Daliri, Musco, Suresh, arXiv 2408.07978).
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ from triforce_tree.verify.sampling import Stream, derived
 
 
 class Seeded:
-    """The noise of the next positions of each sequence that has a seed; a factory of :class:`SeededNoise`.
+    """Holds the noise of the next positions of each sequence with a seed, and makes :class:`SeededNoise`.
 
     Args:
         state: the sequences.
         vocabulary: V.
 
     Attributes:
-        exponential: fp32 ``[B, R, V]``; that of position p is in row p mod R. A pass decides on at most R
-            positions.
-        seeded: bool ``[B]``, which sequences have a seed. The others draw as without this module.
+        exponential: fp32 ``[B, R, V]``, where index p mod R has the noise of position p. A pass, one run of
+            drafting and verification, chooses tokens at no more than R positions.
+        seeded: bool ``[B]``, whether each sequence has a seed. The others use the noise of :class:`Noise`.
     """
 
     def __init__(self, state: SequenceState, vocabulary: int) -> None:
@@ -48,20 +48,20 @@ class Seeded:
         return SeededNoise(self, batch, rows, vocabulary, uniforms, device)
 
     def clear(self) -> None:
-        """No sequence has a seed."""
+        """Removes the seeds of all sequences."""
         for row in range(len(self._seeds)):
             self.begin(row, None)
 
     def begin(self, row: int, seed: int | None) -> None:
-        """Let a row hold a sequence with this seed, or without one."""
+        """Sets the seed (None for no seed) of a sequence that begins at batch index ``row``."""
         self._seeds[row], self._filled[row] = seed, 0
         self.seeded[row] = seed is not None
 
     def fill(self, lengths: Sequence[int | None]) -> None:
-        """Draw what the next pass needs.
+        """Draws the noise of all positions that the next pass may decide on.
 
         Args:
-            lengths: tokens of each sequence; None for one that has ended.
+            lengths: number of tokens of each sequence; None for one that has ended.
         """
         rows = self.exponential.shape[1]
         for row, (length, seed) in enumerate(zip(lengths, self._seeds, strict=True)):
@@ -73,16 +73,16 @@ class Seeded:
             self._filled[row] = length + rows
 
     def at(self, positions: Tensor) -> Tensor:
-        """Noise of the tokens at int64 ``[B, N]`` positions, fp32 ``[B, N, V]``."""
+        """Returns the noise, fp32 ``[B, N, V]``, of the tokens at int64 ``[B, N]`` positions."""
         rows = (positions % self.exponential.shape[1])[..., None]
         return self.exponential.gather(1, rows.expand(-1, -1, self.exponential.shape[2]))
 
 
 class SeededNoise(Noise):
-    """The random decisions of one stage: by position for sequences with a seed, as :class:`Noise` otherwise.
+    """Makes random decisions by position for sequences with a seed, and like :class:`Noise` for others.
 
     Args:
-        source: the noise by position.
+        source: has the noise by position.
         batch, rows, vocabulary, uniforms, device: see :class:`Noise`.
     """
 
@@ -104,8 +104,8 @@ class SeededNoise(Noise):
         best = torch.div(p, noise, out=noise).argmax(-1)
         decided = step.accept_greedy(tokens, parents, best, depth)
         path, count, last = (
-            torch.where(self._source.seeded.view(-1, *[1] * (other.ndim - 1)), own, other)
-            for own, other in zip(decided, drawn, strict=True)
+            torch.where(self._source.seeded.view(-1, *[1] * (other.ndim - 1)), seeded, other)
+            for seeded, other in zip(decided, drawn, strict=True)
         )
         return path, count, last
 
@@ -123,6 +123,6 @@ class SeededNoise(Noise):
         return step.second_choice(probs, chosen, self._mixed(slice(None)))
 
     def _mixed(self, rows: slice) -> Tensor:
-        """fp32 ``[B, rows, V]``, by position in sequences with a seed."""
+        """Returns fp32 ``[B, rows, V]``: noise by position for sequences with a seed, else redrawn noise."""
         noise = self._source.at(self._positions[:, rows])
         return torch.where(self._source.seeded[:, None, None], noise, self.exponential[:, rows])

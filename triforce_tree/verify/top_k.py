@@ -1,28 +1,29 @@
 """Top-k sampling that searches long rows of logits in slices.
 
-On a GPU torch searches a single row with few multiprocessors, and its slices with as many as there are.
+On a GPU ``torch.topk`` uses few multiprocessors for a single row. A row cut into slices uses all of them.
 """
 
 from torch import Tensor
 from transformers import TopKLogitsWarper
 
-# Slices of a row, the k largest of each of which hold those of the row; shorter rows have none.
+# A row is cut into this many slices. The k largest logits of the row are among the k largest of each slice.
+# Rows shorter than _LEAST are not cut.
 _SLICES = 32
 _LEAST = 16384
 
 
 class SlicedTopK(TopKLogitsWarper):
-    """transformers' ``TopKLogitsWarper`` with its results, in less time where rows are long.
+    """Returns the same results as transformers' ``TopKLogitsWarper`` in less time for long rows.
 
     Args:
-        original: whose settings these are.
+        original: the processor whose settings are taken over.
     """
 
     def __init__(self, original: TopKLogitsWarper) -> None:
         vars(self).update(vars(original))
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
-        """Scores fp32 ``[N, V]`` with ``filter_value`` below the k-th largest of each row."""
+        """Returns scores, fp32 ``[N, V]``, in which all below the k-th largest are ``filter_value``."""
         rows, vocab = scores.shape
         if vocab < _LEAST or vocab % _SLICES or self.top_k * _SLICES > vocab:
             processed: Tensor = super().__call__(input_ids, scores)

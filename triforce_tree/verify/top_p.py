@@ -7,27 +7,28 @@ more than a forward of a small model; the largest 512 alone take a tenth of it.
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
-# Entries of a row that are sorted. Rows whose nucleus is larger are sorted as a whole.
+# The number of largest entries of a row that are sorted. Rows whose nucleus is larger are sorted as a whole.
 _SORTED = 512
-# Where probabilities before a token sum to p within this, transformers' own order of sums decides.
+# If the probabilities of more probable tokens sum to p within this, rounding decides whether a token stays,
+# and transformers' own processor is used.
 _ROUNDING = 1e-5
 
 
 class PartlySortedTopP(TopPLogitsWarper):
-    """transformers' ``TopPLogitsWarper`` with its results, in less time on a CPU.
+    """Returns the same results as transformers' ``TopPLogitsWarper`` in less time on a CPU.
 
-    A token stays if those that are more probable sum to less than p (Holtzman et al., arXiv 1904.09751). Rows
-    in which this depends on rounding, or on which of equal logits comes first, go to the original.
+    A token stays if the more probable tokens sum to less than p (Holtzman et al., arXiv 1904.09751). Rows in
+    which this depends on rounding, or on the order of equal logits, are passed to transformers' processor.
 
     Args:
-        original: whose settings these are.
+        original: the processor whose settings are taken over.
     """
 
     def __init__(self, original: TopPLogitsWarper) -> None:
         vars(self).update(vars(original))
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
-        """Scores fp32 ``[N, V]`` with ``filter_value`` for the tokens outside of the nucleus."""
+        """Returns scores, fp32 ``[N, V]``, in which tokens outside of the nucleus have ``filter_value``."""
         if scores.device.type != "cpu" or scores.shape[-1] <= 2 * _SORTED:
             return self._sorted(input_ids, scores)
         probs = scores.softmax(-1)

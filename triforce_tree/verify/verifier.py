@@ -1,4 +1,4 @@
-"""Verification of token trees by a model over a KV view: one forward, then acceptance."""
+"""Verifies token trees with a model over a view of its KV cache: one forward, then acceptance."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,10 +20,11 @@ class Acceptance(NamedTuple):
     """The result of verifying the trees of a batch.
 
     Attributes:
-        path: int64 ``[B, D + 1]``, accepted nodes from the root on, -1 after the last.
-        counts: int64 ``[B]``, accepted nodes, root included; as many tokens are emitted.
-        emitted: int64 ``[B, D + 1]``, the accepted tokens without the root, then the token that the model
-            adds: the bonus token, or one drawn from the residual.
+        path: int64 ``[B, D + 1]``, indices of the accepted nodes from the root on, -1 after the last.
+        counts: int64 ``[B]``, number of accepted nodes including the root, which equals the number of emitted
+            tokens.
+        emitted: int64 ``[B, D + 1]``, the accepted tokens without the root, then one token from the model:
+            the bonus token, or a draw from the residual distribution.
         scores: fp32 ``[B, N, V]`` of all verified nodes: probabilities, or processed logits if greedy.
     """
 
@@ -37,14 +38,14 @@ class Verifier:
     """Verifies token trees with a model: one forward, then acceptance.
 
     Args:
-        model: the target, or the target over the retrieval view.
-        to_probs: logits to probabilities.
+        model: the target, or the target over the retrieval cache.
+        to_probs: computes probabilities from logits.
         state: the sequences.
         nodes: most nodes of a tree.
         vocabulary: V.
 
     Attributes:
-        acceptance: of the last verification.
+        acceptance: the result of the last verification.
     """
 
     def __init__(
@@ -63,20 +64,25 @@ class Verifier:
         self._hidden: dict[int, Tensor] = {}
 
     def steps(self, forward: Callable[[], None], accept: Callable[[], None], view: KVView) -> list[Step]:
-        """The steps of a stage that calls :meth:`forward` over ``view`` first, then :meth:`accept`."""
+        """Returns the two steps of a verification stage, and whether a CUDA graph can capture each.
+
+        Args:
+            forward: calls :meth:`forward` over ``view``.
+            accept: calls :meth:`accept`.
+        """
         capturable: bool | Cuts = self.model.capturable and view.capturable
-        # The logits of a forward that is not captured have another address each time.
+        # Acceptance is captured only after a captured forward: the logits of others change their address.
         accept_capturable = self.to_probs.capturable and self.noise.capturable
         return [Step(forward, capturable), Step(accept, capturable if accept_capturable else False)]
 
     def forward(self, tree: TokenTree, root: Tensor, view: KVView, mask_words: Tensor | None) -> None:
-        """Compute the logits of all nodes, or, if the view is resizable, up to the last used node.
+        """Computes the logits of all nodes, or, if the view is resizable, up to the last used node.
 
         Args:
-            tree: to verify.
-            root: int64 ``[B]``, the position of its root in each sequence.
-            view: keys and values that the model attends to.
-            mask_words: the tree's masks if they change from tree to tree; None for the view's fixed mask.
+            tree: the trees to verify.
+            root: int64 ``[B]``, the position of each root in its sequence.
+            view: the keys and values that the model attends to.
+            mask_words: ``tree.mask_words`` if masks change from tree to tree; None for the view's fixed mask.
         """
         if view.resizable:
             tree = tree.first(tree.used_nodes)
@@ -85,11 +91,15 @@ class Verifier:
         self._logits = self.model(
             tree.tokens.clamp_min(0), root[:, None] + tree.depths, view, states=view.recurrent
         )
-        # Another stage's forward, or its capture, replaces those of the model.
+        # The forward or the capture of another stage replaces the hidden states that the model holds.
         self._hidden = dict(self.model.hidden)
 
     def accept(self, tree: TokenTree, root: Tensor) -> Acceptance:
-        """Accept nodes, and draw the token after them, by the logits of the last forward."""
+        """Accepts nodes and draws the token after them from the logits of the last forward.
+
+        Args:
+            root: int64 ``[B]``, the position of each root in its sequence.
+        """
         tree = tree.first(self._logits.shape[1])
         depth, paths = tree.depth, partial(tree.paths, self.state, root)
         if self.to_probs.greedy:
@@ -112,10 +122,9 @@ class Verifier:
         return self.acceptance
 
     def emitted_logits(self, count: int) -> Tensor:
-        """The logits by which the last verification chose the first ``count`` emitted tokens.
+        """Returns the logits of the first ``count`` emitted tokens of the last verification.
 
-        Returns:
-            fp32 ``[B, count, V]``; arbitrary for tokens that a sequence did not emit.
+        They are fp32 ``[B, count, V]``, with arbitrary values if a sequence emitted fewer tokens.
         """
         path = self.acceptance.path[:, :count].clamp_min(0)
         return self._logits.gather(1, path[..., None].expand(-1, -1, self._logits.shape[2])).float()
