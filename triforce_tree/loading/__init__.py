@@ -1,1 +1,1 @@
-"""Loads models and tokenizers from folders, the hub or objects, and checks them before they are used."""
+"""Loads models and tokenizers from folders, the hub or objects, and checks them."""

@@ -1,4 +1,4 @@
-"""Loads models and tokenizers from folders, hub ids, GGUF files or objects; no pickles."""
+"""Loads models and tokenizers from folders, hub ids, GGUF files or objects. Pickles are never loaded."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,16 +46,16 @@ _TOKENIZER_FILES = (
 
 
 def unwrapped(source: Any, name: str = "model") -> PreTrainedModel | str | Path:
-    """A model, folder or hub id as it was given; for a model under ``torch.compile`` the model inside it.
+    """Returns ``source`` unchanged, or the model inside if it is wrapped by ``torch.compile``.
 
-    PEFT models are recognised by class name, as peft need not be installed. A transformers model into which
-    adapters were put runs with them.
+    PEFT models are recognised by class name, as peft need not be installed. A transformers model with
+    injected adapters is accepted and runs with them.
 
     Args:
         name: what to call the model in errors.
 
     Raises:
-        TypeError: it is none of these, or a PEFT model.
+        TypeError: ``source`` is no transformers model, folder or hub id, or it is a PEFT model.
     """
     source = getattr(source, "_orig_mod", source)
     kind = type(source).__name__
@@ -68,12 +68,12 @@ def unwrapped(source: Any, name: str = "model") -> PreTrainedModel | str | Path:
 
 def _peft_remedy(model: Any, name: str) -> str:
     if hasattr(model, "merge_and_unload"):
-        own = (
+        alternative = (
             ""
             if name == "draft"
             else ", or call its generate with custom_generate=triforce_tree.custom_generate()"
         )
-        return f"merge its adapter first, {name} = {name}.merge_and_unload(){own}"
+        return f"merge its adapter first, {name} = {name}.merge_and_unload(){alternative}"
     return "its adapter adds to the prompt, and has no merge_and_unload(); use the model's own generate()"
 
 
@@ -82,7 +82,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> PreTrainedModel:
-    """A causal LM, or a multimodal model without its encoders; a model object is returned as it is.
+    """Loads a causal LM, or a multimodal model without its encoders. A model object is returned unchanged.
 
     Raises:
         TypeError: see :func:`unwrapped`.
@@ -104,17 +104,19 @@ def load_target(
     grid: Grid | None = None,
     pinned: Callable[[int], None] | None = None,
 ) -> tuple[PreTrainedModel, StreamedWeights | None]:
-    """A causal LM, and its streamed weights if its layers' weights are kept in host memory.
+    """Loads a causal LM, and its streamed weights if its layers' weights stay in host memory.
 
     Args:
-        source: a model object is returned as it is; with ``offload_weights=True`` its weights are moved.
-        config: whether weights may stay on the host, and how much device memory may be used.
-        grid: ranks that share the model, which is sharded in place before its weights are moved.
-        pinned: called with the bytes of each block of host memory as weights are copied there.
+        source: a model object is returned unchanged, except that ``offload_weights=True`` moves its weights
+            to host memory.
+        config: settings that decide whether weights may stay on the host, and how much device memory is used.
+        grid: the ranks that share the model. It is sharded in place before its weights are moved.
+        pinned: called with the bytes of each block of weights that was copied to pinned host memory.
 
     Raises:
-        OSError: as :func:`load_model`; host memory is short (:class:`HostMemoryError`).
-        ValueError: as :func:`load_model`; the weights cannot be streamed; the model cannot be sharded.
+        OSError: as in :func:`load_model`, or host memory is short (:class:`HostMemoryError`).
+        ValueError: as in :func:`load_model`, or the weights cannot be streamed, or the model cannot be
+            sharded.
     """
     device = grid.tensor.device if grid is not None else device_of(device)
     if isinstance(source, PreTrainedModel):
@@ -130,7 +132,7 @@ def load_target(
             return model, None
     else:
         files = ModelFiles.find(source, device, dtype)
-        # Quantised weights are whole on every rank that splits a text by position alone.
+        # Ranks that split a text by position alone each hold all weights.
         whole = grid is None or (files.quantised is not None and grid.tensor.size == 1)
         if whole and _stays(files.bytes, config, device):
             return _read_onto(files, device), None
@@ -156,14 +158,14 @@ def load_target(
 def with_text_ranks(
     config: HierarchyConfig, source: PreTrainedModel | str | Path, dtype: torch.dtype | str | None = None
 ) -> HierarchyConfig:
-    """The settings with ``context_parallel`` decided, where it is left open; the same on all ranks.
+    """Returns ``config`` with a number in place of ``context_parallel="auto"``, equal on all ranks.
 
     Args:
         source, dtype: as for :func:`load_target`; no weights are read.
 
     Raises:
-        OSError: as :func:`load_target`.
-        ValueError: as :func:`load_target`; the ranks can share neither heads nor texts.
+        OSError: as in :func:`load_target`.
+        ValueError: as in :func:`load_target`, or the ranks can split neither heads nor texts.
     """
     if config.context_parallel != "auto":
         return config
@@ -185,14 +187,17 @@ def with_text_ranks(
 
 
 def experts_alone(model: PreTrainedModel, free: int | None) -> bool:
-    """Whether it is enough to stream experts: all else fits into ``free`` bytes (None: no limit)."""
+    """Returns whether streaming experts is enough: all other weights fit into ``free`` bytes.
+
+    ``free`` None means no limit.
+    """
     sizes = [sum(w.nbytes for w in fused_weights(m)) for m in expert_modules(model)]
     rest = tensor_bytes(model) - sum(sizes) + max(sizes, default=0)
     return bool(sizes) and (free is None or weights_fit(rest, free))
 
 
 def _stays(size: int, config: HierarchyConfig, device: torch.device) -> bool:
-    """Whether weights of ``size`` bytes are kept on the device, rather than streamed from the host."""
+    """Returns whether weights of ``size`` bytes are kept on the device instead of streamed from the host."""
     if config.streams is True:
         return False
     free = available_device_bytes(device, config.gpu_bytes) if config.streams == "auto" else None
@@ -200,7 +205,7 @@ def _stays(size: int, config: HierarchyConfig, device: torch.device) -> bool:
 
 
 def _read_onto(files: ModelFiles, device: torch.device) -> PreTrainedModel:
-    """The model on a device; refused before anything is allocated where it is larger than what is free."""
+    """Reads a model onto a device. If it is larger than the free memory, it is refused before allocation."""
     free = available_device_bytes(device, None)
     if free is not None and files.bytes > free:
         raise _too_large(files, device)
@@ -240,22 +245,22 @@ def tokenizer_of(
     model: PreTrainedModel | str | Path | None = None,
     option: str = "tokenizer",
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that was given (object, hub id or folder), or the one in the model's folder.
+    """Returns the tokenizer ``given`` (object, hub id or folder); if None, the one in the model's folder.
 
     Args:
-        option: the argument of ``load`` by which it is given.
+        option: the name of the argument of ``load`` for error messages.
 
     Raises:
         TypeError: ``given`` is neither a tokenizer nor a path.
-        OSError, ValueError: as :func:`load_tokenizer`; the path given holds no tokenizer.
+        OSError, ValueError: as in :func:`load_tokenizer`, or the folder ``given`` holds no tokenizer.
     """
     if given is None:
         return load_tokenizer(model, option) if isinstance(model, str | Path) else None
     if isinstance(given, str | Path):
-        found = load_tokenizer(given, option)
-        if found is None:
+        loaded = load_tokenizer(given, option)
+        if loaded is None:
             raise FileNotFoundError(f"{str(given)!r} holds no tokenizer; give another folder")
-        return found
+        return loaded
     if not (callable(given) and hasattr(given, "decode")):
         kind = type(given).__name__
         raise TypeError(f"the {option} is of type {kind}; give transformers' own, a hub id or a folder")
@@ -263,17 +268,17 @@ def tokenizer_of(
 
 
 def load_tokenizer(source: str | Path, option: str = "tokenizer") -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a model's folder, or None if there is none (inputs are then token ids).
+    """Loads the tokenizer in a model's folder; None if there is none, so that inputs must be token ids.
 
     Raises:
         OSError: there is no such folder.
-        ValueError: there are tokenizer files, but they are corrupt or need Python code of their own.
+        ValueError: tokenizer files are corrupt or need Python code of their own.
     """
     if is_gguf(source):
         return gguf_tokenizer(source)
     folder = folder_of(source)
     if (folder / "config.json").exists():
-        # transformers reads config.json for the tokenizer too.
+        # transformers reads config.json for the tokenizer as well, so it is checked first.
         configuration(source)
     try:
         with told(f"reading the tokenizer in {folder}"):

@@ -1,7 +1,7 @@
-"""Models in GGUF files: found and checked here, read by transformers, their weights unpacked once.
+"""Checks GGUF files and has transformers read them and unpack (dequantise) their weights.
 
-Unpacked weights are plain ones: all that works for a 16-bit checkpoint works for them, at its size in memory.
-The output is lossless against the model of these weights.
+Unpacked weights behave like those of a 16-bit checkpoint and take as much memory. The output is lossless
+relative to the model with the unpacked weights.
 """
 
 import copy
@@ -30,13 +30,13 @@ from triforce_tree.models.supported import attention_of
 from triforce_tree.runtime.telling import told
 
 PACKAGE = "pip install 'triforce-tree[quant]', or gguf alone"
-# The fewest bits of a weight are about 1.6.
+# The smallest quantisation of GGUF has about 1.6 bits per weight, or 5 weights per byte.
 _MOST_WEIGHTS_PER_BYTE = 8
 _PARSING = RLock()
 
 
 def gguf_configuration(path: str | Path) -> PreTrainedConfig:
-    """The checked configuration in a GGUF file; no weights are read.
+    """Returns the checked configuration in a GGUF file. No weights are read.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -80,10 +80,11 @@ def _checked(config: PreTrainedConfig, path: Path, tensors: int) -> PreTrainedCo
 
 
 def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a GGUF file.
+    """Returns the tokenizer in a GGUF file.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`gguf_configuration`; transformers cannot use the tokenizer.
+        FileNotFoundError, ValueError: as in :func:`gguf_configuration`, or transformers cannot use the
+            tokenizer.
     """
     path = Path(path)
     tensor_count(path)
@@ -95,7 +96,8 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         with parsed_once(), told(f"reading the tokenizer in {path}"):
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
             with suppress(ValueError):
-                # It is asked for next, and is kept then.
+                # The configuration is needed next. Here it is stored in the cache while the parsed file is
+                # still in memory.
                 gguf_configuration(path)
     except Exception as error:  # third-party code on a file of unknown origin
         raise _unusable(path, "tokenizer", error) from error
@@ -110,7 +112,7 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _described(tokenizer: Any) -> tuple[Any, ...]:
-    """All that decides what a tokenizer does."""
+    """Returns everything that decides what a tokenizer does, for comparison."""
     inner = getattr(tokenizer, "backend_tokenizer", None)
     return (
         inner.to_str() if inner is not None else tokenizer.get_vocab(),
@@ -122,10 +124,10 @@ def _described(tokenizer: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """Inside, a file that transformers opens again and again is parsed once, which takes seconds."""
+    """Caches parsed GGUF files inside the context, since transformers would parse each file repeatedly."""
     try:
         import gguf as package
-    except ImportError:  # transformers says so
+    except ImportError:  # transformers reports the missing package
         yield
         return
     with _PARSING:
@@ -140,9 +142,9 @@ def parsed_once() -> Iterator[None]:
 
 
 def unpacked_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
-    """The dtype of unpacked weights; without one float32 on a CPU, and bfloat16 elsewhere.
+    """Returns the dtype of unpacked weights.
 
-    Packed weights have no dtype of their own, so "auto" is the same.
+    For ``dtype`` None and "auto" it is float32 on a CPU, and bfloat16 on other devices.
     """
     if dtype is None or dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -151,9 +153,10 @@ def unpacked_dtype(dtype: torch.dtype | str | None, device: torch.device) -> tor
 
 
 def gguf_arguments(path: Path, dtype: torch.dtype | str | None, device: torch.device) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that make it unpack the file's weights, see :func:`unpacked_dtype`."""
+    """Returns the arguments of ``from_pretrained`` that make it unpack the weights of a GGUF file."""
     arguments: dict[str, Any] = {"gguf_file": path.name, "dtype": unpacked_dtype(dtype, device)}
-    # Older releases always unpack. Newer ones may multiply packed weights by kernels downloaded from the hub.
+    # Releases without GgufConfig always unpack. Newer ones may instead keep packed weights and download
+    # kernels for them from the hub.
     if (settings := getattr(transformers, "GgufConfig", None)) is not None:
         arguments["quantization_config"] = settings(dequantize=True)
     return arguments

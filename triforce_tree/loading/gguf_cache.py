@@ -1,8 +1,8 @@
-"""Tokenizers and weights of GGUF files in files of transformers' form, made once for a file's contents.
+"""A disk cache of the unpacked configurations, tokenizers and weights of GGUF files in transformers' format.
 
-They are in ``gguf`` in the user's cache folder (``user_folders.user_cache``), by the digest of the GGUF file,
-the versions that unpacked it and the dtype; any of them may be deleted at any time. Nothing here imports
-torch.
+An entry is a folder in ``gguf`` in the user's cache folder (``user_folders.user_cache``), named by the digest
+of the GGUF file, the versions that unpacked it, and the kind of content. Entries may be deleted at any time.
+Nothing here imports torch.
 """
 
 import json
@@ -22,21 +22,23 @@ from triforce_tree.runtime.files.user_folders import user_cache
 from triforce_tree.runtime.telling import LOG, told
 
 CONFIG, TOKENIZER = "config", "tokenizer"
-# In every entry: the digests of its other files.
+# This file of every entry has the digests of its other files.
 _CONTENTS = "contents.json"
 _FORMAT = 1
-# Disk space that is left to others beside weights, and what a configuration or a tokenizer may take.
+# Bytes of disk space that must stay free after weights are written, and most bytes of a configuration or
+# tokenizer.
 _SPARE, _SMALL = 1 << 30, 64 << 20
-# Seconds after which nobody writes into a folder any more.
+# A temporary folder older than this many seconds belongs to a process that was killed.
 _ABANDONED = 24 * 3600
 _WARNINGS = logging.getLogger(__name__)
 
 
 def kept(path: Path, kind: str) -> Path | None:
-    """The folder with what was kept of a GGUF file, None where there is none; a damaged one is removed.
+    """Returns the folder of an entry of the cache, or None if there is none. A damaged entry is removed.
 
     Args:
-        kind: :data:`CONFIG`, :data:`TOKENIZER`, or the weights' dtype.
+        path: the GGUF file.
+        kind: :data:`CONFIG`, :data:`TOKENIZER`, or the dtype of the weights.
     """
     try:
         folder = _entry(path, kind)
@@ -55,14 +57,15 @@ def kept(path: Path, kind: str) -> Path | None:
 
 
 def keep(path: Path, kind: str, size: int, write: Callable[[Path], object]) -> Path | None:
-    """Keep something of a GGUF file; the folder, or None with a warning where there is no room for it.
+    """Adds an entry to the cache; returns its folder, or None with a warning if it cannot be written.
 
-    Other processes see all of it or nothing. What other versions have kept of the same file is removed.
+    Other processes see the complete entry or none. Entries of other versions for the same file are removed.
 
     Args:
+        path: the GGUF file.
         kind: as for :func:`kept`.
-        size: in bytes, about.
-        write: puts the files into an empty folder.
+        size: approximate bytes of the weights; 0 for a configuration or tokenizer.
+        write: writes the files of the entry into an empty folder.
     """
     folder = None
     try:
@@ -72,18 +75,18 @@ def keep(path: Path, kind: str, size: int, write: Callable[[Path], object]) -> P
         free = shutil.disk_usage(folder.parent).free
         wanted = size + (_SPARE if size else _SMALL)
         if free < wanted:
-            raise OSError(f"{free / 1e9:.1f} GB are free, {wanted / 1e9:.1f} GB are wanted")
-        made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".part-"))
+            raise OSError(f"{free / 1e9:.1f} GB are free, {wanted / 1e9:.1f} GB are needed")
+        part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".part-"))
         try:
             with told(f"keeping the unpacked {kind} of {path.name} in {folder}"):
-                write(made)
-                digests = {each.name: digest_of(each) for each in sorted(made.iterdir())}
-            (made / _CONTENTS).write_text(json.dumps(digests) + "\n", encoding="utf-8")
-            made.rename(folder)
+                write(part)
+                digests = {each.name: digest_of(each) for each in sorted(part.iterdir())}
+            (part / _CONTENTS).write_text(json.dumps(digests) + "\n", encoding="utf-8")
+            part.rename(folder)
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(part, ignore_errors=True)
     except Exception as error:  # third-party code writes the files
-        # Another process may have kept the same meanwhile.
+        # Another process may have added the same entry meanwhile.
         with suppress(OSError):
             if folder is not None and (folder / _CONTENTS).is_file():
                 return folder
@@ -100,15 +103,15 @@ def keep(path: Path, kind: str, size: int, write: Callable[[Path], object]) -> P
 @cache
 def _warn_once(name: str, folder: Path | None, why: str) -> None:
     _WARNINGS.warning(
-        "what is unpacked of %s cannot be kept in %s (%s), so it is unpacked in every run; "
-        "TRIFORCE_TREE_CACHE names another folder", name, folder or "the user's cache folder", why,
+        "the unpacked contents of %s cannot be kept in %s (%s), so they are unpacked in every run; set "
+        "TRIFORCE_TREE_CACHE to another folder", name, folder or "the user's cache folder", why,
     )  # fmt: skip
 
 
 def _entry(path: Path, kind: str) -> Path:
     file = path.resolve()
     about = file.stat()
-    # Whatever changes a file's contents changes its ctime.
+    # Every change of a file's contents changes its ctime, so the digest can be cached under it.
     digest = _digest(file, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
     versions = f"{version('transformers')}-{version('gguf')}-{_FORMAT}"
     return user_cache("gguf") / f"{file.stem}-{digest[:32]}" / versions / kind
@@ -121,7 +124,7 @@ def _digest(path: Path, *_: int) -> str:
 
 
 def _damaged(folder: Path) -> str | None:
-    """The name of a file that is missing or changed; None where there is none."""
+    """Returns the name of a missing or changed file in an entry, or None if there is none."""
     try:
         digests = read_json(folder / _CONTENTS)
         names = {each.name for each in folder.iterdir()} - {_CONTENTS}
@@ -139,7 +142,7 @@ def _remove_others(folder: Path) -> None:
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove what processes that were killed have left."""
+    """Removes temporary folders of processes that were killed."""
     for part in folder.glob(".part-*"):
         if time.time() - part.stat().st_mtime > _ABANDONED:
             shutil.rmtree(part, ignore_errors=True)

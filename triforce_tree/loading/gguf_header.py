@@ -1,4 +1,4 @@
-"""GGUF files by their headers, and where they are; nothing here imports torch or the package ``gguf``."""
+"""Finds GGUF files and reads their headers. Nothing here imports torch or the package ``gguf``."""
 
 import mmap
 import struct
@@ -8,25 +8,26 @@ from typing import Any
 from triforce_tree.loading.model_folder import CONFIG, downloaded
 
 SUFFIX = ".gguf"
-# Magic bytes, version, and the numbers of tensors and of metadata entries.
+# The header has magic bytes, a version, and the numbers of tensors and of metadata entries.
 _HEADER = struct.Struct("<4sIQQ")
-# Numbers by their type; strings and arrays have a length.
+# GGUF's value types of fixed size, as format characters of ``struct``.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_ENTRIES = 1 << 16
 
 
 def is_gguf(source: object) -> bool:
-    """Whether a source of a model or a tokenizer is a path that ends in ``.gguf``."""
+    """Returns whether ``source`` is a path that ends in ``.gguf``."""
     return isinstance(source, str | Path) and str(source).lower().endswith(SUFFIX)
 
 
 def gguf_path(source: Any, gguf_file: str | None = None) -> Any:
-    """The path of a GGUF file in a folder, or in a repository of the hub, from which it is downloaded.
+    """Returns the path of a GGUF file in a folder or hub repository, from which it is downloaded.
 
     Args:
-        source: of a model; without ``gguf_file`` it is returned as it is, but for a folder whose only model
-            is one GGUF file.
+        source: a folder, hub id or model. Without ``gguf_file`` it is returned unchanged, unless it is a
+            folder whose only model is one GGUF file; then the path of this file is returned.
+        gguf_file: the name of the file.
 
     Raises:
         TypeError: ``gguf_file`` was given with a source that is no path.
@@ -49,12 +50,12 @@ def gguf_path(source: Any, gguf_file: str | None = None) -> Any:
 def _only_one(source: Any) -> Any:
     if not isinstance(source, str | Path) or not (folder := Path(source)).is_dir():
         return source
-    found = [path for path in folder.iterdir() if is_gguf(path)]
-    return found[0] if len(found) == 1 and not (folder / CONFIG).exists() else source
+    files = [path for path in folder.iterdir() if is_gguf(path)]
+    return files[0] if len(files) == 1 and not (folder / CONFIG).exists() else source
 
 
 def tensor_count(path: Path) -> int:
-    """The number of tensors by the header of a GGUF file.
+    """Returns the number of tensors in the header of a GGUF file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -64,24 +65,24 @@ def tensor_count(path: Path) -> int:
 
 
 def named_positions(path: Path) -> int | None:
-    """Most positions that the metadata of a GGUF file name; None where they name none, or are damaged.
+    """Returns the most positions by the metadata of a GGUF file; None if they are missing or damaged.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`tensor_count`.
+        FileNotFoundError, ValueError: as in :func:`tensor_count`.
     """
     _, entries = _counts(path)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
-            found = _numbers(content, entries)
+            numbers = _numbers(content, entries)
         except (struct.error, KeyError, ValueError, IndexError):
             return None
-    lengths = [value for name, value in found.items() if name.endswith(".context_length")]
-    factors = [value for name, value in found.items() if name.endswith(".rope.scaling.factor")]
+    lengths = [value for name, value in numbers.items() if name.endswith(".context_length")]
+    factors = [value for name, value in numbers.items() if name.endswith(".rope.scaling.factor")]
     return int(max(lengths) * max(1.0, *factors, 1.0)) if lengths else None
 
 
 def _counts(path: Path) -> tuple[int, int]:
-    """The numbers of tensors and of metadata entries."""
+    """Returns the numbers of tensors and of metadata entries."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {str(path)!r}; give the path of a GGUF file")
     with path.open("rb") as file:
@@ -93,17 +94,18 @@ def _counts(path: Path) -> tuple[int, int]:
 
 
 def _numbers(content: mmap.mmap, entries: int) -> dict[str, float]:
-    """The metadata that are single numbers, by name; the others are passed over."""
-    found: dict[str, float] = {}
+    """Returns the metadata that are single numbers, by name; others are skipped."""
+    numbers: dict[str, float] = {}
     at = _HEADER.size
     for _ in range(min(entries, _MOST_ENTRIES)):
         name, at = _string(content, at)
         (kind,) = struct.unpack_from("<I", content, at)
         at += 4
         if kind in _NUMBERS:
-            (found[name.decode("utf-8", "replace")],) = struct.unpack_from("<" + _NUMBERS[kind], content, at)
+            (value,) = struct.unpack_from("<" + _NUMBERS[kind], content, at)
+            numbers[name.decode("utf-8", "replace")] = value
         at = _after(content, at, kind)
-    return found
+    return numbers
 
 
 def _string(content: mmap.mmap, at: int) -> tuple[bytes, int]:
@@ -112,7 +114,7 @@ def _string(content: mmap.mmap, at: int) -> tuple[bytes, int]:
 
 
 def _after(content: mmap.mmap, at: int, kind: int) -> int:
-    """The place behind a value."""
+    """Returns the offset of the first byte after the value of type ``kind`` at offset ``at``."""
     if kind in _NUMBERS:
         return at + struct.calcsize("<" + _NUMBERS[kind])
     if kind == _STRING:

@@ -1,6 +1,6 @@
-"""Runs a model with a few of its layers, one of each kind; the others pass their input through.
+"""Runs a model with only a few of its layers, one of each kind; the other layers return their input.
 
-Everything else of the model's own forward runs unchanged: masks, rotary tables, layer types.
+The rest of the model's forward runs unchanged: masks, rotary tables, layer types.
 """
 
 import re
@@ -20,16 +20,16 @@ _MOST_KINDS = 6
 
 
 class LayerSlice:
-    """The first layer of each kind, and at least two layers.
+    """Chooses the first layer of each kind, and at least two layers.
 
     Args:
-        model: a checked model; all layers are taken if they share keys and values, form no ``ModuleList``, or
-            are recurrent: the states of a forward are found by counting.
+        model: a model. All its layers are chosen if they share keys and values, form no ``ModuleList``, or
+            are recurrent (recurrent states are assigned to layers by counting the layers that ran).
 
     Attributes:
-        layers: indices of the layers taken.
-        shares_kv: some layers attend to the keys and values of others.
-        parameters: number of parameters of these layers and the head.
+        layers: indices of the chosen layers.
+        shares_kv: whether some layers attend to the keys and values of others.
+        parameters: number of parameters of the chosen layers and the language model head.
     """
 
     def __init__(self, model: HFModel) -> None:
@@ -45,10 +45,10 @@ class LayerSlice:
 
     @contextmanager
     def alone(self, copy: PreTrainedModel) -> Iterator[None]:
-        """Inside, the other layers of a copy of the model pass their input through.
+        """Makes all layers of ``copy`` that were not chosen return their input.
 
         Args:
-            copy: from ``shallow_copy``; it is changed for good.
+            copy: a ``shallow_copy`` of the model, which is changed permanently.
         """
         skipped = [i for i in range(self._model.layers) if i not in self.layers]
         if self._stack is None or not skipped:
@@ -65,12 +65,12 @@ class LayerSlice:
             return
         for i in self.layers:
             stack[i].register_forward_pre_hook(_weight_copy(streamed))
-        # Only the weights of the layers that compute are copied.
+        # Streaming is paused: the hooks copy only the weights of the chosen layers to the device.
         with streamed.paused():
             yield
 
     def _representatives(self, model: HFModel) -> list[int]:
-        """The first layer of each kind, and at least two: a wrong output shows in the next layer's input."""
+        """Returns the first layer of each kind, and at least two, as errors of a layer appear in the next."""
         every = list(range(model.layers))
         if self._stack is None or self.shares_kv or model.states is not None:
             return every
@@ -99,7 +99,7 @@ def _weight_copy(streamed: Streamed) -> Callable[[nn.Module, Any], None]:
 
 
 def _pass_through(outputs: list[Any]) -> Callable[..., Any]:
-    """A layer's forward that returns its input, in the structure of the first layer's last output."""
+    """Returns a layer's forward that returns its input, as a tuple if ``outputs[-1]`` is a tuple."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = outputs[-1]

@@ -1,12 +1,12 @@
-"""Compares our forward of a model with transformers' own at load, so that unsupported features are found.
+"""Compares our forward of a model with transformers' own at load, which finds unsupported features.
 
-A wrong rotation, or a window or softcap that is ignored, changes no shape and raises nothing: the output
-merely differs, often only beyond a length that no small test reaches. So random tokens go through our path
-(chunks of prefill, then a token tree) and through transformers' own forward, and the logits must agree.
+A wrong rotation, or an ignored window or softcap, raises no error. The output differs, often only beyond a
+length that small tests do not reach. So random tokens are processed by our forward (chunks of prefill, then a
+token tree) and by transformers' own forward, and the logits must agree.
 
-The first layer of each kind is enough. Long prefixes are not computed: both caches are filled with random
-keys and values for that many positions before the tokens are fed, so attending to wrong positions changes the
-logits. Rotary frequencies that depend on the length are compared with tokens at positions far apart.
+The first layer of each kind is enough. Long prefixes are not computed: both KV caches are filled with random
+keys and values for a prefix before the tokens are processed, so attention to wrong positions changes the
+logits. Rotary frequencies that depend on the length are compared with tokens at distant positions.
 """
 
 import logging
@@ -35,16 +35,16 @@ from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.models.supported import UnsupportedModelError, likely_cause, max_positions
 from triforce_tree.runtime.devices import plain_torch_modes
 
-# Tokens of two chunks of prefill, and of one tree, which is a chain.
+# The tokens of two chunks of prefill, and of one tree, which is a chain.
 _CHUNKS = (16, 16, 8)
-_LONG_CHUNKS = (8, 8, 8)  # in comparisons at a length that the model names
-_LEAST_LENGTH = 16  # shorter lengths are exceeded by the first comparison
+_LONG_CHUNKS = (8, 8, 8)  # in comparisons at a length from the model's configuration
+_LEAST_LENGTH = 16  # the first comparison is longer than this, so shorter lengths need no other
 _MOST_LENGTHS = 3
-# Elements of the random keys and values: half a second of drawing on two cores, 1 GiB of a GPU in 16 bits.
+# Most elements of random keys and values: half a second of drawing on two cores, 1 GiB of a GPU in 16 bits.
 _MOST_ELEMENTS = {"cpu": 40 << 20, "cuda": 512 << 20}
-# Floating-point operations of one comparison: a few seconds on eight cores, a tenth of a second on a GPU.
+# Most floating-point operations of one comparison: a few seconds on eight cores, 0.1 s on a GPU.
 _MOST_FLOPS = {"cpu": 1e12, "cuda": 5e13}
-# Standard deviation of the random scores: uneven attention that still covers many positions.
+# Standard deviation of random attention scores, which makes attention uneven but not concentrated.
 _SCORES = 2.0
 _LENGTH = re.compile("window(_size)?$|chunk_size$|original_max|floor_scale|local_attention")
 _SPECIAL = re.compile("token_(id|index)$")
@@ -53,12 +53,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GuardReport:
-    """What was compared at load, and what was not.
+    """The result of the comparisons at load.
 
     Attributes:
-        layers: indices of the layers that computed.
+        layers: indices of the layers that were compared.
         errors: relative error of the logits, by comparison.
-        skipped: the reason for each comparison that was too long, or failed in transformers' own forward.
+        skipped: the reason of each comparison that was skipped, by comparison.
     """
 
     layers: tuple[int, ...]
@@ -67,12 +67,12 @@ class GuardReport:
 
 
 def compare_at_load(model: HFModel) -> GuardReport:
-    """Compare our forward of a few tokens with transformers' own, beyond every length that the model names.
+    """Compares our forward with transformers' own, also beyond each length in the model's configuration.
 
-    It takes 0.03 s for the embedded pair's target and 0.06 s for a tiny model with a window of 4,096 tokens;
-    for the layers of a 7B model with such a window 4.5 s on one CPU core in fp32, and 3.7 s on an H200 in
-    bf16, mostly compiling kernels that generation needs as well. A length that would take many more seconds
-    is skipped, and the report says so. torch's random state is not changed.
+    It takes 0.03 s for the small target in the package and 0.06 s for a tiny model with a window of 4,096
+    tokens. For the layers of a 7B model with such a window it takes 4.5 s on one CPU core in fp32, and 3.7 s
+    on an H200 in bf16, mostly to compile kernels that generation needs too. Comparisons that would take much
+    longer are skipped, and the report lists them. torch's random state is not changed.
 
     Raises:
         UnsupportedModelError: the logits differ by more than rounding explains.
@@ -105,12 +105,12 @@ class _Guard:
         return self.report
 
     def _compare_beyond(self, length: int) -> None:
-        """Compare after a random prefix of twice ``length``, or as much as the model has positions for."""
+        """Compares after a random prefix of 2 * ``length`` positions, or fewer if the model has fewer."""
         tail, most = sum(_LONG_CHUNKS), self.model.max_positions
         what = f"a sequence beyond {length} tokens"
         if self.slice.shares_kv or self.model.states is not None:
-            # Layers that share keys and values need the same random ones, and recurrent layers the states
-            # that go with them, so real tokens are fed instead.
+            # A random prefix would need equal keys and values in layers that share them, and matching states
+            # of recurrent layers. So a prefix of real tokens is computed instead.
             self._compare(what, (length, *_LONG_CHUNKS))
             return
         prefix = 2 * length if most is None else min(2 * length, most - tail)
@@ -123,13 +123,13 @@ class _Guard:
             self._compare(what, _LONG_CHUNKS, prefix=prefix)
 
     def _compare(self, what: str, chunks: Sequence[int], prefix: int = 0, gap: int = 0) -> None:
-        """Compare the logits of the last chunk.
+        """Compares the logits of the last chunk.
 
         Args:
-            what: names the comparison.
-            chunks: tokens of each of our forwards.
-            prefix: positions with random keys and values before the tokens.
-            gap: added to the positions from the second chunk on.
+            what: the name of the comparison.
+            chunks: number of tokens of each of our forwards.
+            prefix: number of positions with random keys and values before the tokens.
+            gap: number that is added to the positions from the second chunk on.
         """
         windows = [call.how.window for call in self.calls.values() if call.how.window is not None]
         if gap and windows and min(windows) < sum(chunks):
@@ -138,7 +138,7 @@ class _Guard:
         if gap and scales_queries(self.model.model):
             self.report.skipped[what] = "transformers scales its queries by other positions than these"
             return
-        # Both paths, two operations per parameter and token.
+        # Two forwards with two operations per parameter and token each.
         flops = 4 * sum(chunks) * self.slice.parameters
         if flops > _MOST_FLOPS[self.kind]:
             self.report.skipped[what] = f"it would take {flops:.1g} floating-point operations"
@@ -150,7 +150,7 @@ class _Guard:
         except torch.OutOfMemoryError:
             self.report.skipped[what] = "memory is short"
             return
-        except Exception as failure:  # third-party code alone: this says nothing about our forward
+        except Exception as failure:  # transformers' own forward fails, which says nothing about ours
             self.report.skipped[what] = f"{type(failure).__name__}: {failure}"
             return
         try:
@@ -160,7 +160,7 @@ class _Guard:
             return
         except KernelError:
             raise
-        except Exception as failure:  # the family's code under our attention, though its own forward works
+        except Exception as failure:  # the model's code fails with our attention, but not with its own
             raise UnsupportedModelError(
                 f"{self.model.name} cannot be decoded hierarchically: its forward fails on {what} "
                 f"({type(failure).__name__}: {failure})"
@@ -193,7 +193,7 @@ class _Guard:
         kv: dict[int, tuple[Tensor, Tensor]],
         noise: float = 0.0,
     ) -> Tensor:
-        """The last chunk's logits by transformers' own forward, fp32; embeddings have relative ``noise``."""
+        """Returns transformers' logits of the last chunk, fp32 ``[T, V]``, with noise on the embeddings."""
         model: Any = shallow_copy(self.model.model).eval()
         count, kept = ids.shape[1], chunks[-1]
         keywords: dict[str, Any] = {"use_cache": False}
@@ -223,7 +223,7 @@ class _Guard:
         gap: int,
         kv: dict[int, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """The last chunk's logits by our forward, fp32."""
+        """Returns our logits of the last chunk, fp32 ``[T, V]``."""
         shapes = [s if i in self.calls else None for i, s in enumerate(self.model.kv_layers)]
         tail = chunks[-1]
         slots = prefix + len(tokens) + tail
@@ -246,7 +246,10 @@ class _Guard:
         return logits.float()
 
     def _random_kv(self, layer: int, call: LayerCall, positions: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[1, H_kv, positions, D]``, D_v for values, attended to unevenly by this layer."""
+        """Returns random keys ``[1, H_kv, positions, D]`` and values ``[1, H_kv, positions, D_v]``.
+
+        They are scaled such that the layer's attention is uneven.
+        """
         generator = torch.Generator(self.device).manual_seed(layer)
         heads = call.heads
         k, v = (
@@ -255,13 +258,13 @@ class _Guard:
             )
             for dim in (heads.dim, heads.value_dim)
         )
-        # A missing softcap changes the logits only if scores come near it.
+        # A missing softcap changes the logits only if scores are about as large as the cap.
         cap = getattr(self.model.model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
         deviation = _SCORES if cap is None else cap / 4
         return k * (deviation / (self.scores[layer] * call.how.scale * heads.dim**0.5)), v * 4
 
     def _random_tokens(self, count: int) -> Tensor:
-        """Random ids ``[1, count]`` without special ones, such as image and audio placeholders."""
+        """Returns random token ids ``[1, count]`` without special ones, such as image placeholders."""
         config: Any = self.model.model.config
         special = {id for name, id in config.to_dict().items() if _SPECIAL.search(name) and type(id) is int}
         plain = torch.tensor([id for id in range(min(self.model.vocab_size, 4096)) if id not in special])
@@ -269,17 +272,17 @@ class _Guard:
 
 
 class _GuardCache(PromptCache):
-    """The cache of our forwards over one store: the last chunk is a chain of tree nodes, the others prefill.
+    """The KV cache of our forwards. The last chunk is verified as a tree (a chain); the others are prefill.
 
     Args:
-        store: of one sequence.
-        prefix: positions before the tokens, which :meth:`fill` writes.
-        chunks: tokens of each forward.
-        gap: added to the positions from the second chunk on.
-        states: of recurrent layers, if there are any.
+        store: the KV slots of one sequence.
+        prefix: number of positions before the tokens, which :meth:`fill` writes.
+        chunks: number of tokens of each forward.
+        gap: number that is added to the positions from the second chunk on.
+        states: the states of recurrent layers, if there are any.
 
     Attributes:
-        queries: of the last forward, by layer, ``[1, H_q, T, D]``.
+        queries: the queries of the last forward, ``[1, H_q, T, D]``, by layer.
     """
 
     def __init__(
@@ -299,7 +302,7 @@ class _GuardCache(PromptCache):
         self._chain.begin(torch.tensor([self._last], device=store.device))
 
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write the prefix's keys and values ``[1, H_kv, prefix, D]``; a ring keeps the newest."""
+        """Writes keys and values ``[1, H_kv, prefix, D]`` of the prefix. A ring buffer keeps the newest."""
         number, _ = self.store.place(layer)
         self.store.append(layer, 0, 0, k, v, self.store.groups[number].shape.window)
 
@@ -315,18 +318,21 @@ class _GuardCache(PromptCache):
 
 
 def named_lengths(model: nn.Module) -> set[int]:
-    """Lengths in a model's configuration below its maximum: windows, chunks, original rotary lengths."""
+    """Returns the lengths in a model's configuration that are shorter than its most positions.
+
+    These are windows, chunks of attention and original lengths of scaled rotary embeddings.
+    """
     config: Any = model.config
     text_config = config.get_text_config(decoder=True)
     most = max_positions(text_config) or float("inf")
-    found: set[int] = set()
+    lengths: set[int] = set()
 
     def collect(settings: dict[str, Any]) -> None:
         for name, value in settings.items():
             if isinstance(value, dict):
                 collect(value)
             elif type(value) is int and _LENGTH.search(name) and _LEAST_LENGTH <= value < most:
-                found.add(value)
+                lengths.add(value)
 
     collect(text_config.to_dict())
-    return found
+    return lengths

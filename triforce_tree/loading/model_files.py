@@ -1,7 +1,7 @@
-"""Finds the files of a model, and checks them before anything is loaded, as their origin is unknown.
+"""Finds the files of a model and checks them before anything is loaded, as their origin is unknown.
 
-Nothing in them is executed: weights are read from safetensors only, and Python code in the model's folder
-(``auto_map``) or named by its configuration (attention kernels of the hub) is not run.
+Nothing in the files is executed: weights are read from safetensors only. Python code in the model's folder
+(``auto_map``), or on the hub and named by its configuration (attention kernels), is not run.
 """
 
 from collections.abc import Iterable
@@ -35,22 +35,22 @@ from triforce_tree.loading.model_folder import (
 )
 from triforce_tree.models.supported import attention_of
 
-# Upper limits of a model's sizes: some configuration classes loop over them when they are made.
+# Upper limits of a model's sizes. Some configuration classes loop over sizes in their constructor.
 _MOST = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings"), 2**31 - 1)
 _MOST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2**16)
-# Most weights per element of a checkpoint: packed weights of 2 bits in int32.
+# The most weights per element of a checkpoint, reached by 2-bit weights packed into int32.
 _PACKED = 16
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A causal LM on disk, complete and of plausible sizes.
+    """The files of a causal LM after their check.
 
     Attributes:
-        folder: where its files are.
+        folder: the folder of the files.
         config: the model's configuration.
-        shapes: of every tensor, from the headers of the weight files.
-        stored: bytes of the weight files.
+        shapes: the shape of every tensor, from the headers of the weight files.
+        stored: total bytes of the weight files.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ class Checkpoint:
     stored: int = 0
 
     def mismatch(self) -> str:
-        """Describes the first weight whose shape differs from that by ``config``; empty if none does."""
+        """Describes the first weight whose shape differs from the one by ``config``, or returns ""."""
         for name, weight in _on_meta(self.config).state_dict().items():
             stored, expected = self.shapes.get(name), list(weight.shape)
             if stored not in (None, expected):
@@ -68,11 +68,11 @@ class Checkpoint:
 
 
 def configuration(source: str | Path) -> tuple[Path, PreTrainedConfig]:
-    """A model's folder and its configuration.
+    """Returns a model's folder and its configuration.
 
     Raises:
         OSError: there is no configuration.
-        ValueError: it cannot be used, or needs Python code of its own.
+        ValueError: the configuration cannot be used, or the model needs Python code of its own.
     """
     folder, content = settings_of(source)
     check_kind(content, source)
@@ -83,13 +83,14 @@ def configuration(source: str | Path) -> tuple[Path, PreTrainedConfig]:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # third-party code on values of unknown origin
         raise _unusable(source, error) from error
-    # transformers never writes them to a file, and a name like owner/kernel loads code from the hub.
+    # transformers never writes these settings to a file, and a value like owner/kernel loads code from the
+    # hub.
     config._attn_implementation, config._experts_implementation = attention_of(config), None
     return folder, config
 
 
 def checked(source: str | Path) -> Checkpoint:
-    """The checked files of a causal LM; no weights are loaded.
+    """Checks the files of a causal LM. No weights are loaded.
 
     Raises:
         OSError: files are missing, corrupt, or hold a pickle instead of safetensors.
@@ -106,7 +107,7 @@ def checked(source: str | Path) -> Checkpoint:
     _check_generation(folder)
     names = weight_names(folder, getattr(config, "transformers_weights", None))
     if folder != Path(source):
-        # A snapshot is named after its commit, so the weights come from the revision that was checked.
+        # The folder of a hub snapshot is named after its commit: weights come from the checked revision.
         downloaded(str(source), names, folder.name)
     shapes = _shapes(folder, names)
     checkpoint = Checkpoint(folder, config, shapes, sum((folder / name).stat().st_size for name in names))
@@ -115,14 +116,14 @@ def checked(source: str | Path) -> Checkpoint:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that loads a causal LM, or a model of images and text; None for others."""
+    """Returns transformers' auto class for a causal LM or an image-and-text model; None for other models."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
 
 
 def check_sizes(content: dict[str, Any], source: str | Path) -> None:
-    """Raise ValueError for implausible sizes in the values of a configuration."""
+    """Raises ValueError if a configuration has implausible sizes."""
     known = CONFIG_MAPPING[content["model_type"]].attribute_map
     for part in _parts(content):
         for size, most in _MOST.items():
@@ -142,12 +143,12 @@ def _check_size(name: str, given: Any, most: int, source: str | Path) -> None:
 
 
 def _parts(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """A configuration and its sub-configurations."""
+    """Returns a configuration and its sub-configurations."""
     return [content, *(value for value in content.values() if isinstance(value, dict))]
 
 
 def _check_generation(folder: Path) -> None:
-    """Refuse a generation_config.json that cannot be read; transformers would silently ignore it."""
+    """Raises ValueError if generation_config.json cannot be used; transformers would silently ignore it."""
     path = folder / "generation_config.json"
     if path.exists():
         content = json_object(path)
@@ -160,13 +161,13 @@ def _check_generation(folder: Path) -> None:
 
 
 def _shapes(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Shape of every tensor in the weight files, from their headers."""
+    """Returns the shape of every tensor in the weight files, read from their headers."""
     shapes: dict[str, list[int]] = {}
     for name in names:
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(f"{str(folder)!r} {lacks(folder, name)}")
-        # safetensors says of a file that may not be read that there is none.
+        # Without this, safetensors would report a file without read permission as missing.
         path.open("rb").close()
         try:
             with safe_open(path, framework="pt") as file:
@@ -180,10 +181,10 @@ def _shapes(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def skeleton(config: PreTrainedConfig, source: str | Path) -> torch.nn.Module:
-    """The model on the meta device, without memory for its weights.
+    """Makes the model on the meta device, which takes no memory for weights.
 
     Raises:
-        ValueError: its class cannot be made with these settings.
+        ValueError: the model's class cannot be constructed from ``config``.
     """
     try:
         return _on_meta(config)
@@ -198,7 +199,7 @@ def _on_meta(config: PreTrainedConfig) -> torch.nn.Module:
 
 
 def _check_bytes(checkpoint: Checkpoint, source: str | Path) -> None:
-    """Refuse a configuration of far more layers or weights than the checkpoint holds."""
+    """Raises ValueError if a configuration has far more layers or weights than the checkpoint."""
     config, shapes = checkpoint.config, checkpoint.shapes
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
     stored = sum(torch.Size(shape).numel() for shape in shapes.values())

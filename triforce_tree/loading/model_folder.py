@@ -1,6 +1,6 @@
-"""What the files of a model's folder say before anything is imported that computes.
+"""Checks the files of a model's folder without importing torch or transformers.
 
-Nothing here imports torch or transformers, so that a folder which cannot be used is refused at once.
+So a folder that cannot be used is refused at once, before imports that take seconds.
 """
 
 import json
@@ -14,18 +14,18 @@ from typing import Any
 from triforce_tree.runtime.files.json_files import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# All files of a hub repository but weights and Python code.
+# These patterns match all files of a hub repository except weights and Python code.
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 CONFIG = "config.json"
 _POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions")
-# Where multimodal models describe their decoder.
+# Keys under which configurations of multimodal models describe the decoder.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "decoder", "thinker_config")
-# Bytes of a weight file's header that are looked through before anything is imported.
+# The header of a weight file is parsed here only up to this many bytes.
 _MOST_HEADER = 16 << 20
 
 
 def folder_of(source: str | Path) -> Path:
-    """The folder of a model; for a hub id the cached snapshot, whose weights may not be downloaded yet.
+    """Returns the folder of a model; for a hub id the cached snapshot, possibly still without weights.
 
     Raises:
         FileNotFoundError: there is no such folder, and no such model on the hub.
@@ -41,7 +41,7 @@ def folder_of(source: str | Path) -> Path:
 
 
 def settings_of(source: str | Path) -> tuple[Path, dict[str, Any]]:
-    """A model's folder, and the contents of its config.json.
+    """Returns a model's folder and the contents of its config.json.
 
     Raises:
         OSError: there is no such folder, or it has no config.json.
@@ -61,14 +61,14 @@ def settings_of(source: str | Path) -> tuple[Path, dict[str, Any]]:
 
 
 def check_folder(source: str | Path) -> dict[str, Any]:
-    """Refuse a model's folder or hub id by its small files and the names and sizes of its weight files.
+    """Checks a model's folder or hub id, of weight files only the names, sizes and headers.
 
     Returns:
-        The contents of config.json.
+        the contents of config.json.
 
     Raises:
-        OSError: files are missing or cut off.
-        ValueError: what the folder holds is no causal LM.
+        OSError: files are missing or truncated.
+        ValueError: the folder does not hold a causal LM.
     """
     folder, content = settings_of(source)
     check_kind(content, source)
@@ -80,11 +80,7 @@ def check_folder(source: str | Path) -> dict[str, Any]:
 
 
 def check_kind(content: dict[str, Any], source: str | Path) -> None:
-    """Refuse a model that is no decoder, or whose kind transformers does not have, by its configuration.
-
-    Raises:
-        ValueError: naming the kind.
-    """
+    """Raises ValueError if config.json describes an encoder-decoder or a type that transformers lacks."""
     kind, known = content.get("model_type"), _kinds()
     if content.get("is_encoder_decoder") is True:
         raise ValueError(
@@ -96,7 +92,7 @@ def check_kind(content: dict[str, Any], source: str | Path) -> None:
 
 
 def unknown_kind(content: dict[str, Any], source: str | Path) -> ValueError:
-    """The error about a model of a type that transformers does not have."""
+    """Returns the error for a model of a type that transformers does not have."""
     kind = content.get("model_type")
     if content.get("auto_map"):
         return ValueError(
@@ -111,10 +107,10 @@ def unknown_kind(content: dict[str, Any], source: str | Path) -> ValueError:
 
 
 def named_positions(content: dict[str, Any]) -> int | None:
-    """Most positions that a config.json names for text, extensions of rotary embeddings included.
+    """Returns the most text positions by a config.json, including extensions of rotary embeddings.
 
-    None where it names none: the class in transformers has a default of its own. The configuration that
-    transformers makes of it never has more (``models.supported.max_positions``).
+    Returns None if it has no such setting, in which case the class in transformers has a default. The
+    result is at least ``models.supported.max_positions`` of the loaded model.
     """
     part = next((content[name] for name in _TEXT_PARTS if isinstance(content.get(name), dict)), content)
     named = [part[name] for name in _POSITIONS if type(part.get(name)) is int]
@@ -126,7 +122,7 @@ def named_positions(content: dict[str, Any]) -> int | None:
 
 
 def refuse_adapter(folder: Path, source: str | Path) -> None:
-    """Raise ValueError for a folder with an adapter, which is no model of its own."""
+    """Raises ValueError if the folder holds an adapter instead of a model."""
     if (folder / "adapter_config.json").exists():
         raise ValueError(
             f"{str(source)!r} holds an adapter (adapter_config.json); merge it into its model (peft's "
@@ -136,9 +132,9 @@ def refuse_adapter(folder: Path, source: str | Path) -> None:
 
 @cache
 def _kinds() -> frozenset[str] | None:
-    """The model types of this release of transformers, whose import takes seconds; None if it moved them."""
-    found = find_spec("transformers")
-    places = list(found.submodule_search_locations or ()) if found is not None else []
+    """Returns the model types of the installed transformers without importing it; None if not found."""
+    package = find_spec("transformers")
+    places = list(package.submodule_search_locations or ()) if package is not None else []
     path = Path(places[0]) / "models" / "auto" / "auto_mappings.py" if places else None
     if path is None or not path.is_file() or (spec := spec_from_file_location("_model_types", path)) is None:
         return None
@@ -147,13 +143,13 @@ def _kinds() -> frozenset[str] | None:
         assert spec.loader is not None
         spec.loader.exec_module(module)
         names = module.CONFIG_MAPPING_NAMES
-    except Exception:  # a file of another package, whose form may change: the refusal then comes later
+    except Exception:  # other releases may have another form; the model is then refused later
         return None
     return frozenset(names)
 
 
 def _check_whole(folder: Path, name: str) -> None:
-    """Raise OSError where a safetensors file is missing, or shorter than its own header says."""
+    """Raises OSError if a safetensors file is missing, or shorter than its header says."""
     path = folder / name
     if not path.is_file():
         raise FileNotFoundError(f"{str(folder)!r} {lacks(folder, name)}")
@@ -177,7 +173,7 @@ def _check_whole(folder: Path, name: str) -> None:
 
 
 def downloaded(source: str, patterns: Iterable[str], revision: str | None = None) -> Path:
-    """The folder of a hub repository's snapshot with the files that match ``patterns``.
+    """Downloads the files of a hub repository that match ``patterns``, and returns their folder.
 
     Raises:
         FileNotFoundError: there is no such repository, or it cannot be reached.
@@ -189,13 +185,13 @@ def downloaded(source: str, patterns: Iterable[str], revision: str | None = None
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
     except LocalEntryNotFoundError as error:
-        # Its text is about the library's cache.
+        # The library's own message describes its cache, which would mislead the user.
         raise FileNotFoundError(
             f"no such folder: {source!r}, and the Hugging Face hub cannot be reached to download it; give a "
             "folder with a model in it, or a hub id like owner/name on a machine with a network"
         ) from error
     except HFValidationError as error:
-        # Its text describes ids, and a mistyped path is likelier.
+        # The library's own message describes valid ids, but a mistyped path is more likely.
         raise FileNotFoundError(
             f"no such folder: {source!r}, nor is it a hub id, which is like owner/name; give a folder with a "
             "model in it, or the id of one"
@@ -208,13 +204,13 @@ def downloaded(source: str, patterns: Iterable[str], revision: str | None = None
 
 
 def in_one_line(error: Exception, most: int = 240) -> str:
-    """A library's error message without line breaks, cut to ``most`` characters."""
+    """Returns a library's error message without line breaks, cut to ``most`` characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:most]}{'...' * (len(text) > most)}" if text else repr(error)
 
 
 def needs_code(path: Path) -> bool:
-    """Whether a configuration names Python code of its own (``auto_map``)."""
+    """Returns whether a configuration refers to Python code of the model (``auto_map``)."""
     try:
         return bool(json_object(path).get("auto_map"))
     except (OSError, ValueError):
@@ -222,11 +218,11 @@ def needs_code(path: Path) -> bool:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model.
+    """Reads a JSON file that holds an object.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it holds no object.
+        OSError: the file cannot be read.
+        ValueError: the file holds no JSON object.
     """
     try:
         content = read_json(path)
@@ -238,13 +234,13 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def weight_names(folder: Path, main: str | None = None) -> list[str]:
-    """Names of the weight files that transformers will load; they need not exist yet.
+    """Returns the names of the weight files that transformers will load, which need not exist yet.
 
     Args:
-        main: the one that the configuration names (``transformers_weights``); None where it names none.
+        main: the weight or index file in the configuration (``transformers_weights``); None if it has none.
 
     Raises:
-        ValueError: an index that cannot be used, a file that is no safetensors or outside the folder.
+        ValueError: the index cannot be used, or a file is no safetensors file or outside the folder.
     """
     if main is None:
         main = INDEX if (folder / INDEX).exists() and not (folder / WEIGHTS).exists() else WEIGHTS
@@ -260,7 +256,7 @@ def weight_names(folder: Path, main: str | None = None) -> list[str]:
 
 
 def _inside(name: Any, where: Path) -> str:
-    """Check that ``name``, a weight file named in ``where``, is a safetensors file inside the folder.
+    """Checks that ``name``, a weight file listed in ``where``, is a safetensors file inside the folder.
 
     Only the name is checked: hub snapshots consist of links to files outside the folder.
     """
@@ -278,7 +274,7 @@ def _inside(name: Any, where: Path) -> str:
 
 
 def lacks(folder: Path, name: str) -> str:
-    """Error text for a missing weight file: what is missing, and what the folder holds instead."""
+    """Returns the end of an error message for a missing weight file."""
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt")))
     if name != WEIGHTS:
         return f"lacks {name}, which its index names; copy or download it again"

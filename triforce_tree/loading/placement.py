@@ -1,9 +1,8 @@
-"""Gathers a model that accelerate has spread over devices, host memory or disk onto one device.
+"""Copies a model that accelerate has spread over devices, host memory or disk to one device.
 
-A draft that lies wholly on another device than its target is copied in the same way.
-
-A level runs on one device: its passes are CUDA graphs over buffers there. The copy shares all tensors that
-are on that device with the user's model, which is not changed and keeps its hooks.
+A draft that is on another device than its target is copied in the same way. Each model has to be on one
+device, because its forwards are CUDA graphs over buffers of that device. The copy shares all tensors that are
+already on the device with the user's model, which is not changed and keeps its hooks.
 """
 
 from typing import Any
@@ -21,12 +20,12 @@ _ELSEWHERE = ("cpu", "disk")
 
 
 def on_one_device(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
-    """A copy on one device, without hooks, of a model that is spread or elsewhere; any other model itself.
+    """Returns a copy without hooks on one device; a model that is already there is returned itself.
 
     Args:
-        model: as ``from_pretrained(device_map=...)`` or ``accelerate.dispatch_model`` leave it. Quantised
-            ones are returned as they are (and refused later), as their weights belong to their library.
-        device: where it has to be; by default the first GPU of its ``hf_device_map``, or the CPU.
+        model: a model from ``from_pretrained(device_map=...)`` or ``accelerate.dispatch_model``. A quantised
+            model is returned unchanged (and refused later), since its library manages its weights.
+        device: the device of the copy; by default the first GPU of its ``hf_device_map``, or the CPU.
 
     Raises:
         ValueError: the device has too little memory left.
@@ -46,29 +45,29 @@ def on_one_device(model: PreTrainedModel, device: torch.device | None = None) ->
     if not spread or quantisation(model) is not None:
         return model
     if device is None:
-        # accelerate names a GPU by its number, or as torch does.
+        # accelerate gives a GPU as its number or as a torch device.
         places += [getattr(hook, "execution_device", None) for hook in hooks]
         named = (place for place in places if place is not None and str(place) not in _ELSEWHERE)
         device = torch.device(next(named, "cpu"))
-    _check_room(model, device, places)
+    _check_memory(model, device, places)
     copy = shallow_copy(model)
     loaded = _unloaded(copy)
     moved: dict[int, Any] = {}
     for module in copy.modules():
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is not None:
                     value = loaded.get(id(tensor), tensor)
                     if id(tensor) not in moved:
                         moved[id(tensor)] = _placed(tensor, value, device)
-                    own[name] = moved[id(tensor)]
+                    tensors[name] = moved[id(tensor)]
         _unhook(module)
     vars(copy).pop("hf_device_map", None)
     copy.tie_weights()
     return copy
 
 
-def _check_room(model: PreTrainedModel, device: torch.device, places: list[Any]) -> None:
+def _check_memory(model: PreTrainedModel, device: torch.device, places: list[Any]) -> None:
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     coming = sum(t.numel() * t.element_size() for t in tensors.values() if t.device != device)
     free = available_device_bytes(device, None)
@@ -83,27 +82,27 @@ def _check_room(model: PreTrainedModel, device: torch.device, places: list[Any])
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """accelerate's hooks of a module."""
+    """Returns accelerate's hooks of a module."""
     hook = vars(module).get("_hf_hook")
     return [] if hook is None else list(getattr(hook, "hooks", None) or [hook])
 
 
 def _unloaded(copy: nn.Module) -> dict[int, Tensor]:
-    """The values of tensors without data, by id: accelerate keeps them in the hook of a module above them."""
-    found: dict[int, Tensor] = {}
+    """Returns the values of meta tensors by ``id``; accelerate keeps them in the hook of an outer module."""
+    loaded: dict[int, Tensor] = {}
     for module in copy.modules():
         for each in _hooks(module):
             values = getattr(each, "weights_map", None)
             if values is None:
                 continue
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                if tensor.device.type == "meta" and id(tensor) not in found and name in values:
-                    found[id(tensor)] = values[name]
-    return found
+                if tensor.device.type == "meta" and id(tensor) not in loaded and name in values:
+                    loaded[id(tensor)] = values[name]
+    return loaded
 
 
 def _placed(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
-    """A tensor with this value on the device: itself where it is there, else a new one of its kind."""
+    """Returns ``tensor`` if it is on the device, else a copy of ``value`` there, a Parameter if it is one."""
     if value is tensor and tensor.device == device:
         return tensor
     new = value.detach().to(device)
@@ -111,7 +110,7 @@ def _placed(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
 
 
 def _unhook(module: nn.Module) -> None:
-    """Give a module of the copy its own ``forward`` back; the hook, which it shares, is not told."""
+    """Restores the original ``forward`` of a module of the copy, without a call of the shared hook."""
     own = vars(module)
     own.pop("_hf_hook", None)
     before = own.pop("_old_forward", None)

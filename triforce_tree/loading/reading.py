@@ -1,7 +1,7 @@
-"""Reads the weights of a checked model, straight to the memory that they are for.
+"""Reads the weights of a checked model directly into the memory of a device.
 
-With a device given, transformers and accelerate copy each tensor of each file to it, so that host memory
-never holds the model; what would not fit is refused before anything is allocated.
+transformers and accelerate copy one tensor after the other to the device, so that host memory never holds the
+whole model. A model that does not fit is refused before anything is allocated.
 """
 
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ from triforce_tree.option_checks import DTYPE_NAMES
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.telling import told
 
-# What transformers asks for one after the other.
+# Packages by quantisation method. transformers reports only the first one that is missing.
 _PACKAGES = {
     "awq": "gptqmodel",
     "bitsandbytes": "bitsandbytes",
@@ -38,14 +38,14 @@ _REMEDY = "free host memory, use a smaller model, or fewer bits (dtype, or a qua
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on disk, checked, with nothing of it in memory.
+    """The checked files of a model that is not loaded yet.
 
     Attributes:
-        source: as it was given, for messages.
-        config: its configuration.
-        dtype: of the weights once they are loaded; None if it is left to the checkpoint.
-        bytes: of the weights once they are loaded; of quantised ones as they are stored.
-        quantised: the method that its weights are quantised by and stay quantised by; None for plain weights.
+        source: the folder, hub id or file that the user named, for messages.
+        config: the model's configuration.
+        dtype: the dtype of the weights after loading; "auto" or None for that of the checkpoint.
+        bytes: bytes of the weights after loading; for quantised weights, bytes of the files.
+        quantised: the quantisation method of weights that stay quantised; None for plain weights.
     """
 
     source: str | Path
@@ -60,14 +60,14 @@ class ModelFiles:
     def find(
         cls, source: str | Path, device: torch.device, dtype: torch.dtype | str | None = None
     ) -> "ModelFiles":
-        """The files of a folder, a hub id or a GGUF file.
+        """Finds and checks the files of a folder, a hub id or a GGUF file.
 
         Args:
-            device: where the model will compute, which decides the dtype where none is given.
+            device: the device that the model will run on, which decides the dtype if none is given.
 
         Raises:
-            OSError, ValueError: as :func:`checked` and :func:`gguf_configuration`.
-            ValueError: an unknown dtype.
+            OSError, ValueError: as in :func:`checked` and :func:`gguf_configuration`.
+            ValueError: the dtype is unknown.
         """
         if isinstance(dtype, str):
             dtype = DTYPE_NAMES.get(dtype, dtype)
@@ -101,13 +101,13 @@ class ModelFiles:
 
     @classmethod
     def _packed(cls, path: Path, dtype: torch.dtype, device: torch.device) -> "ModelFiles":
-        """A GGUF file whose weights have to be unpacked."""
+        """Returns the files for a GGUF file whose weights are not in the cache of unpacked weights."""
         config = gguf_configuration(path)
         arguments = {"pretrained_model_name_or_path": path.parent, **gguf_arguments(path, dtype, device)}
         return cls(path, config, dtype, _bytes(config, path, dtype), None, None, arguments)
 
     def read(self, device: torch.device) -> PreTrainedModel:
-        """The model on a device, in host memory where that is the CPU.
+        """Loads the model onto a device.
 
         Raises:
             OSError: weights are missing, or host memory is short (:class:`HostMemoryError`).
@@ -116,7 +116,7 @@ class ModelFiles:
         """
         if device.type == "cpu":
             self._check_host()
-        # Quantisation libraries would choose a GPU themselves.
+        # Without device_map, quantisation libraries would choose a GPU themselves.
         directly = device.type != "cpu" or self.quantised is not None
         place: dict[str, Any] = {"device_map": {"": device}} if directly else {}
         packed = self._checkpoint is None
@@ -154,7 +154,7 @@ class ModelFiles:
             )
         method = getattr(model.config, "quantization_config", None)
         if method is not None and not getattr(model, "is_quantized", False):
-            # transformers would read the packed weights as plain ones.
+            # transformers has read the packed weights as if they were plain ones.
             raise ValueError(
                 f"{str(self.source)!r} uses a quantisation method that this release of transformers does not "
                 f"support ({method}); give a checkpoint of 16 bits"
@@ -167,9 +167,9 @@ class ModelFiles:
         return ready
 
     def skeleton(self) -> PreTrainedModel:
-        """The model on the meta device, without memory for its weights; not quantised."""
-        made: PreTrainedModel = _in_dtype(self.config, self.source, self.dtype)
-        return made
+        """Makes the model, not quantised, on the meta device, which takes no memory for weights."""
+        model: PreTrainedModel = _in_dtype(self.config, self.source, self.dtype)
+        return model
 
     def _lacks_package(self, error: ImportError) -> ValueError:
         packages = _PACKAGES.get(self.quantised or "")
@@ -185,7 +185,7 @@ class ModelFiles:
         )
 
     def _check_host(self) -> None:
-        # Files are mapped, not copied, but a model that memory does not hold is read from disk in every pass.
+        # Files are memory-mapped. A model larger than the memory would be read from disk in every forward.
         left, what = available()
         if self.bytes > left:
             raise HostMemoryError(
@@ -195,12 +195,12 @@ class ModelFiles:
 
 
 def _named_dtype(dtype: torch.dtype | str) -> Any:
-    """What torch knows under this name, or the dtype itself."""
+    """Returns the attribute of torch with this name (None if there is none), or the dtype itself."""
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """What ``gguf_cache`` calls weights of a dtype."""
+    """Returns the name of a dtype, which is the kind of a ``gguf_cache`` entry with weights."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -210,8 +210,8 @@ def _bytes(config: PreTrainedConfig, source: str | Path, dtype: torch.dtype | st
 
 def _in_dtype(config: PreTrainedConfig, source: str | Path, dtype: torch.dtype | str | None) -> Any:
     kind = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None)
-    made: Any = skeleton(config, source)
-    return made.to(kind if isinstance(kind, torch.dtype) else torch.float32)
+    model: Any = skeleton(config, source)
+    return model.to(kind if isinstance(kind, torch.dtype) else torch.float32)
 
 
 def _method(config: PreTrainedConfig) -> str | None:
@@ -223,9 +223,9 @@ def _method(config: PreTrainedConfig) -> str | None:
 
 
 def _leave_out_encoders(model: PreTrainedModel) -> None:
-    """Free the weights of a multimodal model's encoders of images and sound, which text does not need.
+    """Frees the weights of a multimodal model's image and audio encoders, which text does not need.
 
-    The modules stay, without contents: transformers sets the attention of each part of a model.
+    The encoder modules stay, but empty, since transformers sets the attention of each part of a model.
     """
     decoder = text_decoder(model)
     for modality in ("image", "audio"):

@@ -1,4 +1,4 @@
-"""How much rounding may change the logits of a forward."""
+"""Decides whether a difference between the logits of two forwards can come from rounding."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,20 +10,20 @@ from torch import Tensor
 from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.hf_model import HFModel
 
-# Most relative error of the logits that rounding explains; wrong attention gives 0.1 and more.
+# The largest relative error of logits that rounding can cause, by dtype. Wrong attention causes 0.1 or more.
 _ROUNDING = {torch.float32: 5e-3, torch.float64: 5e-3}
 _ROUNDING_16 = 0.08
 NOISE = 2.0**-8
-"""A unit in the last place of bf16. Relative noise of this size on the embeddings shows how far rounding
-carries: where it changes the choice of experts, it changes logits far more than ``rounding_limit``."""
+"""A unit in the last place of bf16. Relative noise of this size on the embeddings shows how rounding changes
+the logits. If it changes the choice of experts, the change is far larger than ``rounding_limit``."""
 _UNDERFLOW = 104.0  # exp(-104) is 0 in fp32
 MOST_ROUNDING = 0.5
-"""Logits that differ by more are never taken for rounded ones."""
+"""A relative error above this is never attributed to rounding."""
 
 
 def rounding_limit(model: HFModel) -> float:
-    """The relative error of logits that rounding explains in any model of this dtype."""
-    # Layers that quantise their inputs too round far more coarsely than their dtype says.
+    """Returns the largest relative error of logits from rounding in a model of this dtype without experts."""
+    # Quantised layers may quantise their inputs too, which rounds far more coarsely than the dtype.
     plain = quantisation(model.model) is None
     return _ROUNDING.get(model.dtype, _ROUNDING_16) if plain else _ROUNDING_16
 
@@ -31,27 +31,27 @@ def rounding_limit(model: HFModel) -> float:
 def explained_error(
     model: HFModel, error: float, reference: Tensor, with_noise: Callable[[], Tensor]
 ) -> float:
-    """The relative error of logits that rounding explains in this model.
+    """Returns the largest relative error of logits that rounding can cause in this model.
 
     Args:
-        model: whose logits were compared.
-        error: their :func:`relative_error`; below :func:`rounding_limit` nothing else is computed.
-        reference: logits that ours were compared with, ``[T, V]``.
-        with_noise: computes them again inside :func:`noisy_embeddings`, with :data:`NOISE`.
+        model: the model whose logits were compared.
+        error: the measured :func:`relative_error`; below :func:`rounding_limit` nothing is computed.
+        reference: ``[T, V]``, the logits that ours were compared with.
+        with_noise: computes ``reference`` again inside :func:`noisy_embeddings` with :data:`NOISE`.
     """
     limit = rounding_limit(model)
     if limit < error < MOST_ROUNDING and model.dtype.itemsize == 2:
-        # Rounding of one layer's inputs may choose other experts, and change logits far more.
+        # Rounding may change the choice of experts, and so the logits far more than usual.
         limit = max(limit, relative_error(with_noise(), reference))
     return limit
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:
-    """Relative difference of logits ``[T, V]``: the median over the tokens.
+    """Returns the relative difference of logits ``[T, V]``, as the median over the tokens.
 
-    In 16 bits a near tie between experts may be resolved differently, which changes single tokens. Entries
-    whose probability is 0 in fp32 may be any number that low: they are compared with that bound, and would
-    otherwise hide the difference of all others (masked or padded vocabularies have thousands of them).
+    The median ignores single tokens: in 16 bits rounding may decide between two experts. Logits so low that
+    their probability is 0 in fp32 count as different only if ours is above that bound. Otherwise the
+    thousands of such entries in masked or padded vocabularies would hide the difference of all others.
     """
     bound = reference.amax(-1, keepdim=True) - _UNDERFLOW
     low = reference <= bound
@@ -63,7 +63,7 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 
 @contextmanager
 def noisy_embeddings(model: Any, noise: float) -> Iterator[None]:
-    """Inside, a model's embeddings have relative noise, the same each time; 0 is none."""
+    """Adds relative noise, the same in each call, to a model's embeddings inside the context; 0 adds none."""
     if not noise:
         yield
         return
