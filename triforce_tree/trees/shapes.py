@@ -312,9 +312,7 @@ def save_shape(path: str | Path, shape: str | Shape) -> None:
     check_shape_file(path)
     tree = tree_shape(shape)
     if isinstance(tree, WithChain):
-        raise ValueError(
-            f"{shape_name(tree)!r} has a chain beside its tree; save the tree, and set lookup=N"
-        )
+        raise ValueError(f"{shape_name(tree)!r} has a chain beside its tree; save the tree, and set lookup=N")
     if isinstance(tree, Static):
         write_topology(path, tree.paths)
     else:
