@@ -195,7 +195,7 @@ def test_without_room_it_is_unpacked_in_every_run(
     with caplog.at_level(logging.WARNING):
         first = weights_of(path)
     assert "cannot be kept in" in caplog.text
-    assert "TRIFORCE_TREE_CACHE names another folder" in caplog.text
+    assert "set TRIFORCE_TREE_CACHE to another folder" in caplog.text
     assert len(caplog.records) <= 2
     assert not kept_files(own_cache)
     once = len(unpackings)
