@@ -162,10 +162,10 @@ def test_keys_and_values_in_8_bits(case: Case) -> None:
 def test_one_graph_of_torch_compile() -> None:
     problem = build(Case(Heads(8, 2, 128), ((500, 16),)), "cuda")
     plan = plan_trees(problem.case.heads, problem.masks, [500], device="cuda")
-    attention = backend("triton").trees(plan, torch.bfloat16)
+    attention, params = backend("triton").trees(plan, torch.bfloat16), AttentionParams(0.09)
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = attention.states(q * 2, KV(k, v), AttentionParams(0.09))
+        out, lse = attention.states(q * 2, KV(k, v), params)
         return out + 1, lse
 
     plain = layer(problem.q, problem.k, problem.v)
