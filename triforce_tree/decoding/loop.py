@@ -338,6 +338,8 @@ class DecodingLoop:
         if self._program is not None:
             self.chooser.close()
             self._before, self._levels = self.levels, []
+            # They hold the program's buffers, whose memory the next one needs.
+            del self.chooser, self.draws
         self._program, self._is_fed = None, False
 
     def _grow(self) -> None:
