@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -37,15 +38,20 @@ def hardware(device: torch.device | None = None) -> str:
     """The name of the GPU, or for a CPU its model and number of cores; without ``device``, the GPU if any."""
     if torch.cuda.is_available() if device is None else device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    # Of those that the process may use, where the system says it.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu()}, {cores} cores"
+
+
+@cache
+def _cpu() -> str:
+    """The model of the CPU; Linux takes milliseconds for it where there are many cores."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), model)
     except OSError:
-        pass
-    # Of those that the process may use, where the system says it.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model}, {cores} cores"
+        return model
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), model)
 
 
 # Bytes of each tensor that a digest of weights looks at.
