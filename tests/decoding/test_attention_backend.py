@@ -10,6 +10,7 @@ from tests.support.models.families import prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 from triforce_tree.kernels.attention import backend as backends
+from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,6 +78,6 @@ def test_costs_are_kept_by_backend() -> None:
         own.generate(prompt_of(40), max_new_tokens=4, temperature=0.0)
         program = own.last_program
         assert program is not None
-        found.append(settings_of(program, "greedy", None)["attention"])
+        found.append(settings_of(program, ProbsFromLogits(greedy=True))["attention"])
     assert found == ["cpu", "cpu", "sdpa"]
     assert torch.device("cpu") == program.device
