@@ -111,7 +111,7 @@ def test_beams_share_their_rows_and_give_them_back(monkeypatch: pytest.MonkeyPat
             while stack:
                 nodes.append(stack.pop())
                 stack += nodes[-1].children
-            pool = self._rows.pool
+            pool = self._slots.pool
             slots = [slot for node in nodes for slot in node.slots(0, node.stored, pool.page).tolist()]
             assert len(set(slots)) == len(slots)
             assert pool.pages - pool.free_pages == sum(len(node.pages) for node in nodes)

@@ -1,4 +1,4 @@
-"""Texts of a tree are those of each text alone; rows are stored once; refusals."""
+"""Texts of a tree are those of each text alone; tokens are stored once; refusals."""
 
 from collections import Counter
 from functools import cache
@@ -12,7 +12,7 @@ from tests.support.models.api_cases import characters, text_of
 from tests.support.models.families import greedy, prompt_of, tiny
 from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine, UnsupportedModelError
-from triforce_tree.branching import attention, forward, rows
+from triforce_tree.branching import attention, forward, slots
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import TreeFullError, slot_bytes
 from triforce_tree.branching.tree import TextTree
@@ -69,7 +69,7 @@ def test_scores_are_the_targets(
     family: str, most: int, most_read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in several forwards, of tokens that are stored already and of some that are not."""
-    for module in (forward, rows):
+    for module in (forward, slots):
         monkeypatch.setattr(module, "MOST_QUERIES", most)
     monkeypatch.setattr("triforce_tree.branching.scoring.MOST_QUERIES", most)
     monkeypatch.setattr(attention, "MOST_READ", most_read)
@@ -96,7 +96,7 @@ def test_every_row_is_stored_once() -> None:
     while stack:
         nodes.append(stack.pop())
         stack += nodes[-1].children
-    page = tree._rows.pool.page
+    page = tree._slots.pool.page
     taken = [slot for node in nodes for slot in node.slots(0, node.stored, page).tolist()]
     assert len(set(taken)) == len(taken)
     # All tokens of all nodes but the last one of each leaf, which nothing follows.
@@ -198,19 +198,19 @@ def test_forwards_may_be_queued_before_their_tokens_are_known(options: dict[str,
     found, logprobs, free, queued = [], [], [], []
     for queues in (False, True):
         tree, leaves = grown(engine())
-        tree._rows.queues = queues
-        next_logits = tree._rows.next_logits
-        tree._rows.next_logits = lambda *args, inner=next_logits: (queued.append(1), inner(*args))[1]
+        tree._slots.queues = queues
+        next_logits = tree._slots.next_logits
+        tree._slots.next_logits = lambda *args, inner=next_logits: (queued.append(1), inner(*args))[1]
         leaves += tree.fork(tree.root, 3)[::-1]
         usual = tree.generate(tree.fork(tree.root, 1), max_new_tokens=12, **options)[0].tokens
         branches = tree.generate(leaves, max_new_tokens=24, eos_token_id=[usual[3], usual[9]], **options)
         assert len({len(branch.tokens) for branch in branches if branch.finish_reason == "eos"}) > 1
         found.append([branch.tokens for branch in branches])
         logprobs.append(torch.tensor([value for branch in branches for value in branch.logprobs]))
-        # What follows goes on from rows of such forwards too.
+        # What follows goes on from slots of such forwards too.
         below = [tree.fork(leaf, 1)[0] for leaf in leaves]
         found[-1] += [branch.tokens for branch in tree.generate(below, max_new_tokens=5, **options)]
-        free.append(tree._rows.pool.free_pages)
+        free.append(tree._slots.pool.free_pages)
         assert bool(queued) == queues
     assert found[0] == found[1]
     torch.testing.assert_close(logprobs[0], logprobs[1], atol=2e-5, rtol=0)
@@ -221,16 +221,16 @@ def test_nan_leaves_a_tree_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another forward is queued already."""
     made = engine()
     tree = made.tree(PROMPT)
-    tree._rows.queues = True
+    tree._slots.queues = True
     nodes = tree.fork(tree.root, 2)
     tree.generate(nodes, max_new_tokens=3, **GREEDY)
-    forward = tree._rows._forward
-    monkeypatch.setattr(tree._rows, "_forward", lambda *args: forward(*args) * torch.nan)
+    forward = tree._slots._forward
+    monkeypatch.setattr(tree._slots, "_forward", lambda *args: forward(*args) * torch.nan)
     texts = [node.text_tokens for node in nodes]
     with pytest.raises(ValueError, match="NaN logits"):
         tree.generate(nodes, max_new_tokens=6, **GREEDY)
     assert [node.text_tokens for node in nodes] == texts
-    monkeypatch.setattr(tree._rows, "_forward", forward)
+    monkeypatch.setattr(tree._slots, "_forward", forward)
     for text, branch in zip(texts, tree.generate(nodes, max_new_tokens=6, **GREEDY), strict=True):
         assert branch.tokens == greedy(made.target.model, text, 6)
 

@@ -121,7 +121,7 @@ def test_draft_probs_are_those_of_the_window(levels: int) -> None:
             hidden = int(drafter.dropped[b])
             dropped.add((b, hidden))
             visible = [*sequence[:2], *sequence[2 + hidden :]]
-            assert 2 + 6 <= len(visible) <= drafter.store.rows - drafter.nodes + 1
+            assert 2 + 6 <= len(visible) <= drafter.store.slots - drafter.nodes + 1
             for node in (0, 1 + trees % 4, 5 + trees % 3):
                 path: list[int] = []
                 ancestor = node

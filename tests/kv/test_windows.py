@@ -72,7 +72,7 @@ def test_families(family: str) -> None:
             assert {shapes[layer].window for layer in group.layers} == {group.shape.window}
             if group.shape.window is not None:
                 assert group.shape.window == WINDOWED[family]
-                assert group.ring == group.slots < program.store.rows
+                assert group.ring == group.slots < program.store.slots
         assert any(group.ring for group in program.store.groups)
 
 
@@ -132,7 +132,7 @@ def test_rings_draw_what_whole_stores_draw(levels: int) -> None:
     drawn = []
     program = program_of(target, draft, levels, 2, max_seq_len=200, budget=16)
     drawn = [decoded(program, PROMPTS, [12, 12], SAMPLED, seed)[0] for seed in (1, 2)]
-    shape = (2, program.store.rows, torch.device("cpu"), torch.float32, program.store.page)
+    shape = (2, program.store.slots, torch.device("cpu"), torch.float32, program.store.page)
     whole = KVStore(HFModel(target).kv_shapes, *shape)
     assert not any(group.ring for group in whole.groups)
     small = None if levels == 1 else TreeDrafter(HFModel(draft), program.config)

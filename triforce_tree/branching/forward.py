@@ -110,7 +110,7 @@ class _Buffers:
         return self.logits[0, : len(ids)]
 
     def prepare(self, layout: Layout) -> None:
-        """Plan a forward that may come next, while the last one runs, if its rows have pages already."""
+        """Plan a forward that may come next, while the last one runs, if its tokens have pages already."""
         fits = Sizes.of(layout, on_gpu=True) == self.sizes
         there = all(feed.stop <= len(feed.node.pages) * self._pool.page for feed in layout.feeds)
         if isinstance(self._attention, BlockAttention) and fits and there:
@@ -185,7 +185,7 @@ class TreeForward:
             feeds: what is fed.
             ahead: of a series of forwards of one token a node, on a GPU.
             tokens: int64 ``[T]`` on the device, which the nodes do not have yet. The caller gives them to the
-                nodes, and says that their rows are stored. By default the nodes' own.
+                nodes, and says that they are stored. By default the nodes' own.
         """
         layout = arranged(feeds) if ahead is None else ahead.layout(feeds)
         on_gpu = pool.store.device.type == "cuda"

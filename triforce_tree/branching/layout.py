@@ -12,7 +12,7 @@ class Feed(NamedTuple):
 
     Attributes:
         node: whose tokens they are.
-        start: the first of them, counted in the node; all rows before it are stored, or the forward's own.
+        start: the first of them, counted in the node; all tokens before it are stored, or the forward's own.
         size: how many.
     """
 
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     Attributes:
         feeds: in the order of their queries.
         segments: what the queries see; ``Segment.node`` indexes ``nodes``.
-        nodes: that hold rows which some query sees.
+        nodes: that hold tokens which some query sees.
         owners: pairs of a query and a segment that it sees.
     """
 
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 def arranged(feeds: Sequence[Feed]) -> Layout:
     """The layout of a forward. At most one feed a node.
 
-    A token sees the rows of all nodes before its own, those of this forward too, and those of its own node
+    A token sees all tokens of the nodes before its own, those of this forward too, and those of its own node
     up to itself.
     """
     by_node = {feed.node: feed for feed in feeds}
@@ -76,17 +76,17 @@ def arranged(feeds: Sequence[Feed]) -> Layout:
                 order.append(own)
                 queries += own.size
             continue
-        rows = max(node.stored, own.stop if own is not None else 0)
-        if rows:
-            segments += _segments(len(nodes), rows, own, first, queries)
+        count = max(node.stored, own.stop if own is not None else 0)
+        if count:
+            segments += _segments(len(nodes), count, own, first, queries)
             nodes.append(node)
     return Layout(order, segments, nodes, sum(segment.queries for segment in segments))
 
 
-def _segments(number: int, rows: int, own: Feed | None, first: int, stop: int) -> list[Segment]:
-    """The segments of a node: ``rows`` for queries ``first`` to ``stop``, of which the first are its own."""
+def _segments(number: int, tokens: int, own: Feed | None, first: int, stop: int) -> list[Segment]:
+    """The segments of a node: ``tokens`` for queries ``first`` to ``stop``, of which the first are its."""
     count = 0 if own is None else own.size
-    if own is not None and count == 1 and own.stop == rows:
+    if own is not None and count == 1 and own.stop == tokens:
         count = 0  # Its only query sees what those below it see.
     found = []
     if own is not None and count == 1:
@@ -94,5 +94,5 @@ def _segments(number: int, rows: int, own: Feed | None, first: int, stop: int) -
     elif own is not None and count:
         found.append(Segment(number, own.start, count, first, count))
     if first + count < stop:
-        found.append(Segment(number, rows, 0, first + count, stop - first - count))
+        found.append(Segment(number, tokens, 0, first + count, stop - first - count))
     return found

@@ -28,7 +28,7 @@ class Node:
         self.start: int = 0 if parent is None else parent.stop
         self.logprobs: list[float | None] = [None] * len(self.tokens)
         self.alive = True
-        # Pages of the own rows, and how many of the own tokens have theirs: at least all but the last one of
+        # Pages of the own tokens, and how many of these are stored: at least all but the last one of
         # a node that has been continued.
         self.pages: list[int] = []
         self.stored = 0
@@ -64,18 +64,18 @@ class Node:
         return next(node for node in self._upwards() if node.tokens)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float | None] | None = None) -> None:
-        """Add tokens, whose rows are not stored yet."""
+        """Add tokens, which are not stored yet."""
         self.tokens += tokens
         self.logprobs += [None] * len(tokens) if logprobs is None else logprobs
 
     def slots(self, first: int, stop: int, page: int) -> np.ndarray:
-        """The slots of own rows ``first`` to ``stop``, in pages of so many slots; int64."""
-        rows = np.arange(first, stop)
+        """The slots of own tokens ``first`` to ``stop``, in pages of so many slots; int64."""
+        tokens = np.arange(first, stop)
         pages = np.asarray(self.pages, dtype=np.int64)
-        return pages[rows // page] * page + rows % page
+        return pages[tokens // page] * page + tokens % page
 
     def path_slots(self, stop: int, count: int, page: int) -> np.ndarray:
-        """The slots of the last ``count`` rows of the text before own row ``stop``, oldest first."""
+        """The slots of the last ``count`` tokens before own token ``stop``, oldest first."""
         parts: list[np.ndarray] = []
         for node in self._upwards():
             end = stop if node is self else len(node.tokens)

@@ -39,8 +39,8 @@ class KVPool:
         self.page = page or _PAGE.get(target.device.type, _CPU_PAGE)
         self.pages = slots // self.page
         shapes = [shape and replace(shape, window=None, chunked=False) for shape in target.kv_layers]
-        rows = (self.pages + SCRATCH) * self.page
-        self.store = KVStore(shapes, 1, rows, target.device, target.dtype, self.page)
+        count = (self.pages + SCRATCH) * self.page
+        self.store = KVStore(shapes, 1, count, target.device, target.dtype, self.page)
         self._slot_bytes = slot_bytes(target)
         self._free = np.ones(self.pages + SCRATCH, dtype=bool)
         self._free[:SCRATCH] = False
@@ -59,9 +59,9 @@ class KVPool:
         """Of all pages that nodes can own."""
         return self.pages * self.page_bytes
 
-    def pages_of(self, rows: int) -> int:
-        """Pages that so many rows of a node take."""
-        return -(-rows // self.page)
+    def pages_of(self, tokens: int) -> int:
+        """Pages that so many tokens of a node take."""
+        return -(-tokens // self.page)
 
     def check(self, pages: int) -> None:
         """Raise TreeFullError where fewer than ``pages`` are free."""

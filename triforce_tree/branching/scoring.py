@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from triforce_tree.branching.forward import MOST_QUERIES
 from triforce_tree.branching.layout import Feed
 from triforce_tree.branching.node import Node
-from triforce_tree.branching.rows import TreeRows
+from triforce_tree.branching.slots import TreeSlots
 from triforce_tree.verify.sampling import NAN_LOGITS
 
 
-def fill_logprobs(rows: TreeRows, nodes: Sequence[Node]) -> None:
+def fill_logprobs(slots: TreeSlots, nodes: Sequence[Node]) -> None:
     """Compute the log-probabilities of the nodes' own tokens that are not known.
 
     Nodes of one tree are scored together. What a token depends on is fed again where it is stored already, as
@@ -17,10 +17,10 @@ def fill_logprobs(rows: TreeRows, nodes: Sequence[Node]) -> None:
 
     Raises:
         ValueError: NaN logits.
-        TreeFullError: there is no room for the rows that are not stored yet.
+        TreeFullError: there are no slots for the tokens that are not stored yet.
     """
     unknown = [node for node in dict.fromkeys(nodes) if None in node.logprobs]
-    rows.fill({parent: len(parent.tokens) for node in unknown for parent in node.path[:-1]})
+    slots.fill({parent: len(parent.tokens) for node in unknown for parent in node.path[:-1]})
     # By node, the first of its tokens whose logits are needed, and the end of them.
     ranges: dict[Node, tuple[int, int]] = {}
     after: dict[Node, list[Node]] = {}
@@ -37,7 +37,7 @@ def fill_logprobs(rows: TreeRows, nodes: Sequence[Node]) -> None:
             after.setdefault(tip, []).append(node)
         if count > 1:
             add(node, min(node.stored, max(0, first - 1)), count - 1)
-    rows.reserve({node: stop for node, (_, stop) in ranges.items()})
+    slots.reserve({node: stop for node, (_, stop) in ranges.items()})
     feeds: list[Feed] = []
     free = MOST_QUERIES
     for node in sorted(ranges, key=lambda node: len(node.path)):
@@ -46,12 +46,12 @@ def fill_logprobs(rows: TreeRows, nodes: Sequence[Node]) -> None:
             feeds.append(Feed(node, start, min(free, stop - start)))
             start, free = feeds[-1].stop, free - feeds[-1].size
             if not free:
-                _read(rows, feeds, after)
+                _read(slots, feeds, after)
                 feeds, free = [], MOST_QUERIES
-    _read(rows, feeds, after)
+    _read(slots, feeds, after)
 
 
-def _read(rows: TreeRows, feeds: Sequence[Feed], after: dict[Node, list[Node]]) -> None:
+def _read(slots: TreeSlots, feeds: Sequence[Feed], after: dict[Node, list[Node]]) -> None:
     """Feed tokens, and note the log-probabilities of those that follow them.
 
     Args:
@@ -59,7 +59,7 @@ def _read(rows: TreeRows, feeds: Sequence[Feed], after: dict[Node, list[Node]]) 
     """
     if not feeds:
         return
-    logprobs = rows.logits(feeds).float().log_softmax(-1)
+    logprobs = slots.logits(feeds).float().log_softmax(-1)
     if bool(logprobs.isnan().any()):
         raise ValueError(NAN_LOGITS)
     places: list[tuple[int, Node, int]] = []

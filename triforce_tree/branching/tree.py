@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triforce_tree.branching.leaves import Leaf, decode
+from triforce_tree.branching.decoding import Leaf, decode
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.options import Draws, check_engine, leaf_options
 from triforce_tree.branching.pool import KVPool, slot_bytes
-from triforce_tree.branching.rows import TreeRows
 from triforce_tree.branching.scoring import fill_logprobs
+from triforce_tree.branching.slots import TreeSlots
 from triforce_tree.generation.inputs import Inputs, check_rows, prompt_of
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.loaded import LoadedEngine
@@ -99,11 +99,11 @@ class TextTree:
         with engine.generation(), target.active():
             pool = KVPool(target, slots)
             pool.store.attention = chosen(config.attention_backend, target.device)
-            self._rows = TreeRows(target, pool, chunk_tokens(config.prefill_chunk, target.device))
+            self._slots = TreeSlots(target, pool, chunk_tokens(config.prefill_chunk, target.device))
             self.max_bytes = pool.bytes
             self._choose_rope()
             self._function = target.function_key()
-            self._rows.fill({self.root: len(tokens) - 1}, progress)
+            self._slots.fill({self.root: len(tokens) - 1}, progress)
 
     def fork(self, node: Node, n: int = 2) -> list[Node]:
         """``n`` new children of a node, without tokens yet. A node may be forked again and again.
@@ -134,7 +134,7 @@ class TextTree:
         if new:
             check_rows([new], self._target.vocab_size)
             self._check_length(node.stop, len(new))
-            self._rows.reserve({node: len(node.tokens) + len(new)})
+            self._slots.reserve({node: len(node.tokens) + len(new)})
             node.append(new)
         return node
 
@@ -183,7 +183,7 @@ class TextTree:
             leaves.append(Leaf(node, own.to_probs, ending, draws, node.text_tokens))
         begun = time.perf_counter()
         with self._computing():
-            decode(self._rows, leaves)
+            decode(self._slots, leaves)
         self.decode_seconds = time.perf_counter() - begun
         vocabulary = Vocabulary(self._engine.tokenizer) if self._engine.tokenizer is not None else None
         return [_branch(leaf, vocabulary) for leaf in leaves]
@@ -197,14 +197,14 @@ class TextTree:
 
         Raises:
             ValueError: a node that is not in the tree, NaN logits.
-            TreeFullError: the budget does not hold the rows that the scores depend on.
+            TreeFullError: the budget does not hold the tokens that the scores depend on.
         """
         given = [nodes] if isinstance(nodes, Node) else list(nodes)
         self._check_nodes(given)
         with self._computing():
             if self.root in given:
                 self.root.logprobs[0] = 0.0
-            fill_logprobs(self._rows, given)
+            fill_logprobs(self._slots, given)
         return [torch.tensor(node.logprobs, dtype=torch.float32) for node in given]
 
     def prune(self, node: Node) -> None:
@@ -216,7 +216,7 @@ class TextTree:
         self._check_nodes([node])
         if node.parent is None:
             raise ValueError("the root cannot be pruned; close the tree instead")
-        self._rows.release(node)
+        self._slots.release(node)
 
     def text(self, node: Node) -> str:
         """The whole text up to a node's end, without special tokens.
@@ -243,7 +243,7 @@ class TextTree:
     @property
     def used_bytes(self) -> int:
         """Of ``max_bytes``, those of pages that nodes own."""
-        pool = self._rows.pool
+        pool = self._slots.pool
         return (pool.pages - pool.free_pages) * pool.page_bytes
 
     @contextmanager

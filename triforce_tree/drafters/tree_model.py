@@ -92,7 +92,7 @@ class TreeDrafter:
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         if (rope := self.draft.length_rope) is not None:
-            rope.choose_for_window(self.store.rows)
+            rope.choose_for_window(self.store.slots)
         for b, sequence in enumerate(sequences):
             self._recompute_window(b, sequence)
 
@@ -108,7 +108,7 @@ class TreeDrafter:
             final, fed = len(sequence) - self.refeed_tokens, self._fed[b]
             # Only the first forward of a tree writes slots of padding on the left, so a padded sequence that
             # has grown is recomputed.
-            if needed > self.store.rows or (resumed and self._dropped_on_host[b] < 0):
+            if needed > self.store.slots or (resumed and self._dropped_on_host[b] < 0):
                 self._recompute_window(b, sequence)
             elif resumed and final > fed:
                 dropped = self._dropped_on_host[b]

@@ -115,7 +115,7 @@ class KVStore:
     Args:
         layers: what each layer keeps; None for a layer whose keys and values are elsewhere.
         batch: B.
-        rows: KV slots of a sequence, rounded up to whole pages.
+        slots: KV slots of a sequence, rounded up to whole pages.
         page: slots of the unit that tables refer to, in layers without a window.
         scratch: most slots after the committed ones that forwards write. With it, layers with a window become
             rings where that takes less memory; None keeps every position of every layer.
@@ -126,7 +126,7 @@ class KVStore:
     Attributes:
         groups: by their first layers.
         dtype: of new keys and values, and of queries.
-        rows: KV slots of a sequence in layers without a window.
+        slots: KV slots of a sequence in layers without a window.
         attention: the backend of views that are made from now on, by default the device's.
     """
 
@@ -134,7 +134,7 @@ class KVStore:
         self,
         layers: Sequence[KVShape | None],
         batch: int,
-        rows: int,
+        slots: int,
         device: torch.device,
         dtype: torch.dtype,
         page: int = 64,
@@ -144,10 +144,10 @@ class KVStore:
     ) -> None:
         self.bits = bits
         self.batch, self.page, self.scratch = batch, page, scratch
-        self.rows = -(-rows // page) * page
+        self.slots = -(-slots // page) * page
         self.device, self.dtype, self.attention = device, dtype, default(device)
         # Most committed tokens: later slots are scratch.
-        self._most_tokens = rows - (scratch or 0)
+        self._most_tokens = slots - (scratch or 0)
         members: dict[KVShape, list[int]] = {}
         for index, shape in enumerate(layers):
             if shape is not None:
@@ -156,7 +156,7 @@ class KVStore:
                 members.setdefault(shape, []).append(index)
         rings = [self._ring(shape) for shape in members]
         sizes = [
-            (len(indices), batch, shape.heads.kv, ring or self.rows, dim)
+            (len(indices), batch, shape.heads.kv, ring or self.slots, dim)
             for (shape, indices), ring in zip(members.items(), rings, strict=True)
             for dim in (shape.heads.dim, shape.heads.value_dim)
         ]
@@ -170,7 +170,7 @@ class KVStore:
         self.groups: list[KVGroup] = []
         views = iter(self.memory[part].view(size) for part, size in zip(parts, sizes, strict=True))
         for (shape, indices), ring in zip(members.items(), rings, strict=True):
-            where = batch, shape.heads.kv, ring // RING_PAGE, -(-self.rows // RING_PAGE)
+            where = batch, shape.heads.kv, ring // RING_PAGE, -(-self.slots // RING_PAGE)
             table = ring_table(*where, device) if ring else None
             unit = RING_PAGE if ring else page
             k, v = next(views), next(views)
@@ -221,11 +221,11 @@ class KVStore:
         if shape.window is None or self.scratch is None:
             return 0
         ring = -(-(shape.window + self.scratch) // RING_PAGE) * RING_PAGE
-        return ring if ring < self.rows else 0
+        return ring if ring < self.slots else 0
 
     def serves(self, batch: int, positions: int, scratch: int, page: int, bits: int) -> bool:
         """Whether a cache of so many positions of each sequence, with tables of such pages, fits into it."""
-        enough = self.batch == batch and self.rows >= positions and self.rows % page == 0
+        enough = self.batch == batch and self.slots >= positions and self.slots % page == 0
         return enough and self.bits == bits and (self.scratch is None or self.scratch >= scratch)
 
     def take(self, source: "KVStore", sequence: int, length: int) -> bool:
@@ -241,8 +241,10 @@ class KVStore:
             for place, layer in enumerate(group.layers):
                 number, index = source.place(layer)
                 other = source.groups[number]
-                window = group.shape.window if group.ring else other.shape.window if other.ring else None
-                positions = range(max(0, length - window) if window is not None else 0, length)
+                # All that passes have not overwritten: the text may be continued a little earlier, too.
+                rings = [(group, self), (other, source)]
+                kept = [own.ring - (store.scratch or 0) for own, store in rings if own.ring]
+                positions = range(max(0, length - min(kept, default=length)), length)
                 lost = max(lost, positions.start)
                 for old, new in zip(other.parts, group.parts, strict=True):
                     own, theirs = new[place, sequence], old[index, sequence]
@@ -269,9 +271,9 @@ class KVStore:
     def check_room(self, batch: int, positions: int, scratch: int) -> None:
         """Raise ValueError where ``positions`` of a sequence, ``scratch`` of them scratch, do not fit."""
         enough = self.scratch is None or self.scratch >= scratch
-        if self.batch != batch or self.rows < positions or not enough:
+        if self.batch != batch or self.slots < positions or not enough:
             raise ValueError(
-                f"a store of {self.batch} x {self.rows} KV slots cannot hold {batch} x {positions} "
+                f"a store of {self.batch} x {self.slots} KV slots cannot hold {batch} x {positions} "
                 f"({positions - scratch} tokens and {scratch} scratch slots after them); make a larger store"
             )
 
@@ -281,8 +283,10 @@ class KVStore:
         Raises:
             ValueError: their slots are not a whole number of such pages.
         """
-        if self.rows % page:
-            raise ValueError(f"{self.rows} KV slots are not a multiple of a page of {page}; use another page")
+        if self.slots % page:
+            raise ValueError(
+                f"{self.slots} KV slots are not a multiple of a page of {page}; use another page"
+            )
         other = copy.copy(self)
         other.page = page
         other.groups = [g if g.ring else replace(g, page=page) for g in self.groups]
@@ -292,7 +296,7 @@ class KVStore:
         """The same memory without the first ``slots`` of each layer; not for rings or 8 bits."""
         other = copy.copy(self)
         other.groups = [replace(g, k=g.k[..., slots:, :], v=g.v[..., slots:, :]) for g in self.groups]
-        other.rows = self.rows - slots
+        other.slots = self.slots - slots
         return other
 
     @property

@@ -291,7 +291,7 @@ class PagedRetrievalView(TreeAttentionView):
     @property
     def chunks(self) -> int:
         """Chunks of a whole sequence."""
-        return self.store.rows // self.config.chunk
+        return self.store.slots // self.config.chunk
 
     def refresh(self, root: Tensor, committed: Tensor) -> None:
         """Let the next forward select chunks by the queries of its root.

@@ -172,7 +172,7 @@ class Bench:
             store = None
             if offload is None:
                 slots = max_seq_len + PassLimits.of(config, levels).scratch_slots
-                store = old.store if fits and old.store.rows >= slots else None
+                store = old.store if fits and old.store.slots >= slots else None
                 if store is None or max(map(len, self._fed), default=0) > max_seq_len:
                     # The slots are new, or the captures' trial runs will have written into them.
                     self._fed = []

@@ -24,7 +24,7 @@ _WARM_UPS = 6
 
 def alias(store: KVStore, target: HFModel) -> StaticCache:
     """A static cache whose layers are the store's own memory."""
-    cache = StaticCache(config=target.model.config, max_cache_len=store.rows)
+    cache = StaticCache(config=target.model.config, max_cache_len=store.slots)
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
         # Through DLPack each tensor has a storage of its own: views of one storage that are written to

@@ -89,7 +89,7 @@ def measure(engine: Engine, questions: list[list[int]], new_tokens: int, setup: 
     return {
         **warm, "prefill_seconds": cold["prefill_seconds"], "computed": cold["computed"],
         "stored_once": slots > 0, "rows": program.batch,
-        "bytes": store.memory.nbytes, "slots": slots or store.batch * store.rows,
+        "bytes": store.memory.nbytes, "slots": slots or store.batch * store.slots,
     }  # fmt: skip
 
 

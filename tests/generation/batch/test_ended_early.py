@@ -131,7 +131,7 @@ def check_held(engine: Engine, model: PreTrainedModel) -> None:
         slots = range(block.place, block.end)
         assert block.written
         assert not block.users
-        assert slots.stop <= store.slots
+        assert slots.stop <= store.total_slots
         assert taken.isdisjoint(slots)
         taken.update(slots)
         text, places, now = list[int](), list[int](), block

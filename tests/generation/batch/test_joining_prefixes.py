@@ -149,7 +149,7 @@ def test_what_rows_share_is_counted_once(fed: list[int]) -> None:
     assert decoded(engine, coming, max_new_tokens=4) == [reference(TARGET, prompt, 4) for prompt in prompts]
     store = store_of(engine)
     assert (store.batch, coming.refused) == (8, 0)
-    assert store.slots < 2 * 1500 + 8 * store.scratch
+    assert store.total_slots < 2 * 1500 + 8 * store.scratch
     assert sum(fed) < 1500 + 8 * 2 * CHUNK
 
 
@@ -250,5 +250,5 @@ def test_memory_decides_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch, 
     assert decoded(engine, Coming(PROMPTS, 4)) == texts(PROMPTS)
     made = engine.last_program.store
     assert isinstance(made, PooledStore)
-    assert made.slots <= max(slots, min(pool for pool in asked_for if pool) + 64)
+    assert made.total_slots <= max(slots, min(pool for pool in asked_for if pool) + 64)
     assert made.batch == (4 if slots > 2000 else 1)

@@ -77,7 +77,7 @@ def two() -> dict[str, Any]:
     result["session"] = [session.tokens, out.reused_tokens]
     with made.program([PROMPT], NEW, None) as program:
         split, most = program.cache.backend.slots, program.max_seq_len
-        result["slots"] = [split.part.rows, most, split.whole.groups == []]
+        result["slots"] = [split.part.slots, most, split.whole.groups == []]
     with torch.no_grad(), made.program([PROMPT], NEW, None) as program:
         program.prefill([PROMPT])
         view = program.full_view(3, None, [0, 1, 2])

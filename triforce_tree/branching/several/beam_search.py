@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from triforce_tree.branching.options import check_engine, given_prompts, leaf_options
-from triforce_tree.branching.rows import TreeRows
 from triforce_tree.branching.several.beams import BeamTree, beam_pool
+from triforce_tree.branching.slots import TreeSlots
 from triforce_tree.generation.checkpoint_settings import without_settings
 from triforce_tree.generation.keywords import checked_seed
 from triforce_tree.generation.loaded import LoadedEngine
@@ -56,7 +56,7 @@ def beam_search(
             target.length_rope.choose_for_texts([len(prompt) for prompt in prompts.rows])
         pool = beam_pool(target, prompts.rows, beams, new_tokens)
         pool.store.attention = chosen(engine.config.attention_backend, target.device)
-        rows = TreeRows(target, pool, chunk_tokens(engine.config.prefill_chunk, target.device))
+        slots = TreeSlots(target, pool, chunk_tokens(engine.config.prefill_chunk, target.device))
         out = cast(
             GenerateBeamDecoderOnlyOutput,
             cast(Any, with_own_forward(without_settings(target.model))).generate(
@@ -64,7 +64,7 @@ def beam_search(
                 generation_config=request.config, logits_processor=request.processors,
                 stopping_criteria=request.criteria, prefix_allowed_tokens_fn=allowed,
                 **{
-                    CACHE: BeamTree(rows, beams, progress),
+                    CACHE: BeamTree(slots, beams, progress),
                     **request.options, **settings, "num_beams": beams, "num_return_sequences": count,
                     "return_dict_in_generate": True,
                 },

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import KVPool
-from triforce_tree.branching.rows import TreeRows, needs_before
+from triforce_tree.branching.slots import TreeSlots, needs_before
 from triforce_tree.generation.inputs import real_rows
 from triforce_tree.generation.own_forward import OwnForward
 from triforce_tree.models.hf_model import HFModel
@@ -23,14 +23,14 @@ class BeamTree(OwnForward):
     """The texts of all beams as one tree, as a cache that transformers reorders.
 
     Args:
-        rows: keys and values.
+        slots: keys and values.
         width: beams of each prompt.
         progress: called with the tokens of each chunk of a long prompt.
     """
 
-    def __init__(self, rows: TreeRows, width: int, progress: Progress | None = None) -> None:
+    def __init__(self, slots: TreeSlots, width: int, progress: Progress | None = None) -> None:
         super().__init__()
-        self._rows, self._width, self._progress = rows, width, progress
+        self._slots, self._width, self._progress = slots, width, progress
         # An empty node before all prompts.
         self._root = Node(None)
         # By row of transformers' batch: the node at whose end the beam's text ends.
@@ -53,11 +53,11 @@ class BeamTree(OwnForward):
                 node = Node(self._root, prompt)
                 self._root.children.append(node)
                 self._beams += [node] * self._width
-            self._rows.fill(needs_before(self._root.children), self._progress)
+            self._slots.fill(needs_before(self._root.children), self._progress)
         else:
             self._append(input_ids[:, -1].tolist())
         found: Tensor | None = None
-        for numbers, logits in self._rows.last_logits(self._beams):
+        for numbers, logits in self._slots.last_logits(self._beams):
             if found is None:
                 found = logits.new_zeros(len(self._beams), logits.shape[1])
             found[numbers] = logits
@@ -78,7 +78,7 @@ class BeamTree(OwnForward):
         kept = set(self._beams)
         while node not in kept and not node.children and node.parent is not None:
             parent = node.parent
-            self._rows.release(node)
+            self._slots.release(node)
             node = parent
         return node
 
@@ -88,7 +88,7 @@ class BeamTree(OwnForward):
             return
         while len(node.children) == 1:
             [child] = node.children
-            self._rows.join(node)
+            self._slots.join(node)
             self._beams = [node if beam is child else beam for beam in self._beams]
 
 
@@ -96,6 +96,6 @@ def beam_pool(target: HFModel, prompts: Sequence[Sequence[int]], width: int, new
     """Pages for ``width`` beams after each prompt, none of which share any new token."""
     pool = KVPool(target, 0)
     pages = sum(pool.pages_of(len(prompt)) for prompt in prompts)
-    # A beam's rows lie in up to three nodes whose last page is not full, and one that is being joined.
+    # A beam's tokens lie in up to three nodes whose last page is not full, and one that is being joined.
     pages += len(prompts) * width * (pool.pages_of(new_tokens) + 4)
     return KVPool(target, pages * pool.page)

@@ -154,7 +154,7 @@ class OffloadedBackend(KVBackend):
         """See :class:`KVBackend`."""
         held = [len(tokens) for tokens in self.cached.held]
         window = self.cache.window
-        first = min(length, window.rows - self.spec.scratch)
+        first = min(length, window.slots - self.spec.scratch)
         made_up = self.cache.trial(length, held)
         with super().trial(length, count, unknown), made_up, window.saved(first, count):
             yield

@@ -296,7 +296,7 @@ class OffloadedCache:
         self.store.initialise([None if count else 0 for count in held])
         self.host.initialise(held)
         base, host = self.base.clone(), self.host.base
-        self.base.fill_(max(0, length - (self.window.rows - self.scratch_slots)))
+        self.base.fill_(max(0, length - (self.window.slots - self.scratch_slots)))
         shown = min(self.host.resident_slots, default=0) + self.host.piece
         self.host.base = [min(shown, self.host.slots)] * len(host)
         self.host.ring.invalidate()

@@ -34,7 +34,7 @@ class PooledBackend(KVBackend):
         page = page_of(size.unit, spec.config, spec.levels)
         self.store, self.pool_slots = (store := PooledStore(spec, size.slots, page)), size.slots
         store.attention = spec.attention
-        self.pool = PrefixPool(store.slots, size.unit, page, spec.scratch, store.depth, store.move_runs)
+        self.pool = PrefixPool(store.total_slots, size.unit, page, spec.scratch, store.depth, store.move_runs)
         self.retrieval = spec.retrieval(PooledRetrievalView, store)
         self._new_tokens = [0] * self.batch
         # The first tokens of each sequence whose hidden states are kept, where a drafter reads any.
@@ -139,7 +139,8 @@ class PooledBackend(KVBackend):
         """See :class:`KVBackend`; the pool was made for ``tokens``."""
         empty = max(0, max(most, self.batch) - len(running) - len(coming))
         return (
-            self.pool.needed([row for row in running if row is not None], coming, empty) <= self.store.slots
+            self.pool.needed([row for row in running if row is not None], coming, empty)
+            <= self.store.total_slots
         )
 
     def forget(self) -> None:
@@ -149,7 +150,7 @@ class PooledBackend(KVBackend):
 
     def serves(self, pool: PoolSize | None) -> bool:
         """See :class:`KVBackend`."""
-        return pool is not None and pool.least <= self.store.slots
+        return pool is not None and pool.least <= self.store.total_slots
 
     def gives(self, bits: int, prompts: Sequence[Sequence[int]], reuse: str, pool: PoolSize | None) -> bool:
         """See :class:`KVBackend`."""
@@ -178,7 +179,11 @@ class PooledBackend(KVBackend):
     def _take_sequences(self, kept: KVBackend) -> None:
         """Take up whole chunks of the sequences of slots of their own, as far as there is room."""
         unit = self.pool.unit
-        spare = self.store.slots - self.batch * self.pool.own_size([0], 0) - self.pool.own_size([0] * unit, 0)
+        spare = (
+            self.store.total_slots
+            - self.batch * self.pool.own_size([0], 0)
+            - self.pool.own_size([0] * unit, 0)
+        )
         for b, tokens in enumerate(kept.cached.held):
             count = max(0, min(kept.cached.whole[b], spare)) // unit * unit
             self.pool.release([0])

@@ -27,9 +27,9 @@ class Block:
     Attributes:
         tokens: of the chunk; empty for the root, which has no slots.
         start: position of the first one.
-        users: rows whose sequences begin with it.
+        users: sequences that begin with it.
         written: whether the slots hold its keys and values.
-        used: when a row last began with it.
+        used: when a sequence last began with it.
     """
 
     tokens: Chunk
@@ -59,7 +59,7 @@ class Block:
 
 @dataclass
 class Own:
-    """The slots of one row alone: what its sequence has after its whole chunks."""
+    """The slots of one sequence alone: for what follows its chunks."""
 
     place: int
     size: int
@@ -75,12 +75,12 @@ class PoolFullError(ValueError):
 
 
 class PrefixPool:
-    """Slots of the whole chunks that prompts begin with, each stored once, and of what rows have after them.
+    """Slots of the chunks that prompts begin with, each stored once, and of what follows in each sequence.
 
-    Chunks that no row uses any more stay until their slots are needed; those used longest ago are dropped
-    first, a text from its end. Chunks of one text follow each other where there is room. What lies between is
-    closed up by moving: in the order of the tree, the child of most rows next to its parent, so that a row's
-    chunks are at most ``1 + log2(rows)`` runs.
+    Sequences are numbered by their places in the batch. Chunks that none uses any more stay until their slots
+    are needed; those used longest ago are dropped first, a text from its end. Chunks of one text follow each
+    other where there are slots. Gaps are closed by moving: in the order of the tree, the child of most
+    sequences next to its parent, so that the chunks of a sequence are at most ``1 + log2(sequences)`` runs.
 
     A chunk is ``unit`` tokens, as a prefill computes them. A prompt that begins with one of ``tails`` has a
     shorter chunk as well, which ends where that does.
@@ -90,7 +90,7 @@ class PrefixPool:
         unit: tokens of a chunk.
         page: own slots are a multiple of it, and so is ``unit``.
         scratch: slots after a sequence's last token.
-        depth: most runs of a row, at least ``1 + log2(rows)``.
+        depth: most runs of a sequence, at least ``1 + log2(sequences)``.
         move: called with places and sizes of all that is stored, which is to lie one after the other from
             slot 0 on, in this order.
 
@@ -128,12 +128,12 @@ class PrefixPool:
             start = stop
 
     def own_size(self, prompt: Sequence[int], new_tokens: int) -> int:
-        """Own slots of a row with such a sequence and so many tokens to come."""
+        """Own slots of a sequence with such a prompt and so many tokens to come."""
         end = max(stops(len(prompt), self.unit, self.tail(prompt)), default=0)
         return own_slots(len(prompt) - end + new_tokens, self._scratch, self._page)
 
     def blocks(self) -> Iterator[Block]:
-        """All chunks in the order of the tree, each before those after it, the one of most rows first."""
+        """All chunks in the order of the tree: parents first, and of siblings that of most sequences."""
         waiting = [self._root]
         while waiting:
             now = waiting.pop()
@@ -141,34 +141,34 @@ class PrefixPool:
                 yield now
             waiting += sorted(now.children.values(), key=lambda child: (len(child.users), child.used))
 
-    def path(self, row: int) -> list[Block]:
-        """The chunks that a row's sequence begins with."""
-        return self._paths.get(row, [])
+    def path(self, sequence: int) -> list[Block]:
+        """The chunks that a sequence begins with."""
+        return self._paths.get(sequence, [])
 
-    def place(self, row: int) -> int:
-        """The first of a row's own slots."""
-        return self._own[row].place if row in self._own else 0
+    def place(self, sequence: int) -> int:
+        """The first of a sequence's own slots."""
+        return self._own[sequence].place if sequence in self._own else 0
 
-    def size(self, row: int) -> int:
-        """A row's own slots."""
-        return self._own[row].size if row in self._own else 0
+    def size(self, sequence: int) -> int:
+        """A sequence's own slots."""
+        return self._own[sequence].size if sequence in self._own else 0
 
-    def written(self, row: int) -> None:
-        """The slots of a row's chunks hold their keys and values."""
-        for block in self.path(row):
+    def written(self, sequence: int) -> None:
+        """The slots of a sequence's chunks hold their keys and values."""
+        for block in self.path(sequence):
             block.written = True
 
-    def held(self, row: int) -> int:
-        """How many tokens of a row's chunks were written, from the first one on."""
+    def held(self, sequence: int) -> int:
+        """How many tokens of a sequence's chunks were written, from the first one on."""
         count = 0
-        for block in self.path(row):
+        for block in self.path(sequence):
             if not block.written:
                 break
             count = block.stop
         return count
 
     def forget(self) -> None:
-        """Nothing is stored any more, and no row has slots."""
+        """Nothing is stored any more, and no sequence has slots."""
         self._root.children.clear()
         self._own.clear()
         self._paths.clear()
@@ -184,13 +184,13 @@ class PrefixPool:
             self.forget()
             raise
 
-    def release(self, rows: Iterable[int]) -> None:
-        """The sequences of these rows have ended; of their chunks those stay that were written."""
+    def release(self, sequences: Iterable[int]) -> None:
+        """These sequences have ended; of their chunks those stay that were written."""
         with self._changing():
-            for row in rows:
-                for block in self._paths.pop(row, []):
-                    block.users.discard(row)
-                self._own.pop(row, None)
+            for sequence in sequences:
+                for block in self._paths.pop(sequence, []):
+                    block.users.discard(sequence)
+                self._own.pop(sequence, None)
             self._drop_unwritten()
 
     def _drop_unwritten(self) -> None:
@@ -214,41 +214,43 @@ class PrefixPool:
             now = after
         return found
 
-    def needed(self, rows: Collection[int], coming: Sequence[tuple[Sequence[int], int]], empty: int) -> int:
-        """Slots of some rows and of prompts to come, chunks that they share counted once.
+    def needed(
+        self, sequences: Collection[int], coming: Sequence[tuple[Sequence[int], int]], empty: int
+    ) -> int:
+        """Slots of some sequences and of prompts to come, chunks that they share counted once.
 
         Args:
-            rows: whose sequences go on.
+            sequences: those that go on.
             coming: prompts, and new tokens of each. What they alone have in common is counted for each.
-            empty: rows without a sequence.
+            empty: places in the batch without a sequence.
         """
-        used = sum(len(block.tokens) for block in self.blocks() if not block.users.isdisjoint(rows))
-        used += sum(self.size(row) for row in rows) + empty * self.own_size([0], 0)
+        used = sum(len(block.tokens) for block in self.blocks() if not block.users.isdisjoint(sequences))
+        used += sum(self.size(sequence) for sequence in sequences) + empty * self.own_size([0], 0)
         for prompt, new_tokens in coming:
             end = max(stops(len(prompt), self.unit, self.tail(prompt)), default=0)
-            shared = sum(len(b.tokens) for b in self.matched(prompt) if not b.users.isdisjoint(rows))
+            shared = sum(len(b.tokens) for b in self.matched(prompt) if not b.users.isdisjoint(sequences))
             used += end - shared + self.own_size(prompt, new_tokens)
         return used
 
-    def admit(self, row: int, prompt: Sequence[int], new_tokens: int) -> None:
-        """Give a row, which has none, the slots of a sequence and of so many tokens to come.
+    def admit(self, sequence: int, prompt: Sequence[int], new_tokens: int) -> None:
+        """Give a sequence, which has no slots, those of a prompt and of so many tokens to come.
 
         Raises:
-            PoolFullError: rows in use leave too few slots; nothing has changed.
+            PoolFullError: the other sequences leave too few slots; nothing has changed.
         """
         with self._changing():
-            self._admit(row, prompt, new_tokens)
+            self._admit(sequence, prompt, new_tokens)
 
-    def _admit(self, row: int, prompt: Sequence[int], new_tokens: int) -> None:
+    def _admit(self, sequence: int, prompt: Sequence[int], new_tokens: int) -> None:
         path, chunks = self.matched(prompt), list(self.chunks(prompt))
         own, more = self.own_size(prompt, new_tokens), sum(map(len, chunks[len(path) :]))
         for block in path:
-            block.users.add(row)
+            block.users.add(sequence)
         try:
             self._make_room(own + more)
         except PoolFullError:
             for block in path:
-                block.users.discard(row)
+                block.users.discard(sequence)
             raise
         self._clock += 1
         last = path[-1] if path else self._root
@@ -257,38 +259,38 @@ class PrefixPool:
             self._close_up()
             top = self.taken
             places = top, top + more
-        place, self._own[row] = places[0], Own(places[1], own)
+        place, self._own[sequence] = places[0], Own(places[1], own)
         for chunk in chunks[len(path) :]:
-            block = Block(chunk, last.stop, place, last, users={row})
+            block = Block(chunk, last.stop, place, last, users={sequence})
             last.children[chunk] = block
             path.append(block)
             last, place = block, block.end
         for block in path:
             block.used = self._clock
-        self._paths[row] = path
+        self._paths[sequence] = path
         if any(_breaks(path) >= self._depth for path in self._paths.values()):
             self._close_up()
 
     def take(
-        self, other: "PrefixPool", rows: int, alike: bool
+        self, other: "PrefixPool", sequences: int, alike: bool
     ) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Begin with what another pool holds, as far as there is room.
 
         Args:
-            rows: of this pool; they have no sequences before.
-            alike: whether the other pool's rows have own slots as this one's do. Their sequences then go on
-                here, in the same rows, if there are such rows and they fit.
+            sequences: of this pool, none of which has begun.
+            alike: whether the other pool gives sequences as many slots of their own. They then go on here,
+                under the same numbers, if there are as many and they fit.
 
         Returns:
-            what to copy: places there, sizes, and places here; and the rows whose sequences go on.
+            what to copy: places there, sizes, and places here; and the sequences that go on.
         """
         self.release(list(self._own))
         empty, going_on = self.own_size([0], 0), list(other._own)
         used = sum(len(block.tokens) for block in other.blocks() if block.users)
-        used += sum(own.size for own in other._own.values()) + (rows - len(going_on)) * empty
-        if not alike or self.unit != other.unit or used > self.slots or max(going_on, default=0) >= rows:
+        used += sum(own.size for own in other._own.values()) + (sequences - len(going_on)) * empty
+        if not alike or self.unit != other.unit or used > self.slots or max(going_on, default=0) >= sequences:
             going_on = []
-        left = self.slots - (used if going_on else rows * empty)
+        left = self.slots - (used if going_on else sequences * empty)
         made, copies, place = {other._root: self._root}, list[tuple[int, int, int]](), 0
         # What is in use first, so that the rest is left out where there is no room.
         for in_use in (True, False):
@@ -306,19 +308,19 @@ class PrefixPool:
                 copies.append((block.place, size, place))
                 place += size
         self._clock = other._clock
-        for row in going_on:
-            self._paths[row] = [made[block] for block in other.path(row)]
-            self._own[row] = Own(place, other.size(row))
-            copies.append((other.place(row), other.size(row), place))
-            place += other.size(row)
-        for row in range(rows):
-            if row not in self._own:
-                self.admit(row, [0], 0)
+        for sequence in going_on:
+            self._paths[sequence] = [made[block] for block in other.path(sequence)]
+            self._own[sequence] = Own(place, other.size(sequence))
+            copies.append((other.place(sequence), other.size(sequence), place))
+            place += other.size(sequence)
+        for sequence in range(sequences):
+            if sequence not in self._own:
+                self.admit(sequence, [0], 0)
         return copies, going_on
 
     @property
     def taken(self) -> int:
-        """Slots of all chunks and rows."""
+        """Slots of all chunks and sequences."""
         return sum(len(block.tokens) for block in self.blocks()) + sum(o.size for o in self._own.values())
 
     def _make_room(self, count: int) -> None:
@@ -335,7 +337,7 @@ class PrefixPool:
             self._drop(oldest)
 
     def _gaps_for(self, last: Block, more: int, own: int) -> tuple[int, int] | None:
-        """Places for chunks after ``last`` and for a row's own slots; None where nothing is large enough."""
+        """Places for chunks after ``last`` and for a sequence's own slots; None without large enough gaps."""
         stored: list[Block | Own] = [*self.blocks(), *self._own.values()]
         taken = [(0, 0), *sorted((e.place, e.end) for e in stored), (self.slots, self.slots)]
         gaps = [(end, start) for (_, end), (start, _) in pairwise(taken) if start > end]
@@ -358,16 +360,16 @@ class PrefixPool:
         for each in stored:
             each.place, place = place, place + each.end - each.place
 
-    def runs(self, row: int) -> list[Run]:
-        """A row's chunks, cut where other rows leave it or where they lie apart; at most ``depth`` runs."""
-        path, found = self.path(row), list[Run]()
+    def runs(self, sequence: int) -> list[Run]:
+        """A sequence's chunks, cut where others leave it or where they lie apart; at most ``depth`` runs."""
+        path, found = self.path(sequence), list[Run]()
         for number, block in enumerate(path):
             if number and path[number - 1].end == block.place and path[number - 1].users == block.users:
                 found[-1] = found[-1]._replace(stop=block.stop)
             else:
                 found.append(block.run)
         while len(found) > self._depth:
-            # Read more than once: by this row as one run, by others in parts.
+            # Read more than once: by this sequence as one run, by others in parts.
             number = max(n for n in range(1, len(found)) if _adjacent(found[n - 1], found[n]))
             found[number - 1 : number + 1] = [found[number - 1]._replace(stop=found[number].stop)]
         return found

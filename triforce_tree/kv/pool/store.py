@@ -32,26 +32,26 @@ class PooledStore(KVStore):
     Attributes:
         groups: the slots as each sequence's: ``[layers, B, H_kv, slots, D]``, B times the same memory.
         whole: all slots, ``[layers, 1, H_kv, slots, D]`` and more to fill a page.
-        slots: of a head.
+        total_slots: of a head.
         depth: most runs that a sequence begins with.
         paths: these runs of each sequence, on the host.
         places: the first of each sequence's own slots, on the host.
         prefix, first: int64 ``[B]``, P_b and ``places`` on the device.
-        pages: int32 ``[B, rows / page]``, the page in ``whole`` of each page of a sequence.
+        pages: int32 ``[B, slots / page]``, the page in ``whole`` of each page of a sequence.
     """
 
     def __init__(self, spec: CacheSpec, slots: int, page: int) -> None:
         target, batch, device = spec.target, spec.batch, spec.target.device
         full = [shape and replace(shape, window=None, chunked=False) for shape in target.kv_layers]
         super().__init__(full, 1, slots, device, target.dtype, page, bits=spec.config.kv_bits)
-        self.slots, self.depth, self.batch = self.rows, max(DEPTH, batch.bit_length()), batch
-        self.rows, self.scratch = -(-spec.slots // page) * page, spec.scratch
-        self._most_tokens = self.rows - spec.scratch
+        self.total_slots, self.depth, self.batch = self.slots, max(DEPTH, batch.bit_length()), batch
+        self.slots, self.scratch = -(-spec.slots // page) * page, spec.scratch
+        self._most_tokens = self.slots - spec.scratch
         self._lengths, self._lost = [0] * batch, [0] * batch
         self.whole = self.groups
         self.groups = [_for_each(group, batch) for group in self.whole]
         self.prefix, self.first = torch.zeros(2, batch, dtype=torch.int64, device=device)
-        self.pages = torch.zeros(batch, self.rows // page, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(batch, self.slots // page, dtype=torch.int32, device=device)
         self._plans: WeakSet[PrefixPlan] = WeakSet()
         self.paths: list[list[Run]] = [[] for _ in range(batch)]
         self.places = [0] * batch
@@ -91,15 +91,15 @@ class PooledStore(KVStore):
         ends = [path[-1].stop if path else 0 for path in paths]
         self.prefix.copy_(torch.tensor(ends))
         self.first.copy_(torch.tensor(self.places))
-        page, rows = self.page, torch.empty(self.pages.shape, dtype=torch.int32)
-        numbers = torch.arange(rows.shape[1], dtype=torch.int32)
+        page, table = self.page, torch.empty(self.pages.shape, dtype=torch.int32)
+        numbers = torch.arange(table.shape[1], dtype=torch.int32)
         for b, (path, end) in enumerate(zip(paths, ends, strict=True)):
             # Pages after the own slots are not read.
-            rows[b] = (numbers + (places[b] - end) // page).clamp_max(self.slots // page - 1)
+            table[b] = (numbers + (places[b] - end) // page).clamp_max(self.total_slots // page - 1)
             for start, stop, place in path:
                 part = slice(start // page, stop // page)
-                rows[b, part] = numbers[part] + (place - start) // page
-        self.pages.copy_(rows)
+                table[b, part] = numbers[part] + (place - start) // page
+        self.pages.copy_(table)
         segments = self.segments()
         for plan in self._plans:
             plan.set(segments, self.places)
@@ -166,7 +166,7 @@ class PooledStore(KVStore):
         """See :class:`KVStore`."""
         runs = sorted((run.place, run.stop - run.start) for path in self.paths for run in path)
         read, stored, end = sum(count for _, count in runs), 0, 0
-        # Runs of several rows overlap.
+        # Runs of several sequences overlap.
         for place, count in runs:
             stored += max(0, place + count - max(place, end))
             end = max(end, place + count)
@@ -178,8 +178,8 @@ class PooledStore(KVStore):
         assert self.scratch is not None
         before, page = (self.paths, self.places), self.page
         own = -(-(page + self.scratch + 1) // page) * page
-        length = min(self.slots - self.batch * own, start) // page * page
-        places = [self.slots // page * page - (b + 1) * own for b in range(self.batch)]
+        length = min(self.total_slots - self.batch * own, start) // page * page
+        places = [self.total_slots // page * page - (b + 1) * own for b in range(self.batch)]
         self.set([[Run(0, length, 0)] if length else []] * self.batch, places)
         written = [slice(run.place, run.place + run.stop - run.start)
                    for b in range(self.batch) for run in self.runs(b, start, start + count)]  # fmt: skip

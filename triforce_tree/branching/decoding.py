@@ -11,7 +11,7 @@ from torch import Tensor
 from triforce_tree.branching.forward import Ahead
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.options import Draws, drawn
-from triforce_tree.branching.rows import TreeRows, needs_before
+from triforce_tree.branching.slots import TreeSlots, needs_before
 from triforce_tree.decoding.stop_criteria import Ending, finish_reason
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
@@ -40,8 +40,8 @@ class Leaf:
     reason: str | None = None
 
     @property
-    def most_rows(self) -> int:
-        """Rows of the node when it has its most tokens, of which the last has none yet."""
+    def most_slots(self) -> int:
+        """KV slots of the node when it has its most tokens, of which the last has none yet."""
         return len(self.node.tokens) + self.ending.max_new_tokens - 1
 
     @property
@@ -58,7 +58,7 @@ class Leaf:
         self.reason = finish_reason(self.tokens, token, len(self.new), self.ending)
 
 
-def decode(rows: TreeRows, leaves: Sequence[Leaf]) -> None:
+def decode(slots: TreeSlots, leaves: Sequence[Leaf]) -> None:
     """Extend leaves until all have ended.
 
     Raises:
@@ -67,15 +67,15 @@ def decode(rows: TreeRows, leaves: Sequence[Leaf]) -> None:
     """
     needs = needs_before([leaf.node for leaf in leaves])
     tips = {leaf.node.tip: len(leaf.node.tip.tokens) for leaf in leaves}
-    most = {leaf.node: leaf.most_rows for leaf in leaves}
-    rows.pool.check(rows.missing_pages({**needs, **tips, **most}))
-    rows.fill(needs)
+    most = {leaf.node: leaf.most_slots for leaf in leaves}
+    slots.pool.check(slots.missing_pages({**needs, **tips, **most}))
+    slots.fill(needs)
     ahead, going = Ahead(), list(leaves)
     # Logits after the last tokens of all leaves that go on, where they were computed already.
     known: Tensor | None = None
     while going:
         parts: Iterable[tuple[Sequence[int], Tensor]] = (
-            rows.last_logits([leaf.node.tip for leaf in going], ahead)
+            slots.last_logits([leaf.node.tip for leaf in going], ahead)
             if known is None
             else [(range(len(going)), known)]
         )
@@ -83,12 +83,12 @@ def decode(rows: TreeRows, leaves: Sequence[Leaf]) -> None:
         for numbers, logits in parts:
             part = [going[number] for number in numbers]
             chosen = _Chosen(part, logits.float())
-            if len(part) == len(going) and rows.queues and all(leaf.may_go_on for leaf in part):
+            if len(part) == len(going) and slots.queues and all(leaf.may_go_on for leaf in part):
                 # The device goes on while the host waits for its tokens, and looks whether texts end.
-                known = rows.next_logits([leaf.node for leaf in part], chosen.tokens, ahead)
+                known = slots.next_logits([leaf.node for leaf in part], chosen.tokens, ahead)
             chosen.append()
             if known is not None:
-                rows.add_stored([leaf.node for leaf in part])
+                slots.add_stored([leaf.node for leaf in part])
         kept = [number for number, leaf in enumerate(going) if leaf.reason is None]
         if known is not None and len(kept) < len(going):
             known = known[kept]
@@ -140,9 +140,9 @@ def _scores(leaves: Sequence[Leaf], logits: Tensor) -> Tensor:
         # The leaves of a call have the same options, of which only processors that read a text depend on its
         # length.
         return leaves[0].to_probs.context_free_scores(logits)
-    rows = []
+    scores = []
     for leaf, row in zip(leaves, logits, strict=True):
         # One by one: their texts differ in length, and so may what a processor makes of the same text.
         own = torch.tensor(leaf.tokens, device=logits.device)
-        rows.append(leaf.to_probs.scores(row[None], partial(list, [own])))
-    return torch.cat(rows)
+        scores.append(leaf.to_probs.scores(row[None], partial(list, [own])))
+    return torch.cat(scores)

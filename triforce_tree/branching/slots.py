@@ -1,21 +1,66 @@
-"""The rows of KV of a tree: pages for them, forwards that fill them, logits after them."""
+"""The KV slots of a tree of texts: pages for them, forwards that fill them, logits after them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from triforce_tree.branching.forward import MOST_QUERIES, Ahead, TreeForward
 from triforce_tree.branching.layout import Feed
 from triforce_tree.branching.node import Node
-from triforce_tree.branching.path import prefill_path
 from triforce_tree.branching.pool import KVPool
+from triforce_tree.kernels.attention.plan import AttentionParams
+from triforce_tree.kv.prefill import PromptCache, prefill, windowed_attention
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.stats import Progress
 
 
-class TreeRows:
-    """Keys and values of a tree's nodes, each row once.
+class NodeCache(PromptCache):
+    """The text up to a node, as a cache that a prefill of the node's next tokens continues.
+
+    Args:
+        pool: keys and values.
+        node: whose tokens are computed; its pages must hold them, and all tokens before them be stored.
+    """
+
+    def __init__(self, pool: KVPool, node: Node) -> None:
+        super().__init__(pool.store, 0, length=node.start + node.stored)
+        self._pool, self._node = pool, node
+        # By tokens of the chunk and positions that its layers see, the slots of both.
+        self._places: dict[tuple[int, int], tuple[Tensor, slice | Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        node, page, count = self._node, self._pool.page, k.shape[2]
+        length = self.length + count
+        visible = length if params.window is None else min(length, params.window + count - 1)
+        if (count, visible) not in self._places:
+            stop = length - node.start
+            own = torch.from_numpy(node.slots(stop - count, stop, page)).to(k.device)
+            self._places[count, visible] = own, _selection(node.path_slots(stop, visible, page), k.device)
+        fresh, seen = self._places[count, visible]
+        cached = self.store.layer(layer)
+        for slots, new in zip(cached, (k, v), strict=True):
+            slots[0].index_copy_(1, fresh, new[0].to(slots.dtype))
+        keys, values = (slots[:, :, seen] for slots in cached)
+        # Layers that share another's keys may have been left with the last queries alone.
+        return windowed_attention(q, keys, values, params, length - q.shape[2]).transpose(1, 2)
+
+    def advance(self, count: int) -> None:
+        super().advance(count)
+        self._places.clear()
+        self._node.stored = self.length - self._node.start
+
+
+def _selection(slots: np.ndarray, device: torch.device) -> slice | Tensor:
+    """The slots as an index, without a copy of what it selects where they are consecutive."""
+    if len(slots) and slots[-1] - slots[0] == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return torch.from_numpy(slots).to(device)
+
+
+class TreeSlots:
+    """Keys and values of a tree's nodes, each token's once.
 
     All methods that compute are called inside ``target.active()``.
 
@@ -35,35 +80,36 @@ class TreeRows:
         self._forward = TreeForward(target)
 
     def missing_pages(self, needs: Mapping[Node, int]) -> int:
-        """Pages that so many rows of each node take beyond those that it owns."""
-        return sum(max(0, self.pool.pages_of(rows) - len(node.pages)) for node, rows in needs.items())
+        """Pages that so many tokens of each node take beyond those that it owns."""
+        return sum(max(0, self.pool.pages_of(count) - len(node.pages)) for node, count in needs.items())
 
     def reserve(self, needs: Mapping[Node, int]) -> None:
-        """Give each node pages for so many rows.
+        """Give each node pages for so many tokens.
 
         Raises:
             TreeFullError: they are not free; no node got any.
         """
         self.pool.check(self.missing_pages(needs))
-        for node, rows in needs.items():
-            missing = self.pool.pages_of(rows) - len(node.pages)
+        for node, count in needs.items():
+            missing = self.pool.pages_of(count) - len(node.pages)
             if missing > 0:
                 node.pages += self.pool.allocate(missing, node.pages[-1] if node.pages else None)
 
     def fill(self, needs: Mapping[Node, int], progress: Progress | None = None) -> None:
-        """Store the first so many rows of each node; parents come before their children.
+        """Store the first so many tokens of each node; parents come before their children.
 
         Args:
             progress: called with the tokens of each chunk of a long run.
         """
         self.reserve(needs)
         feeds: list[Feed] = []
-        for node, rows in needs.items():
-            missing = rows - node.stored
+        for node, count in needs.items():
+            missing = count - node.stored
             if missing > MOST_QUERIES:
                 self.logits(feeds)
                 feeds = []
-                prefill_path(self._target, self.pool, node, missing, self._chunk, progress)
+                cache = NodeCache(self.pool, node)
+                prefill(self._target, cache, node.tokens[:count], self._chunk, progress, node.stored)
             elif missing > 0:
                 if sum(feed.size for feed in feeds) + missing > MOST_QUERIES:
                     self.logits(feeds)
@@ -74,15 +120,15 @@ class TreeRows:
     def logits(self, feeds: Sequence[Feed], ahead: Ahead | None = None) -> Tensor:
         """Logits ``[T, V]`` after each token of the feeds, until the next call.
 
-        Rows that are not stored yet are stored, in pages that the nodes own. At most ``MOST_QUERIES`` tokens
-        are fed, and one run of a node. ``ahead``: see :class:`Ahead`.
+        Tokens that are not stored yet are stored, in pages that the nodes own. At most ``MOST_QUERIES`` are
+        fed, and one run of a node. ``ahead``: see :class:`Ahead`.
         """
         return self._forward(self.pool, feeds, ahead) if feeds else torch.empty(0)
 
     def last_logits(
         self, tips: Sequence[Node], ahead: Ahead | None = None
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Logits after the last tokens of nodes, all of whose earlier rows are stored.
+        """Logits after the last tokens of nodes, all of whose earlier tokens are stored.
 
         Args:
             ahead: of calls for the same nodes, which may become fewer, with one token more each time.
@@ -103,9 +149,9 @@ class TreeRows:
             yield numbers, logits[[place[tips[number]] for number in numbers]]
 
     def next_logits(self, nodes: Sequence[Node], tokens: Tensor, ahead: Ahead) -> Tensor:
-        """Logits ``[N, V]`` after one more token of each node, all of whose own rows are stored.
+        """Logits ``[N, V]`` after one more token of each node, all of whose own tokens are stored.
 
-        The nodes do not have these tokens yet: they may be unknown to the host. Their rows are stored, which
+        The nodes do not have these tokens yet: they may be unknown to the host. They are stored, which
         :meth:`add_stored` says once the nodes have them.
 
         Args:
@@ -117,19 +163,19 @@ class TreeRows:
         return self._forward(self.pool, [Feed(node, len(node.tokens), 1) for node in nodes], ahead, tokens)
 
     def add_stored(self, nodes: Sequence[Node]) -> None:
-        """Count the rows of :meth:`next_logits`, after whose tokens were appended to the nodes."""
+        """Count the tokens of :meth:`next_logits`, after whose tokens were appended to the nodes."""
         for node in nodes:
             node.stored = len(node.tokens)
 
     def join(self, node: Node) -> None:
-        """Make the only child of a node a part of it; its rows are copied behind the node's own.
+        """Make the only child of a node a part of it; its slots are copied behind the node's own.
 
         Raises:
-            TreeFullError: there is no room for the child's rows beside themselves.
+            TreeFullError: there are no slots for the child's tokens beside their own.
         """
         [child] = node.children
         first, page = len(node.tokens), self.pool.page
-        assert node.stored == first, "the rows of a node with children that were computed are stored"
+        assert node.stored == first, "the tokens of a node with children that were computed are stored"
         self.reserve({node: first + len(child.tokens)})
         self.pool.move(child.slots(0, child.stored, page), node.slots(first, first + child.stored, page))
         node.append(child.tokens, child.logprobs)
@@ -154,14 +200,14 @@ class TreeRows:
 
 
 def needs_before(leaves: Sequence[Node]) -> dict[Node, int]:
-    """Rows of each node of the leaves' texts, parents first, that the last tokens of these texts depend on.
+    """How many tokens of each node, parents first, the last tokens of the leaves' texts depend on.
 
-    All rows but those of last tokens, and those too where another leaf's text goes on after them.
+    All but last tokens, and those too where another leaf's text goes on after them.
     """
     needs: dict[Node, int] = {}
     for leaf in leaves:
         tip = leaf.tip
         for node in leaf.path:
-            rows = len(node.tokens)
-            needs[node] = max(needs.get(node, 0), rows - 1 if node is tip else rows)
+            count = len(node.tokens)
+            needs[node] = max(needs.get(node, 0), count - 1 if node is tip else count)
     return needs
