@@ -47,8 +47,11 @@ for _name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ.setdefault(_name, "1")
 # A GPU is used with ``-m gpu`` alone: without it the tests are the same on every machine. Triton reads how
 # its kernels run when it is first imported, which a conftest.py of a folder does before ``pytest_configure``.
+# Workers of xdist inherit what is decided here.
 _MARKS = [mark for option, mark in itertools.pairwise(sys.argv) if option == "-m"]
-if not any("gpu" in mark and "not gpu" not in mark for mark in _MARKS):
+if "PYTEST_XDIST_WORKER" not in os.environ and not any(
+    "gpu" in mark and "not gpu" not in mark for mark in _MARKS
+):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -318,7 +318,7 @@ def test_ctrl_c_at_the_prompt_ends_the_chat_with_its_turns(ask: Any, pair: TinyP
 
 BAD_CHATS: dict[str, tuple[list[str], str, str]] = {
     "a command": ([], "/nothing\n", "/nothing is no command; there are /quit, /reset, /save FOLDER"),
-    "no folder": (["--load", "/nowhere"], "x\n", "/nowhere holds no session"),
+    "no folder": (["--load", "/nowhere"], "x\n", "no such folder: '/nowhere'; give one that /save wrote"),
     "both": (["--load", "/nowhere", "--system", "x"], "x\n", "--load continues a saved conversation"),
     "no template": (["--system", "x"], "x\n", "--system needs a tokenizer with a chat template"),
 }

@@ -9,6 +9,7 @@ import triforce_tree
 from tests.support.models.families import prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
+from triforce_tree.decoding.choice.stage_costs import settings_of
 from triforce_tree.kernels.attention import backend as backends
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -70,8 +71,6 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str
 
 
 def test_costs_are_kept_by_backend() -> None:
-    from triforce_tree.decoding.choice.stage_costs import settings_of
-
     found = []
     for name in ("auto", "cpu", "sdpa"):
         own = engine("llama-gqa", levels=2, attention_backend=name)

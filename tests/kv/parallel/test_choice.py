@@ -1,6 +1,5 @@
 """Which split of a text over ranks is chosen, by estimates that are compared with measured times."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from scripts.benchmarks.common.results import content_at
 from scripts.inflate.shapes import SHAPES
 from tests.support.models.families import tiny
 from tests.support.models.recurrent_families import recurrent
@@ -31,7 +31,7 @@ def skeleton(positions: int, shape: str = "llama-3.1-8b", **more: Any) -> PreTra
 
 
 def measured() -> dict[tuple[str, int, str], dict[str, Any]]:
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    rows = content_at(RESULTS)["rows"]
     found = {(r["shape"], r["context"], r["way"]): r for r in rows if r["cards"] == 2 and "ms" in r}
     assert len(found) >= 6
     return found
