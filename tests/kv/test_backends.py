@@ -311,6 +311,32 @@ def test_an_earlier_backend_is_taken_over(before: str, after: str, draw: random.
     two.check(draw)
 
 
+@pytest.mark.parametrize("slots", [500, 600, 700])
+@torch.no_grad()
+def test_a_pool_takes_over_what_it_has_slots_for(slots: int, draw: random.Random) -> None:
+    one = Cache(KINDS["device"], 3)
+    one.feed([[n, *prompt_of(130)] for n in range(3)])
+    two = Cache(Kind(how={"pool": PoolSize(slots, slots, 16)}), 2)
+    two.backend.take_over(one.backend)
+    two.backend.expect([2, 2])
+    computed: list[int] = []
+    two.feed([[0, *prompt_of(130)], [5]], run=PromptRun(computed.append))
+    assert sum(computed) == 130 % 16
+    two.check(draw)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_what_is_forgotten_is_computed_again(kind: str) -> None:
+    cache, prompts = Cache(KINDS[kind], 2), [prompt_of(50), prompt_of(40)]
+    for again in (False, True):
+        computed: list[int] = []
+        cache.feed(prompts, run=PromptRun(computed.append))
+        assert sum(computed) == 49 + 39, again
+        cache.backend.cached.clear()
+        cache.backend.forget()
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "windows" not in kind])
 @torch.no_grad()
 def test_level_1_sees_all_of_a_short_text(kind: str, draw: random.Random) -> None:
