@@ -1,1 +1,1 @@
-"""New tokens as text: what tokens stand for, the text that continues a prompt's, and stop strings in it."""
+"""Converts new tokens to text one by one, and finds stop strings in the text."""

@@ -1,21 +1,22 @@
-"""A tokenizer's clean-up of spaces, over a text that comes in pieces."""
+"""Applies a tokenizer's clean-up of spaces to a text that arrives in pieces."""
 
 import re
 from collections.abc import Callable
 
-# Ends of a text that characters to come may make a place that is cleaned: transformers removes the space in
-# " .", " ?", " !", " ,", " n't", " 'm", " 's", " 've", " 're", and both in " ' ", one rule after the other.
+# Matches an end of a text that later characters may turn into a pattern that the clean-up changes.
+# transformers removes the space in " .", " ?", " !", " ,", " n't", " 'm", " 's", " 've" and " 're", and both
+# spaces in " ' ", one rule after the other.
 _OPEN = re.compile(r"(?: {1,2}(?:n ?)?(?:' {0,2}[vr]?)?)$")
 
 
 class CleanUp:
-    """Cleaned text, as soon as it is certain.
+    """Returns cleaned text as soon as later characters cannot change it.
 
     Args:
-        clean: the whole text's clean-up.
+        clean: the clean-up of a whole text.
 
     Attributes:
-        length: characters of the cleaned text so far, those that are held back included.
+        length: number of characters of the cleaned text so far, including those not returned yet.
     """
 
     def __init__(self, clean: Callable[[str], str]) -> None:
@@ -26,17 +27,17 @@ class CleanUp:
         return self._given + len(self._clean(self._held))
 
     def put(self, text: str) -> str:
-        """What is certain after further text."""
+        """Adds text, and returns the cleaned text that is certain now."""
         self._held += text
-        found = _OPEN.search(self._held, max(0, len(self._held) - 8))
-        if not found:
+        open_end = _OPEN.search(self._held, max(0, len(self._held) - 8))
+        if not open_end:
             return self.end()
-        # The space after a lonely quotation mark goes with the one before it.
-        quoted = self._held.endswith(" '", 0, found.start())
-        return self._out(found.start() + quoted)
+        # In " ' " both spaces are removed together, so the cut is after the first of them.
+        quoted = self._held.endswith(" '", 0, open_end.start())
+        return self._out(open_end.start() + quoted)
 
     def end(self) -> str:
-        """The rest."""
+        """Returns the rest of the cleaned text."""
         return self._out(len(self._held))
 
     def _out(self, cut: int) -> str:

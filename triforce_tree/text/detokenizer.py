@@ -1,4 +1,4 @@
-"""New tokens as text, one by one: the text that they add to that of the tokens before them."""
+"""Converts new tokens to text one by one."""
 
 import codecs
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from triforce_tree.text.clean_up import CleanUp
 from triforce_tree.text.vocabulary import Vocabulary
 
-# What stands for bytes that are no character.
+# The character that replaces bytes that are not valid UTF-8.
 _REPLACEMENT = "\ufffd"
-# Tokens that new ones are decoded behind: at least, and at most.
+# New tokens are decoded together with at least _LEAST and at most _MOST tokens before them, the window.
 _LEAST, _MOST = 8, 16
-# Tokens at the end of a prompt that are looked at where the last ones have no text.
+# If the last tokens of a prompt have no text, at most this many are searched for tokens with text.
 _FARTHEST = 1 << 16
-# A character has at most four bytes, and so many tokens.
+# A character has at most four bytes, and so at most four tokens.
 _OF_ONE = 4
-# Tokens whose text ends in a part of a character, to tokenizers whose bytes are not known.
+# If a tokenizer's bytes are not known, a text that ends in a replacement is held back for this many tokens.
 _PARTS = 8
 
 
@@ -23,34 +23,36 @@ def _each_byte(error: UnicodeError) -> tuple[str, int]:
     return _REPLACEMENT * (error.end - error.start), error.end
 
 
-# As tokenizers with byte tokens show broken characters; byte-level ones show one for all bytes of each.
+# Tokenizers with byte tokens replace each byte of a broken character by one replacement; byte-level
+# tokenizers replace all its bytes by a single one.
 codecs.register_error("triforce_tree.each_byte", _each_byte)
 
 
 class Detokenizer:
-    """The text that new tokens add to a prompt's, without special tokens, as soon as it is certain.
+    """Returns the text that new tokens add to a prompt, without special tokens, as soon as it is certain.
 
-    A token is decoded behind those before it, as many tokenizers treat the first token of a text otherwise;
-    bytes of characters are put together here. The work for a token does not depend on how many came before,
-    and the text does not depend on the passes that brought them.
+    A token is decoded together with a window of tokens before it, since many tokenizers decode the first
+    token of a text differently. Bytes of a character that is split over tokens are joined here. The time per
+    token does not depend on the number of earlier tokens.
 
     Args:
-        vocabulary: of the tokenizer.
-        prompt: token ids that the text goes on from.
+        vocabulary: the vocabulary of the tokenizer.
+        prompt: token ids of the prompt.
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
         self._vocabulary = vocabulary
         errors = "replace" if vocabulary.of_bytes else "triforce_tree.each_byte"
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors)
-        # The prompt may end within a character; its text shows replacements for it, which new text omits.
+        # The prompt may end within a character. The prompt's text then ends in this many replacements, which
+        # the new text must not repeat.
         self._owed = 0
         if open_bytes := _incomplete(vocabulary, prompt):
             self._bytes.decode(open_bytes)
             self._owed = 1 if vocabulary.of_bytes else len(open_bytes)
         self._window = [] if vocabulary.of_bytes else _context(vocabulary, prompt)
         self._base: str | None = None
-        # Tokens whose text may end within a character, and how much of it was given.
+        # Tokens whose text may end within a character, and the number of its characters already returned.
         self._open: list[int] = []
         self._given = 0
         self._clean_up = CleanUp(vocabulary.clean_up) if vocabulary.clean_up is not None else None
@@ -58,27 +60,27 @@ class Detokenizer:
 
     @property
     def length(self) -> int:
-        """Characters of the text so far, without parts of characters."""
+        """The number of characters of the text so far, without incomplete ones."""
         return self._length if self._clean_up is None else self._clean_up.length
 
     def put(self, token: int) -> str:
-        """The characters that are certain after another token, which is no special one."""
+        """Adds a token that is not special, and returns the text that is certain now."""
         raw = self._vocabulary.raw(token)
         if raw is None:
-            text = self._whole(self._bytes.decode(b"", final=True)) + self._behind(token)
+            text = self._whole(self._bytes.decode(b"", final=True)) + self._decoded(token)
         else:
-            text = self._behind(None) + self._whole(self._bytes.decode(raw))
+            text = self._decoded(None) + self._whole(self._bytes.decode(raw))
             if not self._vocabulary.of_bytes and raw:
                 self._slide([token])
         return self._cleaned(text)
 
     def end(self) -> str:
-        """What is left when no more tokens come."""
-        text = self._cleaned(self._whole(self._bytes.decode(b"", final=True)) + self._behind(None))
+        """Returns the rest of the text after the last token."""
+        text = self._cleaned(self._whole(self._bytes.decode(b"", final=True)) + self._decoded(None))
         return text if self._clean_up is None else text + self._clean_up.end()
 
     def added(self, token: int) -> bytes | None:
-        """The bytes that a token would add to the text now; None where they are not known."""
+        """Returns the bytes that a token would add to the text now; None if they are not known."""
         raw = self._vocabulary.raw(token)
         if raw is not None:
             return raw
@@ -87,14 +89,14 @@ class Detokenizer:
         return None if _REPLACEMENT in text else text.removeprefix(before).encode()
 
     def named(self, token: int) -> str:
-        """The text of a special token as it would be shown behind those before it."""
+        """Returns the text of a special token as it would be shown after the tokens before it."""
         if self._vocabulary.of_bytes:
             return self._vocabulary.name(token)
         whole = self._vocabulary.decode([*self._window, token], special=True)
         return _after(self._before(), whole)
 
-    def _behind(self, token: int | None) -> str:
-        """The certain characters of a token that is decoded behind others; None: what is left of them."""
+    def _decoded(self, token: int | None) -> str:
+        """Returns the certain text of a token decoded after the window; for None the rest of open tokens."""
         if token is not None:
             self._open.append(token)
         elif not self._open:
@@ -109,7 +111,7 @@ class Detokenizer:
         return text[given:]
 
     def _added(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """The text of tokens behind the window, and that of both."""
+        """Returns the text of ``tokens`` after the window, and the text of window and tokens."""
         whole = self._vocabulary.decode([*self._window, *tokens])
         return _after(self._before(), whole), whole
 
@@ -124,7 +126,7 @@ class Detokenizer:
             self._window, self._base = _context(self._vocabulary, self._window), None
 
     def _whole(self, text: str) -> str:
-        """Text of bytes, without the replacements that the prompt's text shows already."""
+        """Removes the replacements at the beginning that the prompt's text already ends in."""
         if not self._owed or not text:
             return text
         owed, self._owed = self._owed, 0
@@ -137,19 +139,19 @@ class Detokenizer:
 
 
 def _after(before: str, whole: str) -> str:
-    """What a whole text has beyond an earlier one."""
+    """Returns the part of ``whole`` after ``before``."""
     if whole.startswith(before):
         return whole[len(before) :]
-    # A decoder that changes the end of a text when it goes on.
+    # Some decoders change the end of a text when more tokens follow. Then the part after the common prefix is
+    # returned.
     same = next((n for n, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole))
     return whole[same:]
 
 
 def _context(vocabulary: Vocabulary, tokens: Sequence[int]) -> list[int]:
-    """The last tokens, as many as have a text that begins with a whole character."""
+    """Returns the last tokens that are not special, so many that their text begins with a whole character."""
     count, whole = _LEAST, list(tokens[-_LEAST:])
     while count < min(len(tokens), _FARTHEST):
-        # Without the names of special tokens, behind which the text goes on.
         text = vocabulary.decode(whole)
         if text and not (text.startswith(_REPLACEMENT) and count < _MOST):
             break
@@ -159,7 +161,7 @@ def _context(vocabulary: Vocabulary, tokens: Sequence[int]) -> list[int]:
 
 
 def _incomplete(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:
-    """The bytes of an incomplete character at the end of tokens."""
+    """Returns the bytes of an incomplete character at the end of tokens."""
     last = b""
     for token in reversed(tokens[-4 * _OF_ONE :]):
         if vocabulary.special(token):

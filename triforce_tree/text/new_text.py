@@ -1,4 +1,4 @@
-"""The new text of a sequence: it goes on from the prompt's, and ends before a stop string or an end token."""
+"""The generated text of a sequence, which ends before a stop string or an end token."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,15 +10,15 @@ from triforce_tree.text.vocabulary import Vocabulary
 
 
 class NewText:
-    """Takes new tokens one by one, and gives their text as soon as it is certain to be part of the whole.
+    """Takes new tokens one by one, and returns their text as soon as it is certain.
 
-    Special tokens and end tokens have no text, but are looked for in stop strings by their names.
+    Special tokens and end tokens have no text, but a stop string may contain their names.
 
     Args:
-        vocabulary: of the tokenizer.
-        prompt: token ids that the text goes on from.
-        end_tokens: ids that end the sequence.
-        stop: strings before which the text ends. They are looked for in new text alone.
+        vocabulary: the vocabulary of the tokenizer.
+        prompt: token ids of the prompt.
+        end_tokens: token ids that end the sequence.
+        stop: strings before which the text ends. Only new text is searched.
 
     Attributes:
         stopped: whether a stop string was found.
@@ -41,15 +41,15 @@ class NewText:
 
     @property
     def length(self) -> int:
-        """Characters so far, those that are held back included, without parts of characters."""
+        """The number of characters so far, including those not returned yet, without incomplete ones."""
         return self._detokenizer.length
 
     def hidden(self, token: int) -> bool:
-        """Whether a token has no text."""
+        """Returns whether a token has no text."""
         return token in self._ends or self._vocabulary.special(token)
 
     def put(self, token: int) -> str:
-        """The text that is certain after another token."""
+        """Adds a token, and returns the text that is certain now."""
         hidden = self.hidden(token)
         if self._matcher is None:
             return "" if hidden else self._detokenizer.put(token)
@@ -58,14 +58,15 @@ class NewText:
         return self._matcher.put(self._detokenizer.put(token))
 
     def end(self) -> str:
-        """What is left when no more tokens come."""
+        """Returns the rest of the text after the last token."""
         text = self._detokenizer.end()
         return text if self._matcher is None else self._matcher.put(text) + self._matcher.end()
 
     def spelled(self, token: int) -> tuple[str, bytes | None]:
-        """The text and the bytes that a token would add now.
+        """Returns the text and the bytes that a token would add now.
 
-        A part of a character is spelled ``bytes:\\xe4\\xbd``; a token without text has a name, and no bytes.
+        For part of a character the text is like ``bytes:\\xe4\\xbd``. For a token without text, or whose
+        bytes are not known, the result is the token's name and None.
         """
         if self.hidden(token):
             return self._vocabulary.name(token), None
@@ -84,7 +85,7 @@ def new_text(
     new: Sequence[int],
     end_tokens: Collection[int] = (),
 ) -> str:
-    """The whole text of new tokens behind a prompt: all pieces of :class:`NewText`."""
+    """Returns the text that the tokens ``new`` add to the prompt."""
     vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
     text = NewText(vocabulary, prompt, end_tokens)
     return "".join([*map(text.put, new), text.end()])

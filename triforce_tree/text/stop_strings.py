@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes in pieces."""
+"""Finds stop strings in a text that arrives in pieces."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,30 +6,30 @@ from itertools import islice
 
 
 class StopMatcher:
-    """Text up to the first stop string, which is the one that ends first.
+    """Returns the text before the first stop string, which is the one that ends first.
 
-    Each string is matched as by Knuth, Morris and Pratt: every character is looked at once, however the text
-    is cut. Text with which a stop string may begin is held back.
+    Each string is matched with the algorithm of Knuth, Morris and Pratt, which reads every character once.
+    Text that may be the beginning of a stop string is held back.
 
     Args:
-        strings: none of them empty.
+        strings: the stop strings, none of which is empty.
 
     Attributes:
-        found: whether one was found; no text comes after it.
+        found: whether a stop string was found. No text is returned after it.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = [(string, _borders(string)) for string in strings]
         self._matched = [0] * len(strings)
-        # A character for each that may be part of a stop string, empty where it is not part of the text.
+        # Characters that may be part of a stop string; "" for a character that is not part of the text.
         self._held: deque[str] = deque()
         self.found = False
 
     def put(self, text: str, visible: bool = True) -> str:
-        """The text that is certain to come before any stop string.
+        """Adds text, and returns the text that is certainly not part of a stop string.
 
         Args:
-            visible: whether the characters are part of the text, not only of what is searched.
+            visible: whether the characters belong to the returned text; otherwise they are only searched.
         """
         if self.found:
             return ""
@@ -53,7 +53,7 @@ class StopMatcher:
         return self._taken(len(self._held) - max(self._matched, default=0))
 
     def end(self) -> str:
-        """What was held back."""
+        """Returns the text that was held back."""
         return self._taken(len(self._held))
 
     def _taken(self, count: int) -> str:
@@ -64,7 +64,7 @@ class StopMatcher:
 
 
 def _borders(string: str) -> list[int]:
-    """For each beginning of a string, the length of the longest shorter one that it ends with."""
+    """Returns, for each prefix of a string, the length of its longest proper prefix that is also a suffix."""
     borders = [0] * len(string)
     length = 0
     for place in range(1, len(string)):

@@ -1,4 +1,4 @@
-"""What the tokens of a tokenizer stand for."""
+"""The text and bytes of a tokenizer's tokens."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,15 +13,16 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """Tokens as bytes and text.
+    """Converts tokens to text and bytes.
 
     Args:
-        tokenizer: any of transformers' kinds, slow ones and those of users included.
+        tokenizer: any tokenizer of transformers, including slow ones and user-defined classes.
 
     Attributes:
-        of_bytes: whether every token stands for bytes of its own, whatever is beside it (byte-level BPE).
-        clean_up: what the tokenizer makes of decoded text with ``clean_up_tokenization_spaces``; None where
-            it leaves text as it is.
+        of_bytes: whether every token represents fixed bytes that do not depend on its neighbours (byte-level
+            BPE).
+        clean_up: the function that ``clean_up_tokenization_spaces`` applies to decoded text; None if the
+            tokenizer applies none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -32,46 +33,46 @@ class Vocabulary:
         self._special: dict[int, bool] = {}
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
-        """The text of tokens as it is before a clean-up of spaces.
+        """Returns the text of tokens before a clean-up of spaces.
 
         Args:
-            special: whether special tokens show their names.
+            special: whether the text includes the names of special tokens.
         """
         options = {"clean_up_tokenization_spaces": False} if self.clean_up is not None else {}
         text: Any = self._tokenizer.decode(list(tokens), skip_special_tokens=not special, **options)
         return str(text)
 
     def special(self, token: int) -> bool:
-        """Whether a token has a name, but no text."""
-        found = self._special.get(token)
-        if found is None:
-            found = self._piece(token) is not None and not self.decode([token]) and bool(self.name(token))
-            self._special[token] = found
-        return found
+        """Returns whether a token has a name, but no text."""
+        special = self._special.get(token)
+        if special is None:
+            special = self._piece(token) is not None and not self.decode([token]) and bool(self.name(token))
+            self._special[token] = special
+        return special
 
     def name(self, token: int) -> str:
-        """The text of a token by itself; of a special token, its name."""
+        """Returns the text of a single token; for a special token its name."""
         return self.decode([token], special=True)
 
     def raw(self, token: int) -> bytes | None:
-        """The bytes that a token stands for, whatever is beside it; None where only its text is known.
+        """Returns the bytes of a token if they do not depend on its neighbours, else None.
 
-        A number that the tokenizer does not know stands for none.
+        An id that the tokenizer does not know has the bytes ``b""``.
         """
         if token not in self._raw:
-            self._raw[token] = self._found(token)
+            self._raw[token] = self._bytes_of(token)
         return self._raw[token]
 
-    def _found(self, token: int) -> bytes | None:
+    def _bytes_of(self, token: int) -> bytes | None:
         piece = self._piece(token)
         if piece is None:
             return b""
         if self.of_bytes:
-            own = _byte_of()
-            known = [own.get(character) for character in piece]
+            table = _byte_of()
+            known = [table.get(character) for character in piece]
             return piece.encode() if None in known else bytes(byte for byte in known if byte is not None)
         byte = _BYTE.fullmatch(piece)
-        # Where the decoder knows no byte tokens, these are characters as any others.
+        # If the decoder does not support byte tokens, "<0x0A>" is ordinary text.
         return bytes.fromhex(byte[1]) if byte and self.name(token) != piece else None
 
     def _piece(self, token: int) -> str | None:
@@ -80,17 +81,19 @@ class Vocabulary:
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    own = type(tokenizer)
-    if own.decode is not PreTrainedTokenizerBase.decode or not isinstance(tokenizer, PreTrainedTokenizerFast):
+    kind = type(tokenizer)
+    if kind.decode is not PreTrainedTokenizerBase.decode or not isinstance(
+        tokenizer, PreTrainedTokenizerFast
+    ):
         return False
-    # Subclasses may decode otherwise.
-    return own._decode is PreTrainedTokenizerFast._decode and isinstance(
+    # Subclasses may override the decoding.
+    return kind._decode is PreTrainedTokenizerFast._decode and isinstance(
         tokenizer.backend_tokenizer.decoder, decoders.ByteLevel
     )
 
 
 def _clean_up(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], str] | None:
-    """As transformers decides it in ``decode``, which leaves BPE alone unless it is forced."""
+    """Returns the clean-up that transformers applies in ``decode``: none for BPE, unless it is forced."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     spares = isinstance(getattr(backend, "model", None), BPE) and not getattr(
         tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False
@@ -103,7 +106,7 @@ def _clean_up(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], str] | None
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for."""
+    """Returns the byte that each character of a byte-level token represents."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
