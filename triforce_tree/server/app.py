@@ -27,23 +27,23 @@ from triforce_tree.server.reading import Sizes
 from triforce_tree.server.scheduler import Limits, Scheduler
 from triforce_tree.server.service import Service
 
-# Bytes of JSON that a token of a prompt may take, as an escaped character takes up to twelve; the limit of
-# models that take any number of tokens; and the least limit.
+# The most bytes of a request follow from the most tokens of a prompt, with 64 bytes of JSON per token (an
+# escaped character takes up to twelve). The other limits are for models without a most number of tokens, and
+# the least limit.
 _TOKEN_BYTES, _ANY_BYTES, _LEAST_BYTES = 64, 16 * 2**20, 2**20
 
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and to whom.
+    """Settings of the server.
 
     Attributes:
-        name: of the model, which requests have to give.
-        key: that clients must send as ``Authorization: Bearer KEY``; None for anyone.
+        name: the name of the model, which requests must give.
+        key: the API key that clients must send as ``Authorization: Bearer KEY``; None for no key.
         limits: see :class:`Limits`.
-        body: most bytes of a request; None for as many as the longest prompt that the model takes may have.
-        origins: of web pages whose scripts may ask (CORS); ``*`` for all.
-        reading: seconds of processor time that a request's JSON, chat template and tokens may take, and as
-            many again for each MiB.
+        body: most bytes of a request; None for a limit that follows from the model's longest prompt.
+        origins: the origins of web pages whose scripts may send requests (CORS); ``*`` for all.
+        reading: most seconds of CPU time to parse and tokenize a request, and as many more for each MiB.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Served:
 
 
 class _Running:
-    """What answers requests, from when the engine is loaded until the server ends."""
+    """The state of the application: the service, once the engine is loaded, and its metrics."""
 
     def __init__(self, served: Served) -> None:
         self.served, self.metrics = served, Metrics()
@@ -64,7 +64,7 @@ class _Running:
         self._closed = False
 
     def begin(self, engine: Engine) -> None:
-        """Answer requests from now on.
+        """Creates the service for a loaded engine, which then answers requests.
 
         Raises:
             ValueError: the engine has no tokenizer, or one that cannot be sent to another process.
@@ -78,8 +78,9 @@ class _Running:
         self.most_bytes = served.body or max(_LEAST_BYTES, longest)
         scheduler = Scheduler(engine, served.limits, self.metrics.ended)
         self.metrics.watch(scheduler)
-        # What libraries and models have made stays: looking through it takes a second, in which nothing runs.
-        # An engine that has generated has captured graphs, which are freed by being looked through.
+        # Existing objects of libraries and models are excluded from garbage collection, which would stop the
+        # server for a second. An engine that has already generated has captured graphs, which only garbage
+        # collection frees.
         if engine.last_program is None:
             gc.collect()
             gc.freeze()
@@ -88,7 +89,7 @@ class _Running:
             scheduler.stop()
 
     def stop(self) -> None:
-        """End all texts after the pass that runs."""
+        """Ends all sequences after the running pass of decoding."""
         self._closed = True
         if self.service is not None:
             self.service.scheduler.stop()
@@ -108,14 +109,14 @@ class _Running:
         return "ok" if self.service.scheduler.alive else "failed"
 
     async def answer(self, request: Request, chat: bool) -> Response:
-        """A reply; errors are raised with their status."""
+        """Returns the reply to a request; errors are raised as RefusedError with a status."""
         if self.service is None or not self.service.scheduler.alive:
             why = "the model is being loaded; ask again" if self.service is None else "decoding has failed"
             raise RefusedError(why, 503, retry=5)
         return await self.service.answer(await self._body(request), chat, request)
 
     async def _body(self, request: Request) -> bytes:
-        """A request's body, which is not read where its head says that it is too long."""
+        """Reads the body of a request. It is not read if the header Content-Length exceeds the limit."""
         too_long = RefusedError(
             f"the body has more than {self.most_bytes:,} bytes; send less, or raise --max-body", 413
         )
@@ -132,17 +133,17 @@ class _Running:
 
 
 def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
-    """The application; its scheduler starts and ends with it.
+    """Creates the application; its scheduler starts and ends with it.
 
     Args:
-        engine: with a tokenizer; or a future one, until which requests are answered with status 503.
+        engine: an engine with a tokenizer, or a future engine. Until it is loaded, requests get status 503.
 
     Returns:
-        the application; calling its ``state.stop`` ends all texts early, for a shutdown, and its
-        ``state.problem`` is the error for which a future engine cannot be served.
+        the application. Its ``state.stop()`` ends all sequences early, for a shutdown. Its ``state.problem``
+        is the error because of which a future engine cannot be served, or None.
 
     Raises:
-        ValueError: the engine has no tokenizer; a key that headers do not hold.
+        ValueError: the engine has no tokenizer, or the key cannot be sent in a header.
     """
     running = _Running(served)
     if isinstance(engine, Engine) and engine.tokenizer is None:
@@ -152,7 +153,7 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
         if loaded.exception() is None:
             try:
                 running.begin(loaded.result())
-            except Exception as problem:  # the callback of a future has nobody to raise it to
+            except Exception as problem:  # an error in the callback of a future would only be logged
                 app.state.problem = problem
 
     @asynccontextmanager
@@ -166,7 +167,7 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
         finally:
             await asyncio.to_thread(running.close)
 
-    own: dict[str, Any] = {
+    description: dict[str, Any] = {
         "id": served.name, "object": "model", "created": int(time.time()), "owned_by": "triforce-tree",
     }  # fmt: skip
 
@@ -177,12 +178,12 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
         return await running.answer(request, False)
 
     async def models(request: Request) -> Response:
-        return reply({"object": "list", "data": [own]})
+        return reply({"object": "list", "data": [description]})
 
     async def model(request: Request) -> Response:
         if (name := request.path_params["name"]) != served.name:
             raise RefusedError(not_served(name, served.name), 404)
-        return reply(own)
+        return reply(description)
 
     async def health(request: Request) -> Response:
         return reply({"status": running.status}, 200 if running.status == "ok" else 503)
@@ -201,7 +202,7 @@ def create_app(engine: Engine | Future[Engine], served: Served) -> Starlette:
         routes=[
             Route("/health", health),
             Route("/metrics", exposed),
-            # What follows needs the key, known or not.
+            # All other paths, including unknown ones, require the key.
             Mount("/", Guard(guarded, served.key)),
         ],
         lifespan=lifespan,

@@ -1,4 +1,4 @@
-"""Connections of the server: silent ones are closed, and none holds the event loop."""
+"""HTTP connections: idle ones are closed, and none can block the event loop."""
 
 import asyncio
 import socket
@@ -8,14 +8,15 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Bytes after whose reading other connections have their turn: a body may come in chunks of one byte.
+# Received bytes are parsed in pieces of this many, and other connections run in between. Without this, a body
+# in HTTP chunks of one byte each would block the event loop.
 _PIECE = 4096
-# Bytes a second that a body has to come with, beside the time that any request may take.
+# A body must arrive with at least this many bytes per second, after an initial delay of ``patience``.
 _RATE = 1024
 
 
 class _Flow(FlowControl):
-    """A connection whose reading is paused until the pieces that have come are read."""
+    """Flow control that does not resume reading from the socket while received pieces are not parsed."""
 
     held = False
 
@@ -25,19 +26,19 @@ class _Flow(FlowControl):
 
 
 class Connection(H11Protocol):
-    """HTTP by uvicorn, with a limit on the time for which a client may be silent.
+    """uvicorn's HTTP connection with a limit on the time for which a client may be idle.
 
     Attributes:
-        patience: seconds in which a request's head has to come, its body has to begin, and a client has to
-            take some of what it is sent.
+        patience: seconds within which the head of a request must arrive, its body must begin, and the client
+            must receive some of the data sent to it.
     """
 
     patience = 30.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # asyncio does this only for sockets that name their protocol; without it, the second part of a reply
-        # waits for 40 ms.
+        # Without this option the second part of a reply waits for 40 ms. asyncio sets it only for sockets
+        # created with an explicit protocol number.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.flow: _Flow = _Flow(transport)
         self._pieces: deque[bytes] = deque()
@@ -66,7 +67,7 @@ class Connection(H11Protocol):
         if not self._pieces:
             if self.flow.held:
                 self.flow.held = False
-                # Else the application has not taken what came, and resumes by taking it.
+                # Otherwise the application has not taken the received body yet, and resumes reading itself.
                 if self.cycle is None or self.cycle.response_complete or not self.cycle.body:
                     self.flow.resume_reading()
             return
@@ -75,11 +76,11 @@ class Connection(H11Protocol):
         self.loop.call_soon(self._read_piece)
 
     def _watch(self) -> None:
-        """Close the connection of a client that is silent for too long."""
+        """Closes the connection if the client is idle for too long; otherwise checks again later."""
         if self.transport.is_closing():
             return
         now = self.loop.time()
-        # Of the client: waited for, in its body, or at its end.
+        # Whether the client's request is awaited, its body is arriving, or it is complete.
         state = (self.conn.their_state, self.cycle)
         if state != self._state:
             self._state, self._since, self._came = state, now, 0

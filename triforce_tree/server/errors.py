@@ -1,4 +1,4 @@
-"""Errors that are no client's fault: a client gets an identifier, and the log has the rest under it."""
+"""Errors inside the server: the client receives an identifier, under which the log has the traceback."""
 
 import logging
 import traceback
@@ -10,14 +10,17 @@ _LOG = logging.getLogger("triforce_tree.server")
 
 
 def logged(trace: str, why: str = "an error within the server has ended this request") -> str:
-    """A sentence for a client, with the identifier under which the log has a traceback."""
+    """Logs a traceback, and returns a sentence for the client with the identifier of the log entry."""
     identifier = f"error-{uuid.uuid4().hex[:16]}"
     _LOG.error("%s: %s\n%s", identifier, why, trace)
     return f"{why}; its log says more under {identifier}"
 
 
 def told(error: BaseException) -> str:
-    """The same of an error; nothing of its own text, which may hold another client's prompt."""
+    """Logs an error, and returns a sentence for the client.
+
+    The sentence does not contain the error's message, which may contain another client's prompt.
+    """
     short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
     trace = "".join(traceback.format_exception(error))
     if short:

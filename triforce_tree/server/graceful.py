@@ -1,4 +1,4 @@
-"""A server process that lets running texts end before it does."""
+"""A server process that shuts down gracefully: running sequences may end first."""
 
 import asyncio
 import logging
@@ -12,19 +12,20 @@ import uvicorn
 from triforce_tree.server.connections import Connection
 
 _LOG = logging.getLogger("triforce_tree.server")
-# Seconds in which streams that were ended early send their last events, and that after a second Ctrl-C.
+# Seconds in which streams that were ended early may send their last events; the second value is for the time
+# after a second Ctrl-C.
 _LAST_EVENTS, _LAST_WORDS = 10, 1.5
 
 
 class GracefulServer(uvicorn.Server):
-    """uvicorn's server; on SIGTERM or Ctrl-C it takes no more connections, and running texts may end.
+    """uvicorn's server. On SIGTERM or Ctrl-C it accepts no more connections, and running sequences may end.
 
-    A second Ctrl-C ends them at once. ``force_exit`` is then true where some have not ended.
+    A second Ctrl-C ends them at once; if some have not ended then, ``force_exit`` becomes true.
 
     Args:
-        config: of the server; its ``timeout_graceful_shutdown`` and its ``http`` are set.
-        stop: ends all texts early, with an error as their last event.
-        seconds: that running texts have.
+        config: uvicorn's configuration. ``timeout_graceful_shutdown``, ``http`` and ``ws`` are overwritten.
+        stop: ends all sequences early, with an error as the last event of their streams.
+        seconds: the time that running sequences have to end.
     """
 
     def __init__(self, config: uvicorn.Config, stop: Callable[[], None], seconds: int) -> None:
@@ -55,7 +56,7 @@ class GracefulServer(uvicorn.Server):
             hurry.cancel()
 
     async def _hurry(self) -> None:
-        """After a second Ctrl-C: last events, then the end of all connections."""
+        """Waits for a second Ctrl-C, then ends all sequences and, after the last events, all connections."""
         while not self._again:
             await asyncio.sleep(0.05)
         self._stop()

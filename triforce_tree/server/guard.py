@@ -1,4 +1,4 @@
-"""What stands before the routes: the key, and errors as JSON."""
+"""Checks the API key before requests reach the routes, and converts errors to JSON replies."""
 
 import asyncio
 import hmac
@@ -20,21 +20,21 @@ _WRONG_KEY = "wrong or missing API key; send Authorization: Bearer KEY"
 
 
 class Guard:
-    """Asks for the key before a request is read, and turns errors of the application into replies.
+    """Checks the key before a request is read, and converts errors of the application to replies.
 
     Args:
         app: the application.
-        key: that clients must send as ``Authorization: Bearer KEY``; None for anyone.
+        key: the API key that clients must send as ``Authorization: Bearer KEY``; None for no key.
 
     Raises:
-        ValueError: a key that headers do not hold.
+        ValueError: the key cannot be sent in a header.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         if key is not None and not re.fullmatch(r"[!-~]+", key):
             raise ValueError(
-                "the API key holds characters that not every client can send in a header; give one of "
-                "letters, digits and signs of ASCII, without spaces"
+                "the API key has characters that not every client can send in a header; give one of "
+                "ASCII letters, digits and signs, without spaces"
             )
         self._app, self._key = app, None if key is None else key.encode()
 
@@ -55,7 +55,7 @@ class Guard:
         try:
             await self._app(scope, receive, sent)
         except (ClientDisconnect, asyncio.CancelledError):
-            # The client has left, or the server ends.
+            # The client has disconnected, or the server is shutting down.
             return
         except RefusedError as problem:
             response = refusal(problem)
@@ -63,7 +63,7 @@ class Guard:
             response = refusal(RefusedError(logged(traceback.format_exc()), 500))
         else:
             return
-        # What has begun cannot become another reply: the connection ends in the middle of it.
+        # A reply that has begun cannot be replaced by an error; the connection is closed instead.
         if not began:
             await response(scope, receive, send)
 
@@ -71,13 +71,13 @@ class Guard:
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (sent[0] if len(sent) == 1 else b"").partition(b" ")
         assert self._key is not None
-        # Compared in any case, in constant time.
+        # The key is compared even if the scheme is wrong, and in constant time.
         same = hmac.compare_digest(key.strip(b" \t"), self._key)
         return same and scheme.lower() == b"bearer"
 
 
 def refusal(problem: RefusedError) -> Response:
-    """An error as OpenAI's clients read it."""
+    """Returns the reply to a refused request, in the form of OpenAI's API."""
     other = "invalid_request_error" if problem.status < 500 else "server_error"
     headers = {} if problem.retry is None else {"Retry-After": str(problem.retry)}
     if problem.status == 401:
@@ -88,5 +88,5 @@ def refusal(problem: RefusedError) -> Response:
 
 
 def reply(body: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """JSON in ASCII: halves of characters, which clients may send, have no bytes of their own."""
+    """Returns a JSON reply in ASCII, since lone surrogates, which clients may send, have no UTF-8 bytes."""
     return Response(json.dumps(body), status, headers, "application/json")

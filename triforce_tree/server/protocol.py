@@ -1,6 +1,6 @@
-"""Requests of the OpenAI API, read strictly from JSON: what is not supported is refused by name.
+"""Parses requests of the OpenAI API strictly. Unsupported options are refused by name.
 
-Nothing here imports torch: the processes that read requests import it.
+Nothing here imports torch, so that the processes that read requests start quickly.
 """
 
 import json
@@ -11,20 +11,21 @@ from typing import Any
 
 MOST_TOP_LOGPROBS = 20
 _MOST_CHOICES, _MOST_STOPS = 128, 4
-# Logits in 32 bits divided by a temperature, and multiplied by a penalty, neither overflow nor vanish.
+# Within these limits fp32 logits divided by a temperature and multiplied by a penalty neither overflow nor
+# underflow.
 _LEAST, _MOST_TEMPERATURE, _MOST_PENALTY = 1e-30, 1e6, 100.0
-# Longer names and values are left out of errors.
+# Names and values in error messages are cut to this length.
 _SHOWN_CHARACTERS = 60
 
-# What changes nothing in the text of a server with one model, whatever the value.
+# Options that are accepted with any value, since they do not change the text of this server.
 _WITHOUT_EFFECT = frozenset(
     """
     metadata parallel_tool_calls prediction priority prompt_cache_key prompt_cache_retention request_id rid
     safety_identifier service_tier store user
     """.split()  # noqa: SIM905 - a list would take a line for each name
 )
-# Values of other options that ask for nothing, as they are the defaults of OpenAI, vLLM or SGLang; null asks
-# for nothing everywhere.
+# Unsupported options are accepted with these values, which are the defaults of OpenAI, vLLM or SGLang. The
+# value null is accepted for every option.
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
     "bad_words": ([],),
@@ -63,12 +64,12 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 class RefusedError(Exception):
-    """A request is refused, by a sentence that was written for its client.
+    """The refusal of a request. Its message is written for the client.
 
     Attributes:
-        status: of the reply.
-        param: the field at fault.
-        retry: seconds after which to ask again.
+        status: the HTTP status of the reply.
+        param: the name of the wrong field, if there is one.
+        retry: seconds after which the client may try again, or None.
     """
 
     def __init__(
@@ -80,21 +81,23 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """``include_usage`` adds a chunk with the usage to a stream."""
+    """Options of a stream; ``include_usage`` adds a chunk with the numbers of tokens."""
 
     include_usage: bool = False
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What chats and completions share. ``temperature`` 0 takes the most probable token.
+    """The fields that chat and completion requests share.
 
-    ``top_k`` (0 or -1: all) and ``repetition_penalty`` are other servers' additions to OpenAI's API.
+    ``temperature`` 0 means greedy decoding. ``top_k`` (0 or -1 means all tokens) and ``repetition_penalty``
+    are additions of other servers to OpenAI's API.
 
     Attributes:
-        limit: most new tokens; None for as many as the server generates.
-        alternatives: most probable tokens to report beside each token; None where no log-probability is
-            wanted.
+        choices: number of texts per prompt.
+        limit: most new tokens; None for the limit of the server.
+        alternatives: number of most probable tokens to report for each token; None if the client wants no
+            log-probabilities.
     """
 
     model: str
@@ -111,7 +114,7 @@ class Sampled:
     alternatives: int | None
 
     def sampling(self) -> dict[str, Any]:
-        """Options of ``generate``."""
+        """Returns the sampling options for ``Engine.generate``."""
         options: dict[str, Any] = {"do_sample": False}
         if self.temperature > 0:
             options = {
@@ -124,7 +127,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class ChatRequest(Sampled):
-    """``POST /v1/chat/completions``; ``messages`` is a list that holds anything."""
+    """``POST /v1/chat/completions``. The elements of ``messages`` are checked later, with the template."""
 
     messages: list[Any]
 
@@ -135,16 +138,16 @@ class ChatRequest(Sampled):
 
 @dataclass(frozen=True)
 class CompletionRequest(Sampled):
-    """``POST /v1/completions``; each prompt is a text, or token ids."""
+    """``POST /v1/completions``. Each prompt is a text or a list of token ids."""
 
     prompts: list[str | list[int]]
 
 
 def request_of(body: bytes, chat: bool) -> ChatRequest | CompletionRequest:
-    """The request in a body.
+    """Parses the body of a request.
 
     Raises:
-        RefusedError: it is no JSON object, or a field is missing, wrong or not supported.
+        RefusedError: the body is no JSON object, or a field is missing, wrong or not supported.
     """
     fields = _Fields(_parsed(body))
     shared = fields.shared()
@@ -166,7 +169,7 @@ def request_of(body: bytes, chat: bool) -> ChatRequest | CompletionRequest:
 
 
 def error(message: str, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
-    """The body of an error, as OpenAI's clients read it."""
+    """Returns the body of an error reply in the form of OpenAI's API."""
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
@@ -179,7 +182,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
         why = f"no UTF-8 at byte {problem.start}"
     except RecursionError:
         why = "lists or objects are nested too deeply"
-    except ValueError:  # Python's own limit
+    except ValueError:  # Python limits the digits of a number
         why = "a number has thousands of digits"
     else:
         if isinstance(given, dict):
@@ -189,14 +192,14 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 class _Fields:
-    """The fields of a request, each of which is taken once; those that are null count as absent."""
+    """The fields of a request that were not read yet. A field with the value null counts as absent."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._left = {name: value for name, value in given.items() if value is not None}
 
     def shared(self) -> dict[str, Any]:
-        """What chats and completions share."""
-        found = {
+        """Reads the fields that chat and completion requests share."""
+        fields = {
             "model": self._text("model"),
             "temperature": self._number("temperature", _LEAST, _MOST_TEMPERATURE, zero=True),
             "top_p": self._number("top_p", _LEAST, 1),
@@ -208,14 +211,14 @@ class _Fields:
             "stream": self.flag("stream"),
             "stream_options": self._stream_options(),
         }
-        if found["stream_options"] is not None and not found["stream"]:
+        if fields["stream_options"] is not None and not fields["stream"]:
             raise RefusedError(
                 "stream_options is given without a stream; leave it out, or set stream to true"
             )
-        # Clients of completions send best_of as n.
-        if _same(self._left.get("best_of"), found["choices"]):
+        # Clients of completions send best_of with the value of n.
+        if _same(self._left.get("best_of"), fields["choices"]):
             del self._left["best_of"]
-        return found
+        return fields
 
     def whole(self, name: str, default: int | None, least: int, most: int = 2**31) -> Any:
         value = self._left.pop(name, default)
@@ -230,12 +233,13 @@ class _Fields:
         return value
 
     def messages(self) -> list[Any]:
-        """A list; its messages are looked at where prompts are."""
+        """Reads the list of messages, whose elements are checked later."""
         given = self._required("messages")
         if not isinstance(given, list) or not given:
             raise _wrong("messages", given, 'must be a list as [{"role": "user", "content": "..."}]')
         last = given[-1]
-        # A last message of the assistant is continued.
+        # If the last message is from the assistant, the server continues it; otherwise a new message begins.
+        # The two options are accepted with the values that ask for this.
         continued = isinstance(last, dict) and last.get("role") == "assistant"
         for name, done in (("add_generation_prompt", not continued), ("continue_final_message", continued)):
             if self._left.get(name) is done:
@@ -255,7 +259,7 @@ class _Fields:
         raise _wrong("prompt", given, "must be a text, a list of texts, token ids, or a list of such lists")
 
     def end(self) -> None:
-        """Refuse what is left and asks for something."""
+        """Refuses remaining fields, unless they have no effect or a value in ``_NOTHING``."""
         for name, value in self._left.items():
             asks = name not in _WITHOUT_EFFECT and not any(
                 _same(value, each) for each in _NOTHING.get(name, ())
@@ -300,7 +304,7 @@ class _Fields:
             raise _wrong("stream_options", given, 'must be an object, as {"include_usage": true}')
         options = _Fields(given)
         usage = options.flag("include_usage")
-        # Random characters beside each piece, and usage in each chunk, of OpenAI and of vLLM.
+        # OpenAI's option for random characters in each chunk, and vLLM's for the usage in each chunk.
         for name in ("include_obfuscation", "continuous_usage_stats"):
             if options.flag(name):
                 raise RefusedError(f"stream_options.{name} is not supported; leave it out", param=name)
@@ -309,33 +313,33 @@ class _Fields:
 
 
 def not_served(name: str, served: str) -> str:
-    """Why a request for another model is refused."""
+    """Returns the message that refuses a request for another model."""
     return f"model {name[:_SHOWN_CHARACTERS]!a} is not served here; use {served!r}"
 
 
 def shown(name: str) -> str:
-    """A name from a request, in one short line."""
+    """Returns a name from a request for a message, in one short line."""
     plain = re.fullmatch(r"[\w./:-]+", name[: _SHOWN_CHARACTERS + 1], re.ASCII)
     return name if plain and len(name) <= _SHOWN_CHARACTERS else ascii(name[:_SHOWN_CHARACTERS])
 
 
 def _wrong(name: str, value: Any, sentence: str) -> RefusedError:
-    """The refusal of a field's value, which is shown if it is short."""
+    """Returns the refusal of a field's value, which includes the value if it is short."""
     if isinstance(value, (list, dict)):
-        said = f" is {'a list' if isinstance(value, list) else 'an object'}, and {sentence}"
+        rest = f" is {'a list' if isinstance(value, list) else 'an object'}, and {sentence}"
     else:
-        # A long text or number is not turned into its notation.
+        # A long text or number is not converted to JSON, which might take long.
         small = not isinstance(value, str) or len(value) <= _SHOWN_CHARACTERS
         small = small and (not isinstance(value, int) or abs(value) < 10**18)
-        said = f"={json.dumps(value)} {sentence}" if small else f" {sentence}"
-    return RefusedError(f"{name}{said}", param=name)
+        rest = f"={json.dumps(value)} {sentence}" if small else f" {sentence}"
+    return RefusedError(f"{name}{rest}", param=name)
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values of JSON are equal; 1 and true are not."""
+    """Returns whether two JSON values are equal; 1 and true are not."""
     return (type(a) is bool) == (type(b) is bool) and bool(a == b)
 
 
 def _halved(text: str) -> bool:
-    """Whether a text holds half of a character, which JSON can write."""
+    """Returns whether a text has a lone surrogate (half of a character), which JSON can contain."""
     return re.search("[\ud800-\udfff]", text) is not None

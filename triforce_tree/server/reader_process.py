@@ -1,7 +1,8 @@
-"""Processes that read requests, as neither a template nor a tokenizer can be interrupted in a thread.
+"""Processes that parse and tokenize requests.
 
-One process has the tokenizer and a single thread, and forks the others. Each of these reads one request at a
-time, which the system ends with the process after some seconds of processor time, or where memory is short.
+They are processes because a chat template or tokenizer that takes too long cannot be interrupted in a thread.
+One process with a single thread has the tokenizer and forks the others. Each of these reads one request at a
+time, and the operating system kills it if a request takes too much CPU time or memory.
 """
 
 import gc
@@ -19,21 +20,21 @@ from triforce_tree.server.protocol import RefusedError
 from triforce_tree.server.reading import Read, Reader
 
 LENGTH = struct.Struct("!Q")
-# Before a body: whether it is a chat, and the seconds of processor time that it may take.
+# The head of a request: whether it is a chat, and the most seconds of CPU time to read it.
 HEAD = struct.Struct("!?d")
-# Seconds by the clock for each second of processor time, on a busy machine.
+# On a busy machine a request may take this many seconds of wall-clock time per second of CPU time.
 _BUSY = 8
-# Bytes that a request may take: some, and more for each byte of its body.
+# Most bytes of memory to read a request: a fixed number, and so many more per byte of its body.
 _MEMORY, _MEMORY_RATIO = 2**30, 48
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Why a request was not read.
+    """The reason why a request was not read.
 
     Attributes:
-        refusal: a sentence for its client, the reply's status, and the field at fault; None for an error.
-        trace: of the error, for the log.
+        refusal: a message for the client, the HTTP status, and the wrong field; None for an internal error.
+        trace: the traceback of an error for the log.
     """
 
     refusal: tuple[str, int, str | None] | None
@@ -41,13 +42,13 @@ class Unread:
 
 
 def main(descriptor: int) -> None:
-    """Receive what a :class:`Reader` is made of, then fork a process for each socket that comes.
+    """Receives the arguments of :class:`Reader`, then forks a process for each socket that it receives.
 
     Args:
-        descriptor: of a socket, whose other end is closed when no more processes are wanted.
+        descriptor: file descriptor of a socket. The process ends when its other end is closed.
     """
     control = socket.socket(fileno=descriptor)
-    # Ended processes leave nothing behind.
+    # Child processes that end are removed by the system without a wait for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     sent = received(control)
     if sent is None:
@@ -71,7 +72,7 @@ def main(descriptor: int) -> None:
 
 
 def _serve(connection: socket.socket, reader: Reader) -> None:
-    """Answer requests by a pickled ``Read`` or ``Unread`` until the socket's other end is closed."""
+    """Answers each request with a pickled ``Read`` or ``Unread``, until the socket's other end is closed."""
     while (request := received(connection)) is not None:
         chat, seconds = HEAD.unpack_from(request)
         with open("/proc/self/statm") as sizes:
@@ -88,12 +89,12 @@ def _serve(connection: socket.socket, reader: Reader) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             send(connection, answer)
-        except OSError:  # nobody waits for it
+        except OSError:  # the server has closed the socket
             return
 
 
 def _answer(reader: Reader, body: bytes, chat: bool) -> Read | Unread:
-    # A list of a million lists would be looked through again and again.
+    # Garbage collection is off: it would scan a list of a million lists many times during parsing.
     gc.disable()
     try:
         return reader.read(body, chat)
@@ -102,30 +103,30 @@ def _answer(reader: Reader, body: bytes, chat: bool) -> Read | Unread:
     except PromptError as error:
         trace = "".join(traceback.format_exception(error)) if str(error) != error.sentence else ""
         return Unread((error.sentence, 400, None), trace)
-    except BaseException as error:  # whatever it is, the next request is read
+    except BaseException as error:  # after any error the process must be able to read the next request
         return Unread(None, "".join(traceback.format_exception(error)))
     finally:
         gc.enable()
 
 
 def send(connection: socket.socket, message: bytes) -> None:
-    """Send a message behind its length."""
+    """Sends the length of a message, then the message."""
     connection.sendall(LENGTH.pack(len(message)))
     connection.sendall(message)
 
 
 def received(connection: socket.socket) -> bytes | None:
-    """The next message; None at the end."""
+    """Receives the next message; None if the other end is closed."""
     head = _received(connection, LENGTH.size)
     return None if head is None else _received(connection, LENGTH.unpack(head)[0])
 
 
 def _received(connection: socket.socket, count: int) -> bytes | None:
-    found = bytearray(count)
-    view = memoryview(found)
+    message = bytearray(count)
+    view = memoryview(message)
     while view:
         got = connection.recv_into(view)
         if not got:
             return None
         view = view[got:]
-    return bytes(found)
+    return bytes(message)

@@ -1,4 +1,4 @@
-"""What the server asks of the processes that read requests."""
+"""The server's side of the processes that read requests (``reader_process.py``)."""
 
 import asyncio
 import contextlib
@@ -18,22 +18,22 @@ from triforce_tree.server.reader_process import HEAD, LENGTH, Unread, received, 
 from triforce_tree.server.reading import Read, Sizes
 
 _LOG = logging.getLogger("triforce_tree.server")
-# Threads of libraries would be lost when a process forks.
+# Libraries must not start threads, which do not exist in a forked process.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-# A request may take the seconds of its server, and as many again for each so many bytes.
+# The limit of CPU time grows by ``seconds`` for each so many bytes of a request.
 _BYTES = 2**20
-# Of requests that wait for a process.
+# Most total bytes of requests that are being read or wait for a process.
 _WAITING_BYTES = 256 * 2**20
 
 
 class Readers:
-    """Processes that read requests, until :meth:`close`.
+    """A pool of processes that read requests, until :meth:`close`.
 
     Args:
-        tokenizer: of the target.
-        sizes: of what is served.
-        seconds: of processor time that a request may take, and as many again for each MiB.
-        count: of processes.
+        tokenizer: the target's tokenizer.
+        sizes: the limits for prompts.
+        seconds: most seconds of CPU time to read a request, and as many more for each MiB.
+        count: number of processes; by default half the CPUs, at least 2 and at most 4.
 
     Raises:
         ValueError: the tokenizer cannot be sent to another process.
@@ -50,23 +50,23 @@ class Readers:
                 "transformers' own classes, or of a module that can be imported"
             ) from error
         self._seconds, self._count = seconds, count or max(2, min(4, (os.cpu_count() or 1) // 2))
-        self._room, self._bytes = asyncio.Semaphore(self._count), 0
-        # The one that was used last is the next one: it knows the newest texts.
+        self._slots, self._bytes = asyncio.Semaphore(self._count), 0
+        # The process that was used last is used next, since it remembers the newest texts.
         self._free: list[socket.socket] = []
         self._lock, self._closed = threading.Lock(), False
         self._begin()
 
     async def read(self, body: bytes, chat: bool) -> Read:
-        """The request of a body.
+        """Has a process parse and tokenize the body of a request.
 
         Raises:
-            RefusedError: it cannot be carried out, or reading it takes too long.
+            RefusedError: the request is not valid, or reading it takes too much time or memory.
         """
         if self._bytes and self._bytes + len(body) > _WAITING_BYTES:
             raise RefusedError("too many long requests wait to be read; try again later", 429, retry=1)
         self._bytes += len(body)
         try:
-            async with self._room:
+            async with self._slots:
                 answer = await self._answer(body, chat)
         finally:
             self._bytes -= len(body)
@@ -80,7 +80,7 @@ class Readers:
         raise RefusedError(sentence, status, param)
 
     def close(self) -> None:
-        """End all processes."""
+        """Ends all processes."""
         with self._lock:
             self._closed = True
             self._control.close()
@@ -95,37 +95,38 @@ class Readers:
             try:
                 return await self._asked(body, chat, seconds)
             except (OSError, EOFError):
-                # A process that ends earlier may have been ended for want of memory elsewhere.
+                # A process that ends before its time limit may have been killed because memory was short
+                # elsewhere, so the request is tried once more.
                 if last or loop.time() - began >= seconds:
                     break
         sentence = (
             f"reading this request takes more than {seconds:.1f} s of processor time, or too much memory "
-            "(by its chat template and tokenizer); send less, or raise --reading-timeout"
+            "(for its chat template and tokenizer); send less, or raise --reading-timeout"
         )
         return Unread((sentence, 400, None))
 
     async def _asked(self, body: bytes, chat: bool, seconds: float) -> Read | Unread:
-        """What a process answers.
+        """Sends a request to a process and returns its answer.
 
         Raises:
-            OSError, EOFError: it has ended.
+            OSError, EOFError: the process has ended.
         """
         loop = asyncio.get_running_loop()
-        connection = await self._told(LENGTH.pack(HEAD.size + len(body)) + HEAD.pack(chat, seconds))
+        connection = await self._connected(LENGTH.pack(HEAD.size + len(body)) + HEAD.pack(chat, seconds))
         try:
             await loop.sock_sendall(connection, body)
             head = await _received(connection, LENGTH.size)
             answer = await _received(connection, LENGTH.unpack(head)[0])
         except BaseException:
-            # It would answer this request to the next one.
+            # The process is not used again: it would answer the next request with the answer to this one.
             connection.close()
             raise
         self._free.append(connection)
-        found: Read | Unread = pickle.loads(answer)
-        return found
+        result: Read | Unread = pickle.loads(answer)
+        return result
 
-    async def _told(self, head: bytes) -> socket.socket:
-        """A process that waits for the body of a request; one that the system has ended meanwhile is none."""
+    async def _connected(self, head: bytes) -> socket.socket:
+        """Sends the head of a request to a process, a new one if none is free, and returns its socket."""
         while self._free:
             connection = self._free.pop()
             try:
@@ -138,14 +139,14 @@ class Readers:
         return connection
 
     def _begin(self) -> None:
-        """Start the process that forks the others."""
+        """Starts the process that forks the others."""
         self._control, theirs = socket.socketpair()
         with theirs:
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; "
                 f"from triforce_tree.server.reader_process import main; main({theirs.fileno()})"
             )
-            # In a session of its own: Ctrl-C is for the server.
+            # The process has its own session, so that Ctrl-C reaches only the server.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], env={**os.environ, **_ONE_THREAD}, pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, start_new_session=True,
@@ -156,12 +157,12 @@ class Readers:
         why = "it has ended" if answer is None else pickle.loads(answer)
         if why is not None:
             raise ValueError(
-                f"the process that reads requests does not start ({' '.join(why.split())[:200]}); give a "
+                f"the process that reads requests cannot start ({' '.join(why.split())[:200]}); give a "
                 "tokenizer of transformers' own classes, or of a module that can be imported"
             )
 
     def _forked(self) -> socket.socket:
-        """A new process, by its socket."""
+        """Has a new process forked and returns a socket to it."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs, self._lock:
@@ -171,7 +172,7 @@ class Readers:
             try:
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
             except OSError:
-                # The system has ended it, for want of memory.
+                # The system has killed the forking process because memory was short.
                 self._control.close()
                 self._process.wait()
                 self._begin()
@@ -180,11 +181,11 @@ class Readers:
 
 
 async def _received(connection: socket.socket, count: int) -> bytes:
-    found = bytearray(count)
-    view = memoryview(found)
+    message = bytearray(count)
+    view = memoryview(message)
     while view:
         got = await asyncio.get_running_loop().sock_recv_into(connection, view)
         if not got:
             raise EOFError
         view = view[got:]
-    return bytes(found)
+    return bytes(message)

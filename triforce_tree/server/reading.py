@@ -1,4 +1,4 @@
-"""The bodies of requests as token ids: JSON, chat template and tokenizer. Nothing here imports torch."""
+"""Converts request bodies to token ids by JSON, chat template and tokenizer. Nothing here imports torch."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,21 +20,21 @@ from triforce_tree.server.protocol import (
 Asked = ChatRequest | CompletionRequest
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
-# Texts of requests of which the next one may be a continuation.
+# So many texts of earlier requests are remembered, which the next request may continue.
 _REMEMBERED = 16
-# Keys of a message that any template may leave out of its text.
+# Keys of a message that are accepted even if the chat template does not read them.
 _OF_MESSAGES = frozenset({"role", "content", "name", "tool_call_id"})
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides whether a prompt can be continued.
+    """The limits for requests.
 
     Attributes:
-        model: the name that requests give.
-        vocabulary: of the target.
-        positions: most tokens of a text; None for any.
-        texts: most of one request.
+        model: the model name that requests must give.
+        vocabulary: size of the target's vocabulary.
+        positions: most tokens of a sequence; None for no limit.
+        texts: most texts that one request may ask for.
     """
 
     model: str
@@ -45,18 +45,23 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Read:
-    """A request that was read; ``asked`` is without its prompts, whose ids are beside it."""
+    """A parsed request.
+
+    Attributes:
+        asked: the fields of the request; its prompts or messages are replaced by an empty list.
+        prompts: the token ids of each prompt.
+    """
 
     asked: Asked
     prompts: list[Ids]
 
 
 class Reader:
-    """Reads requests, and remembers their texts.
+    """Reads requests, and remembers their texts to tokenize continuations faster.
 
     Args:
-        tokenizer: of the target.
-        sizes: of what is served.
+        tokenizer: the target's tokenizer.
+        sizes: the limits for requests.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> None:
@@ -64,10 +69,10 @@ class Reader:
         self._template = str(getattr(tokenizer, "chat_template", None))
 
     def read(self, body: bytes, chat: bool) -> Read:
-        """The request of a body, and the token ids of its prompts.
+        """Parses a request, and tokenizes its prompts.
 
         Raises:
-            RefusedError, PromptError: it cannot be carried out, with a sentence for its client.
+            RefusedError, PromptError: the request is not valid, with a message for the client.
         """
         asked = request_of(body, chat)
         sizes = self._sizes
@@ -100,7 +105,7 @@ class Reader:
         return ids
 
     def _check_keys(self, chat: list[dict[str, Any]]) -> None:
-        """Raise RefusedError where a message says something that the template does not read."""
+        """Raises RefusedError if a message has a key that the chat template does not read."""
         for number, message in enumerate(chat):
             for key, value in message.items():
                 if value and key not in _OF_MESSAGES and key not in self._template:

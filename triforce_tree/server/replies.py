@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI API's replies."""
+"""Makes the bodies of replies in the form of OpenAI's API."""
 
 import time
 import uuid
@@ -12,14 +12,14 @@ from triforce_tree.server.text_stream import ScoredToken, TokenLogprobs
 
 
 class Reply:
-    """The replies to one request.
+    """Makes the reply to one request, whole or in chunks.
 
     Args:
         asked: the request.
-        model: name of the model that is served.
+        model: the name of the model.
 
     Attributes:
-        usage_wanted: whether a stream ends with its usage.
+        usage_wanted: whether a stream ends with a chunk of token counts.
     """
 
     def __init__(self, asked: Asked, model: str) -> None:
@@ -33,7 +33,7 @@ class Reply:
         }  # fmt: skip
 
     def whole(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
-        """All texts, after they have ended."""
+        """Returns the body of a reply with all texts, which must have ended."""
         choices = []
         for index, sequence in enumerate(sequences):
             assert sequence.stream is not None
@@ -49,17 +49,24 @@ class Reply:
     def piece(
         self, index: int, text: str, logprobs: Sequences[TokenLogprobs] = (), first: bool = False
     ) -> dict[str, Any]:
-        """A piece of one text, with the log-probabilities of the tokens since the last piece."""
+        """Returns the chunk for a piece of one text.
+
+        Args:
+            index: index of the text.
+            text: the piece.
+            logprobs: log-probabilities of the tokens since the last piece.
+            first: whether it is the first piece of the text.
+        """
         return self._chunk(index, text, None, logprobs, first)
 
     def last(
         self, index: int, sequence: ServedText, logprobs: Sequences[TokenLogprobs] = ()
     ) -> dict[str, Any]:
-        """The end of one text."""
+        """Returns the chunk for the end of one text."""
         return self._chunk(index, "", reason(sequence), logprobs, False)
 
     def usage_alone(self, sequences: Sequences[ServedText]) -> dict[str, Any]:
-        """The chunk that ends a stream with ``include_usage``."""
+        """Returns the chunk of token counts that ends a stream with ``include_usage``."""
         return self._stream_head() | {"choices": [], "usage": usage(sequences)}
 
     def _stream_head(self) -> dict[str, Any]:
@@ -68,8 +75,8 @@ class Reply:
     def _chunk(
         self, index: int, text: str, why: str | None, logprobs: Sequences[TokenLogprobs], first: bool
     ) -> dict[str, Any]:
-        own = self._logprobs(logprobs) if logprobs else None
-        choice: dict[str, Any] = {"index": index, "finish_reason": why, "logprobs": own}
+        scores = self._logprobs(logprobs) if logprobs else None
+        choice: dict[str, Any] = {"index": index, "finish_reason": why, "logprobs": scores}
         if self._chat:
             choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text else {})
         else:
@@ -78,7 +85,7 @@ class Reply:
         return self._stream_head() | {"choices": [choice]} | more
 
     def _logprobs(self, entries: Sequences[TokenLogprobs]) -> dict[str, Any] | None:
-        """Log-probabilities of the target's own distribution, whatever the sampling options."""
+        """Returns log-probabilities of the target's distribution before the sampling options apply."""
         if not self._scored:
             return None
         return _chat_logprobs(entries) if self._chat else _completion_logprobs(entries)
@@ -105,20 +112,20 @@ def _completion_logprobs(entries: Sequences[TokenLogprobs]) -> dict[str, Any]:
 
 
 def _by_text(entry: TokenLogprobs) -> dict[str, float]:
-    """The log-probabilities of the chosen token and of the most probable ones, by their texts.
+    """Returns the log-probabilities of the chosen token and of the most probable tokens, by text.
 
-    Of tokens with one text, the others than the chosen or the most probable one are named by their numbers.
+    If a text is already used, because several tokens have it, the key is ``token_id:ID``.
     """
-    found = {entry.chosen.text: entry.chosen.logprob}
+    logprobs = {entry.chosen.text: entry.chosen.logprob}
     for other in entry.best:
         if other.token != entry.chosen.token:
-            name = f"token_id:{other.token}" if other.text in found else other.text
-            found[name] = other.logprob
-    return found
+            name = f"token_id:{other.token}" if other.text in logprobs else other.text
+            logprobs[name] = other.logprob
+    return logprobs
 
 
 def reason(sequence: ServedText) -> str:
-    """Why a text ended, in the API's words."""
+    """Returns the API's finish reason of a text: "length" or "stop"."""
     assert sequence.stream is not None
     return (
         "length" if not sequence.stream.stopped and sequence.result("finish_reason") == "length" else "stop"
@@ -126,16 +133,16 @@ def reason(sequence: ServedText) -> str:
 
 
 def usage(sequences: Sequences[ServedText]) -> dict[str, Any]:
-    """Tokens of a request; ``accepted_prediction_tokens`` are those that drafting saved a pass for.
+    """Returns the token counts of a request; ``accepted_prediction_tokens`` are accepted draft tokens.
 
-    Sequences that were decoded in one batch share its statistics: their counts are those of the batch, once.
+    Sequences that were decoded in one batch share its statistics. The draft tokens of a batch count once.
     """
     new = 0
     for sequence in sequences:
         assert sequence.stream is not None
-        # The pass that brought a stop string may have brought tokens after it.
+        # The last pass may have emitted tokens after a stop string, which do not count.
         new += sequence.stream.count if sequence.stream.stopped else int(sequence.result("new_tokens"))
-    # A prompt counts once, however many texts continue it.
+    # A prompt counts once, even if several texts continue it.
     prompts = {id(sequence.prompt): len(sequence.prompt) for sequence in sequences}
     outputs = {id(sequence.output): sequence.output for sequence in sequences}.values()
     targets = [output.levels[-1] for output in outputs if output is not None and output.levels]
@@ -153,7 +160,7 @@ def usage(sequences: Sequences[ServedText]) -> dict[str, Any]:
 
 
 def outputs_wanted(alternatives: int | None) -> dict[str, Any]:
-    """Options of ``generate`` for log-probabilities and so many alternatives."""
+    """Returns the options of ``generate`` for log-probabilities and this number of alternatives."""
     if alternatives is None:
         return {}
     return {"logprobs": True} | ({"output_logits": True} if alternatives else {})

@@ -1,4 +1,4 @@
-"""Requests as sequences of the scheduler, and their texts as replies."""
+"""Submits requests to the scheduler as sequences, and returns their texts as replies."""
 
 import asyncio
 import contextlib
@@ -23,22 +23,23 @@ from triforce_tree.server.text_stream import TokenLogprobs
 from triforce_tree.verify.draws import sequence_seed
 
 ENDING = "the server is shutting down; ask again"
-# Seconds between looks at whether a client that waits for a whole reply is still there.
+# Seconds between checks whether a client that waits for a whole reply is still connected.
 _LOOK = 0.2
-# Which text, its next piece or None at its end, and the log-probabilities of the tokens since the last piece.
+# Elements: the index of a text, its next piece (None at its end), and the log-probabilities of the tokens
+# since the last piece.
 _Pieces = asyncio.Queue[tuple[int, str | None, list[TokenLogprobs]]]
 _Emit = Callable[[int, ServedText, str | None], None]
 
 
 class Service:
-    """Answers requests by one engine.
+    """Answers requests with one engine.
 
     Args:
-        engine: with a tokenizer.
-        name: of the model, for replies.
-        scheduler: decodes.
-        readers: read requests.
-        metrics: count what is refused.
+        engine: an engine with a tokenizer.
+        name: the name of the model in replies.
+        scheduler: decodes the sequences.
+        readers: the processes that read requests.
+        metrics: counts refused requests.
     """
 
     def __init__(
@@ -49,15 +50,15 @@ class Service:
         self.readers = readers
 
     async def answer(self, body: bytes, chat: bool, request: Request) -> Response:
-        """A whole reply, or a stream of pieces.
+        """Returns a whole reply or a stream of chunks.
 
         Raises:
-            RefusedError: the request cannot be carried out.
+            RefusedError: the request is not valid, or the server cannot accept it now.
         """
         read = await self.readers.read(body, chat)
         asked, pieces = read.asked, _Pieces()
         emit = _emitter(pieces, asyncio.get_running_loop())
-        # Lists of millions of tokens take a while.
+        # In a thread, as lists of millions of tokens would block the event loop.
         sequences = await asyncio.to_thread(self._sequences, asked, read.prompts, emit)
         try:
             self.scheduler.submit(sequences)
@@ -78,12 +79,12 @@ class Service:
                 if await request.is_disconnected():
                     return Response(status_code=499)
         _raise_errors(sequences)
-        # Log-probabilities of long texts are many.
+        # In a thread, as the log-probabilities of a long text would block the event loop.
         encoded = await asyncio.to_thread(lambda: _encoded(reply.whole(sequences)))
         return Response(encoded, media_type="application/json")
 
     async def _stream(self, reply: Reply, sequences: list[ServedText], pieces: _Pieces) -> AsyncIterator[str]:
-        """Server-sent events."""
+        """Yields the server-sent events of a stream."""
         for index in range(len(sequences)):
             yield _event(reply.piece(index, "", first=True))
         running = len(sequences)
@@ -104,46 +105,46 @@ class Service:
         yield "data: [DONE]\n\n"
 
     def _sequences(self, asked: Asked, prompts: list[Ids], emit: _Emit) -> list[ServedText]:
-        """The sequences of a request.
+        """Returns the sequences of a request.
 
         Raises:
-            RefusedError: too many new tokens, or more tokens than the model can take.
+            RefusedError: the request asks for too many new tokens, or for more than the model has positions.
         """
         target, most = self.engine.target, self.scheduler.limits.new_tokens
-        made: list[ServedText] = []
+        sequences: list[ServedText] = []
         for prompt in prompts:
             ids: list[int] = prompt.tolist()
-            room = most if target.max_positions is None else min(most, target.max_positions - len(ids))
-            new = asked.limit or max(1, room)
+            left = most if target.max_positions is None else min(most, target.max_positions - len(ids))
+            new = asked.limit or max(1, left)
             if new > most:
                 raise RefusedError(f"{new} new tokens are more than the {most} that this server generates")
             try:
                 target.check_length(len(ids), new)
-            except ValueError as problem:  # of lengths alone
+            except ValueError as problem:  # the message contains only lengths, no prompt
                 raise RefusedError(str(problem)) from problem
             settings = {
                 "max_new_tokens": new, **asked.sampling(), **outputs_wanted(asked.alternatives),
             }  # fmt: skip
             for number in range(asked.choices):
-                # Choices of one seed differ, and repeat.
+                # The choices of a request with a seed differ from each other, and are reproducible.
                 seed = None if asked.seed is None else sequence_seed(asked.seed, number)
                 sequence = ServedText(
                     ids, settings, asked.stop_strings, _unheard, seed, asked.alternatives or 0
                 )
-                sequence.emit = partial(emit, len(made), sequence)
-                made.append(sequence)
-        return made
+                sequence.emit = partial(emit, len(sequences), sequence)
+                sequences.append(sequence)
+        return sequences
 
 
 class _Streamed(StreamingResponse):
-    """Server-sent events of some sequences, which are cancelled when the client has gone.
+    """A stream of server-sent events, whose sequences are cancelled when the client disconnects.
 
-    Not by the iterator's own end: one that is left while an event is being sent is closed only when it is
-    collected as garbage.
+    The iterator of events cannot cancel them itself: if the client disconnects while an event is being sent,
+    the iterator ends only when it is garbage-collected.
     """
 
     def __init__(self, events: AsyncIterator[str], sequences: list[ServedText]) -> None:
-        # Proxies that hold responses back, such as nginx, pass these on at once.
+        # These headers make buffering proxies, such as nginx, forward events at once.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._sequences = sequences
@@ -154,7 +155,7 @@ class _Streamed(StreamingResponse):
 
 
 async def _ended(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events of a stream; the last one says where an error has ended it."""
+    """Yields the events of a stream, and an error event if an exception ends it."""
     try:
         async for event in events:
             yield event
@@ -163,15 +164,15 @@ async def _ended(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 def _unheard(text: str | None) -> None:
-    """Before the sequence knows whom to tell."""
+    """Ignores text; the placeholder for ``Sequence.emit`` until it is set."""
 
 
 def _emitter(pieces: _Pieces, loop: asyncio.AbstractEventLoop) -> _Emit:
-    """A function that another thread calls to queue a piece of the text with this index."""
+    """Returns a function that the decoding thread calls to put pieces of text into the queue ``pieces``."""
 
     def emit(index: int, sequence: ServedText, text: str | None) -> None:
         logprobs = sequence.stream.take_logprobs() if sequence.stream is not None else []
-        # The loop may have ended with the server.
+        # The event loop may have ended with the server.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(pieces.put_nowait, (index, text, logprobs))
 
@@ -180,7 +181,7 @@ def _emitter(pieces: _Pieces, loop: asyncio.AbstractEventLoop) -> _Emit:
 
 @contextlib.contextmanager
 def _cancelled_at_the_end(sequences: list[ServedText]) -> Iterator[None]:
-    """Cancels what still runs when nobody waits any more; what has ended is not changed by it."""
+    """Cancels sequences that still run at the end of the context, when nobody waits for them any more."""
     try:
         yield
     finally:
@@ -190,7 +191,7 @@ def _cancelled_at_the_end(sequences: list[ServedText]) -> Iterator[None]:
 
 def _raise_errors(sequences: list[ServedText]) -> None:
     for sequence in sequences:
-        # Whatever it is: an error of a batch is not one of a request alone.
+        # Another request in the same batch may have caused the error, so it is never reported as status 400.
         if sequence.error is not None:
             raise RefusedError(told(sequence.error), 500)
         if not sequence.complete:
@@ -198,7 +199,7 @@ def _raise_errors(sequences: list[ServedText]) -> None:
 
 
 def _encoded(body: dict[str, Any]) -> bytes:
-    """JSON in pieces, between which other threads run."""
+    """Encodes JSON in small pieces, so that other threads can run in between."""
     return "".join(json.JSONEncoder().iterencode(body)).encode()
 
 

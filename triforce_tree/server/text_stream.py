@@ -1,4 +1,4 @@
-"""Tokens of a running generation as pieces of text, cut at stop strings."""
+"""Converts the tokens of a running generation to pieces of text, which end before a stop string."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,18 +12,18 @@ from triforce_tree.generation.batch.streamers import TokenStreamer
 from triforce_tree.text.new_text import NewText
 from triforce_tree.text.vocabulary import Vocabulary
 
-# Log-probabilities below, minus infinity among them, are given as this: JSON has no infinite numbers.
+# Lower log-probabilities, including minus infinity, are replaced by this, as JSON has no infinite numbers.
 LEAST_LOGPROB = -9999.0
 
 
 class ScoredToken(NamedTuple):
-    """A token and its log-probability, at least ``LEAST_LOGPROB``.
+    """A token and its log-probability, which is at least ``LEAST_LOGPROB``.
 
     Attributes:
-        token: id.
-        text: what it adds to the text; ``bytes:\\xe4\\xbd`` for a part of a character, the name of a token
-            that adds none.
-        bytes: those of the text; None where it adds none, or they are not known.
+        token: the token id.
+        text: the text that the token adds; like ``bytes:\\xe4\\xbd`` for part of a character, and the token's
+            name if it adds no text.
+        bytes: the bytes of the text; None if there is no text or its bytes are not known.
     """
 
     token: int
@@ -33,7 +33,13 @@ class ScoredToken(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """A new token, the most probable tokens in its place, and the characters of the text before it."""
+    """Log-probabilities at the position of one new token.
+
+    Attributes:
+        chosen: the new token.
+        best: the most probable tokens at its position.
+        offset: the number of characters of the text before the token.
+    """
 
     chosen: ScoredToken
     best: list[ScoredToken]
@@ -44,17 +50,18 @@ class TextStream(TokenStreamer):
     """A streamer of one sequence. Text that may be the beginning of a stop string is held back.
 
     Args:
-        tokenizer: of the target.
+        tokenizer: the target's tokenizer.
         stop: strings before which the text ends.
-        emit: called with each piece of text, in the thread of the generation.
-        cancelled: whether nobody waits for the text any more.
-        alternatives: most probable tokens to report in the place of each.
+        emit: a callback for each piece of text, called in the thread of the generation.
+        cancelled: returns whether the generation should end because nobody waits for the text.
+        alternatives: number of most probable tokens to report for each new token.
 
     Attributes:
-        text: all that was emitted.
-        first: when the first new token came, by ``time.monotonic``; None before.
-        count: new tokens, those of a stop string included, those after it not.
-        logprobs: of so many new tokens, by the target's own distribution; empty where they are not wanted.
+        text: the text that was emitted so far.
+        first: the time of the first new token by ``time.monotonic``; None before.
+        count: number of new tokens, including those of a stop string, but none after it.
+        logprobs: log-probabilities of the ``count`` new tokens by the target's distribution; empty if the
+            client wants none.
     """
 
     def __init__(
@@ -86,7 +93,7 @@ class TextStream(TokenStreamer):
         self.first = self.first or time.monotonic()
         pieces = []
         for token, scores in zip(tokens, self._scores(len(tokens)), strict=True):
-            # Tokens of this pass after a stop string are not part of the reply.
+            # Tokens that the same pass emitted after a stop string are not part of the reply.
             if self.stopped:
                 break
             self.count += 1
@@ -97,7 +104,12 @@ class TextStream(TokenStreamer):
         return self.stopped or self._cancelled()
 
     def put_scores(self, scores: Mapping[str, Sequence[Tensor]]) -> None:
-        """Take what the call asks for of the next tokens: ``logprobs``, and ``logits`` for alternatives."""
+        """Stores the scores of the tokens that ``put_tokens`` receives next.
+
+        Args:
+            scores: ``logprobs`` has a scalar for each token; ``logits`` has ``[V]`` for each token, and is
+                needed for alternatives.
+        """
         values = [value.item() for value in scores.get("logprobs", ())]
         best: list[list[tuple[int, float]]] = [[] for _ in values]
         if self._alternatives and (logits := scores.get("logits")):
@@ -108,10 +120,10 @@ class TextStream(TokenStreamer):
         self._coming = list(zip(values, best, strict=True))
 
     def take_logprobs(self) -> list[TokenLogprobs]:
-        """Those of the tokens since the last call."""
-        found = self.logprobs[self._taken :]
-        self._taken += len(found)
-        return found
+        """Returns the log-probabilities of the tokens since the last call."""
+        new = self.logprobs[self._taken :]
+        self._taken += len(new)
+        return new
 
     def end(self) -> None:
         self._send(self._new.end())
@@ -122,12 +134,12 @@ class TextStream(TokenStreamer):
 
     def _scored(self, token: int, logprob: float, best: list[tuple[int, float]]) -> TokenLogprobs:
         def scored(token: int, value: float) -> ScoredToken:
-            # Not a number is no less than anything, and given as the least too.
+            # The comparison is false for NaN, which is replaced too.
             return ScoredToken(
                 token, *self._new.spelled(token), value if value >= LEAST_LOGPROB else LEAST_LOGPROB
             )
 
-        # The chosen token has one value, however its row was summed up.
+        # The chosen token keeps one value: the log-softmax here may differ from it in the last bits.
         alternatives = [scored(other, logprob if other == token else value) for other, value in best]
         return TokenLogprobs(scored(token, logprob), alternatives, self._new.length)
 
