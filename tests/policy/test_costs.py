@@ -378,4 +378,4 @@ def test_without_a_folder_costs_are_kept_in_memory(tmp_path: Path, caplog: pytes
         table.add({"levels": levels}, COSTS)
         assert table.find({"levels": levels}) == COSTS
     [record] = caplog.records
-    assert "TRIFORCE_TREE_CACHE names another folder" in record.getMessage()
+    assert "set TRIFORCE_TREE_CACHE to another folder" in record.getMessage()

@@ -1,1 +1,1 @@
-"""Used by all other folders: the state of the sequences, the executor of stages, ranks, devices, files."""
+"""Parts that all other folders use: state of the sequences, executor of stages, ranks, devices, files."""

@@ -1,4 +1,4 @@
-"""Whether a CUDA graph can hold code of other libraries, found by trying it."""
+"""Finds out by a trial whether a CUDA graph can capture code of other libraries."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,23 +9,23 @@ from torch import Tensor
 
 from triforce_tree.runtime.executor import Captured
 
-# Most relative difference of a replayed result from a direct call's: 16-bit sums in another order give less,
-# results of an earlier input give about 1.
+# The largest relative difference between the results of a replayed graph and a direct call. 16-bit sums in
+# another order differ by less; a graph that replays results of an earlier input differs by about 1.
 _MOST_ERROR = 0.2
 
 
 def why_not_capturable(run: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> str | None:
-    """The reason why a CUDA graph cannot hold ``run``; None if it can.
+    """Returns the reason why a CUDA graph cannot capture ``run``; None if it can.
 
-    It is called directly, then with an error at every wait for the device, then captured on ``first`` and
-    replayed on ``second``.
+    ``run`` is called directly, then in a mode in which every wait for the device raises an error; then it is
+    captured on ``first`` and replayed on ``second``.
 
     Args:
-        run: reads its argument, whose address does not change, and has no other effect that matters.
+        run: computes a tensor from its argument, whose address does not change. It must have no side effects.
         first, second: inputs of one shape on the device, with different results.
 
     Raises:
-        torch.OutOfMemoryError: memory ran out, which says nothing about the code.
+        torch.OutOfMemoryError: memory ran out, so nothing is known about the code.
     """
     source, results = first.clone(), [torch.empty(0)]
 
@@ -55,14 +55,14 @@ def why_not_capturable(run: Callable[[Tensor], Tensor], first: Tensor, second: T
 
 @contextmanager
 def _waits_are_errors(device: torch.device) -> Iterator[None]:
-    """Inside, torch raises where an operation makes the host wait for a GPU."""
+    """Makes torch raise an error inside the context if an operation makes the host wait for a GPU."""
     if device.type != "cuda":
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
-            # torch warns that the mode is a prototype, after it has been set.
+            # torch warns that this mode is a prototype.
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         yield

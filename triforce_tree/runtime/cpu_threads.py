@@ -1,6 +1,6 @@
-"""Threads of torch's operators on a CPU that others use too: how many, and how long they spin.
+"""Limits the number of torch's CPU threads and the time that they spin, for CPUs with other users.
 
-Our own C kernels have threads of their own (``kernels/cpu/threads.h``).
+Our C kernels have their own threads (``kernels/cpu/threads.h``).
 """
 
 import ctypes
@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-# Settings by which the user has chosen how long OpenMP's threads spin.
+# If the user has set one of these environment variables, OpenMP's spinning is not changed.
 _CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 @contextmanager
 def shared_cpus() -> Iterator[None]:
-    """Inside, torch has no more threads than the process may use CPUs, and they do not spin for long.
+    """Limits torch's threads to the CPUs of the process inside the context, and shortens their spinning.
 
-    The number of threads that the caller has set is an upper limit, and is there again afterwards.
+    A smaller number of threads that the caller has set is kept. Afterwards the caller's number is restored.
     """
     for set_block_time in _limit_spinning():
         set_block_time(0)
@@ -39,9 +39,9 @@ def shared_cpus() -> Iterator[None]:
 
 @cache
 def usable_cpus() -> int:
-    """CPUs that this process may use by its affinity and by the quotas of its control groups, rounded up.
+    """Returns the number of CPUs that this process may use, by its affinity and its control groups' quotas.
 
-    Several processes that ``torchrun`` started on this host share them.
+    It is rounded up, and divided by the number of processes that ``torchrun`` started on this host.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     count = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
@@ -51,11 +51,11 @@ def usable_cpus() -> int:
 
 
 def quotas(groups: Path, mounted: Path) -> Iterator[float]:
-    """CPUs that each control group around this process may use; none where there is no limit.
+    """Yields the number of CPUs that each control group of this process may use; nothing without a limit.
 
     Args:
-        groups: Linux's list of the process's groups, ``number:controllers:path`` a line.
-        mounted: where the file system of control groups is.
+        groups: Linux's list of the process's control groups, one ``number:controllers:path`` per line.
+        mounted: the folder where the file system of control groups is mounted.
     """
     try:
         lines = [line.split(":", 2) for line in groups.read_text(encoding="utf-8").splitlines()]
@@ -65,9 +65,9 @@ def quotas(groups: Path, mounted: Path) -> Iterator[float]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = mounted / "cpu" if controllers else mounted
-        own = root / path.lstrip("/")
-        # In a container the path may be the host's, and the group itself mounted at the root.
-        for folder in (own, *own.parents):
+        group = root / path.lstrip("/")
+        # In a container the path may be that of the host, while the group is mounted at the root.
+        for folder in (group, *group.parents):
             if folder == root.parent:
                 break
             try:
@@ -78,21 +78,22 @@ def quotas(groups: Path, mounted: Path) -> Iterator[float]:
                     quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
                 if int(quota) > 0:
                     yield int(quota) / int(period)
-            except (OSError, ValueError):  # No such file, or "max".
+            except (OSError, ValueError):  # there is no such file, or it contains "max"
                 continue
 
 
 @cache
 def _limit_spinning() -> list[Callable[[int], None]]:
-    """Make waiting threads of libgomp, the OpenMP of torch for Linux, sleep after a few microseconds.
+    """Makes waiting OpenMP threads sleep after a few microseconds.
 
-    Intel's and LLVM's OpenMP have functions for it, which are returned: they set it for the team of the
-    calling thread.
+    By default they spin for milliseconds, and on a busy machine they take the CPU from the thread that they
+    wait for. For libgomp, the OpenMP of torch for Linux, this function takes effect at once: its threads spin
+    only briefly while it has more threads than there are CPUs, so a thread of ours keeps a team of sleeping
+    threads. (libgomp reads its environment variables when it is loaded, usually before this package.)
 
-    By default they spin for milliseconds, and on a machine that others use too they take the processor from
-    the thread that they wait for. Libgomp reads its settings when it is loaded, mostly before this package;
-    but its threads spin for a moment only as long as it has more of them than there are CPUs. So a thread of
-    ours keeps a team of sleeping ones. What the user has set by the environment stays.
+    Returns:
+        the functions of Intel's and LLVM's OpenMP that set the milliseconds of spinning for the team of the
+        calling thread. Nothing is changed or returned if the user has set one of the variables ``_CHOSEN``.
     """
     if any(name in os.environ for name in _CHOSEN):
         return []
@@ -108,10 +109,10 @@ def _limit_spinning() -> list[Callable[[int], None]]:
 
 
 def _keep_team(path: str, held: threading.Event) -> None:
-    """Make a team of more threads than CPUs, which lives as long as this thread does."""
+    """Creates a team of more OpenMP threads than CPUs, which exists as long as the calling thread."""
     try:
         begin = ctypes.CDLL(path).GOMP_parallel
-        # Every thread runs a function that does nothing: free(NULL).
+        # Every thread runs free(NULL), which does nothing.
         nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
         begin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         begin(nothing, None, (os.cpu_count() or 1) + 1, 0)
@@ -121,7 +122,7 @@ def _keep_team(path: str, held: threading.Event) -> None:
 
 
 def _loaded(name: str) -> list[str]:
-    """Paths of the libraries of this name that the process has loaded; none on other systems than Linux."""
+    """Returns the paths of loaded libraries whose file names begin with ``name``; none outside of Linux."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:

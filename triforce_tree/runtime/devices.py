@@ -1,4 +1,4 @@
-"""The device that models run on, why a GPU that is present cannot be used, and pages of a CPU's memory."""
+"""Chooses the device that models run on, and explains why a GPU cannot be used; copies to the device."""
 
 import logging
 import shutil
@@ -16,10 +16,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def device_of(name: str | torch.device | None = None) -> torch.device:
-    """A device that can be used; without a name CUDA if it is available, else the CPU.
+    """Returns the device with a name; without a name CUDA if it is available, else the CPU.
 
     Raises:
-        ValueError: it is no CPU or CUDA device, is not present, or lacks what our kernels need.
+        ValueError: the device is no CPU or CUDA device, is not present, or lacks what our kernels need.
     """
     if name is None:
         if not torch.cuda.is_available():
@@ -44,17 +44,17 @@ def device_of(name: str | torch.device | None = None) -> torch.device:
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` of host memory where a copy to ``device`` begins without waiting for the device's work."""
+    """Returns a host tensor in pinned memory if ``device`` is a GPU, so that a copy need not wait for it."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` of host memory on ``device``, by a copy that does not wait for the device's work."""
+    """Copies a host tensor to ``device`` without waiting for the device's work."""
     return pinned(tensor, device).to(device, non_blocking=True)
 
 
 def _why_no_cuda() -> str | None:
-    """The reason why CUDA cannot be used, with a remedy; None if it can."""
+    """Returns the reason why CUDA cannot be used, with a remedy; None if it can."""
     built = torch.version.cuda or torch.version.hip
     if built is None:
         return f"torch {torch.__version__} is built without CUDA: install a build with it (pytorch.org)"
@@ -62,7 +62,7 @@ def _why_no_cuda() -> str | None:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
-        # Torch's warning says whether the driver is missing or too old.
+        # torch warns whether the driver is missing or too old.
         message = " ".join(str(warning.message) for warning in caught).split(". ")[0]
         detail = f" ({' '.join(message.split())})" if message else ""
         kind = "CUDA" if torch.version.cuda else "ROCm"
@@ -77,14 +77,17 @@ def _why_no_cuda() -> str | None:
 
 @cache
 def _warn_of_unused_gpu() -> None:
-    """Say once why a machine with an NVIDIA GPU runs on its CPU."""
+    """Warns once if the CPU is used although the machine has an NVIDIA GPU."""
     if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
         _LOG.warning("running on the CPU, though there is an NVIDIA GPU: %s", _why_no_cuda())
 
 
 @contextmanager
 def plain_torch_modes(device: torch.device) -> Iterator[None]:
-    """Inside, autocast, gradients and inference mode are off; later calls cannot write inference tensors."""
+    """Turns off autocast, gradients and inference mode inside the context.
+
+    Tensors created in inference mode could not be written by later calls outside of it.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())

@@ -1,9 +1,9 @@
-"""Processes of one device each that decode together: the process group and its communication.
+"""The process group of several processes, with one device each, that decode together.
 
-``torchrun`` starts the processes and sets their ranks in the environment. ``C`` of them split the KV slots of
-each sequence (``kv/parallel``), and within each such part the others hold a share of the target's heads and
-neurons (``models/tensor_parallel.py``). Values that every rank computes may differ in their last bits, so all
-values that decisions depend on come from rank 0: logits, seeds, times, stopping criteria.
+``torchrun`` starts the processes and sets their ranks in the environment. T x C ranks form a grid. In each
+context group, C ranks split the KV slots of every sequence (``kv/parallel``); in each tensor group, T ranks
+split the heads of the target (``models/tensor_parallel.py``). Values that every rank computes may differ in
+their last bits, so all values that decisions depend on come from rank 0: logits, seeds, times, stop criteria.
 """
 
 import gc
@@ -21,22 +21,25 @@ from torch import Tensor
 
 from triforce_tree.runtime.peer_memory import PeerMemory, map_memory
 
-# Loading may take one process minutes longer than another; torchrun notices a process that dies.
+# Loading may take one process minutes longer than another. A process that dies is detected by torchrun.
 _TIMEOUT = timedelta(minutes=10)
 T = TypeVar("T")
-# Its name from torch 2.13 on; the older one is deprecated there.
+# The function is renamed in torch 2.13, which deprecates the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-# What gloo says of a connection whose other end is gone.
+# Messages of gloo about a connection to a process that has ended.
 _LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|gloo.*(?:peer|Timed out)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that decode together; all of them make the same calls of the engine.
+    """A group of ranks that communicate. All ranks make the same calls of the engine.
 
     Attributes:
-        processes: torch's process group; None for that of all processes.
-        peers: memory that its ranks read from each other; None where they do not.
+        rank: the index of this process in the group.
+        size: the number of processes in the group.
+        device: the device of this process.
+        processes: torch's process group; None for the default group of all processes.
+        peers: memory through which the ranks exchange small tensors; None if they use NCCL alone.
     """
 
     rank: int
@@ -48,8 +51,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Grid:
-    """One process's place among T x C: its ``tensor`` group of T adjacent ranks splits the heads, its
-    ``context`` group of C ranks, T apart, the KV slots of every sequence, and ``every`` rank the neurons."""
+    """The groups of this process in a grid of T x C ranks.
+
+    Attributes:
+        tensor: T adjacent ranks, which split the target's attention heads.
+        context: C ranks at distance T, which split the KV slots of every sequence.
+        every: all ranks, which split the target's MLPs.
+    """
 
     tensor: Group
     context: Group
@@ -60,18 +68,18 @@ class Grid:
 class _Joined:
     group: Group
     hosts: Any
-    """A gloo group: communication between hosts must not wait for the devices."""
+    """A gloo group of all ranks for host data, whose communication does not wait for the devices."""
     initialised: bool
     """Whether torch.distributed was initialised here, and not by the calling program."""
     grids: dict[int, Grid] = field(default_factory=dict)
-    """By the size of the context groups."""
+    """The grids by the size C of their context groups."""
 
 
 @dataclass
 class Traffic:
-    """Collectives of this process on devices, by name: calls, and bytes that each of them hands over.
+    """Counts collectives of this process on devices by name: calls, and bytes of the tensors passed to them.
 
-    Replays of a captured graph run no Python and are not counted.
+    Collectives in a replayed CUDA graph are not counted.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -91,26 +99,26 @@ _joined: _Joined | None = None
 
 
 def world_size() -> int:
-    """Number of processes that torchrun started, 1 without it."""
+    """Returns the number of processes that torchrun started, 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_rank() -> bool:
-    """Whether this process has rank 0, which alone prints."""
+    """Returns whether this process has rank 0. Only rank 0 prints."""
     return world_size() == 1 or int(os.environ.get("RANK", "0")) == 0
 
 
 def current() -> Group | None:
-    """The group that this process has joined; None if it decodes alone."""
+    """Returns the group that this process has joined; None if it decodes alone."""
     return _joined.group if _joined is not None else None
 
 
 def join(device: str | torch.device | None = None) -> Group | None:
-    """Join the group of the processes that torchrun started; None without torchrun.
+    """Joins the group of the processes that torchrun started; returns None without torchrun.
 
     Args:
-        device: its type; by default CUDA if it is available. Each process takes the device of its
-            ``LOCAL_RANK``.
+        device: the type of the device; by default CUDA if it is available. The index of the device is the
+            process's ``LOCAL_RANK``.
 
     Raises:
         ValueError: there are fewer devices than processes, or ``device`` belongs to another process.
@@ -148,12 +156,12 @@ def join(device: str | torch.device | None = None) -> Group | None:
 
 
 def arrange(context: int) -> Grid | None:
-    """Divide all processes into context groups of ``context`` ranks, and tensor groups of the others.
+    """Arranges all processes in a grid whose context groups have ``context`` ranks.
 
-    Every process must call it, with the same number; another call returns the same grid.
+    Every process must call this with the same number. Further calls return the same grid.
 
     Returns:
-        None for ``context`` 1 in a process without others.
+        the grid; None if this process decodes alone.
 
     Raises:
         ValueError: ``context`` does not divide the number of processes.
@@ -176,63 +184,66 @@ def arrange(context: int) -> Grid | None:
 
 
 def _part(parts: Sequence[range]) -> Group:
-    """This process's group among those that all processes make."""
+    """Creates a process group for each of ``parts``, and returns the group of this process.
+
+    Every process must call this with the same ``parts``.
+    """
     assert _joined is not None
-    everyone, found = _joined.group, None
+    everyone, group = _joined.group, None
     for ranks in parts:
-        # One group is all; one of a single rank communicates with nobody.
-        made = dist.new_group(list(ranks), timeout=_TIMEOUT) if 1 < len(ranks) < everyone.size else None
+        # No process group is needed for a single rank, or for all ranks, which have one already.
+        processes = dist.new_group(list(ranks), timeout=_TIMEOUT) if 1 < len(ranks) < everyone.size else None
         if everyone.rank in ranks:
             peers = everyone.peers if len(ranks) == everyone.size else None
-            if made is not None:
-                # Communicators are made by their first collective, which no captured graph may be.
-                dist.all_reduce(torch.zeros(1, device=everyone.device), group=made)
-                peers = map_memory(made, ranks, everyone.device)
-            found = Group(ranks.index(everyone.rank), len(ranks), everyone.device, made, peers)
-    assert found is not None
-    return found
+            if processes is not None:
+                # The first collective creates the communicator, which is not possible in a graph capture.
+                dist.all_reduce(torch.zeros(1, device=everyone.device), group=processes)
+                peers = map_memory(processes, ranks, everyone.device)
+            group = Group(ranks.index(everyone.rank), len(ranks), everyone.device, processes, peers)
+    assert group is not None
+    return group
 
 
 def tensor_group(size: int = 0) -> Group | None:
-    """The tensor group of ``size`` processes, by default that of all; None without any."""
+    """Returns the tensor group with ``size`` ranks, by default all ranks; None if this process is alone."""
     if _joined is None:
         return None
-    made = grid(_joined.group.size // size) if size else None
-    return made.tensor if made is not None else _joined.group
+    arranged = grid(_joined.group.size // size) if size else None
+    return arranged.tensor if arranged is not None else _joined.group
 
 
 def grid(context: int) -> Grid | None:
-    """What :func:`arrange` made for this number; None where it was not called."""
+    """Returns the grid that :func:`arrange` made for this number; None if it was not called."""
     return _joined.grids.get(context) if _joined is not None else None
 
 
 def shares(context: int) -> dict[str, int] | None:
-    """Over how many processes ``heads`` and ``positions`` are split; None for one process alone."""
+    """Returns the numbers of ranks that split ``heads`` and ``positions``; None for one process alone."""
     size = _joined.group.size if _joined is not None else 0
     return {"heads": size // context, "positions": context} if size else None
 
 
 def lost_rank(error: BaseException) -> bool:
-    """Whether a collective failed because another process has ended."""
+    """Returns whether a collective failed because another process has ended."""
     if _joined is None or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
 
 
 def leave() -> None:
-    """Leave the group at the end of a program; every process must, with no communication under way."""
+    """Leaves the group at the end of a program. Every process must call it when no communication runs."""
     global _joined
     if _joined is None:
         return
     initialised, _joined = _joined.initialised, None
-    # A communicator is not destroyed while captured graphs refer to it.
+    # Captured graphs refer to communicators, which can be destroyed only when the graphs are freed.
     gc.collect()
     if initialised:
         dist.destroy_process_group()
 
 
 def broadcast_tensor(tensor: Tensor) -> Tensor:
-    """Overwrite a contiguous tensor with rank 0's values; without a group return it as it is."""
+    """Overwrites a contiguous tensor with the values of rank 0, and returns it; unchanged without a group."""
     if _joined is not None:
         traffic.add("broadcast", tensor)
         dist.broadcast(tensor, 0)
@@ -240,15 +251,15 @@ def broadcast_tensor(tensor: Tensor) -> Tensor:
 
 
 def all_reduce_tensor(tensor: Tensor, group: Group | None) -> Tensor:
-    """Overwrite a contiguous tensor with the sum over a group, by default over all ranks."""
+    """Overwrites a contiguous tensor with the sum over a group, by default all ranks, and returns it."""
     traffic.add("all_reduce", tensor)
     dist.all_reduce(tensor, group=group.processes if group is not None else None)
     return tensor
 
 
 def all_gather_tensor(tensor: Tensor, group: Group) -> Tensor:
-    """The contiguous tensors of all ranks of a group, ``[size, ...]``; capturable in a CUDA graph."""
-    # gloo takes one dimension.
+    """Returns the contiguous tensors of all ranks of a group, ``[size, ...]``. CUDA graphs can capture it."""
+    # gloo requires tensors of one dimension.
     out = tensor.new_empty(group.size * tensor.numel())
     traffic.add("all_gather", tensor)
     _all_gather(out, tensor.view(-1), group=group.processes)
@@ -256,7 +267,7 @@ def all_gather_tensor(tensor: Tensor, group: Group) -> Tensor:
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's value of any object on the host; waits for the hosts alone."""
+    """Returns rank 0's value of a host object. It waits for the other processes, but for no device."""
     if _joined is None:
         return value
     values = [value]
@@ -265,7 +276,7 @@ def broadcast_object(value: T) -> T:
 
 
 def broadcast_flag(flag: bool) -> bool:
-    """Rank 0's flag, in one small message where ``broadcast_object`` takes two: needed for every token."""
+    """Returns rank 0's flag. It sends one message where ``broadcast_object`` sends two."""
     if _joined is None:
         return flag
     value = torch.tensor([flag])
@@ -274,22 +285,22 @@ def broadcast_flag(flag: bool) -> bool:
 
 
 def begin_broadcast(tensor: Tensor) -> Any:
-    """Overwrite a contiguous tensor on the host with rank 0's values, in processes that have joined.
+    """Begins to overwrite a contiguous host tensor with the values of rank 0, in processes that have joined.
 
     Returns:
-        ``torch.distributed.Work``; the values are there after its ``wait()``.
+        a ``torch.distributed.Work``; the tensor has the values after its ``wait()``.
     """
     assert _joined is not None
     return dist.broadcast(tensor, 0, group=_joined.hosts, async_op=True)
 
 
 def local_size() -> int:
-    """Processes of the group on this machine."""
+    """Returns the number of processes of the group on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size()))) if _joined is not None else 1
 
 
 def all_reduce_min(values: Sequence[float]) -> list[float]:
-    """The minimum of each value over all processes; exact for integers up to 2**53."""
+    """Returns the minimum of each value over all processes; exact for integers up to 2**53."""
     if _joined is None:
         return list(values)
     reduced = torch.tensor(values, dtype=torch.float64)
@@ -299,7 +310,7 @@ def all_reduce_min(values: Sequence[float]) -> list[float]:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Every rank's value, in the order of ranks."""
+    """Returns the values of all ranks, in the order of ranks."""
     if _joined is None:
         return [value]
     gathered: list[Any] = [None] * _joined.group.size
@@ -308,16 +319,19 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def agreed(values: Sequence[int]) -> list[int]:
-    """Each of the values where all processes have the same one, else 0."""
+    """Returns ``values``, in which each value that is not equal on all processes is replaced by 0."""
     gathered = all_gather_object(list(values))
-    return [own if len(set(of_all)) == 1 else 0 for own, *of_all in zip(values, *gathered, strict=True)]
+    return [value if len(set(of_all)) == 1 else 0 for value, *of_all in zip(values, *gathered, strict=True)]
 
 
 def check_equal(what: str, value: object) -> None:
-    """Check that ``value`` is the same on all processes; different values would make them hang later.
+    """Checks that ``value`` is equal on all processes. Different values would make them hang later.
+
+    Args:
+        what: the plural name of the value for the message.
 
     Raises:
-        ValueError: it differs; on every process, naming ``what``.
+        ValueError: the values differ. It is raised on every process.
     """
     if current() is None:
         return

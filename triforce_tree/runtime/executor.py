@@ -1,10 +1,10 @@
-"""The executor of a stage: CUDA graphs over fixed buffers for steps that can be captured, else direct calls.
+"""Runs the steps of a stage: as CUDA graphs over fixed buffers if they can be captured, else by direct calls.
 
-Steps that can be captured but for some work in them, such as attention to streamed keys and values, become
-graphs with this work between them (piecewise CUDA graphs).
+If part of a step cannot be captured, such as attention to keys and values streamed from host memory, the step
+becomes several graphs with this part called between them (piecewise CUDA graphs).
 
-Capture happens when a decoder is made; in pieces also while it decodes, where what they depend on has
-changed. Without a GPU all calls are direct.
+Graphs are captured when a decoder is prepared. Piecewise graphs are captured again during decoding when their
+key changes. Without a GPU all calls are direct.
 """
 
 import gc
@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Everything must be compiled, tuned and allocated before a capture.
+# Direct calls before a capture, in which everything is compiled, tuned and allocated.
 _WARM_UPS = 2
 
 
 def free_memory() -> None:
-    """Free unused memory: captured graphs and their buffers form reference cycles, which only the garbage
-    collector frees."""
+    """Frees unused memory, including captured graphs, whose reference cycles need the garbage collector."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -30,25 +29,25 @@ def free_memory() -> None:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captures: libraries keep a workspace for every stream that was ever used."""
+    """Returns the one stream for all captures, since libraries keep a workspace for each stream ever used."""
     return torch.cuda.Stream(device)
 
 
-# By device: the graph whose pool holds the workspace, and the last one that was captured in it.
+# For each device the graph whose memory pool has the workspace, and the last graph captured in this pool.
 _workspaces: dict[torch.device, list[torch.cuda.CUDAGraph]] = {}
 
 
 def _hold_workspace(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Place the workspace of cuBLAS for ``stream`` in memory that nothing else can be given.
+    """Allocates the workspace of cuBLAS for ``stream`` in the memory pool of a graph that is never destroyed.
 
-    A captured product writes into the workspace of its capture. torch.compile with CUDA graphs frees all
-    workspaces; from torch 2.12 on, each graph that is destroyed frees those of the stream it was captured on
-    (https://github.com/pytorch/pytorch/issues/193402). Afterwards the memory would be other tensors', or not
-    mapped at all when a graph is replayed. In the pool of a graph that is kept it stays mapped, and only
-    captures in this pool can get it. Until the capture that follows has ended no graph may be destroyed.
+    A captured matrix product writes into the workspace of its capture. torch.compile with CUDA graphs frees
+    all workspaces; from torch 2.12 on, each graph that is destroyed frees the workspaces of the stream it was
+    captured on (https://github.com/pytorch/pytorch/issues/193402). A replayed graph would then write into
+    other tensors or unmapped memory. In the pool of a graph that is kept the memory stays mapped and is never
+    given to tensors. No graph may be destroyed between this call and the end of the next capture.
     """
     operand = torch.zeros(16, 16, dtype=torch.float32, device=device)
-    # A handle cannot be made in a capture.
+    # A cuBLAS handle cannot be created during a capture.
     torch.mm(operand, operand)
     held = _workspaces.setdefault(device, [])
     del held[1:]
@@ -61,10 +60,9 @@ def _hold_workspace(device: torch.device, stream: torch.cuda.Stream) -> None:
 
 @contextmanager
 def _captures(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """The stream of captures, with cuBLAS's workspace held for it; inside, no graph may be destroyed.
+    """Yields the stream for captures, after its cuBLAS workspace was allocated by ``_hold_workspace``.
 
-    The garbage collector, which could destroy one or free memory of the device, is off from before the
-    workspace is held.
+    No graph may be destroyed inside the context. The garbage collector, which could do so, is off.
     """
     side, collects = _side_stream(device), gc.isenabled()
     gc.disable()
@@ -78,10 +76,11 @@ def _captures(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 class Cuts:
-    """Where a step does work that a CUDA graph cannot hold, and what its graphs depend on.
+    """Marks the work in a step that a CUDA graph cannot capture.
 
     Args:
-        key: of what varies from call to call and is built into the graphs, which are recorded anew for each.
+        key: returns a key of everything that is fixed in the graphs but may differ in a later call. The
+            graphs are captured again when the key changes.
     """
 
     def __init__(self, key: Callable[[], Hashable]) -> None:
@@ -89,7 +88,7 @@ class Cuts:
         self._recording: _Recording | None = None
 
     def outside(self, work: Callable[[], None]) -> None:
-        """Do such work: now, and in later calls of a recorded step between two graphs.
+        """Calls ``work``; during a recording it is also stored, to be called between two graphs in replays.
 
         Args:
             work: reads and writes tensors of the step at fixed addresses.
@@ -101,7 +100,7 @@ class Cuts:
 
     @contextmanager
     def recorded(self, recording: "_Recording") -> Iterator[None]:
-        """Inside, work is recorded too."""
+        """Adds work passed to :meth:`outside` to ``recording`` inside the context."""
         self._recording = recording
         try:
             yield
@@ -113,9 +112,9 @@ class Step(NamedTuple):
     """A part of a stage.
 
     Attributes:
-        run: zero-argument callable over fixed buffers.
-        capturable: whether it never waits for the device, allocates nothing that is used after it, and does
-            the same work each time; or where not.
+        run: a function without arguments that works on fixed buffers.
+        capturable: True if ``run`` never waits for the device, allocates nothing that is used after it, and
+            does the same work in each call; :class:`Cuts` if this holds except for marked work; else False.
     """
 
     run: Callable[[], None]
@@ -123,11 +122,11 @@ class Step(NamedTuple):
 
 
 def executor(steps: Sequence[Step], device: torch.device) -> Callable[[], None]:
-    """A zero-argument callable that runs ``steps`` in order.
+    """Returns a function without arguments that runs ``steps`` in order.
 
-    On a GPU consecutive capturable steps are one CUDA graph, those with the same cuts one sequence of graphs,
-    and all other steps are called directly.
-    The inputs that a capturable step reads from earlier steps must be at the same addresses each time.
+    On a GPU consecutive capturable steps become one CUDA graph, consecutive steps with the same cuts become
+    one sequence of graphs, and all other steps are called directly. Inputs that a capturable step reads from
+    earlier steps must have the same addresses in each call.
     """
     if device.type != "cuda":
         return _sequence([step.run for step in steps])
@@ -155,12 +154,12 @@ def _sequence(parts: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 
 class Captured:
-    """A zero-argument callable, on a GPU captured as a CUDA graph.
+    """Captures ``run`` as a CUDA graph and replays it in each call; without a GPU it calls ``run``.
 
     Args:
         run: reads and writes tensors at fixed addresses, and never waits for the device.
-        device: that it runs on.
-        pool: memory pool; a graph with a pool of its own keeps its outputs until its next run.
+        device: the device that it runs on.
+        pool: memory pool of the graph. With its own pool a graph keeps its outputs until its next run.
     """
 
     def __init__(self, run: Callable[[], None], device: torch.device, pool: Any = None) -> None:
@@ -179,8 +178,8 @@ class Captured:
             for _ in range(_WARM_UPS):
                 self._run()
         current.wait_stream(side)
-        # thread_local: with several GPUs NCCL's watchdog queries events from its own thread, which would
-        # invalidate a capture in the global mode.
+        # With several GPUs NCCL's watchdog thread queries events, which would invalidate a capture in the
+        # mode "global".
         with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             self._run()
 
@@ -192,15 +191,15 @@ class Captured:
 
 
 class CapturedInPieces:
-    """A zero-argument callable as CUDA graphs, with the work of its cuts between them.
+    """Captures ``run`` as several CUDA graphs with the work of its cuts between them.
 
-    The first call with a key is direct: it compiles kernels and allocates what stays. The second is recorded:
-    each piece is captured and replayed before the work that follows, so that it does what any call does. From
-    then on pieces are replayed.
+    The first call with a key is direct: it compiles kernels and allocates lasting buffers. The second call is
+    recorded: each piece is captured and replayed before the work that follows it, so that the call has its
+    normal effect. All further calls replay the pieces.
 
     Args:
-        run: as for :class:`Captured`, except in the work of its cuts.
-        cuts: of all its steps.
+        run: as for :class:`Captured`, except for work passed to ``cuts.outside``.
+        cuts: the cuts of all steps in ``run``.
         device: a GPU.
     """
 
@@ -212,7 +211,7 @@ class CapturedInPieces:
     def __call__(self) -> None:
         key = self._cuts.key()
         if key != self._key:
-            # Pieces of another key must not be replayed; before this call is done all may not be compiled.
+            # The key is set only after the direct call, so that a call that failed is not recorded next.
             self._key, self._parts = None, []
             self._run()
             self._key = key
@@ -223,7 +222,7 @@ class CapturedInPieces:
                 part()
 
     def _record(self) -> list[Callable[[], None]]:
-        # A pool of its own: one whose graphs were all dropped cannot be captured into again.
+        # A new pool is needed, since a pool whose graphs were all destroyed cannot be used for a capture.
         recording = _Recording(torch.cuda.graph_pool_handle())
         current = torch.cuda.current_stream(self._device)
         with _captures(self._device) as side:
@@ -232,16 +231,16 @@ class CapturedInPieces:
                 with torch.cuda.stream(side), self._cuts.recorded(recording):
                     recording.run(self._run)
             finally:
-                # Also after an error: what is freed there may still be read on the side stream.
+                # Needed after an error too: the side stream may still read memory that is freed now.
                 current.wait_stream(side)
         return recording.parts
 
 
 class _Recording:
-    """Graphs and the work between them, in order, as one call makes them.
+    """Records one call as a list of graphs and the work between them.
 
     Args:
-        pool: of memory, for all graphs: they run one after the other.
+        pool: memory pool that all graphs share, which is possible because they run in order.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -250,7 +249,7 @@ class _Recording:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, call: Callable[[], None]) -> None:
-        """Record a call; where it fails, nothing stays in capture."""
+        """Records a call. If the call fails, the capture is ended."""
         self._begin()
         try:
             call()
@@ -262,7 +261,7 @@ class _Recording:
             raise
 
     def cut(self, work: Callable[[], None]) -> None:
-        """End a piece, do the work that follows, and begin the next piece."""
+        """Ends a piece, calls the work that follows, and begins the next piece."""
         self._end()
         self.parts.append(work)
         work()

@@ -1,4 +1,4 @@
-"""Hidden states of the target by position, in buffers that CUDA graphs write and drafters read."""
+"""Keeps hidden states of the target by position, in buffers that CUDA graphs write and drafters read."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,25 +7,25 @@ from torch import Tensor
 
 
 class Features:
-    """Hidden states of B sequences at their first and newest positions.
+    """Keeps hidden states of B sequences at their first and newest positions.
 
-    Those of the first ``leading`` positions have slots of their own, all others a ring: what a pass writes
-    after the end of a sequence never overwrites the newest ``history`` positions before it.
+    The first ``leading`` positions have fixed slots, and all others share a ring buffer. The ring is so long
+    that writes of a pass after the end of a sequence never overwrite its newest ``history`` positions.
 
     Args:
-        layers: which hidden states: decoder layer i's output for i, and for the number of layers the state
-            after the final norm, which the language model head reads.
+        layers: the hidden states to keep: i means the output of decoder layer i, and the number of layers
+            means the state after the final norm.
         batch: B.
         size: hidden size.
-        leading: S, first positions to keep.
-        history: newest positions to keep.
+        leading: number of first positions to keep.
+        history: number of newest positions to keep.
         beyond: most positions after a sequence's committed tokens that passes write.
-        device, dtype: of the hidden states.
+        device, dtype: device and dtype of the hidden states.
 
     Attributes:
-        first: int64 ``[B]``, the position from which on hidden states were kept. Those of the positions
-            ``max(first, end - history)`` to ``end - 1`` can be read.
-        known_leading: int64 ``[B]``, how many of the first positions are kept.
+        first: int64 ``[B]``, the first position whose hidden state was written to the ring. The states of
+            positions ``max(first, end - history)`` to ``end - 1`` can be read.
+        known_leading: int64 ``[B]``, how many of the first positions have hidden states.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Features:
         counters = torch.zeros(3, batch, dtype=torch.int64, device=device)
         self.first: Tensor = counters[0]
         self.known_leading: Tensor = counters[1]
-        # After the last position that was written.
+        # The position after the last one that was written.
         self._stop: Tensor = counters[2]
 
     @property
@@ -57,7 +57,7 @@ class Features:
         return torch.where(positions < self.leading, positions.clamp_min(0), ring)
 
     def write(self, hidden: Mapping[int, Tensor], start: Tensor) -> None:
-        """Keep hidden states ``[B, T, hidden_size]`` by layer, of the positions from ``start`` ``[B]`` on."""
+        """Writes hidden states ``[B, T, hidden_size]`` by layer, for positions from ``start`` ``[B]`` on."""
         for layer, kept in self._states.items():
             states = hidden[layer]
             count = states.shape[1]
@@ -67,25 +67,25 @@ class Features:
             torch.maximum(self._stop, start + count, out=self._stop)
 
     def read(self, layer: int, positions: Tensor) -> Tensor:
-        """``[B, T, hidden_size]`` of positions ``[B, T]``; arbitrary where they are not kept."""
+        """Returns ``[B, T, hidden_size]`` for positions ``[B, T]``; arbitrary for positions not kept."""
         kept = self._states[layer]
         return kept.gather(1, self._slots(positions)[..., None].expand(-1, -1, kept.shape[2]))
 
     def begin(self, b: int, start: int) -> None:
-        """Sequence b is fed from position ``start`` on; what is kept of earlier ones is not used."""
+        """Prepares sequence b for :meth:`feed` from position ``start`` on; states in the ring are dropped."""
         self.first[b] = self._stop[b] = start
         self.known_leading[b].clamp_(max=start)
 
     def copy_leading(self, source: int, b: int) -> None:
-        """Sequence b begins like another one: take over the states of its first positions."""
+        """Copies the states of the first positions from sequence ``source``, whose prefix b shares."""
         for kept in self._states.values():
             kept[b, : self.leading] = kept[source, : self.leading]
         self.known_leading[b] = self.known_leading[source]
 
     def feed(self, b: int, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Keep hidden states ``[1, T, hidden_size]`` by layer, of sequence b from position ``start`` on.
+        """Writes hidden states ``[1, T, hidden_size]`` by layer, for sequence b from position ``start`` on.
 
-        Layers may be fed one after the other, each from the first position on.
+        Layers may be written by separate calls with the same ``start``.
         """
         for layer, (states,) in hidden.items():
             kept = self._states[layer]
@@ -100,21 +100,21 @@ class Features:
             self.known_leading[b] = min(start + states.shape[0], self.leading)
 
     def rewind(self, lengths: Tensor) -> None:
-        """Continue after ``lengths`` ``[B]`` tokens: what was overwritten since is not used."""
+        """Rolls back to ``lengths`` ``[B]`` tokens, and marks states that were overwritten as missing."""
         torch.maximum(self.first, self._stop - self._ring, out=self.first)
         torch.minimum(self.known_leading, lengths, out=self.known_leading)
         self._stop.copy_(lengths)
 
     def save(self) -> list[Tensor]:
-        """A copy of all buffers."""
+        """Returns a copy of all buffers."""
         return [tensor.clone() for tensor in self.buffers]
 
     def restore(self, saved: Sequence[Tensor]) -> None:
-        """Return to what :meth:`save` copied."""
+        """Restores a copy from :meth:`save`."""
         for tensor, value in zip(self.buffers, saved, strict=True):
             tensor.copy_(value)
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All that passes change."""
+        """All buffers that passes change."""
         return [self.first, self.known_leading, self._stop, *self._states.values()]

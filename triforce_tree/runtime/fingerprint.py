@@ -1,4 +1,4 @@
-"""Names of machines and models, the keys under which measurements are stored."""
+"""Makes names of machines and models, which are keys of stored measurements."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def shape_of(model: PreTrainedModel) -> str:
-    """What the speed of a model depends on: family, layers, width, heads, vocabulary, dtype, bits."""
+    """Returns a string of everything that decides a model's speed, such as family, sizes and dtype."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     parts = (
@@ -26,7 +26,7 @@ def shape_of(model: PreTrainedModel) -> str:
 
 
 def _quantised(model: PreTrainedModel) -> tuple[str, ...]:
-    """The method and the size of quantised weights, whose speed differs from that of plain ones."""
+    """Returns the quantisation method and the size of quantised weights; empty for plain weights."""
     if not getattr(model, "is_quantized", False):
         return ()
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
@@ -35,17 +35,20 @@ def _quantised(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def hardware(device: torch.device | None = None) -> str:
-    """The name of the GPU, or for a CPU its model and number of cores; without ``device``, the GPU if any."""
+    """Returns the name of the GPU, or for a CPU its model and number of cores.
+
+    Without ``device`` it is the GPU if there is one.
+    """
     if torch.cuda.is_available() if device is None else device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    # Of those that the process may use, where the system says it.
+    # Linux tells which cores the process may use; elsewhere all count.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{_cpu()}, {cores} cores"
 
 
 @cache
 def _cpu() -> str:
-    """The model of the CPU; Linux takes milliseconds for it where there are many cores."""
+    """Returns the model of the CPU. The result is cached, as Linux takes milliseconds if there are many cores."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -54,27 +57,27 @@ def _cpu() -> str:
     return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), model)
 
 
-# Bytes of each tensor that a digest of weights looks at.
+# A digest of weights reads this many bytes of each tensor.
 _SAMPLES = 256
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """A digest of the names, shapes and dtypes of all parameters, and of some bytes of each.
+    """Returns a digest of the names, shapes and dtypes of all parameters, and of some bytes of each.
 
-    Any training step changes it, and so does quantisation; a change of a few elements may not.
+    A training step or quantisation changes the digest; a change of a few elements may not.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         # Tensors of quantisation libraries may have no bytes of their own.
         if type(weight.data) is torch.Tensor and weight.device.type != "meta" and weight.numel():
             flat = weight.detach().flatten().contiguous().view(torch.uint8)
             places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64)
-            found.update(flat[places.long().to(flat.device)].cpu().numpy().tobytes())
-    return found.hexdigest()[:32]
+            digest.update(flat[places.long().to(flat.device)].cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of a tokenizer's vocabulary."""
+    """Returns a digest of a tokenizer's vocabulary."""
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(repr(words).encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
-"""Locks on models: one thread at a time, and one generation at a time within a thread.
+"""Locks on models, which allow one thread at a time, and one generation at a time within a thread.
 
-The lock belongs to the model object, so all engines over a model share it. An engine's target and draft are
-always locked in the same order, so that two threads cannot deadlock.
+A lock belongs to a model object, so all engines with this model share it. Locks are always taken in the order
+of their numbers, so that two threads cannot deadlock.
 """
 
 import threading
@@ -36,19 +36,20 @@ def _lock_of(model: nn.Module) -> _ModelLock:
 
 @contextmanager
 def held(model: nn.Module, other: nn.Module | None = None) -> Iterator[None]:
-    """Hold the locks of these models, waiting for other threads; a thread may enter repeatedly."""
+    """Holds the locks of one or two models inside the context. The same thread may enter repeatedly."""
     locks = sorted((_lock_of(m) for m in (model, other or model)), key=lambda lock: lock.number)
-    # Not in a loop: Ctrl-C cannot come between acquiring a lock and registering its release.
+    # One with statement instead of a loop, so that Ctrl-C cannot leave an acquired lock without release.
     with locks[0].lock, locks[1].lock:
         yield
 
 
 @contextmanager
 def generation(model: nn.Module, other: nn.Module | None = None) -> Iterator[None]:
-    """Hold the locks of these models for one generation, waiting for the generations of other threads.
+    """Holds the locks of one or two models for one generation. Generations of other threads are waited for.
 
     Raises:
-        RuntimeError: this thread holds them already: a callback of a generation started another one.
+        RuntimeError: this thread is already generating with one of the models, so a callback of that
+            generation has started this one.
     """
     with held(model, other):
         locks = [_lock_of(m) for m in (model, other or model)]

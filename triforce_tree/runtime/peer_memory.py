@@ -1,7 +1,7 @@
-"""Memory of the ranks of one machine that all of them read and write, for collectives of few bytes.
+"""Device memory that all ranks of one machine can read and write, for collectives of few bytes.
 
-It is mapped through torch's symmetric memory, over NVLink or PCIe; multicast is not used. Where cards cannot
-reach each other, or torch cannot map the memory, NCCL does what ``kernels/ranks`` would.
+It is mapped through torch's symmetric memory over NVLink or PCIe, without multicast. If GPUs cannot access
+each other's memory, or torch cannot map it, NCCL is used instead of the kernels in ``kernels/ranks``.
 """
 
 import logging
@@ -13,20 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 VARIABLE = "TRIFORCE_TREE_PEER_MEMORY"
-"""Environment variable that leaves all collectives to NCCL if it is 0."""
+"""If this environment variable is 0, all collectives use NCCL."""
+# A message is cut into parts, each of which is sent through one channel.
 CHANNELS, MOST_RANKS = 1024, 8
-# Elements of a channel, and log-sum-exps.
+# The number of elements, and of log-sum-exps of attention, that a channel has memory for.
 ELEMENTS = 512
 _WORD = 4
 _LOG = logging.getLogger(__name__)
 
 
 class Layout(NamedTuple):
-    """Views of one rank's memory.
+    """Views of one rank's memory. Dimensions of 2 are double buffers, which alternate from call to call.
 
     Attributes:
-        arrived: int32 ``[CHANNELS, MOST_RANKS]``, calls for which each other rank has arrived.
-        lse: fp32 ``[2, CHANNELS, ELEMENTS]``.
+        arrived: int32 ``[CHANNELS, MOST_RANKS]``, the number of the last call for which each rank has written
+            its data.
+        lse: fp32 ``[2, CHANNELS, ELEMENTS]``, log-sum-exps of attention.
         data: ``[2, CHANNELS, ELEMENTS]`` in the dtype of the message.
     """
 
@@ -36,12 +38,13 @@ class Layout(NamedTuple):
 
 
 class PeerMemory(NamedTuple):
-    """The memories of a group's ranks, as this process sees them.
+    """The memory of each rank of a group, mapped into this process.
 
     Attributes:
-        memories: uint8 ``[memory_bytes()]`` of each rank, of which the own one is ``rank``.
-        calls: int32 ``[CHANNELS]``, calls that this rank has made.
-        owner: keeps the mapping.
+        memories: uint8 ``[memory_bytes()]`` of each rank.
+        calls: int32 ``[CHANNELS]``, number of calls that this rank has made.
+        rank: index of this process in the group.
+        owner: an object that keeps the mapping alive.
     """
 
     memories: list[Tensor]
@@ -50,11 +53,11 @@ class PeerMemory(NamedTuple):
     owner: Any = None
 
     def takes(self, x: Tensor) -> bool:
-        """Whether a message is small enough."""
+        """Returns whether a message is small enough."""
         return x.numel() <= CHANNELS * ELEMENTS and x.itemsize <= _WORD and x.is_floating_point()
 
     def takes_rows(self, out: Tensor) -> bool:
-        """Whether attention ``[..., D]`` is."""
+        """Returns whether attention outputs ``[..., D]`` and their log-sum-exps are small enough."""
         dim = out.shape[-1]
         return (
             dim <= ELEMENTS and out.itemsize <= _WORD and out.numel() <= CHANNELS * rows_of_channel(dim) * dim
@@ -62,17 +65,17 @@ class PeerMemory(NamedTuple):
 
 
 def rows_of_channel(dim: int) -> int:
-    """Rows of attention, of ``dim`` elements, that a channel holds."""
+    """Returns the number of attention outputs, of ``dim`` elements each, that a channel holds."""
     return ELEMENTS // (1 << (dim - 1).bit_length())
 
 
 def memory_bytes() -> int:
-    """Of one rank's memory, which is zero at first."""
+    """Returns the size of one rank's memory, which must be zero at first."""
     return _WORD * CHANNELS * (MOST_RANKS + 4 * ELEMENTS)
 
 
 def layout(memory: Tensor, dtype: torch.dtype) -> Layout:
-    """The parts of one rank's memory for messages of this dtype, of at most 4 bytes."""
+    """Returns views of one rank's memory for messages of a dtype with at most 4 bytes per element."""
     ends = _WORD * CHANNELS * MOST_RANKS, _WORD * CHANNELS * (MOST_RANKS + 2 * ELEMENTS)
     size = 2 * CHANNELS * ELEMENTS
     return Layout(
@@ -83,12 +86,14 @@ def layout(memory: Tensor, dtype: torch.dtype) -> Layout:
 
 
 def map_memory(processes: Any, ranks: range, device: torch.device) -> PeerMemory | None:
-    """Memory of all ranks of a group, zero; None where they do not read each other's. All of them call it.
+    """Allocates memory, filled with zeros, on all ranks of a group and maps it into each other.
+
+    All ranks of the group must call it. Returns None if they cannot access each other's memory.
 
     Args:
-        processes: torch's process group; None for that of all processes.
-        ranks: of its processes, among all.
-        device: of this process.
+        processes: torch's process group; None for the default group of all processes.
+        ranks: the global ranks of the group.
+        device: the device of this process.
     """
     size, local = len(ranks), int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
     if device.type != "cuda" or not 1 < size <= MOST_RANKS or os.environ.get(VARIABLE) == "0":
@@ -105,22 +110,22 @@ def map_memory(processes: Any, ranks: range, device: torch.device) -> PeerMemory
     try:
         import torch.distributed._symmetric_memory as symmetric
 
-        own = symmetric.empty(memory_bytes(), dtype=torch.uint8, device=device).zero_()
-        handle = symmetric.rendezvous(own, group)
+        local_memory = symmetric.empty(memory_bytes(), dtype=torch.uint8, device=device).zero_()
+        handle = symmetric.rendezvous(local_memory, group)
         memories = [handle.get_buffer(peer, (memory_bytes(),), torch.uint8) for peer in range(size)]
-        made = PeerMemory(
-            memories, torch.zeros(CHANNELS, dtype=torch.int32, device=device), rank, (own, handle)
+        mapped = PeerMemory(
+            memories, torch.zeros(CHANNELS, dtype=torch.int32, device=device), rank, (local_memory, handle)
         )
     except (ImportError, RuntimeError) as error:
-        _LOG.warning("cards cannot map each other's memory (%s); collectives take NCCL", error)
-        made = None
-    # Also: no rank goes on before all memories are zero.
+        _LOG.warning("GPUs cannot map each other's memory (%s); collectives use NCCL", error)
+        mapped = None
+    # Together with the collective in _all this ensures that no rank continues before all memories are zero.
     torch.cuda.synchronize(device)
-    return made if _all(made is not None, processes, device) else None
+    return mapped if _all(mapped is not None, processes, device) else None
 
 
 def _all(flag: bool, processes: Any, device: torch.device) -> bool:
-    """Whether it is true on all ranks of the group."""
+    """Returns whether ``flag`` is true on all ranks of the group."""
     value = torch.tensor([int(flag)], device=device)
     dist.all_reduce(value, dist.ReduceOp.MIN, group=processes)
     return bool(value.item())

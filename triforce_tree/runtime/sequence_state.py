@@ -1,4 +1,4 @@
-"""The sequences of a batch while they are decoded, in buffers that CUDA graphs read and write."""
+"""The tokens of the sequences of a batch during decoding, in buffers that CUDA graphs read and write."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,42 +10,45 @@ from triforce_tree.runtime.features import Features
 
 
 class SequenceState:
-    """B sequences, and the chain of drafted tokens after each.
+    """The tokens of B sequences, and the chain of drafted tokens after each.
 
-    The committed tokens of a sequence are at positions 0 to ``length``; the last of them is the root, whose
-    keys and values are not cached yet. In ``levels=3`` the tokens that level 1 emits follow it as the chain,
-    until level 2 verifies them.
+    The committed tokens of a sequence are at positions 0 to ``length``. The last of them is the root, whose
+    keys and values are not cached yet. With ``levels=3`` the tokens that the retrieval model emits follow it
+    as the *chain*, until the target verifies them. A pass is one run of drafting, verification by the
+    retrieval model (with ``levels=3``) and verification by the target.
 
     Args:
         batch: B.
-        capacity: most tokens of a sequence, with all that passes write after its end.
+        capacity: most tokens of a sequence, including those that passes write after its end.
         max_draft_tokens: most tokens of a chain; 0 if there are no chains.
         extra: most tokens that one verification may write beyond ``max_draft_tokens``.
         vocabulary: V of the distributions that are kept for the chain; 0 if there are no chains.
-        device: of the buffers.
-        features: where hidden states of the target are kept; None for none.
-        ranks: (D, R), depths and sibling ranks to count acceptance by; None to count nothing.
-        tail_rows: most distributions of a tree at the end of a chain.
+        device: device of the buffers.
+        features: keeps hidden states of the target for the drafter; None if the drafter reads none.
+        ranks: (D, R), the number of depths and of sibling ranks by which acceptance is counted; None to count
+            nothing.
+        tail_rows: most distributions of a tree that the drafter adds at the end of a chain, the tail.
 
     Attributes:
         tokens: int64 ``[B, capacity]``.
-        length: int64 ``[B]``, committed tokens before the root: the root's position.
-        chain: int64 ``[B]``, drafted tokens after the root.
-        chain_probs: fp32 ``[B, max_draft_tokens + extra + tail_rows, V]``; row i is the distribution that the
-            chain's token i was drawn from. The last rows are those of the tree at its end.
-        runner_ups: int64 ``[B, max_draft_tokens + extra]``, the runner-up of each chain token, -1 if none.
-        active: int64 ``[B]``, 0 for a sequence that has ended; nothing is committed to it any more.
-        new_tokens: int64 ``[B, F]``, the first ``count`` of which the last pass committed.
-        count, proposed, retrieval_emitted: int64 ``[B]``: tokens that the last pass committed, draft tokens
-            that it verified, and tokens that level 1 had emitted for it.
-        features: hidden states of the target, of the newest positions before ``end``: the token at position
-            p + 1 was drawn by the state at p. In levels=3 those of the chain are level 1's, until level 2
-            has verified it. None where the drafter reads none; see :meth:`newest_features`.
-        rank_counts: int64 ``[2, B, D, R]``, of the drafter's trees that were verified since ``commit``: how
-            often the accepted path reached a node of depth d with a child of rank r, and how often that
-            child was accepted. None where nothing is counted.
-        has_nan: bool ``[]``, whether logits held NaN.
-        made_up: whether sequences are made-up ones, whose tokens are not in ``tokens``.
+        length: int64 ``[B]``, the number of committed tokens before the root, which is the root's position.
+        chain: int64 ``[B]``, the number of drafted tokens after the root.
+        chain_probs: fp32 ``[B, max_draft_tokens + extra + tail_rows, V]``. Entry i is the distribution that
+            token i of the chain was drawn from; the last ``tail_rows`` entries belong to the tail.
+        runner_ups: int64 ``[B, max_draft_tokens + extra]``, the retrieval model's second choice for each
+            token of the chain, -1 if there is none.
+        active: int64 ``[B]``, 0 for a sequence that has ended, to which nothing is committed any more.
+        new_tokens: int64 ``[B, F]``. The last pass committed the first ``count`` of them.
+        count, proposed, retrieval_emitted: int64 ``[B]``: the number of tokens that the last pass committed,
+            of draft tokens that it verified, and of tokens that the retrieval model emitted in it.
+        features: hidden states of the target for the newest positions before ``end``, where the state at
+            position p gave the token at p + 1. With levels=3 those of the chain are from the retrieval model
+            until the target has verified it. None if the drafter reads none; see :meth:`newest_features`.
+        rank_counts: int64 ``[2, B, D, R]`` over the drafter's trees that were verified since ``commit``: how
+            often the accepted path reached a node at depth d that has a child of rank r, and how often this
+            child was accepted. None if nothing is counted.
+        has_nan: bool ``[]``, whether logits contained NaN.
+        made_up: whether the sequences are made-up ones for a trial run, with tokens not in ``tokens``.
         recurrent: states of the target's recurrent layers, which :meth:`save` copies too.
     """
 
@@ -89,25 +92,25 @@ class SequenceState:
 
     @property
     def newest(self) -> Tensor:
-        """int64 ``[B]``, the token at position ``end``: the root of the next tree."""
+        """The token at position ``end``, int64 ``[B]``, which is the root of the next tree."""
         return self.tokens.gather(1, self.end[:, None])[:, 0]
 
     def sequence(self, b: int) -> list[int]:
-        """The tokens of sequence b up to position ``end``, on the host; waits for the device."""
+        """Returns the tokens of sequence b up to position ``end``. Waits for the device."""
         tokens: list[int] = self.tokens[b, : int(self.end[b]) + 1].tolist()
         return tokens
 
     @property
     def end(self) -> Tensor:
-        """int64 ``[B]``, the position of the newest token, chain included."""
+        """The position of the newest token including the chain, int64 ``[B]``."""
         return self.length + self.chain
 
     def save(self) -> list[Tensor]:
-        """A copy of all buffers that passes change and later passes read."""
+        """Returns a copy of all buffers that passes change and later passes read."""
         return [tensor.clone() for tensor in self._state]
 
     def restore(self, saved: list[Tensor]) -> None:
-        """Return to the state that :meth:`save` copied; ``has_nan`` stays as it is."""
+        """Restores the state that :meth:`save` copied, except ``has_nan``."""
         for tensor, value in zip(self._state, saved, strict=True):
             tensor.copy_(value)
 
@@ -118,17 +121,21 @@ class SequenceState:
         return [self.tokens, *counts, *kept, *self.recurrent]
 
     def pass_results(self) -> Tensor:
-        """What the host reads after a pass, in one tensor and so with one copy: int64 ``[B, F + 4]``.
+        """Returns everything that the host reads after a pass in one tensor, so that one copy is enough.
 
-        ``count``, ``proposed``, ``retrieval_emitted``, ``has_nan``, then ``new_tokens``; where they are kept,
-        then ``rank_counts`` too.
+        It is int64 ``[B, F + 4]`` with the columns ``count``, ``proposed``, ``retrieval_emitted``,
+        ``has_nan`` and ``new_tokens``; ``2 * D * R`` more columns have ``rank_counts`` if it is not None.
         """
         columns = [self.count, self.proposed, self.retrieval_emitted, self.has_nan.expand(self.batch).long()]
         counted = [] if self.rank_counts is None else [part.flatten(1) for part in self.rank_counts]
         return torch.cat([torch.stack(columns, 1), self.new_tokens, *counted], 1)
 
     def ranks_of(self, report: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """``rank_counts`` of a report's rows of :meth:`pass_results`, summed: ``[D][R]`` each."""
+        """Sums ``rank_counts`` over the sequences of a report, the rows of :meth:`pass_results` as lists.
+
+        Returns:
+            the two parts of ``rank_counts`` (reached, accepted), each ``[D][R]``.
+        """
         assert self.rank_counts is not None
         depths, ranks = self.rank_counts.shape[2:]
         first, size = 4 + self.new_tokens.shape[1], depths * ranks
@@ -141,11 +148,11 @@ class SequenceState:
         return tried, accepted
 
     def count_ranks(self, tokens: Tensor, parents: Tensor, path: Tensor) -> None:
-        """Add the acceptance of one verification of the drafter's trees to ``rank_counts``.
+        """Adds the result of one verification of the drafter's trees to ``rank_counts``.
 
         Args:
-            tokens, parents: int64 ``[B, N]``, of the trees.
-            path: int64 ``[B, D + 1]``, accepted nodes from the root on, -1 after the last.
+            tokens, parents: int64 ``[B, N]``, tokens and parents of the trees' nodes.
+            path: int64 ``[B, D + 1]``, indices of the accepted nodes from the root on, -1 after the last.
         """
         if self.rank_counts is None:
             return
@@ -162,16 +169,16 @@ class SequenceState:
         self.rank_counts[1, :, :depths] += tried & (child >= 0) & (rank == earlier)
 
     def check_nan(self, numbers: Tensor) -> None:
-        """Set ``has_nan`` if any are NaN; the host reads it once per pass."""
+        """Sets ``has_nan`` if any number is NaN. The host reads ``has_nan`` once per pass."""
         self.has_nan |= torch.isnan(numbers).any()
 
     def keep_features(self, hidden: dict[int, Tensor], path: Tensor, root: Tensor) -> None:
-        """Keep the hidden states of accepted nodes for the drafter.
+        """Keeps the hidden states of accepted nodes for the drafter.
 
         Args:
-            hidden: by element of ``features.layers``, ``[B, N, hidden_size]``.
-            path: int64 ``[B, D + 1]``, accepted nodes, -1 after the last; what is kept for those is
-                overwritten before it is read.
+            hidden: ``[B, N, hidden_size]`` for each element of ``features.layers``.
+            path: int64 ``[B, D + 1]``, indices of the accepted nodes, -1 after the last. States written for
+                -1 are overwritten before they are read.
             root: int64 ``[B]``, the position of node 0.
         """
         if self.features is None:
@@ -184,9 +191,9 @@ class SequenceState:
         self.features.write(accepted, root)
 
     def newest_features(self, layer: int, count: int) -> Tensor:
-        """Hidden states of the positions ``end - count`` to ``end - 1``, ``[B, count, hidden_size]``.
+        """Returns hidden states of the positions ``end - count`` to ``end - 1``, ``[B, count, hidden_size]``.
 
-        The last ``feature_count`` of them are known, the others arbitrary.
+        The last ``feature_count`` of them are valid, and the others arbitrary.
 
         Args:
             layer: an element of the drafter's ``features``.
@@ -197,14 +204,14 @@ class SequenceState:
 
     @property
     def feature_count(self) -> Tensor:
-        """int64 ``[B]``, how many positions before ``end`` have hidden states; 0 without any."""
+        """The number of positions before ``end`` that have hidden states, int64 ``[B]``."""
         if self.features is None:
             return torch.zeros_like(self.length)
         return (self.end - self.features.first).clamp(0, self.features.history)
 
     @contextmanager
     def trial(self, length: int) -> Iterator[None]:
-        """Inside, passes may write hidden states after made-up sequences; afterwards all are as before."""
+        """Lets passes run on made-up sequences of ``length`` tokens, and then restores hidden states."""
         kept = self.features.save() if self.features is not None else []
         if self.features is not None:
             self.features.rewind(torch.full_like(self.length, length))
@@ -217,10 +224,11 @@ class SequenceState:
                 self.features.restore(kept)
 
     def append_drafted(self, emitted: Tensor, count: Tensor, probs: Tensor | None) -> None:
-        """Append the tokens that level 1 emitted to the chain, as far as ``max_draft_tokens`` allows.
+        """Appends tokens that the retrieval model emitted to the chain, up to ``max_draft_tokens``.
 
         Args:
-            emitted: int64 ``[B, D + 1]``, the first ``count`` ``[B]`` of each row.
+            emitted: int64 ``[B, D + 1]``, tokens of each sequence.
+            count: int64 ``[B]``, how many of them to append.
             probs: fp32 ``[B, D + 1, V]``, the distributions that they were drawn from; None if greedy.
         """
         offsets = self._write(self.end, emitted)
@@ -231,12 +239,12 @@ class SequenceState:
         self.chain.copy_((self.chain + count).clamp_max(self.max_draft_tokens))
 
     def add_runner_ups(self, runner_ups: Tensor) -> None:
-        """Keep the runner-ups int64 ``[B, D + 1]`` of the tokens that ``append_drafted`` appends next."""
+        """Stores the runner-ups, int64 ``[B, D + 1]``, of the tokens that ``append_drafted`` appends next."""
         rows = self.chain[:, None] + torch.arange(runner_ups.shape[1], device=runner_ups.device)
         self.runner_ups.scatter_(1, rows, runner_ups)
 
     def commit(self, emitted: Tensor, count: Tensor) -> None:
-        """Commit the first ``count`` tokens of ``emitted`` ``[B, D + 1]``, and drop the chain."""
+        """Commits the first ``count`` ``[B]`` tokens of ``emitted`` ``[B, D + 1]``, and removes the chain."""
         count = count * self.active
         self._write(self.length, emitted)
         self.new_tokens[:, : emitted.shape[1]] = emitted
@@ -246,7 +254,10 @@ class SequenceState:
         self.chain.zero_()
 
     def _write(self, root: Tensor, emitted: Tensor) -> Tensor:
-        """Write all columns of ``emitted`` after the root; those past ``count`` are never read."""
+        """Writes all tokens of ``emitted`` ``[B, T]`` after position ``root``, and returns 0 to T - 1.
+
+        Tokens beyond the committed or appended ones are never read.
+        """
         offsets = torch.arange(emitted.shape[1], device=emitted.device)
         positions = root[:, None] + 1 + offsets
         self.tokens.scatter_(1, positions.clamp_max(self.capacity - 1), emitted)

@@ -1,4 +1,4 @@
-"""Device time of stages."""
+"""Measures the device time of stages."""
 
 import time
 
@@ -6,10 +6,10 @@ import torch
 
 
 class StageClock:
-    """Seconds between marks, by CUDA events on a GPU, else by the host's clock.
+    """Measures the seconds between marks by CUDA events on a GPU, else by the host's clock.
 
     Args:
-        device: that the stages run on.
+        device: the device that the stages run on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -18,17 +18,17 @@ class StageClock:
         self._times: list[tuple[str, float]] = []
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Waits for the device."""
         if self._on:
             torch.cuda.synchronize(self._device)
 
     def start(self) -> None:
-        """Drop earlier marks; the first stage begins now."""
+        """Removes earlier marks and marks the beginning of the first stage."""
         self._events, self._times = [], []
         self.mark("")
 
     def mark(self, name: str) -> None:
-        """The stage ``name`` ends here."""
+        """Marks the end of the stage ``name``."""
         if self._on:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -37,7 +37,7 @@ class StageClock:
             self._times.append((name, time.perf_counter()))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each stage since ``start``, summed by name; call it after waiting for the device."""
+        """Returns the seconds of the stages since ``start``, summed by name. Wait for the device before."""
         total: dict[str, float] = {}
         for (_, before), (name, after) in zip(self._times, self._times[1:], strict=False):
             total[name] = total.get(name, 0.0) + after - before

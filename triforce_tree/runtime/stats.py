@@ -1,25 +1,29 @@
-"""Statistics by level: counts, times, acceptance rate and mean accepted length."""
+"""Statistics of each level (draft, retrieval, target): counts, times, acceptance rate, accepted length."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 Progress = Callable[[int], None]
-"""Called with the number of tokens, or bytes, that were just processed."""
+"""A callback that receives the number of tokens, or bytes, that were just processed."""
 
 
 def rate_text(rate: float) -> str:
-    """A number of something a second, which small rates are not rounded to zero in."""
+    """Formats a rate per second without rounding small rates to zero."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
 
 
 @dataclass
 class LevelStats:
-    """Counts of one level since generation began.
+    """Counts of one level (draft, retrieval or target) since generation began.
 
-    ``proposed`` sums the depths of the trees that the level verified, the most it could have accepted.
-    ``emitted`` counts accepted tokens and the one token that every verification adds; for the target without
-    tokens after the end of a sequence. ``seconds`` is the time of this level alone, without the levels below.
+    Attributes:
+        forwards: number of forwards.
+        proposed: sum of the depths of the verified trees, which is the most tokens that could be accepted.
+        accepted: number of accepted tokens.
+        emitted: number of accepted tokens plus one token per verification. For the target, tokens after the
+            end of a sequence are not counted.
+        seconds: time of this level alone.
     """
 
     name: str
@@ -30,7 +34,7 @@ class LevelStats:
     seconds: float = 0.0
 
     def add(self, forwards: int, proposed: int, accepted: int, emitted: int, seconds: float) -> None:
-        """Add the counts and the time of a pass."""
+        """Adds the counts and seconds of one pass."""
         self.forwards += forwards
         self.proposed += proposed
         self.accepted += accepted
@@ -43,7 +47,7 @@ class LevelStats:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Emitted tokens per forward, the bonus token included."""
+        """Emitted tokens per forward, including the bonus token."""
         return self.emitted / self.forwards if self.forwards else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,7 +59,7 @@ class LevelStats:
 
 
 def added(before: Sequence[LevelStats], now: Sequence[LevelStats]) -> list[LevelStats]:
-    """The sums of two runs, by level."""
+    """Returns the sums of the statistics of two runs, by level."""
     sums = {level.name: level for level in before}
     for level in now:
         if (other := sums.get(level.name)) is not None:

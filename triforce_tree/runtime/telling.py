@@ -1,6 +1,6 @@
-"""Says what long work is being done, by the log ``triforce_tree.loading`` at level INFO.
+"""Reports the progress of long work in the log ``triforce_tree.loading`` at level INFO.
 
-The command line shows these lines; in Python they are shown by ``logging.basicConfig(level=logging.INFO)``.
+The command line shows these lines; in Python ``logging.basicConfig(level=logging.INFO)`` shows them.
 """
 
 import logging
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LOG = logging.getLogger("triforce_tree.loading")
-# Work that takes less is not mentioned; longer work is, again and again.
+# Work is reported after _FIRST seconds, and then every _EVERY seconds.
 _FIRST, _EVERY = 1.0, 10.0
 
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Inside, these lines go to stderr, of the first rank alone."""
+    """Writes the log's lines to stderr inside the context, on rank 0 only."""
     if os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -42,30 +42,32 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Around work: a line after a second, one every ten seconds, and one at the end if there was any.
+    """Logs the work inside the context: a line after 1 s, one every 10 s, and one at the end.
+
+    Work of less than 1 s is not logged.
 
     Args:
-        what: is done, as in ``reading weights``.
+        what: description of the work, such as ``reading weights``.
     """
     if not LOG.isEnabledFor(logging.INFO):
         yield
         return
-    start, ended, said = time.perf_counter(), threading.Event(), threading.Event()
+    start, ended, reported = time.perf_counter(), threading.Event(), threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         wait = _FIRST
         while not ended.wait(wait):
             wait = _EVERY
-            passed = f", {time.perf_counter() - start:.0f} s so far" if said.is_set() else ""
-            said.set()
+            passed = f", {time.perf_counter() - start:.0f} s so far" if reported.is_set() else ""
+            reported.set()
             LOG.info("%s%s ...", what, passed)
 
-    teller = threading.Thread(target=tell, name="triforce_tree telling", daemon=True)
-    teller.start()
+    reporter = threading.Thread(target=report, name="triforce_tree progress", daemon=True)
+    reporter.start()
     try:
         yield
     finally:
         ended.set()
-        teller.join()
-        if said.is_set():
+        reporter.join()
+        if reported.is_set():
             LOG.info("%s: %.1f s", what, time.perf_counter() - start)

@@ -1,1 +1,1 @@
-"""Files of the user: JSON documents and tables, and the folders where they lie."""
+"""Reads and writes files of the user: JSON documents, text files, and the cache folder."""

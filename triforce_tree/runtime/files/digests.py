@@ -1,4 +1,4 @@
-"""Digests of files of any size, at the speed of the disk or of all cores together."""
+"""Computes digests of large files with several threads."""
 
 import hashlib
 import os
@@ -9,10 +9,12 @@ _PART, _READ = 32 << 20, 1 << 20
 
 
 def digest_of(path: Path) -> str:
-    """Of a file's contents: SHA-256 of the SHA-256 of its parts of 32 MiB, which threads read side by side.
+    """Returns a digest of a file: the SHA-256 of the SHA-256 digests of its parts of 32 MiB.
+
+    Threads read the parts in parallel.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     starts = range(0, path.stat().st_size, _PART)
     with ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1, len(starts)))) as threads:
@@ -21,10 +23,10 @@ def digest_of(path: Path) -> str:
 
 
 def _part(path: Path, start: int) -> bytes:
-    found, left = hashlib.sha256(), _PART
+    digest, left = hashlib.sha256(), _PART
     with path.open("rb") as file:
         file.seek(start)
         while left and (block := file.read(min(_READ, left))):
-            found.update(block)
+            digest.update(block)
             left -= len(block)
-    return found.digest()
+    return digest.digest()

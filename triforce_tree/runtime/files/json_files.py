@@ -1,4 +1,4 @@
-"""JSON files of unknown origin, read within limits of size and nesting."""
+"""Reads JSON files of unknown origin within limits of size and nesting; tables in JSON files."""
 
 import hashlib
 import json
@@ -15,11 +15,12 @@ _LOG = logging.getLogger(__name__)
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON file.
+    """Returns the contents of a JSON file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON in UTF-8, larger than ``MOST_BYTES``, or nested deeper than ``MOST_DEPTH``.
+        OSError: the file cannot be read.
+        ValueError: the file is no JSON in UTF-8, larger than ``MOST_BYTES``, or nested deeper than
+            ``MOST_DEPTH``.
     """
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"it has {path.stat().st_size} bytes, at most {MOST_BYTES} are read")
@@ -27,10 +28,10 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(data: bytes) -> Any:
-    """What JSON in UTF-8 says.
+    """Parses JSON in UTF-8.
 
     Raises:
-        ValueError: it is no JSON in UTF-8, or nested deeper than ``MOST_DEPTH``.
+        ValueError: the data are no JSON in UTF-8, or nested deeper than ``MOST_DEPTH``.
     """
     try:
         contents = json.loads(data)
@@ -44,7 +45,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def _depth(contents: Any) -> int:
-    """Levels of nesting, at most ``MOST_DEPTH + 1``."""
+    """Returns the number of nested levels, at most ``MOST_DEPTH + 1``."""
     level, depth = [contents], -1
     while level and depth <= MOST_DEPTH:
         level = [
@@ -58,14 +59,14 @@ def _depth(contents: Any) -> int:
 
 
 class JsonTable:
-    """Entries by settings in a JSON file that processes share; it is replaced, never changed in place.
+    """A table of entries in a JSON file that several processes share. Each write replaces the whole file.
 
-    A file that cannot be read or written is no error: it is named in one warning.
+    A file that cannot be read or written causes one warning and no error.
 
     Args:
-        path: of the file, which need not exist; None for no file.
-        most: entries; the oldest ones beyond are dropped.
-        consequence: what follows where the file cannot be used, for the warning.
+        path: the path of the file, which need not exist; None for a table without file.
+        most: most entries; the oldest ones beyond this number are removed.
+        consequence: the effect of an unusable file on the user, for the warning.
     """
 
     def __init__(self, path: Path | None, most: int, consequence: str) -> None:
@@ -74,11 +75,11 @@ class JsonTable:
 
     @staticmethod
     def key(settings: Mapping[str, Any]) -> str:
-        """Of an entry; equal for equal settings in any order."""
+        """Returns the key of an entry, which does not depend on the order of ``settings``."""
         return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:24]
 
     def entries(self) -> dict[str, Any]:
-        """What the file holds now, by key."""
+        """Reads all entries from the file, by key."""
         if self.path is None:
             return {}
         try:
@@ -95,9 +96,9 @@ class JsonTable:
         return entries
 
     def put(self, key: str, entry: Mapping[str, Any]) -> None:
-        """Add an entry as the newest, or replace it.
+        """Adds or replaces an entry, and makes it the newest.
 
-        Other processes' entries stay, but for those that are written in the same moment.
+        An entry that another process writes at the same moment may be lost.
         """
         path = self.path
         if path is None:
@@ -116,6 +117,6 @@ class JsonTable:
     def _warn(self, why: str) -> None:
         if not self._warned:
             _LOG.warning(
-                "%s %s: %s; TRIFORCE_TREE_CACHE names another folder", self.path, why, self._consequence
+                "%s %s: %s; set TRIFORCE_TREE_CACHE to another folder", self.path, why, self._consequence
             )
         self._warned = True

@@ -1,4 +1,4 @@
-"""Files that are replaced in a single step: a killed process leaves the earlier one or the new one."""
+"""Replaces files in a single step, so that a killed process leaves either the old file or the new one."""
 
 import errno
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
-    """Write a file as a whole or not at all. What is no ordinary file, such as a pipe, is written in place.
+    """Writes a file completely or not at all. A special file, such as a pipe, is written directly.
 
     Args:
-        path: of the file; where it is a link, the file that it leads to is replaced.
-        content: text is written in UTF-8.
+        path: the path of the file; if it is a link, the file that it leads to is replaced.
+        content: bytes, or text to be written in UTF-8.
 
     Raises:
-        OSError: the file cannot be written; it is then as before.
+        OSError: the file cannot be written; it is then unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     if os.path.exists(path) and not os.path.isfile(path):
@@ -39,14 +39,14 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
 
 
 def flush(descriptor: int) -> None:
-    """Wait until the disk holds what was written to an open file, or which files an open folder has.
+    """Waits until the contents of an open file, or the list of files of an open folder, are on the disk.
 
     Raises:
-        OSError: the disk cannot hold it.
+        OSError: the data cannot be written to the disk.
     """
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems have no such call.
+        # Some file systems do not support fsync.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise

@@ -1,10 +1,10 @@
-"""Text of the user's files and of stdin: UTF-8, or what a byte order mark at the beginning announces."""
+"""Reads text from files and stdin: in UTF-8, or in the encoding of a byte order mark at the beginning."""
 
 import codecs
 import sys
 from pathlib import Path
 
-# The marks of UTF-32 begin with those of UTF-16.
+# UTF-32 comes before UTF-16, since its marks begin with those of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -12,16 +12,17 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-# UTF-16 without a mark is valid UTF-8 where it holds Latin letters, each with a zero byte.
+# UTF-16 without a mark may be valid UTF-8: Latin letters are then followed by a zero byte each. A text with a
+# larger fraction of zeros is refused.
 _MOST_ZEROS = 0.2
 
 
 def read_text(path: str | Path) -> str:
-    """A text file, by the rules of :func:`decoded`.
+    """Reads a text file with :func:`decoded`.
 
     Raises:
-        ValueError: it is empty, or not in one of these encodings.
-        OSError: it cannot be read.
+        ValueError: the file is empty or in another encoding.
+        OSError: the file cannot be read.
     """
     text = decoded(Path(path).read_bytes(), repr(str(path)))
     if not text.strip():
@@ -30,25 +31,25 @@ def read_text(path: str | Path) -> str:
 
 
 def read_stdin() -> str:
-    """All of stdin, by the rules of :func:`decoded`; empty where there is nothing.
+    """Reads all of stdin with :func:`decoded`.
 
     Raises:
-        ValueError: it is not in one of these encodings.
+        ValueError: the text is in another encoding.
     """
     binary = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if binary is None else decoded(binary.read(), "the text on stdin")
 
 
 def decoded(content: bytes, name: str) -> str:
-    """Text of bytes: UTF-8 or, after a byte order mark, UTF-16 or UTF-32; line ends become newlines.
+    """Decodes bytes in UTF-8 or, after a byte order mark, UTF-16 or UTF-32.
 
-    The mark is no part of the text.
+    The mark is removed, and all line ends become newlines.
 
     Args:
-        name: what the bytes are, for errors.
+        name: the name of the source for errors.
 
     Raises:
-        ValueError: they are in none of these encodings.
+        ValueError: the bytes are in another encoding.
     """
     mark, encoding = next((entry for entry in _MARKS if content.startswith(entry[0])), (b"", "utf-8"))
     announced = "" if encoding == "utf-8" else f", nor the {encoding.upper()} that its first bytes announce"

@@ -1,16 +1,16 @@
-"""Checks before a long run that its results can be written; nothing here imports torch."""
+"""Checks before a long run that its results can be written. Nothing here imports torch."""
 
 import importlib.util
 import shutil
 from pathlib import Path
 
-# Results are small; with less than this free, a write may fail after hours of work.
+# Results are small, but with less free disk space than this a write may fail after hours of work.
 LEAST_FREE_BYTES = 8 * 2**20
 _PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps")
 
 
 def check_writable(path: str | Path) -> Path:
-    """Check before a long run that its results can be written.
+    """Checks that a results file can be written.
 
     Raises:
         OSError: the folder is missing, the file cannot be written, or the disk is full.
@@ -38,11 +38,14 @@ def check_writable(path: str | Path) -> Path:
 
 
 def check_picture(option: str, path: str | Path) -> None:
-    """Check before a long run that a picture can be written by the option of this name.
+    """Checks that a picture can be written.
+
+    Args:
+        option: the name of the option for the message.
 
     Raises:
         ValueError: the suffix is no image format of matplotlib, or matplotlib is not installed.
-        OSError: as :func:`check_writable`.
+        OSError: as in :func:`check_writable`.
     """
     if Path(path).suffix.lower() not in _PICTURES:
         raise ValueError(f"{str(path)!r} names no image format; use a suffix of {', '.join(_PICTURES)}")
