@@ -48,7 +48,7 @@ def hardware(device: torch.device | None = None) -> str:
 
 @cache
 def _cpu() -> str:
-    """Returns the model of the CPU. The result is cached, as Linux takes milliseconds if there are many cores."""
+    """Returns the model of the CPU. Cached, as Linux takes milliseconds for it if there are many cores."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
