@@ -128,6 +128,9 @@ class Generations:
         for buffer in features.buffers if features is not None else ():
             buffer[1:] = buffer[:1]
         share_first(self.program.store)
+        # Slots of which the cache knows nothing are cleared when stages are captured.
+        for b in range(batch):
+            backend.cached.fed(b, self.prompt, 0)
         self._states = [state[:1].clone() for state in self._recurrent()]
         self.program.update_chunk_means()
         if self.window is not None and levels > 1:
