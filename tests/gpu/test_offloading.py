@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from scripts.inflate.pair import inflate_pair
-from tests.support.models.pair_on_gpu import long_text
+from tests.support.models.pair_on_gpu import OFFLOADED, inflated, long_text
 from triforce_tree import Engine, load
 from triforce_tree.config import load_arguments
 from triforce_tree.kv.offload.copy_stream import BufferRing
@@ -29,18 +28,10 @@ from triforce_tree.runtime.executor import free_memory
 
 pytestmark = pytest.mark.gpu
 
-OPTIONS: dict[str, Any] = {"levels": 3, "gamma": 8, "tree": "best-first:4,3", "recent": 128, "budget": 1024}
-SHAPES = "2048x8x16/16x128x5632", "llama-68m"
 PROMPT, NEW, PASSES = 8192, 64, 1000
 ON_HOST = 0.7  # of the KV slots
 SPARE = 193 * MIB  # a plan leaves a little less free
 GROWTH = 4 * MIB  # after a thousand passes even a small leak is larger
-
-
-def inflated(device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    target, draft, tokenizer = inflate_pair(SHAPES[0], device, dtype, SHAPES[1])
-    target.generation_config.eos_token_id = None
-    return target, draft, tokenizer
 
 
 def held(device: torch.device) -> tuple[int, int]:
@@ -61,7 +52,7 @@ class Offloaded:
         self.device, self.dtype = device, dtype
         target, draft, tokenizer = inflated(device, dtype)
         self.prompt = long_text()[:PROMPT]
-        whole = load(target, draft, tokenizer=tokenizer, **load_arguments(OPTIONS))
+        whole = load(target, draft, tokenizer=tokenizer, **load_arguments(OFFLOADED))
         plan = whole.with_options(offload=True, gpu_memory=1 << 50).memory_plan(PROMPT, PASSES)
         assert plan is not None, "offload=True always makes a plan"
         self.limit = plan.peak + SPARE - int(ON_HOST * plan.device["resident KV"])
@@ -223,23 +214,3 @@ def test_memory_stays_over_many_passes(offloaded: Offloaded) -> None:
     device, host = (max(reading[i] for reading in later) - later[0][i] for i in (0, 1))
     assert device <= 0
     assert host < GROWTH
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_streamed_weights_give_the_bits_of_the_whole_model(dtype: torch.dtype) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    target, draft, _ = inflated(device, dtype)
-    prompt = long_text()[:512]
-    ids = torch.tensor([prompt], device=device)
-    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
-    with torch.inference_mode():
-        logits = target(ids).logits
-    text = load(target, draft, **load_arguments(OPTIONS)).generate(prompt, **how).sequences
-    target, draft, _ = inflated(device, dtype)
-    engine = load(target, draft, **load_arguments({**OPTIONS, "offload_weights": True}))
-    assert engine.target.streamed is not None
-    with torch.inference_mode():
-        assert torch.equal(engine.target.model(ids).logits, logits)
-    if dtype == torch.float32:
-        assert torch.equal(engine.generate(prompt, **how).sequences, text)
-    engine.close()

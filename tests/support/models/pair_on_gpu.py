@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from scripts.inflate.pair import inflate_pair
 from triforce_tree import Engine, load
 from triforce_tree.bench.texts import pydoc_text, token_ids
 from triforce_tree.config import load_arguments
@@ -13,6 +14,11 @@ from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
 # Rounds of drafting are fixed: measured times would often choose plain decoding for so small a model.
 FIXED: dict[str, Any] = {
     "levels": 3, "gamma": 8, "tree": "best-first:6,4,3", "budget": 512, "recent": 128, "rounds": 2,
+}  # fmt: skip
+
+# For the inflated pair, whose cache or weights are in host memory.
+OFFLOADED: dict[str, Any] = {
+    "levels": 3, "gamma": 8, "tree": "best-first:4,3", "recent": 128, "budget": 1024,
 }  # fmt: skip
 
 
@@ -25,6 +31,13 @@ def pair_on(device: str, dtype: torch.dtype, **options: Any) -> Engine:
     target, draft = (load_model(PAIR / name, torch.device(device), dtype) for name in ("target", "draft"))
     target.generation_config.eos_token_id = None
     return load(target, draft, tokenizer=load_tokenizer(PAIR / "target"), **load_arguments(options))
+
+
+def inflated(device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """Returns a target of 8 layers with a draft and a tokenizer; texts end at ``max_new_tokens`` alone."""
+    target, draft, tokenizer = inflate_pair("2048x8x16/16x128x5632", device, dtype, "llama-68m")
+    target.generation_config.eos_token_id = None
+    return target, draft, tokenizer
 
 
 @cache
