@@ -16,7 +16,7 @@ def logged(trace: str, why: str = "an error within the server has ended this req
     return f"{why}; its log says more under {identifier}"
 
 
-def told(error: BaseException) -> str:
+def client_message(error: BaseException) -> str:
     """Logs an error, and returns a sentence for the client.
 
     The sentence does not contain the error's message, which may contain another client's prompt.

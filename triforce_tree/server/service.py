@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from triforce_tree.engine import Engine
-from triforce_tree.server.errors import told
+from triforce_tree.server.errors import client_message
 from triforce_tree.server.metrics import Metrics
 from triforce_tree.server.protocol import RefusedError, error
 from triforce_tree.server.readers import Readers
@@ -98,7 +98,7 @@ class Service:
             if sequence.complete:
                 yield _event(reply.last(index, sequence, logprobs))
             else:
-                why = ENDING if sequence.error is None else told(sequence.error)
+                why = ENDING if sequence.error is None else client_message(sequence.error)
                 yield _event(error(why, "server_error"))
         if reply.usage_wanted and all(sequence.complete for sequence in sequences):
             yield _event(reply.usage_alone(sequences))
@@ -160,7 +160,7 @@ async def _ended(events: AsyncIterator[str]) -> AsyncIterator[str]:
         async for event in events:
             yield event
     except Exception as problem:
-        yield _event(error(told(problem), "server_error"))
+        yield _event(error(client_message(problem), "server_error"))
 
 
 def _unheard(text: str | None) -> None:
@@ -193,7 +193,7 @@ def _raise_errors(sequences: list[ServedText]) -> None:
     for sequence in sequences:
         # Another request in the same batch may have caused the error, so it is never reported as status 400.
         if sequence.error is not None:
-            raise RefusedError(told(sequence.error), 500)
+            raise RefusedError(client_message(sequence.error), 500)
         if not sequence.complete:
             raise RefusedError(ENDING, 503, retry=5)
 
