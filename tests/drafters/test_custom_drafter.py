@@ -1,4 +1,4 @@
-"""Custom drafters through ``load``: the target's own tokens, the drafter's inputs, and errors."""
+"""User-defined drafters passed to ``load``: generated tokens, the drafter's inputs, and errors."""
 
 import runpy
 from collections.abc import Sequence
@@ -177,7 +177,7 @@ class Features(FixedSiblings):
 @levels_2_and_3
 @pytest.mark.parametrize("offload", [False, True])
 def test_features_are_the_targets_hidden_states(levels: int, offload: bool) -> None:
-    """Of the newest positions, those of the prompt included, after each verification."""
+    """After each verification the hidden states of the newest positions are the target's."""
     target = perturbed(tiny("llama-gqa", num_hidden_layers=3), 0.0)
     drafter = Features()
     options = {**SMALL, "offload": offload, "prefill_chunk": 16, "rounds": 1}
@@ -207,7 +207,7 @@ def test_features_are_the_targets_hidden_states(levels: int, offload: bool) -> N
 
 
 def test_features_of_a_stage_are_those_of_its_own_forward() -> None:
-    """Where acceptance is no part of a graph, another stage's forward or capture may come in between."""
+    """Without acceptance in the graph, a forward of another stage may run before acceptance."""
     target = perturbed(tiny("llama-gqa", num_hidden_layers=3), 0.0)
     drafter = Features()
     config = HierarchyConfig.from_options(tree=drafter.tree, **SMALL)
@@ -232,7 +232,7 @@ def test_features_of_a_stage_are_those_of_its_own_forward() -> None:
 
 
 def without(name: str) -> object:
-    """An object with all attributes and methods of a drafter but ``name``."""
+    """Returns an object with all attributes and methods of a drafter except ``name``."""
     names = ("name", "tree", "deterministic", "capturable", "features", "bind", "start", "prepare", "propose")
     return type("Half", (), {other: None for other in names if other != name})()
 
@@ -312,7 +312,7 @@ def test_custom_drafters_through_transformers_generate() -> None:
 
 
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unchanged, but with a tiny target and a short prompt."""
+    """The example runs unchanged with a tiny target and a short prompt."""
     load, prompt = triforce_tree.load, PROMPTS[0]
     monkeypatch.setattr(
         triforce_tree, "load", lambda **options: load(TARGET, tokenizer=characters(), **options)

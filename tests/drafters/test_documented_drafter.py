@@ -1,4 +1,4 @@
-"""The drafter in docs/drafters.md runs as it is written."""
+"""The example drafter in docs/drafters.md runs."""
 
 import re
 from pathlib import Path

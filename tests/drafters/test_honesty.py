@@ -41,7 +41,7 @@ class Proposal:
         return [i for i, parent in enumerate(self.parents) if parent == node and self.tokens[i] >= 0]
 
     def path(self, node: int) -> tuple[tuple[int, int], ...]:
-        """Token and rank of every node from the root to this one."""
+        """Returns token and rank of every node on the path from the root to ``node``."""
         if node == 0:
             return ()
         parent = self.parents[node]
@@ -55,7 +55,7 @@ Propose = Callable[[Generations], Sequence[Proposal]]
 
 
 def trees(generations: Generations) -> list[Proposal]:
-    """The proposals of level 0."""
+    """Returns the trees that the drafter proposes."""
     program = generations.program
     program.run("draft", torch.Generator())
     stage = program.stage("draft")
@@ -64,7 +64,7 @@ def trees(generations: Generations) -> list[Proposal]:
 
 
 def proposal(tree: TokenTree, b: int) -> Proposal:
-    """The tree of sequence b. Nodes of the last depth have no children, and no distribution either."""
+    """Returns the tree of sequence b. Nodes of the last depth have no distribution."""
     rows, known = tree.probs_rows[b].tolist(), tree.probs.shape[1]
     probs = [tree.probs[b, row].clone() if 0 <= row < known else None for row in rows]
     fixed = frozenset(node for node, row in enumerate(rows) if row == FIXED)
@@ -72,7 +72,7 @@ def proposal(tree: TokenTree, b: int) -> Proposal:
 
 
 def chains(generations: Generations) -> list[Proposal]:
-    """The chains of level 1, runner-ups included."""
+    """Returns the retrieval model's chains with their runner-ups as trees."""
     program, state = generations.program, generations.program.state
     for round in range(program.config.rounds or 1):
         program.run("draft", torch.Generator())
@@ -90,7 +90,7 @@ def chains(generations: Generations) -> list[Proposal]:
 
 
 def chains_with_tails(generations: Generations) -> list[Proposal]:
-    """The chains of level 1 and the trees behind them, as level 2 verifies them."""
+    """Returns the trees that the target verifies: chains of the retrieval model with a tree at their end."""
     chains(generations)
     stage = generations.program.stage("target")
     assert isinstance(stage, ChainVerifyStage)
@@ -152,7 +152,7 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
     "level 1, best-first": drafting(3, 2, chains, tree="best-first:2,2", runner_ups=False, rounds=2),
     "level 1, runner-ups": drafting(3, 3, chains, **BOTH),
     "level 1, four tokens": drafting(3, 4, chains, tree="chain:1", runner_ups=False),
-    # Chains of one length: nodes with the same tokens before them have the same distribution.
+    # In chains of equal length, nodes after the same tokens have the same distribution.
     **{
         f"level 1 and a tail, {name}": drafting(3, 3, chains_with_tails, tail_tree=True, gamma=1, **options)
         for name, options in (
@@ -168,7 +168,7 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
 
 @cache
 def proposals(name: str, **how: Any) -> list[tuple[Proposal, float]]:
-    """All proposals that a drafter can make, with their probabilities."""
+    """Enumerates all proposals that a drafter can make, with their probabilities."""
     return enumerate_proposals(*DRAFTERS[name], **how)
 
 
@@ -239,7 +239,7 @@ def test_siblings_are_drawn_from_the_reported_distribution(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, propose) in DRAFTERS.items() if propose is trees])
 def test_the_shape_of_a_tree_does_not_depend_on_the_draws_it_places(name: str) -> None:
-    """The numbers of drawn children at one depth are a function of the nodes down to that depth."""
+    """The numbers of drawn children at one depth depend only on the nodes down to that depth."""
     shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
     for tree, _ in proposals(name):
         nodes = [i for i, token in enumerate(tree.tokens) if token >= 0]
@@ -297,7 +297,7 @@ class OtherTable(TableDraws):
 
 
 def test_custom_drafters_that_report_wrong_distributions_are_detected() -> None:
-    """By their proposals, and by the distribution of the generated tokens."""
+    """Both the proposals and the distribution of the generated tokens reveal them."""
     case = Case(2, 3, 2, 1, drafter=partial(OtherTable, "static:0;1", 3))
     assert dishonesty(enumerate_proposals(case, trees)) > 0.01
     assert case.distance(case.generations()) > 0.01

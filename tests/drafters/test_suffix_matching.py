@@ -1,4 +1,4 @@
-"""Suffix matching as a drafter, alone and merged into other trees; its search: ``tests/kernels/suffix``."""
+"""Suffix matching as a drafter, alone and merged into trees; ``tests/kernels/suffix`` tests the search."""
 
 import random
 from typing import Any
@@ -26,13 +26,13 @@ CAPACITY = 450
 
 
 class Proposing:
-    """Sequences that are proposed for, with committed tokens and a provisional chain."""
+    """Suffix matching over sequences with committed tokens and a provisional chain."""
 
     def __init__(self, drafter: Drafter, prompts: list[list[int]], vocabulary: int = 0) -> None:
         self.drafter, self.sequences = drafter, [list(prompt) for prompt in prompts]
         batch = len(prompts)
         self.state = SequenceState(batch, CAPACITY, 4, 4, 0, CPU)
-        # Tokens after the end of a sequence are left over from earlier passes.
+        # The buffers have tokens of earlier passes after the end of each sequence.
         self.state.tokens.random_(3)
         to_probs = DeviceProbs(ProbsFromLogits(), CPU, Noise)
         self.tree = TokenTree.of(device_tree_shape(parse_shape(drafter.tree)), batch, vocabulary, CPU)
@@ -49,7 +49,7 @@ class Proposing:
             self.state.length[b], self.state.chain[b] = len(sequence) - 1, len(chain)
 
     def propose(self, chains: list[list[int]] | None = None) -> list[list[int]]:
-        """What is proposed in a line; of a chain the tokens that are used."""
+        """Returns the proposed tokens without unused ones."""
         chains = chains or [[] for _ in self.sequences]
         self.write(chains)
         self.drafter.prepare(self.sequences, resumed=False)
@@ -64,7 +64,7 @@ class Proposing:
 
 
 def text(count: int, seed: int = 0, least: int = 100) -> list[int]:
-    """Tokens without a repetition."""
+    """Returns distinct tokens."""
     return random.Random(seed).sample(range(least, least + 10 * count), count)
 
 
@@ -88,18 +88,18 @@ def test_longer_matches_get_longer_proposals() -> None:
 
 
 def test_the_index_follows_committed_tokens_and_not_the_chain() -> None:
-    """Tokens that passes commit are found, a few at a time or many, and those of a dropped chain are not."""
+    """Committed tokens are indexed, but tokens of a chain that the target rejected are not."""
     passage = text(40)
     run = Proposing(SuffixMatching(8), [[*text(20, 1, 9000)], text(20, 2, 9000)])
     assert run.propose() == [[], []]
     for first in range(0, 36, 3):
         run.commit(passage[first : first + 3], [])
         run.propose([[7, 8], []])
-    # More at once than a pass commits: decoded without the drafter.
+    # Plain decoding without the drafter has committed more tokens than a pass commits.
     run.commit([1, *text(30, 3, 20_000), 7], passage[:35])
     assert run.propose([[], passage[:4]]) == [[], passage[4 : 4 + len(run.propose([[], passage[:4]])[1])]]
     run.commit([], [])
-    # 7, 8 was never committed.
+    # The tokens 7, 8 were never committed.
     assert run.propose([[8], []])[0] == []
     run.commit(passage[:12], [])
     assert run.propose()[0][:5] == passage[12:17]
@@ -115,7 +115,7 @@ def test_a_new_start_forgets_the_last_sequences() -> None:
 
 
 def test_a_sequence_in_the_place_of_another_is_what_the_index_goes_on_from() -> None:
-    """Also where no proposal is asked for before the next batch, which is the earlier text again."""
+    """This also holds if the next batch, with the earlier text, begins before any proposal."""
     passage = text(60)
     run, fresh = (Proposing(SuffixMatching(8), [passage]) for _ in range(2))
     run.sequences = [text(20, 1)]
@@ -128,7 +128,7 @@ def test_a_sequence_in_the_place_of_another_is_what_the_index_goes_on_from() -> 
 
 
 def test_proposals_that_do_not_follow_become_shorter() -> None:
-    """The acceptance of a class of matches is estimated while decoding, per sequence."""
+    """The acceptance of matches by their length is estimated during decoding for each sequence."""
     rng = random.Random(0)
     passage = text(60)
     run = Proposing(SuffixMatching(8), [passage, passage])
@@ -138,7 +138,7 @@ def test_proposals_that_do_not_follow_become_shorter() -> None:
         run.commit([rng.randrange(50), *passage[start : start + 8]], [99, *passage[start : start + 8]])
         made = run.propose()
         lengths.append([len(proposed) for proposed in made])
-        # In the first sequence nothing of it follows, in the second all of it.
+        # In the first sequence all proposed tokens are wrong, in the second all are right.
         run.commit([50 + rng.randrange(40)], made[1])
     assert lengths[0][0] == lengths[0][1] > 4
     assert lengths[-1][0] <= 2
@@ -167,7 +167,7 @@ def test_a_merged_chain_shares_the_nodes_of_the_tree() -> None:
     run.propose()
     tokens, parents = run.tree.tokens[0].tolist(), run.tree.parents[0].tolist()
     assert tokens[:4] == [10, 20, 21, 40]
-    # 20 and 40 are nodes of the tree, and the chain goes on below them.
+    # The tree contains the path 20, 40, and the chain continues after it.
     assert tokens[4:6] == [-1, -1]
     [*chain] = [token for token in tokens[6:] if token >= 0]
     assert chain == [77, 78, 79, 10][: len(chain)]
@@ -196,7 +196,7 @@ def test_greedy_tokens_equal_the_targets(levels: int, rounds: int | None, name: 
         assert row[width - 40 :] == greedy(TARGET, prompt, 40)
     assert out.levels[0].name == ("draft" if name != "alone" else "lookup")
     if rounds is not None:
-        # The greedy output of so small a model soon repeats itself.
+        # The greedy output of such a small model soon repeats itself.
         assert out.levels[-1].accepted > 20
 
 

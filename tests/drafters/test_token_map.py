@@ -1,4 +1,4 @@
-"""A draft model whose vocabulary is padded to another size, or is another tokenizer's."""
+"""A draft model with another padded size of the vocabulary or another tokenizer."""
 
 import copy
 from typing import Any
@@ -34,7 +34,7 @@ V = 64
 
 
 class Fixed:
-    """Forwards that return given logits, and keep the token ids that they were given."""
+    """A model that returns fixed logits, and stores the token ids of its calls."""
 
     capturable = True
     device = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_probs_are_the_drafts_own_renormalised_over_shared_tokens(dtype: torch.d
 
 
 def with_rows(model: PreTrainedModel, rows: list[int]) -> PreTrainedModel:
-    """The model with these rows of its embeddings and its head, in this order; row -1 is a random one."""
+    """Returns the model with these rows of its embeddings and head, in this order; -1 means a random row."""
     config = copy.deepcopy(model.config)
     config.vocab_size = len(rows)
     other = type(model)(config)
@@ -82,7 +82,7 @@ def program(draft: PreTrainedModel, levels: int, ids: TokenMap | None) -> Decodi
 @pytest.mark.parametrize("levels", [2, 3])
 @pytest.mark.parametrize("size", [40, 100])
 def test_greedy_text_is_the_targets_under_drafts_of_other_sizes(size: int, levels: int) -> None:
-    """The prompts and the new tokens hold ids that the narrower draft lacks."""
+    """Prompts and new tokens have ids that the smaller vocabulary of the draft lacks."""
     assert max(max(new) for new in references()) >= 40
     draft = with_rows(draft_of("llama-gqa"), [*range(min(V, size)), *[-1] * (size - V)])
     new, loop = decoded(program(draft, levels, TokenMap.padded(V, size)), PROMPTS, NEW)
@@ -96,7 +96,7 @@ def statistics(loop: DecodingLoop) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_draft_with_padding_is_accepted_as_one_without(to_probs: ProbsFromLogits) -> None:
-    """Ids beyond the target's vocabulary take no probability, though their logits are large."""
+    """Ids beyond the target's vocabulary get no probability, although their logits are large."""
     draft = draft_of("llama-gqa")
     padded = with_rows(draft, [*range(V), *[-1] * V])
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_a_draft_of_permuted_tokens_is_accepted_as_the_original(to_probs: ProbsF
 
 
 def test_a_draft_all_of_whose_tokens_are_forbidden_reports_a_distribution() -> None:
-    """Not NaN: the tokens that are allowed, and that the draft lacks, are proposed."""
+    """The distribution is not NaN: allowed tokens that the draft lacks are proposed."""
     draft = with_rows(draft_of("llama-gqa"), [*range(V // 2)])
     forbidden = LogitsProcessorList([SuppressTokensLogitsProcessor([*range(V // 2)])])
     made = program(draft, 2, TokenMap.padded(V, V // 2))

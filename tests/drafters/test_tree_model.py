@@ -1,4 +1,4 @@
-"""The trees that the draft model grows: their shapes, tokens and distributions, up to the largest size."""
+"""Trees of a draft model up to the largest size: shapes, tokens and distributions."""
 
 import pytest
 import torch
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
     "tree", ["best-first:30,29", "best-first:30,30", "best-first:60,50,30", "sequoia:150x9", "chain:40"]
 )
 def test_trees_of_one_and_more_mask_words(tree: str) -> None:
-    """The root, the nodes and the tokens that are fed again share mask words of 64 bits."""
+    """The root, the nodes and the tokens that are processed again share mask words of 64 bits."""
     exact(2, tree=tree)
 
 
 def test_a_tree_of_1024_nodes() -> None:
-    """The largest tree: depth 128, for which the draft feeds 130 tokens again."""
+    """The largest tree has depth 128, so that the draft processes 130 tokens again."""
     program = program_of(
         model("llama-gqa"), draft_of("llama-gqa"), 2, tree="best-first:" + ",".join(["8"] * 128)
     )
@@ -48,7 +48,7 @@ def test_a_tree_of_1024_nodes() -> None:
 @pytest.mark.parametrize("tree", ["best-first:6,2", "static:0.0;0.1;0.2;0.3;0.4;1", "static:0;1;2;3;4;5"])
 @pytest.mark.parametrize("to_probs", [GREEDY, ProbsFromLogits()], ids=["greedy", "sampled"])
 def test_more_siblings_than_tokens(tree: str, to_probs: ProbsFromLogits) -> None:
-    """With a vocabulary of 4, nodes for which no draw is left are not used."""
+    """With a vocabulary of 4, siblings beyond the fourth are unused."""
     target = tiny("llama", vocab_size=4)
     program = program_of(target, perturbed(target, 0.5), 2, 2, tree=tree)
     prompts = [prompt_of(40, 4), prompt_of(33, 4)]
@@ -69,7 +69,7 @@ def test_more_siblings_than_tokens(tree: str, to_probs: ProbsFromLogits) -> None
 @pytest.mark.parametrize("tree", ["best-first:4,3,2", "chain:3", "sequoia:9x3", "static:0;0.1;1"])
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_trees_have_the_shape_they_should(tree: str, to_probs: ProbsFromLogits) -> None:
-    """Each node has the children that the shape or the tree's own distributions say; masks are ancestors."""
+    """Children are those of the shape, or by the distributions for best-first; masks mark ancestors."""
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 2, 3, tree=tree)
     loop = DecodingLoop.over(program, to_probs, 0)
     loop.begin(sequences_of(PROMPTS, NEW))

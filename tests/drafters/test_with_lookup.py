@@ -1,4 +1,4 @@
-"""Matched tokens in the place of a tree: the host's index, what is proposed, and the draft's catching up."""
+"""Passes with suffix-matched tokens: index, proposals, and the draft's window afterwards."""
 
 import random
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from triforce_tree.policy.passes import PLAIN, PassKind
 
 
 def by_search(text: list[int]) -> tuple[int, int]:
-    """The latest earlier occurrence of the text's end, by comparing everywhere."""
+    """Finds the latest earlier occurrence of the text's last tokens by brute force."""
     end = text[-SHORTEST:]
     ends = [e for e in range(SHORTEST, len(text)) if text[e - SHORTEST : e] == end]
     if len(text) <= SHORTEST or not ends:
@@ -37,7 +37,7 @@ def test_the_index_finds_what_a_search_finds(vocabulary: int) -> None:
             assert index.match() == by_search(text)
             matches += index.match()[1] > 0
             more = [rng.randrange(vocabulary) for _ in range(rng.randrange(1, 4))]
-            # Passages are copied, or nothing of a larger vocabulary would be found again.
+            # Passages are copied, since random tokens of a large vocabulary do not repeat.
             if len(text) > 30 and rng.random() < 0.3:
                 more = text[10 : 12 + SHORTEST]
             text = text + more
@@ -80,7 +80,7 @@ def test_a_text_that_repeats_itself_goes_on_so() -> None:
 
 
 def lookup_program(batch: int = 1, levels: int = 2, **options: object) -> DecodingProgram:
-    """A program whose passes may verify matched tokens."""
+    """Makes a program whose passes may verify suffix-matched tokens."""
     options = {"tree": "best-first:2,1", "other_trees": ("lookup:5",), "rounds": None, **options}
     return program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, batch, **options)
 
@@ -88,7 +88,7 @@ def lookup_program(batch: int = 1, levels: int = 2, **options: object) -> Decodi
 def decoded(
     program: DecodingProgram, prompts: list[list[int]], count: int, kinds: list[PassKind]
 ) -> tuple[list[list[int]], int]:
-    """New tokens by these passes, then plain ones, and how many matched tokens were accepted.
+    """Returns the new tokens of these passes and of plain passes after them, and the accepted matched tokens.
 
     All matched tokens are proposed.
     """
@@ -116,7 +116,7 @@ def test_greedy_text_is_the_targets_whatever_passes_are_made(levels: int) -> Non
     prompts = [prompt_of(40), [*prompt_of(20), *prompt_of(20), *prompt_of(20)]]
     expected = [reference(model("llama-gqa"), prompt, 24) for prompt in prompts]
     for prompt, wanted in zip(prompts, expected, strict=True):
-        # What the target will write stands in the prompt: its end occurs twice.
+        # The prompt contains what the target will generate, so the prompt's end occurs twice.
         prompt[:0] = [*prompt[-SHORTEST:], *wanted]
     expected = [reference(model("llama-gqa"), prompt, 24) for prompt in prompts]
     program, accepted = lookup_program(2, levels, other_trees=("lookup:5", "lookup:11")), 0
@@ -131,7 +131,7 @@ def test_greedy_text_is_the_targets_whatever_passes_are_made(levels: int) -> Non
 
 
 def test_the_drafts_window_catches_up_with_tokens_of_other_passes() -> None:
-    """Its keys and values are those of a window that is computed anew, while that holds as many tokens."""
+    """Its keys and values equal those of a recomputed window of the same tokens."""
     program = lookup_program(window=40)
     drafter = program.drafter.drafter
     sequence = prompt_of(60)
@@ -139,7 +139,7 @@ def test_the_drafts_window_catches_up_with_tokens_of_other_passes() -> None:
     for more in (3, 1, 17, 9):
         drafter.prepare([sequence], resumed=False)
         final = len(sequence) - drafter.refeed_tokens
-        # What growing a tree feeds.
+        # These are the tokens that the first forward of a tree processes.
         drafter._prefill(0, sequence[final:], final - int(drafter.dropped[0]))
         sequence = [*sequence, *prompt_of(more)]
         drafter.prepare([sequence], resumed=True)
@@ -153,7 +153,7 @@ def test_the_drafts_window_catches_up_with_tokens_of_other_passes() -> None:
 
 
 def test_short_prompts_catch_up_too() -> None:
-    """Fewer tokens than a tree feeds again: the window begins with padding."""
+    """A prompt shorter than the tokens that a tree processes again is padded in the window."""
     target = model("llama-gqa")
     for count in (1, 2, 5):
         program = lookup_program()
@@ -163,14 +163,14 @@ def test_short_prompts_catch_up_too() -> None:
 
 
 def test_texts_that_copy_take_few_passes() -> None:
-    """Whole generations, in a batch: the choice finds the copies. Here a token costs nothing to verify."""
+    """In a batch the policy chooses matches. Here the verification of a token takes no time."""
     target = tiny("llama-gqa")
     prompts = [prompt_of(60), prompt_of(60)[::-1]]
     written = [reference(target, prompt, 60) for prompt in prompts]
     engine = triforce_tree.load(
         target, perturbed(target, 3.0), tree="chain:2", levels=2, advanced={"other_trees": "lookup:8"}
     )
-    # What the target wrote once it writes again, after the same prompt and half of the answer.
+    # After the same prompt and half of its answer, the target generates the other half again.
     again = [[*p, *new, *p, *new[:30]] for p, new in zip(prompts, written, strict=True)]
     expected = [reference(target, prompt, 60) for prompt in again]
     out = engine.generate(again, max_new_tokens=60, temperature=0)

@@ -39,7 +39,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     "edit",
     [
         {"rope_parameters": {**YARN, "rope_theta": 10_000.0}, "max_position_embeddings": 256},
-        # As model cards say it, beside the positions of before.
+        # Model cards describe it like this, together with the original number of positions.
         {"rope_scaling": YARN, "rope_theta": 10_000.0, "rope_parameters": None},
     ],
 )

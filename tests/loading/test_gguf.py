@@ -1,4 +1,4 @@
-"""GGUF files: found, checked, unpacked, and decoded as transformers decodes them."""
+"""GGUF files are found, checked, unpacked, and decoded as by transformers."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ PROMPT = "def read(path):\n    return open(path).read()\n" * 12
 
 @pytest.fixture(scope="module")
 def path(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny target and its tokenizer in a GGUF file, its large matrices in blocks of 8 bits."""
+    """A GGUF file of the tiny target and its tokenizer, with large matrices quantised to 8 bits."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     kind = gguf.GGMLQuantizationType.Q8_0
     model = AutoModelForCausalLM.from_pretrained(pair.target)
@@ -104,14 +104,13 @@ def test_three_levels_decode_a_gguf_file_as_transformers_does(path: Path) -> Non
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder."""
     monkeypatch.setenv("TRIFORCE_TREE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "gguf"
 
 
 @pytest.fixture
 def unpackings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that the package gguf parses."""
+    """A list of the files that the package gguf has parsed."""
     gguf = pytest.importorskip("gguf")
     parsed: list[str] = []
 
@@ -140,7 +139,7 @@ def test_it_is_unpacked_once_for_its_contents_and_dtype(
     first = weights_of(path)
     assert unpackings == [NAME, NAME]  # the tokenizer with the configuration, and the weights
     again = weights_of(path)
-    # A copy elsewhere has the same contents.
+    # A copy in another folder has the same contents.
     copied = shutil.copy(path, tmp_path / "copy.gguf")
     os.link(path, tmp_path / NAME)
     linked = weights_of(tmp_path / NAME)
@@ -160,7 +159,7 @@ def test_a_file_that_changed_is_unpacked_again(path: Path, own_cache: Path, tmp_
     content = bytearray(own.read_bytes())
     content[-4:] = b"\x00\x00\x00\x00" if content[-4:] != bytes(4) else b"\x00\x00\x80\x3f"
     own.write_bytes(content)
-    # As a copy that keeps times does.
+    # A copy may keep the modification time.
     os.utime(own, ns=(times.st_atime_ns, times.st_mtime_ns))
     after = weights_of(own)
     assert any(not torch.equal(weight, after[name]) for name, weight in before.items())

@@ -1,4 +1,4 @@
-"""A forward that differs from the model's own is found at load."""
+"""The comparison at load finds a forward that differs from the model's own."""
 
 import copy
 import re
@@ -32,7 +32,7 @@ def sinks_without_window() -> PreTrainedModel:
 
 
 def changed(**parts: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    """A fault: some of the attention parameters of each layer are changed."""
+    """Plants a fault: some attention parameters of each layer are changed."""
 
     def make(*args: Any) -> AttentionParams:
         how = AttentionParams(*args)
@@ -103,7 +103,7 @@ def test_models_without_fault_pass(fault: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fault", ["short window", "softcap", "sinks"])
 def test_noise_explains_rounding_but_no_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where rounding changes the choice of experts: no fixed limit would accept the model."""
+    """If rounding changes the choice of experts, no fixed limit could separate rounding from faults."""
     monkeypatch.setattr(rounding, "_ROUNDING_16", 1e-6)
     make, inject = FAULTS[fault]
     report = triforce_tree.load(make().bfloat16())._hierarchy.guard
@@ -156,7 +156,7 @@ def test_layers_without_rotary_embedding_are_a_separate_kind() -> None:
 
 
 def test_attention_of_torch_ignores_capped_scores(tmp_path: Path) -> None:
-    """Some versions of transformers choose it; of a folder capped scores are computed all the same."""
+    """Some releases of transformers choose it; a model loaded from a folder still caps its scores."""
     model = CAPPED["gemma2"]()
     model.save_pretrained(tmp_path)
     model.config._attn_implementation = "sdpa"

@@ -1,4 +1,4 @@
-"""Model folders of unknown origin: errors are one line, and no code of theirs runs."""
+"""Model folders of unknown origin: errors have one line, and code in the folders never runs."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.support.processes.messages import says
 from triforce_tree.loading.checkpoints import load_model, load_tokenizer
 from triforce_tree.loading.model_folder import INDEX, WEIGHTS
 
-# Most KiB by which a test may raise the peak memory of the process (``ru_maxrss``).
+# A test may raise the peak memory of the process by at most this many KiB (``ru_maxrss``).
 MOST_GROWTH = 64 << 10
 
 
@@ -35,7 +35,7 @@ def text(name: str, content: str) -> Change:
 
 
 def in_shards(folder: Path) -> dict[str, Any]:
-    """Split the folder's weights into several files; returns their index."""
+    """Splits the folder's weights into several files, and returns their index."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     (folder / WEIGHTS).unlink()
     model.save_pretrained(folder, max_shard_size="60KB")
@@ -52,7 +52,7 @@ def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
 
 
 class Malicious:
-    """Unpickling it creates a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -118,7 +118,7 @@ def test_a_broken_index_is_refused(folder: Path, case: str) -> None:
 
 
 def test_shards_that_are_links_load(folder: Path) -> None:
-    """As in a hub snapshot, whose files are links."""
+    """The files of a hub snapshot are links."""
     expected = load_model(folder).state_dict()
     in_shards(folder)
     blobs = folder.parent / "blobs"
@@ -133,7 +133,7 @@ def test_shards_that_are_links_load(folder: Path) -> None:
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder as the cached snapshot of ``somebody/model``."""
+    """Makes the folder the cached snapshot of ``somebody/model``."""
     snapshot = tmp_path / "hub/models--somebody--model/snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
     folder.rename(snapshot)
@@ -180,7 +180,7 @@ EVIL = (
 
 @pytest.fixture
 def marker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A path that exists once the folder's evil.py has run; every prompt for input is answered with yes."""
+    """Returns a path that exists if the folder's evil.py has run; questions are answered with yes."""
     marker = folder.parent / "ran"
     (folder / "evil.py").write_text(EVIL.format(str(marker)))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -276,7 +276,7 @@ def test_an_unusable_folder_is_refused_in_one_line(folder: Path, case: str) -> N
 
 
 def peak_memory() -> int:
-    """Peak memory of this process in KiB."""
+    """Returns the peak memory of this process in KiB."""
     if sys.platform == "win32":
         return 0
     import resource

@@ -1,4 +1,4 @@
-"""Multimodal classes that continue text alone: from folders, without their encoders, with empty inputs."""
+"""Multimodal models used for text: loaded from folders, without their encoders, with empty image inputs."""
 
 from functools import cache
 from pathlib import Path
@@ -45,7 +45,7 @@ def new(out: Any, prompt: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_folders(name: str, tmp_path: Path) -> None:
-    """Greedy text of every number of levels, on the device and offloaded, is that of ``model.generate``."""
+    """Greedy text of all numbers of levels, offloaded or not, equals that of ``model.generate``."""
     model(name).save_pretrained(tmp_path / "target")
     perturbed(model(name), 0.02).save_pretrained(tmp_path / "draft")
     engine = triforce_tree.load(tmp_path / "target", tmp_path / "draft", **load_arguments(SMALL))
@@ -63,7 +63,7 @@ def test_folders(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_layers_are_those_of_the_decoder(name: str) -> None:
-    """The encoder has as many, and comes first."""
+    """The encoder has as many layers, and is the first module."""
     layers = decoder_layers(model(name))
     assert layers is model(name).get_decoder().layers
     copy = few_row_copy(model(name))
@@ -146,7 +146,7 @@ EMPTY: dict[str, Any] = {
 
 @pytest.mark.parametrize("given", EMPTY.values(), ids=EMPTY)
 def test_empty_inputs_of_images_pass(given: dict[str, Any]) -> None:
-    """As keywords, and in what a processor returns."""
+    """They are accepted as keywords and in the output of a processor."""
     engine = triforce_tree.load(model("qwen3-vl"), levels=1)
     assert new(engine.generate(PROMPTS[0], **given, **GREEDY)) == expected("qwen3-vl")
     batch = BatchEncoding({"input_ids": torch.tensor([PROMPTS[0]]), **given})
@@ -182,7 +182,7 @@ def through_transformers(target: PreTrainedModel, **inputs: Any) -> torch.Tensor
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_through_transformers_own_generate(name: str) -> None:
-    """Which hands on encoded images, and an empty dictionary where there are none."""
+    """transformers passes encoded images, and an empty dictionary if there are none."""
     ids = torch.zeros(1, 70, dtype=torch.int64)
     types = {"token_type_ids" if name == "gemma3" else "mm_token_type_ids": ids}
     for inputs in ({}, {} if name == "mistral3" else types):
@@ -195,14 +195,14 @@ def test_images_through_transformers_own_generate_are_refused() -> None:
     prompt = torch.tensor([[1, IMAGE, 2, 3]])
     types = (prompt == IMAGE).long()
     pictures = {"pixel_values": PICTURE, "image_grid_thw": torch.tensor([[1, 2, 2]])}
-    # Not all releases encode them beforehand.
+    # Not all releases encode images before generation.
     named = r"(mm_encoder_outputs \(image\)|pixel_values) is not supported .* text alone"
     with pytest.raises(ValueError, match=named):
         model("qwen3-vl").generate(prompt, custom_generate=own, mm_token_type_ids=types, **pictures, **GREEDY)
 
 
 def test_types_of_tokens_of_a_model_of_text_are_not_dropped() -> None:
-    """Zeros are types there, as in GPT-2."""
+    """``token_type_ids`` of zeros have an effect in such models, for example in GPT-2."""
     engine = triforce_tree.load(tiny("llama-gqa"), levels=1)
     with pytest.raises(ValueError, match="token_type_ids"):
         engine.generate(PROMPTS[0], token_type_ids=torch.zeros(1, 70, dtype=torch.int64), **GREEDY)

@@ -1,4 +1,4 @@
-"""The embedded pair: ordinary model folders, small enough to ship, exact on real text."""
+"""The pair of small models in the package: ordinary model folders, exact on real text."""
 
 import pydoc_data.topics
 
@@ -16,7 +16,7 @@ PROMPT_TOKENS = 3000
 
 @pytest.fixture(scope="module")
 def engine() -> triforce_tree.Engine:
-    """The default engine, without a model given, on the CPU in fp32."""
+    """Returns the default engine, with the models in the package, on the CPU in fp32."""
     return triforce_tree.load(device="cpu")
 
 
@@ -59,7 +59,7 @@ def test_package_size_and_model_card() -> None:
 def test_three_levels_equal_the_targets_greedy_output(
     engine: triforce_tree.Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fp32, greedy, token for token; with real models most of what is drafted is accepted."""
+    """In fp32 all greedy tokens are equal, and most drafted tokens are accepted."""
     # By the tests' clock a reading takes as long as a stage, and the host reads it too.
     monkeypatch.setattr(MeasuredTimes, "add_host", lambda *_: None)
     options = {"max_new_tokens": 96, "do_sample": False}

@@ -1,4 +1,4 @@
-"""Models that accelerate has spread over several places."""
+"""Models that accelerate has spread over devices, host memory and disk."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def dispatched(model: PreTrainedModel, folder: Path, *on_disk: str) -> PreTrainedModel:
-    """A model with parts of it on disk, and the rest in memory."""
+    """Returns a model with some weights on disk and the others in memory."""
     inner = ("embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb")
     parts = [*(f"model.{part}" for part in inner), "lm_head"]
     places = {part: "disk" if part in on_disk else "cpu" for part in parts}
@@ -84,7 +84,7 @@ def test_other_models_are_returned_as_they_are() -> None:
     assert on_one_device(model) is model
     model.hf_device_map = {"": "cpu"}
     assert on_one_device(model) is model
-    # Without hooks there is nowhere to take the weights from: it is refused.
+    # Without hooks the weights have no source, and the model is refused.
     model.hf_device_map = {"model": 0, "lm_head": 1}
     assert on_one_device(model) is model
     with pytest.raises(ValueError, match=says("spread over 0, 1", "triforce_tree.load")):

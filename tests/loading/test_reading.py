@@ -1,4 +1,4 @@
-"""Weights go straight to their place, and what does not fit is refused before it is read."""
+"""Weights are read directly onto their device; a model that does not fit is refused before."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def test_the_size_in_memory_is_known_before_reading(tmp_path: Path, dtype: Any, 
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     files = ModelFiles.find(tmp_path, CPU, dtype)
     read = files.read(CPU)
-    # Buffers are a few frequencies.
+    # The buffers are only a few rotary frequencies.
     assert files.bytes == sum(w.numel() * w.element_size() for w in read.parameters())
     assert tensor_bytes(read) - files.bytes < 1000
 
@@ -83,7 +83,7 @@ def test_quantised_weights_are_neither_streamed_nor_sharded(folder: Path) -> Non
 
 
 def test_weights_for_a_gpu_are_read_onto_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also into host memory where they are to be streamed."""
+    """Weights that will be streamed are read into host memory."""
     places: list[object] = []
     real = AutoModelForCausalLM.from_pretrained
 

@@ -37,7 +37,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> list[int]:
-    """What transformers generates, in fp32."""
+    """Returns the text that transformers generates in fp32."""
     assert engine.target.dtype == torch.float32
     ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids
     text = engine.target.model.generate(ids, max_new_tokens=NEW, do_sample=False)
@@ -62,13 +62,13 @@ def test_itself_with_a_window_as_draft(engine: Engine, expected: list[int]) -> N
     assert sum(level.accepted for level in out.levels) > 0
 
 
-# The heads of Llama-3.1-8B, 32 over 8 of 128 dimensions, and a larger vocabulary.
+# The model gets the heads of Llama-3.1-8B (32 query and 8 KV heads of dimension 128) and a larger vocabulary.
 WIDE = "640x30x32/8x128x1536-v49400"
 
 
 @pytest.mark.parametrize("yarn", [False, True])
 def test_the_heads_of_an_8b_compute_the_same(script: Any, engine: Engine, yarn: bool) -> None:
-    """9 query heads of 64 over 3 in 32 of 128 over 8, with the rotary frequencies of the model or YaRN's."""
+    """9 query and 3 KV heads of dimension 64 are embedded in 32 and 8 of dimension 128; also with YaRN."""
     small = copy.deepcopy(engine.target.model)
     if yarn:
         script("benchmarks.common.rope").use_yarn(small, 4, 8192, truncate=False)
@@ -84,7 +84,7 @@ def test_the_heads_of_an_8b_compute_the_same(script: Any, engine: Engine, yarn: 
 
 
 def test_yarn_in_three_levels(script: Any, engine: Engine) -> None:
-    """The text of transformers' own forward with the same rope_parameters."""
+    """The text equals that of transformers with the same rope_parameters."""
     model = copy.deepcopy(engine.target.model)
     script("benchmarks.common.rope").use_yarn(model, 4, 8192, truncate=False)
     ids = engine.tokenizer(PROMPT, return_tensors="pt").input_ids

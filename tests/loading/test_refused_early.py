@@ -14,7 +14,7 @@ from triforce_tree.config import load_arguments
 
 @pytest.fixture(scope="module")
 def weightless(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder whose weights cannot be read, which would be another error."""
+    """Returns a model folder with unreadable weights, so that reading them would raise another error."""
     folder = tmp_path_factory.mktemp("weightless")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(pair.target) / name, folder)

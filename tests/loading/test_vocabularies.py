@@ -1,4 +1,4 @@
-"""Which drafts share the target's tokenizer, and which tokens those of another one have in common with it."""
+"""Drafts with the target's tokenizer, and the shared tokens of drafts with another tokenizer."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ from triforce_tree.loading.vocabularies import LEAST_SHARED, token_map
 
 
 def tokenizer(tokens: list[str], **special: str) -> PreTrainedTokenizerFast:
-    """One with the given vocabulary; a token's id is its index."""
+    """Returns a tokenizer with this vocabulary; a token's id is its index."""
     words = models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0])
     made = Tokenizer(words)
     made.decoder = decoders.Fuse()
@@ -94,7 +94,7 @@ def test_the_least_share(more: int) -> None:
 
 
 def test_tokens_of_equal_text_are_shared(caplog: pytest.LogCaptureFixture) -> None:
-    """Spaces and bytes are written differently; a token that is missing is read by its longest end."""
+    """The vocabularies write spaces and bytes differently; of a missing token the longest suffix is read."""
     byte_level = ["a", "Ġ", "Ġa", "Ã", "¤", "Ã¤", "Ċ", "ĠabĠa", "<end>", "xy", "Ġthe"]
     pieces = ["<unk>", "</s>", "▁a", "a", "ä", "<0x0A>", "▁", "<0xC3>", "b▁a", "▁▁"]
     target, draft = tokenizer(byte_level, eos_token="<end>"), tokenizer(pieces, eos_token="</s>")
@@ -122,7 +122,7 @@ def test_of_tokens_with_one_text_one_is_proposed() -> None:
 
 
 def test_a_draft_that_mostly_has_other_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    """The target's tokens may be all among the draft's, and yet few of what it wants to propose."""
+    """The draft is refused even if it has all tokens of the target, if most of its own are others."""
 
     def pair(count: int) -> tuple[PreTrainedTokenizerFast, int]:
         words = [*LETTERS, *(f"{a}{b}" for a in LETTERS for b in LETTERS)][:count]
@@ -138,7 +138,7 @@ def test_a_draft_that_mostly_has_other_tokens(caplog: pytest.LogCaptureFixture) 
 
 
 def test_added_tokens_do_not_make_another_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a model and its chat version."""
+    """A model and its chat version share nearly all tokens."""
     ids = token_map(64, 64, tokenizer([*LETTERS, "<call>"]), tokenizer([*LETTERS, "<tool>"]))
     assert ids is not None
     assert ids.proposals.tolist()[:27] == [*range(26), -1]
@@ -190,7 +190,7 @@ def test_a_draft_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
-    """A byte-level tokenizer and one of pieces with a fallback to bytes, of one text."""
+    """Trains a byte-level and a SentencePiece-like tokenizer with byte fallback on one text."""
     text = pydoc_text()[:40_000] + "äöü 漢字 \n\t" * 50
     by_bytes = ByteLevelBPETokenizer()
     by_bytes.train_from_iterator([text], vocab_size=600, special_tokens=["<|end|>"])
@@ -222,7 +222,7 @@ def test_shared_tokens_of_trained_tokenizers_decode_alike(
     ]
     words = 0
     for token, counterpart in shared:
-        # A byte alone decodes to a replacement character, where it is no text.
+        # A single byte that is no text decodes to a replacement character.
         texts = [each.decode([id], clean_up_tokenization_spaces=False) for each, id in
                  ((target, token), (draft, counterpart))]  # fmt: skip
         assert texts[0] == texts[1]

@@ -37,7 +37,7 @@ def a_free_port() -> int:
 
 
 def launched(node: int, port: int, folder: Path) -> "subprocess.Popen[str]":
-    """torchrun of one of two machines, with one process each."""
+    """Starts torchrun as on one of two machines, with one process each."""
     where = [
         "--nnodes",
         "2",
@@ -112,7 +112,7 @@ class TestRanks:
         for result in two:
             rows, most, no_windows = result["slots"]
             assert no_windows
-            # Slots for the new tokens of a pass are on both.
+            # Both ranks have slots for the new tokens of a pass.
             assert most / 2 <= rows < 0.6 * most
 
     def test_two_collectives_a_layer(self, two: list[dict[str, Any]]) -> None:
@@ -149,7 +149,7 @@ class TestRanks:
 
     @pytest.mark.slow
     def test_two_launchers_as_on_two_machines(self, tmp_path: Path) -> None:
-        """torchrun with ``--nnodes 2``, once for each machine; both are this one."""
+        """torchrun is started twice with ``--nnodes 2`` on this machine."""
         port = a_free_port()
         started = [launched(node, port, tmp_path) for node in (0, 1)]
         try:
@@ -172,7 +172,7 @@ class TestRanks:
             for ranks, tokens in (result[name] for result in results):
                 assert tokens == own, name
                 assert ranks["heads"] * ranks["positions"] == size
-                # As many heads as can be shared, which saves reading weights.
+                # The heads are split as far as possible, since this splits the weights too.
                 assert ranks["heads"] == max(n for n in (1, 2, 3) if size % n == 0 and heads % n == 0)
             assert results[0]["kept"][1] == own or name != "three KV heads"
         for result in results:
@@ -184,7 +184,7 @@ class TestRanks:
                 assert "does not work with kv_bits=8" in result["refused"]
 
     def test_a_killed_rank_ends_the_others(self, tmp_path: Path) -> None:
-        # A deadlock would last ten minutes, and the test would fail before.
+        # A deadlock would last ten minutes; the test fails earlier.
         ranks = start("killed", tmp_path, 3)
         assert ranks[1].code < 0
         assert [ranks[n].code for n in (0, 2)] == [1, 1], ranks
@@ -209,7 +209,7 @@ def test_every_position_is_kept_by_one_rank_in_order(size: int, block: int) -> N
 def test_each_accepted_token_is_kept_by_the_rank_of_its_position(start: int) -> None:
     path = torch.tensor([[0, 2, 5, 7, -1, -1], [0, 1, 4, -1, -1, -1]])
     starts = torch.tensor([start, start + 3])
-    # What position start + i holds afterwards: from the ranks' slots after their committed ones.
+    # The KV slots of positions start + i after the move, from the slots of both ranks.
     for row, (first, own) in enumerate(zip(starts.tolist(), path.tolist(), strict=True)):
         found: dict[int, int] = {}
         for rank in range(3):

@@ -1,4 +1,4 @@
-"""A process degrades by its share of a busy machine, and uses no more threads than it may use CPUs."""
+"""On a busy machine decoding slows down only by its share, and uses at most as many threads as CPUs."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.support.models.program_cases import model
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime import cpu_threads
 
-# Decodes by the C kernels and torch's operators; prints its seconds alone, and beside others.
+# Decodes with the C kernels and torch's operators; prints its seconds alone and with other processes.
 _DECODING = """
 import json, statistics, sys, time, subprocess
 for name in sys.argv[2:]:
@@ -47,7 +47,7 @@ print(json.dumps({"alone": alone, "beside": beside, "threads": torch.get_num_thr
 
 @pytest.mark.parametrize("first", ["torch", "triforce_tree"])
 def test_decoding_beside_others_takes_its_share(first: str) -> None:
-    """Beside three threads for each of ours four times as long is fair; spinning took forty times."""
+    """With three other threads for each of ours, 4 times the time is fair; with spinning it took 40 times."""
     environment = {name: value for name, value in os.environ.items() if name not in _OPENMP}
     competitors = 3 * len(os.sched_getaffinity(0))
     command = [sys.executable, "-c", _DECODING, str(competitors), first]
@@ -62,7 +62,7 @@ _OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THRE
 
 @contextmanager
 def limited(monkeypatch: pytest.MonkeyPatch, processes: int) -> Iterator[None]:
-    """Makes this process one of so many on this host."""
+    """Makes this process one of ``count`` processes of torchrun on this host."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     cpu_threads.usable_cpus.cache_clear()
     yield
@@ -93,7 +93,7 @@ def _group(folder: Path, **files: str) -> None:
 def test_quotas_of_control_groups(tmp_path: Path) -> None:
     groups = tmp_path / "groups"
     assert list(cpu_threads.quotas(groups, tmp_path)) == [], "on other systems"
-    # Version 2: a group's quota holds for those inside it.
+    # In version 2 of control groups the quota of a group also limits the groups inside it.
     mounted = tmp_path / "two"
     groups.write_text("0::/machine/job\n")
     _group(mounted / "machine", max="150000 100000\n")
@@ -105,7 +105,7 @@ def test_quotas_of_control_groups(tmp_path: Path) -> None:
     _group(tmp_path / "inside", max="200000 100000\n")
     groups.write_text("0::/../../elsewhere\n1:memory:/job\n")
     assert list(cpu_threads.quotas(groups, tmp_path / "inside")) == [2.0]
-    # Version 1.
+    # Version 1 of control groups.
     groups.write_text("4:cpu,cpuacct:/job\n3:memory:/job\n")
     _group(tmp_path / "one" / "cpu" / "job", cfs_quota_us="50000\n", cfs_period_us="100000\n")
     _group(tmp_path / "one" / "cpu", cfs_quota_us="-1\n", cfs_period_us="100000\n")

@@ -36,7 +36,7 @@ def start(job: str, folder: Path) -> list[Ended]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of all checks by rank."""
+    """Returns the results of all checks by rank."""
     return results_of("checks", tmp_path_factory.mktemp("ranks"))
 
 
@@ -119,7 +119,7 @@ class TestTwoRanks:
         assert [first["room"], first["room on rank 0"]] == [[8, expected()], [16, expected()]]
 
     def test_a_fault_on_one_rank_ends_both(self, tmp_path: Path) -> None:
-        # A deadlock would last ten minutes, and the test would fail before.
+        # A deadlock would last ten minutes; the test fails earlier.
         ranks = start("fault", tmp_path)
         assert all(rank.code for rank in ranks)
         assert "this rank is broken" in ranks[1].err

@@ -11,7 +11,7 @@ SIZE = 2048
 
 
 class Product:
-    """A product whose sums cuBLAS splits, and keeps in its workspace: few outputs over a long sum."""
+    """A matrix product with few outputs and long sums, whose partial sums cuBLAS keeps in its workspace."""
 
     def __init__(self) -> None:
         kind = {"device": "cuda", "dtype": torch.bfloat16}
@@ -26,7 +26,7 @@ class Product:
         torch.mm(self.left, self.right, out=self.out)
 
     def check(self) -> None:
-        """Replay it beside new tensors, in whatever memory is free."""
+        """Replays the graph while new tensors occupy free memory, and checks that they are unchanged."""
         torch.cuda.empty_cache()
         others = [torch.full((SIZE, SIZE), 7.0, device="cuda") for _ in range(64)]
         self.out.fill_(float("nan"))
@@ -53,7 +53,7 @@ def test_graphs_outlive_those_of_the_same_stream() -> None:
         gc.collect()
         for product in products:
             product.check()
-    # Captured after others were destroyed, by a step that needs no workspace.
+    # This graph is captured after others were destroyed, by a step without workspace.
     out = torch.zeros(1, device="cuda")
     executor([Step(lambda: out.add_(1))], torch.device("cuda"))
     for product in products:

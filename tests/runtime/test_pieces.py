@@ -1,4 +1,4 @@
-"""Steps that are captured in pieces: what is called when, and on a GPU that pieces compute what calls do."""
+"""Piecewise captured steps: the order of calls, and on a GPU the same results as direct calls."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from triforce_tree.runtime.executor import CapturedInPieces, Cuts, Step, executo
 
 
 class _FakeGraphs:
-    """CUDA graphs on a CPU: kernels of a capture are kept and run by a replay, others run at once."""
+    """Emulates CUDA graphs on a CPU: captured calls are stored and run by a replay, others run at once."""
 
     def __init__(self) -> None:
         self.capturing: list[Callable[[], None]] | None = None
@@ -72,7 +72,7 @@ def test_pieces_are_called_recorded_then_replayed(fake: _FakeGraphs) -> None:
         calls[0] += 1
         fake.kernel("before")
         for layer in range(2):
-            # What it streams is found anew in each call.
+            # The streamed data are looked up in each call.
             cuts.outside(lambda layer=layer: [fake.kernel(f"{layer}.{n}") for n in range(pieces[0])])  # type: ignore[misc]
             fake.kernel(f"after {layer}")
 
@@ -92,7 +92,7 @@ def test_pieces_are_called_recorded_then_replayed(fake: _FakeGraphs) -> None:
     for called in (3, 4, 4):
         step()
         assert calls[0] == called
-    # Its pieces were dropped with the other key's first call.
+    # The pieces of the first key were removed by the first call with the other key.
     key[0] = 1
     step()
     assert calls[0] == 5
@@ -134,7 +134,7 @@ def test_pieces_compute_what_calls_do() -> None:
         for weight in weights:
             hidden = torch.tanh(hidden @ weight)
             given = torch.empty_like(hidden)
-            # Its size is another one each time, which no graph could hold.
+            # The size changes in each call, which a graph could not capture.
             cuts.outside(lambda hidden=hidden, given=given: given.copy_(hidden + added[: rows[0]].sum(0)))  # type: ignore[misc]
             hidden = given
         out.copy_(hidden)

@@ -23,7 +23,7 @@ from triforce_tree.loading.checkpoints import load_model
 from triforce_tree.runtime import devices
 from triforce_tree.runtime.devices import device_of
 
-# Removes what Windows lacks, after the libraries that have their own ports were imported.
+# Removes modules and functions that Windows lacks, after imports of libraries that support Windows.
 ELSEWHERE = """
 import os, sys
 import datasets, mmap, psutil, rich, torch

@@ -1,4 +1,4 @@
-"""Long work is told of again and again, short work not at all."""
+"""Long work is reported repeatedly, and short work not at all."""
 
 import logging
 import time

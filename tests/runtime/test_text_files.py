@@ -1,4 +1,4 @@
-"""Text files in the encodings that editors write, and what is refused."""
+"""Text files in the encodings that editors write, and refused ones."""
 
 import codecs
 import re

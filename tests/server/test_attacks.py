@@ -1,4 +1,4 @@
-"""Requests that are meant to stall a server, to fill its memory or to read what is not theirs."""
+"""Requests that try to stall the server, exhaust its memory or read data of others."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ import pytest
 from tests.support.processes.attacked import LOOPS, PANICS, SLOW, Health, Process, asking, hostile_target
 from tests.support.processes.served import KEY, NAME, PATIENCE, PROMPT, client_of, until
 
-# Seconds that a health check may take beside an attack, and without one; a quiet machine has less than 0.05.
+# Most seconds of a health check during an attack, and without one. On an idle machine it takes below 0.05.
 _MOST, _CALM = 0.25, 0.03
 
 
@@ -39,13 +39,13 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 def listed(name: str, item: str, count: int) -> bytes:
-    """A body whose field of this name is a list of so many items, and a last one."""
+    """Returns a body whose field ``name`` is a list of ``count`` items and a last one."""
     needed = "" if name in ("prompt", "messages") else '"prompt":"a",'
     return f'{{"model":"{NAME}",{needed}"{name}":[{f"{item}," * count}1]}}'.encode()
 
 
 _NAMES = ",".join(f'"{number}":1' for number in range(10**6))
-# The body, and what the refusal says.
+# Pairs of a body and a part of the refusal.
 ATTACKS: dict[str, tuple[str, bytes, str]] = {
     "messages of ones": (CHAT, listed("messages", "1", 1_200_000), "message 0 of a chat is of type int"),
     "prompts of objects": (TEXT, listed("prompt", "{}", 200_000), "prompt is a list"),
@@ -67,17 +67,17 @@ ATTACKS: dict[str, tuple[str, bytes, str]] = {
 
 @pytest.fixture(scope="module")
 def calm(process: Process) -> float:
-    """The longest of some health checks without an attack."""
+    """Returns the longest time of some health checks without an attack."""
     with asking(process.port) as took:
         time.sleep(1)
-    # A reply whose parts waited for each other would take 0.04 s.
+    # If the second part of a reply waited for the first one's acknowledgement, it would take 0.04 s.
     assert sorted(took)[len(took) // 2] < _CALM
     return max(took)
 
 
 @pytest.fixture
 def held(process: Process, calm: float) -> Iterator[None]:
-    """Inside, requests may come that hold others."""
+    """Runs health checks while the body of the context attacks the server."""
     with asking(process.port) as took:
         yield
     assert max(took) < _MOST + 2 * calm
@@ -92,7 +92,7 @@ def test_no_request_holds_the_others(process: Process, name: str) -> None:
     assert status == 400
     assert words in answer["error"]["message"]
     assert len(answer["error"]["message"]) < 300
-    # What was read and refused is given back.
+    # The memory of refused requests is freed.
     assert process.memory() < memory + 2**30
     assert process.post(TEXT, body(prompt=PROMPT, temperature=0))[0] == 200
 
@@ -135,7 +135,7 @@ def test_processes_that_read_and_are_ended_are_started_again(process: Process) -
 
 
 def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_at_once(process: Process) -> None:
-    """The last test: the process ends."""
+    """This is the last test, as it ends the process."""
     stream = client_of(process.url).completions.create(
         model=NAME, prompt=PROMPT, max_tokens=4000, temperature=0, stream=True
     )

@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def status(url: str) -> int | None:
-    """Of ``/health``; None where nobody listens. Not asked too often: the process has a model to load."""
+    """Returns the status of ``/health`` after a pause, or None if the server does not listen yet."""
     time.sleep(0.2)
     try:
         with urlopen(f"{url}/health", timeout=PATIENCE) as reply:
@@ -40,13 +40,13 @@ def status(url: str) -> int | None:
 def test_the_port_answers_while_the_model_is_loaded_and_texts_end_at_sigterm() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    # Threads that wait for each other on a busy machine would outlast what is left to texts.
+    # With several threads on a busy machine a pass could take longer than the time for running sequences.
     own = {**os.environ, "TRIFORCE_TREE_API_KEY": "sk-env", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "triforce_tree", *COMMAND, "--port", str(port)]
     with subprocess.Popen(command, env=own) as process:
         try:
             seen = []
-            # Importing transformers alone takes long on a busy machine.
+            # On a busy machine the import of transformers takes long.
             until(lambda: process.poll() is not None or seen.append(status(url)) or seen[-1] == 200, 240)
             assert 503 in seen
             with pytest.raises(openai.AuthenticationError):
@@ -59,7 +59,7 @@ def test_the_port_answers_while_the_model_is_loaded_and_texts_end_at_sigterm() -
             chunks = list(stream)
             assert chunks[-1].choices[0].finish_reason == "length"
             assert text + [chunk.choices[0].text for chunk in chunks]
-            # uvicorn hands the signal on at its end.
+            # uvicorn raises the signal again at its end.
             assert process.wait(PATIENCE) in (0, -signal.SIGTERM)
         finally:
             process.kill()

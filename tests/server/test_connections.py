@@ -1,4 +1,4 @@
-"""Who may ask, connections of clients that are silent, and what clients learn of errors within the server."""
+"""API keys, connections of idle clients, and the replies to internal errors."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ BODY = json.dumps({"model": NAME, "prompt": PROMPT, "max_tokens": 2, "temperatur
 
 
 def asked(url: str, method: str = "GET", path: str = "/v1/models", **headers: str) -> tuple[int, Any, Any]:
-    """Status, headers and text of a reply."""
+    """Returns status, headers and text of a reply."""
     connection = HTTPConnection(urlparse(url).netloc, timeout=PATIENCE)
     try:
         connection.request(method, path, headers={name.replace("_", "-"): v for name, v in headers.items()})
@@ -116,21 +116,21 @@ def test_the_longest_prompt_fits_into_a_body(engine: Engine) -> None:
 
 
 class Peer:
-    """A client by a bare socket."""
+    """A client that uses a plain socket."""
 
     def __init__(self, url: str) -> None:
         place = urlparse(url)
         self.socket = socket.create_connection((place.hostname, place.port), PATIENCE)
 
     def closed(self) -> bool:
-        """Whether the server ends the connection, without an answer."""
+        """Returns whether the server closes the connection without a reply."""
         try:
             return not self.socket.recv(1000)
         except ConnectionError:
             return True
 
     def is_cut_after(self, sent: bytes) -> bool:
-        """Whether the server has ended the connection before this is sent."""
+        """Returns whether the server closes the connection before ``data`` is sent."""
         time.sleep(0.05)
         try:
             self.socket.sendall(sent)
@@ -148,7 +148,7 @@ def head(length: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def hasty_server(engine: Engine) -> Iterator[tuple[str, GracefulServer]]:
-    """A server that is soon out of patience."""
+    """A server with a short limit for idle clients."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Connection, "patience", 0.5)
         with serving(create_app(engine, Served(NAME, KEY, LIMITS))) as made:
@@ -188,14 +188,14 @@ def test_a_client_that_takes_nothing_of_what_it_is_sent_is_cut(
     until(lambda: not server.server_state.connections)
     peer = Peer(url)
     with closing(peer.socket):
-        # Of far more bytes than the system's buffers hold.
+        # The reply is much larger than the system's socket buffers.
         peer.socket.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * 3000)
         until(lambda: any(each.flow.write_paused for each in server.server_state.connections))
         until(lambda: not server.server_state.connections)
 
 
 def test_clients_that_take_long_for_good_reasons_are_not_cut(hasty: str) -> None:
-    """One that waits for its answer, and one that sends a long body slowly, but steadily."""
+    """One client waits for its reply, and one sends a long body slowly but steadily."""
     stream = client_of(hasty).completions.create(
         model=NAME, prompt=PROMPT, max_tokens=500, temperature=1, seed=1, stream=True
     )

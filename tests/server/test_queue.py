@@ -1,4 +1,4 @@
-"""The queue and the batches of the server: who joins, who waits, what seeds promise, how it ends."""
+"""The queue and the batches of the server: joining, waiting, seeds and shutdown."""
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,7 +38,7 @@ from triforce_tree.server.text_stream import TextStream
 def test_requests_join_a_batch_that_runs(
     client: openai.OpenAI, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of like settings; one with others waits, and a few may go before it."""
+    """Requests with equal settings join; one with others waits, and a few later ones may overtake it."""
     batches: list[int] = []
     began: list[int] = []
     generate, joining, go = engine.generate, Scheduler.joining, threading.Event()
@@ -88,7 +88,7 @@ def test_requests_join_a_batch_that_runs(
 
 
 def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
-    """No later than after as many as a batch may hold, and by none that does not fit."""
+    """At most as many requests as a batch may hold overtake it."""
     scheduler = Scheduler(engine, Limits(waiting=40, batch=3), lambda sequence: None)
     scheduler.close()
 
@@ -111,7 +111,7 @@ def test_a_request_is_overtaken_a_few_times_only(engine: Engine) -> None:
 
 
 def test_the_failure_of_a_text_is_not_that_of_others(engine: Engine) -> None:
-    """A penalty reads the text, so such sequences are decoded one by one."""
+    """Sequences with a repetition penalty are decoded one by one."""
     settings = {"max_new_tokens": 3, "do_sample": False, "repetition_penalty": 1.1}
     ended: list[ServedText] = []
 
@@ -137,7 +137,7 @@ def plain(target: PreTrainedModel) -> Engine:
 
 
 def scheduled(engine: Engine, prompts: list[list[int]], limits: Limits) -> list[ServedText]:
-    """Sequences of these prompts after a scheduler has decoded them."""
+    """Has a scheduler decode these prompts, and returns the sequences."""
     ended: list[ServedText] = []
     settings = {"max_new_tokens": 5, "do_sample": False}
     sequences = [ServedText(prompt, settings, (), lambda piece: None) for prompt in prompts]
@@ -223,7 +223,7 @@ def test_sequences_one_by_one_have_outputs_of_their_own(engine: Engine) -> None:
 
 
 def test_a_queue_holds_those_who_wait_alone(engine: Engine) -> None:
-    """Requests whose clients have gone take no room, and are told of their end; none comes after the end."""
+    """Requests of disconnected clients leave the queue, and their end is reported once."""
     ended: list[ServedText] = []
     scheduler = Scheduler(engine, Limits(waiting=2), ended.append)
     told: list[ServedText] = []
@@ -262,7 +262,7 @@ def test_a_queue_holds_those_who_wait_alone(engine: Engine) -> None:
 def test_seeded_texts_are_those_of_a_lone_request(
     client: openai.OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside others from the beginning, and joining a batch without seeds, early and late."""
+    """This holds for sequences of one batch, and for those that join a batch without seeds early or late."""
 
     def ask(seed: int | None, tokens: int = 30) -> str:
         given = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 1.1}
@@ -338,7 +338,7 @@ def test_a_shutdown_lets_texts_end_or_tells_their_clients(
     asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
 
     def waits(stream: TextStream, value: Any) -> bool:
-        # The text begins before the shutdown, and goes on after it, or after the time that it has.
+        # The text begins before the shutdown, and would end after it, or after its time limit.
         if stream.text:
             leaving.wait(PATIENCE)
             if not ends:

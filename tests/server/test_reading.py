@@ -1,4 +1,4 @@
-"""What the server reads of a request: fields by their values, messages, prompts."""
+"""Parsing of requests: fields, messages and prompts."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ from triforce_tree.server.reading import Read, Reader, Sizes
 
 SIZES = Sizes(NAME, vocabulary=4096, positions=131_072, texts=4)
 USER = {"role": "user", "content": "hello"}
-# A template that reads the parts of a user's message alone, as Llama 3.2 Vision's does.
+# Like that of Llama 3.2 Vision, this template supports lists of parts only in messages of users.
 BY_PARTS = (
     "{% for m in messages %}{{ m.role }}: "
     "{% if m.content is string or m.role == 'system' %}{{ m.content | trim }}"
@@ -43,7 +43,7 @@ def refused(reader: Reader, chat: bool, **fields: Any) -> str:
     return said
 
 
-# What is refused in both kinds of requests, and a word of the sentence.
+# Fields that chat and completion requests refuse, and a word of the message.
 WRONG: dict[str, list[Any]] = {
     "temperature": [True, "0.5", -1, 1e300, 1e-300, 10**400, float("nan"), float("inf"), [1], {}],
     "top_p": [True, "1", 0, 1.1, 1e-320, -0.5],
@@ -86,7 +86,7 @@ NOTHING: dict[str, Any] = {
     "store": True, "top_k": -1, "unknown": None, "max_completion_tokens": None, "guided_json": None,
     "verbosity": "medium", "use_beam_search": False,
 }  # fmt: skip
-# Values that ask for something, though they are false, 0 or empty; and 1 and true, which are not each other.
+# Values that ask for something although they are false, 0 or empty; and 1 instead of true.
 SOMETHING: dict[str, list[Any]] = {
     "skip_special_tokens": [False, 0, "", 1],
     "spaces_between_special_tokens": [False],

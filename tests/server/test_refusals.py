@@ -1,4 +1,4 @@
-"""What the server refuses, and in which words; who may ask."""
+"""Refusals of the server and their messages; API keys."""
 
 import json
 from http.client import HTTPConnection
@@ -114,7 +114,7 @@ def test_more_tokens_than_the_context_holds(engine: Engine) -> None:
 def test_numbers_are_finite(url: str, name: str) -> None:
     connection = HTTPConnection(urlparse(url).netloc, timeout=PATIENCE)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    # Python's JSON has Infinity.
+    # Python's JSON parser accepts Infinity.
     body = json.dumps({"model": NAME, "prompt": PROMPT, name: float("inf")})
     connection.request("POST", "/v1/completions", body, headers)
     answer = connection.getresponse()
@@ -132,7 +132,7 @@ def test_bodies_are_bounded(url: str, chunked: bool) -> None:
         sent = iter([body[: 2**19], body[2**19 :]])
         connection.request("POST", "/v1/completions", sent, headers, encode_chunked=True)
     else:
-        # The size is enough to know.
+        # The size of the file is sufficient for the test.
         connection.putrequest("POST", "/v1/completions")
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             connection.putheader(name, value)

@@ -1,4 +1,4 @@
-"""The server, asked by OpenAI's own client over HTTP."""
+"""The server, tested with OpenAI's client over HTTP."""
 
 import threading
 
@@ -97,7 +97,7 @@ def test_logprobs_are_the_targets(client: openai.OpenAI, engine: Engine) -> None
     assert len(logprobs.content) == 6
     for entry in logprobs.content:
         assert len(entry.top_logprobs) == 3
-        # Greedy: the chosen token is the most probable one.
+        # In greedy decoding the chosen token is the most probable one.
         assert entry.top_logprobs[0].token == entry.token
         assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob, abs=1e-4)
     plain = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
@@ -109,7 +109,7 @@ def test_logprobs_are_the_targets(client: openai.OpenAI, engine: Engine) -> None
 def test_streams_have_the_logprobs_of_whole_replies(
     client: openai.OpenAI, engine: Engine, stop: list[str] | None
 ) -> None:
-    """Each token once, in the chunks as they come, for both texts of a request."""
+    """For both texts of a request each token has its log-probability in exactly one chunk."""
     given = {"model": NAME, "max_tokens": 40, "seed": 3, "n": 2, "temperature": 1.1, "stop": stop}
     chat = {**given, "messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 3}
     whole = client.chat.completions.create(**chat)
@@ -121,13 +121,13 @@ def test_streams_have_the_logprobs_of_whole_replies(
         assert len(with_some) > (1 if stop else 2)
         entries = [entry for c in with_some for entry in c.logprobs.content]
         assert choice.logprobs is not None
-        # Passes are chosen by measured times, and the last bits may depend on how many rows a pass has.
+        # Passes are chosen by measured times, and the last bits depend on the number of tokens of a pass.
         for entry, other in zip(entries, choice.logprobs.content, strict=True):
             pairs = list(zip([entry, *entry.top_logprobs], [other, *other.top_logprobs], strict=True))
             assert len(pairs) == 4
             assert all((a.token, a.bytes) == (b.token, b.bytes) for a, b in pairs)
             assert [a.logprob for a, _ in pairs] == pytest.approx([b.logprob for _, b in pairs], abs=1e-4)
-        # Text never comes before its tokens.
+        # A chunk never has text before the log-probabilities of its tokens.
         tokens = text = ""
         for c in own:
             tokens += "".join(entry.token for entry in (c.logprobs.content if c.logprobs else []))
@@ -162,7 +162,7 @@ def test_a_client_that_leaves_ends_its_text(
     put, left = TextStream.put, threading.Event()
 
     def after_it_has_left(stream: TextStream, value: torch.Tensor) -> bool:
-        """The second pass ends when the server knows that the client has left: decoding is faster."""
+        """Delays the second pass until the server has noticed that the client has disconnected."""
         if stream.count and left.wait(PATIENCE):
             until(stream._cancelled)
         return put(stream, value)

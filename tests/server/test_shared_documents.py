@@ -1,4 +1,4 @@
-"""Clients that ask about one document: stored once for those that join, and what ``/metrics`` says of it."""
+"""Requests about one document: it is stored once for requests that join, and ``/metrics`` reports this."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ CHUNK, CLIENTS = 32, 4
 def test_a_document_is_stored_once_for_clients_that_join(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as there are rows for, although copies would exceed the limit of tokens."""
+    """The batch is full although copies of the document would exceed the limit of tokens."""
     small = engine.with_options(advanced={"prefill_chunk": CHUNK})
     tokenizer = small.tokenizer
     assert tokenizer is not None
@@ -76,6 +76,6 @@ def test_a_document_is_stored_once_for_clients_that_join(
         assert running == CLIENTS
         assert spared == (CLIENTS - 1) * shared
         assert count <= stored < count + CLIENTS * (CHUNK + 30)
-        # The first one goes on from what was asked before the server began.
+        # The first request reuses the KV cache of a generation before the server started.
         assert metric(url, "reused_tokens_total") == CLIENTS * shared
         assert metric(url, "kv_stored_tokens ") == 0

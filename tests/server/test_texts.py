@@ -1,4 +1,4 @@
-"""Texts of replies: behind the prompt's, before stop strings and end tokens; log-probabilities as JSON."""
+"""Texts of replies up to stop strings and end tokens, and log-probabilities as JSON."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def ids_of(kind: str, text: str) -> list[int]:
 
 
 class Script:
-    """A server whose model writes words, then the tokens of ``NAMES``; the last one ends the text."""
+    """A server whose model generates words, then the tokens of ``NAMES``; the last one ends the text."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.tokenizer = kind, tokenizer_of(kind)
@@ -35,7 +35,7 @@ class Script:
         words = [token for token in dict.fromkeys(ids_of(kind, PROMPT + WORDS)) if token not in prompt]
         self.new = [*words, *names]
         model = scripted(self.tokenizer, [prompt[-1], *self.new], names[-1])
-        # Tokens that can never be drawn, as of paddings of a vocabulary.
+        # Tokens with probability 0, like the padding of a vocabulary.
         bias = torch.zeros(len(self.tokenizer))
         bias[0:5] = -torch.inf
         model.lm_head.register_forward_hook(lambda m, a, out: out + bias)
@@ -160,7 +160,7 @@ def test_logprobs_of_completions(script: Script, stream: bool, count: int) -> No
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_sampled_alternatives_are_json_without_collisions(script: Script, path: str, stream: bool) -> None:
-    """At a temperature where any token may be drawn, that is none of the most probable ones."""
+    """The temperature is so high that the drawn token may not be among the most probable ones."""
     body: dict[str, Any] = {"model": NAME, "max_tokens": 30, "temperature": 100, "seed": 1, "stream": stream}
     own = {"prompt": PROMPT, "logprobs": 20}
     if path.startswith("chat"):
@@ -185,7 +185,7 @@ def test_sampled_alternatives_are_json_without_collisions(script: Script, path: 
 
 
 def test_impossible_tokens_have_a_least_logprob() -> None:
-    """More alternatives than there are possible tokens."""
+    """The request asks for more alternatives than there are tokens with a probability above 0."""
     script = Script("byte-level")
     bias = torch.full((len(script.tokenizer),), -torch.inf)
     bias[script.new] = 0

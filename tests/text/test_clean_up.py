@@ -1,11 +1,11 @@
-"""Clean-up of spaces as characters come, against transformers' over the whole text."""
+"""Clean-up of spaces in pieces of text, compared with transformers' clean-up of the whole text."""
 
 import random
 
 from tests.support.models.tokenizer_kinds import tokenizer_of
 from triforce_tree.text.clean_up import CleanUp
 
-# What the rules are about, and what ends their places.
+# Characters of the clean-up rules, and others.
 CHARACTERS = "    ''nntvrmse.,?x"
 
 

@@ -1,4 +1,4 @@
-"""The text of new tokens: what it is behind any prompt, with any tokenizer, and when its pieces come."""
+"""The text of new tokens after any prompt, with any tokenizer, and the time when its pieces are returned."""
 
 import codecs
 import random
@@ -15,7 +15,7 @@ from triforce_tree.text.vocabulary import Vocabulary
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 TEXTS = [*CORPUS, "".join(CORPUS), "\n".join(CORPUS) * 2]
-# No space and no newline, and characters of several bytes.
+# A text without space and newline, with characters of several bytes.
 DENSE = [
     '{"a":1,"b":[2,{"c":"d"}]}',
     "https://x.org/?q=a%20b",
@@ -30,7 +30,7 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def cases(kind: str, count: int = 60) -> list[tuple[list[int], list[int]]]:
-    """Prompts and new tokens: of texts that are cut anywhere, and random ones."""
+    """Returns prompts and new tokens: texts cut at any token, and random tokens."""
     tokenizer, found = tokenizer_of(kind), []
     for seed in range(count):
         draw = random.Random(seed)
@@ -48,7 +48,7 @@ def test_new_text_goes_on_from_the_prompts(kind: str) -> None:
     for number, (prompt, new) in enumerate(cases(kind, 200)):
         before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + new))
         broken = "\ufffd" in whole and (number % 3 == 0 or kind == "Llama 2")
-        # The end of the prompt may be a part of a character, or be cleaned up with what follows.
+        # A prompt may end within a character, or in a space that the next character removes by the clean-up.
         if not broken and whole.startswith(before):
             assert before + new_text(tokenizer, prompt, new) == whole
             checked += 1
@@ -57,7 +57,7 @@ def test_new_text_goes_on_from_the_prompts(kind: str) -> None:
 
 @kinds
 def test_pieces_are_the_text_whatever_the_passes_are(kind: str) -> None:
-    """Joined, they are the whole text; the text up to a token is the same however later tokens come."""
+    """The joined pieces equal the whole text, and do not depend on how tokens are divided into passes."""
     tokenizer = tokenizer_of(kind)
     for number, (prompt, new) in enumerate(cases(kind)):
         draw = random.Random(number)
@@ -120,7 +120,7 @@ def test_spaces_and_indentation_of_a_decoder_that_strips() -> None:
         assert new_text(tokenizer, before, ids[len(before) :]) == text
         special = [*before, tokenizer.bos_token_id] * 3
         assert new_text(tokenizer, special, ids[len(before) :]) == text, "special tokens have no text"
-    # The first token of a text without a prompt, as transformers shows it.
+    # Without a prompt the first token is decoded as transformers decodes it.
     assert new_text(tokenizer, [tokenizer.bos_token_id], ids_of(tokenizer, "Once")) == "Once"
 
 
@@ -147,7 +147,7 @@ def test_a_prompt_that_ends_within_a_character() -> None:
 def test_the_work_for_a_token_does_not_grow(
     kind: str, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoded tokens are counted, of a text without spaces and newlines."""
+    """The number of decoded tokens is counted for a text without spaces and newlines."""
     tokenizer, decoded = tokenizer_of(kind), [0]
     own = type(tokenizer)._decode
 
@@ -167,7 +167,7 @@ def test_the_work_for_a_token_does_not_grow(
 
 
 def test_the_same_text_from_a_tokenizer_read_again(tmp_path: Any) -> None:
-    """And from one of a subclass that decodes by itself, whose tokens may then be no bytes."""
+    """A tokenizer of a subclass with its own decoding, whose tokens may not be bytes, gives the same text."""
     tokenizer = llama()
     tokenizer.save_pretrained(tmp_path)
     again = type(tokenizer).from_pretrained(tmp_path)

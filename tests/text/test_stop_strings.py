@@ -1,4 +1,4 @@
-"""Stop strings in pieces of text, against a search of every beginning of the whole text."""
+"""Stop strings in pieces of text, compared with a search in every prefix of the whole text."""
 
 import random
 
@@ -11,7 +11,7 @@ from triforce_tree.text.vocabulary import Vocabulary
 
 
 def naive(text: str, strings: list[str]) -> str | None:
-    """The text before the stop string that ends first, the longest of several; None if there is none."""
+    """Returns the text before the stop string that ends first (the longest of several), or None."""
     for end in range(1, len(text) + 1):
         sizes = [len(string) for string in strings if text[:end].endswith(string)]
         if sizes:
@@ -53,10 +53,10 @@ def test_texts_end_before_the_string_that_ends_first() -> None:
     ],
 )
 def test_special_tokens_are_found_by_their_names(kind: str, stop: str, left: str | None) -> None:
-    """By parts of them too, and together with what is beside them; they are never shown."""
+    """A stop string may also be a part of a name, or cross it; names are never part of the text."""
     tokenizer = tokenizer_of(kind)
     if kind == "WordPiece":
-        # Its tokens are words, with a space between any two.
+        # The tokens of this tokenizer are words, which are decoded with a space between them.
         stop = stop.replace("there<", "there <").replace("re<", "re <").replace("><", "> <")
     user, tool = tokenizer.convert_tokens_to_ids(["<|user|>", "<|tool|>"])
     words = [

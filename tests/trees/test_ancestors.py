@@ -8,7 +8,7 @@ from triforce_tree.trees.ancestors import ancestor_mask
 
 
 def ancestors(parents: list[int], node: int) -> set[int]:
-    """The node, its parent, the parent's parent, ..."""
+    """Yields the node, its parent, the parent's parent and so on."""
     return {node} | (ancestors(parents, parents[node]) if parents[node] >= 0 else set())
 
 

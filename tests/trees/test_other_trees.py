@@ -1,4 +1,4 @@
-"""Further shapes of trees in the settings."""
+"""The setting ``other_trees``."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Sequoia's programme against brute force on random acceptance, sizes by cost, topologies in files."""
+"""Sequoia's programme and the choice of sizes against brute force; topologies in files."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ MOST = 6
 
 
 def every_tree(size: int) -> list[frozenset[Ranks]]:
-    """All ordered trees of ``size`` nodes below a root, as sets of rank paths."""
+    """Returns all ordered trees of ``size`` nodes below a root, as sets of rank paths."""
 
     def below(path: Ranks, nodes: int, rank: int = 0) -> Iterator[list[Ranks]]:
         if nodes == 0:
@@ -58,7 +58,7 @@ def expectation(tree: frozenset[Ranks], by_depth: list[list[float]]) -> float:
 
 
 def vectors(rng: np.random.Generator, count: int) -> list[list[float]]:
-    """Random acceptances; not ordered by rank, and with zeros among them."""
+    """Returns random acceptance vectors, not ordered by rank and with zeros."""
     made = []
     for _ in range(count):
         ranks = int(rng.integers(1, MOST + 2))
@@ -108,7 +108,7 @@ def test_deeper_acceptance_decides_the_shape() -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("positional", [False, True])
 def test_the_size_with_most_tokens_per_second_is_found(seed: int, positional: bool) -> None:
-    """Of all trees up to the limits, by acceptance of one depth or of several, at any cost of each size."""
+    """The result is the best of all trees up to the limits, for random seconds of each size."""
     rng = np.random.default_rng([seed, positional])
     by_depth = vectors(rng, int(rng.integers(2, 5)) if positional else 1)
     acceptance: Any = by_depth if positional else by_depth[0]
@@ -137,7 +137,7 @@ def test_the_size_with_most_tokens_per_second_is_found(seed: int, positional: bo
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_size_by_measured_times_is_that_of_brute_force(seed: int) -> None:
-    """Times of few sizes; those between are interpolated, and a tree stands beside three other tokens."""
+    """Seconds of few sizes are interpolated; a pass verifies three tokens besides the tree."""
     rng = np.random.default_rng(seed)
     by_depth = vectors(rng, 3)
     verified = [(tokens, float(rng.uniform(0.5, 2))) for tokens in (3, 5, 9)]

@@ -29,7 +29,7 @@ ACCEPTANCE = [
 
 
 def forests(size: int, depth: int, width: int, rank: int = 0) -> Iterator[list[Ranks]]:
-    """All ways to arrange ``size`` nodes below a node, from child ``rank`` on."""
+    """Returns all ways to arrange ``size`` nodes below a node, from child ``rank`` on."""
     if size == 0:
         yield []
         return
@@ -42,7 +42,7 @@ def forests(size: int, depth: int, width: int, rank: int = 0) -> Iterator[list[R
 
 
 def expectation(paths: list[Ranks], acceptance: list[float]) -> float:
-    """Expected accepted tokens: each node adds the probability that its whole path is accepted."""
+    """Returns the expected accepted tokens, the sum over all nodes of the probability of their paths."""
     total = 0.0
     for path in paths:
         chance = 1.0
@@ -77,7 +77,7 @@ def test_sequoia_is_limited_by_depth_and_width() -> None:
 def placed(
     probs: torch.Tensor, values: list[float], width: int
 ) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """(parent, rank) of each new node, and their path probabilities; "draws" are the most probable tokens."""
+    """Returns (parent, rank) and path probability of new nodes. Draws are the most probable tokens."""
     count = len(values)
     draws, by_rank = draw_tokens(None, probs[None], width)
     nodes = count + width
@@ -95,7 +95,7 @@ def placed(
 
 
 def best_first_paths(shape: BestFirst, probs: torch.Tensor) -> list[Ranks]:
-    """The rank paths of a best-first tree if every node has the same distribution."""
+    """Returns the rank paths of a best-first tree if every node has the same distribution."""
     frontier: list[Ranks] = [()]
     values, paths = [1.0], []
     for width in shape.widths:
@@ -224,7 +224,7 @@ def test_expected_acceptances_is_the_sum_over_paths() -> None:
 
 
 def test_shapes_of_the_same_nodes_are_equal() -> None:
-    """Settings are compared by them: buffers and graphs serve equal settings."""
+    """Equal shapes make settings equal, which then share buffers and graphs."""
     assert chain_shape(3) == Static([[0], [0, 0], [0, 0, 0]]) != chain_shape(4)
     assert BestFirst([3, 2]) == BestFirst((3, 2)) != BestFirst([2, 3])
     assert len({chain_shape(3), chain_shape(3), BestFirst([1]), BestFirst([1])}) == 2

@@ -28,7 +28,7 @@ def draft_probs(rows: int, vocabulary: int = 3, seed: int = 0) -> torch.Tensor:
 
 
 def distance(tree: Tree, length: int, q: torch.Tensor | None = None) -> float:
-    """The distance of the first ``length`` tokens from the target's distribution.
+    """Returns the distance of the first ``length`` tokens from the target's distribution.
 
     The tokens are those of one acceptance, continued by draws from the target.
     """
@@ -52,7 +52,7 @@ def distance(tree: Tree, length: int, q: torch.Tensor | None = None) -> float:
     return total_variation(exact_distribution(run), expected)
 
 
-# The tree, and the number of tokens that are compared.
+# Pairs of a tree and the number of compared tokens.
 TREES = {
     "no proposal": (Tree([0], [-1], [-1]), 2),
     "chain": (Tree([0, DRAWN, DRAWN], [-1, 0, 1], [0, 1, -1]), 3),

@@ -1,4 +1,4 @@
-"""Logits to probabilities."""
+"""The computation of probabilities from logits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Top-k in slices: the results of transformers' own processor."""
+"""Top-k in slices has the same results as transformers' processor."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Top-p without sorting the vocabulary: the results of transformers' own processor."""
+"""Top-p without sorting the vocabulary has the same results as transformers' processor."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_tokens_are_those_of_transformers(kind: str, keep: int, p: float) -> Non
     original = TopPLogitsWarper(p, min_tokens_to_keep=keep)
     expected = original(None, scores.clone())
     found = PartlySortedTopP(original)(None, scores)
-    # Which of equal logits are kept is up to a sort that is not stable, and depends on the rows beside them.
+    # transformers' sort is not stable, so which of several equal logits it keeps depends on the other rows.
     for own, other in zip(found, expected, strict=True):
         assert torch.equal(own.sort().values, other.sort().values)
     if "spread" in kind:

@@ -27,12 +27,12 @@ TARGET = tiny("llama-gqa", num_hidden_layers=LAYERS)
 PROMPTS = [prompt_of(length) for length in (41, 60)]
 NEW = 16
 EXPECTED = [greedy(TARGET, prompt, NEW) for prompt in PROMPTS]
-# Level 1 sees everything, so that its hidden states are those of plain forwards.
+# The retrieval cache holds the whole text, so that its hidden states equal those of plain forwards.
 WHOLE = {"gamma": 5, "budget": 256, "chunk": 32, "recent": 64}
 
 
 class Plain:
-    """The head of a folder, computed from scratch for one path, without a cache."""
+    """A reference implementation of the head in a folder. It computes one path without a KV cache."""
 
     def __init__(self, folder: Path, inputs: tuple[int, ...]) -> None:
         self.weights = read_weights(folder, EAGLE)
@@ -47,7 +47,7 @@ class Plain:
         return x @ self.weights[f"midlayer.{name}_proj.weight"].T
 
     def layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """The output of the last of ``[T, H]`` pairs, at positions 0 to T - 1."""
+        """Returns the output for the last of T pairs with hidden states ``[T, H]`` at positions 0 to T - 1."""
         both = torch.cat(
             [
                 self.norm(embedded, "midlayer.input_layernorm.weight"),
@@ -66,7 +66,7 @@ class Plain:
         return hidden + self.linear(gated, "mlp.down")
 
     def logits(self, tokens: list[int], path: list[int], sinks: int, window: int) -> Tensor:
-        """``[V]`` of the token after ``tokens`` and ``path``."""
+        """Returns the logits ``[V]`` of the token after ``tokens`` and ``path``."""
         states = TARGET(torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
         table = self.weights.get("embed_tokens.weight", TARGET.get_input_embeddings().weight)
         hidden = torch.cat([states[j][0] for j in self.inputs], -1) @ self.weights["fc.weight"].T
@@ -98,7 +98,7 @@ CASES = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", CASES)
 def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
-    """At every node, of the fused hidden states and the path; and the text is the target's own."""
+    """Distributions at every node equal the reference's, and the generated text is the target's own."""
     levels, how, tree_name, sinks, window = CASES[name]
     folder = eagle_folder(tmp_path, TARGET, **how)  # type: ignore[arg-type]
     plain = Plain(folder, how.get("inputs", (1, 2, 2)))  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_passes_without_the_drafter_leave_no_gap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The hidden states of autoregressive passes enter the cache too."""
+    """Hidden states of tokens from plain decoding enter the head's KV cache too."""
     plan = iter([PassKind(2, 1) if drafts else PLAIN for drafts in [1, 0, 0, 0, 0, 1, 1, 0] * 20])
     monkeypatch.setattr(PassPolicy, "choose", lambda *_: next(plan))
     test_children_follow_the_head("window", tmp_path)
@@ -154,7 +154,7 @@ def test_published_formats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("layers", "features"), [(32, [1, 15, 28]), (28, [1, 13, 24])])
 def test_layers_of_heads_that_name_none(layers: int, features: list[int], tmp_path: Path) -> None:
-    """Those that the published implementation reads."""
+    """If the configuration lists no layers, the head reads those of the published implementation."""
     assert Eagle3(eagle_folder(tmp_path, TARGET, eagle_config=None))._feature_layers(layers) == features
 
 

@@ -23,12 +23,12 @@ TARGET = tiny("llama-gqa")
 PROMPTS = [prompt_of(length) for length in (41, 60)]
 NEW = 16
 EXPECTED = [greedy(TARGET, prompt, NEW) for prompt in PROMPTS]
-# Level 1 sees everything, so that its hidden states are those of plain forwards.
+# The retrieval cache holds the whole text, so that its hidden states equal those of plain forwards.
 WHOLE = {"gamma": 5, "budget": 256, "chunk": 32, "recent": 64}
 
 
 def reference(folder: Path, hidden: Tensor, head: int, layers: int) -> Tensor:
-    """Logits of one head as the paper defines it."""
+    """Computes the logits of one head as the paper defines it."""
     weights = read_weights(folder, MEDUSA)
     for layer in range(layers):
         linear = F.linear(
@@ -42,7 +42,7 @@ def reference(folder: Path, hidden: Tensor, head: int, layers: int) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize(("levels", "layers", "tied"), [(2, 1, False), (3, 2, False), (2, 2, True)])
 def test_children_follow_the_heads(levels: int, layers: int, tied: bool, tmp_path: Path) -> None:
-    """Of the state after the final norm at the position before the root; the text is the target's own."""
+    """Heads read the state after the final norm at the position before the root; the text is the target's."""
     folder = medusa_folder(tmp_path, TARGET, 3, layers, tied)
     drafter = Medusa(folder, [[0], [0, 0], [1], [0, 0, 0], [1, 0]])
     trees = 0

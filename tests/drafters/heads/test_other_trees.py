@@ -1,4 +1,4 @@
-"""Heads that grow trees of several shapes, among which passes choose."""
+"""Heads with several tree shapes, of which each pass chooses one."""
 
 from itertools import cycle
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training of drafting heads for the embedded target: seconds of it, and what is saved."""
+"""A short training of heads for the small target in the package, and the files that it saves."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def target() -> LlamaForCausalLM:
 def test_a_short_training_saves_heads_and_figures(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps on a tiny text; ``--resume`` goes on from what was saved."""
+    """Trains two steps on a tiny text; ``--resume`` continues from the saved state."""
     monkeypatch.setattr(
         "scripts.train_pair.heads.__main__.pydoc_text", lambda: "What a statement does. " * 60
     )
@@ -78,7 +78,7 @@ def test_saved_medusa_heads_are_those_that_were_trained(target: LlamaForCausalLM
 def test_the_unrolled_eagle_head_is_the_drafters(
     target: LlamaForCausalLM, window: int | None, tmp_path: Path
 ) -> None:
-    """At one position, of all depths, along the text: the drafter's own layer on the saved weights."""
+    """Training unrolls the head over the depths of a tree; the outputs equal those of the drafter's layer."""
     sinks, depths, at = 2, 3, 20
     head = EagleHead(target, depths, 64, sinks)
     for parameter in head.parameters():

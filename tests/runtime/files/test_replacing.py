@@ -15,7 +15,7 @@ CALLS = {"open", "write", "close", "replace", "rename", "unlink", "mkdir", "fsyn
 
 
 def killed_at(number: int, path: Path, content: str) -> bool:
-    """Replace a file in a process that is killed before one of its calls; whether it lived."""
+    """Replaces a file in a process that is killed before one of its calls; returns whether it survived."""
     child = os.fork()
     if not child:
         left = [number]
@@ -61,7 +61,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path) -> None:
 
 
 def test_links_permissions_and_pipes(tmp_path: Path) -> None:
-    """A link stays one, permissions stay, and what is no ordinary file is written in place."""
+    """Links and permissions are kept, and special files are written in place."""
     (tmp_path / "file").write_text("earlier")
     (tmp_path / "file").chmod(0o640)
     (tmp_path / "link").symlink_to("file")
