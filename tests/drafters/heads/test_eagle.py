@@ -47,7 +47,7 @@ class Plain:
         return x @ self.weights[f"midlayer.{name}_proj.weight"].T
 
     def layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Returns the output for the last of T pairs with hidden states ``[T, H]`` at positions 0 to T - 1."""
+        """Returns the output for the last of T pairs of hidden states ``[T, H]``, positions 0 to T - 1."""
         both = torch.cat(
             [
                 self.norm(embedded, "midlayer.input_layernorm.weight"),
