@@ -26,10 +26,10 @@ from triforce_tree.verify.probs import Sampler
 
 @dataclass(frozen=True)
 class Proposal:
-    """A token tree; node 0 is the root, and siblings are in the order of their draws.
+    """A token tree, whose node 0 is the root and whose siblings are in the order of their draws.
 
-    ``probs``: the reported distribution ``[V]`` of each node's children; None if they are deterministic.
-    ``fixed``: nodes that are deterministic whatever their siblings are.
+    ``probs`` has the reported distribution ``[V]`` of each node's children; None if they are deterministic.
+    ``fixed`` are nodes that are deterministic even after drawn siblings.
     """
 
     tokens: list[int]
@@ -184,11 +184,11 @@ def enumerate_proposals(case: Case, propose: Propose, **how: Any) -> list[tuple[
 
 
 def dishonesty(proposals: list[tuple[Proposal, float]]) -> float:
-    """The largest distance, over all nodes, of drawn siblings from the reported distribution.
+    """Returns the largest distance, over all nodes, of drawn siblings from the reported distribution.
 
-    Given a node's path and its number of children, the children must be draws without replacement; this also
-    means that their number does not depend on the draws. Deterministic siblings of drawn ones must be the
-    same each time, but for one that was drawn.
+    Given a node's path and its number of children, the children must be draws without replacement. So their
+    number does not depend on the draws. A deterministic sibling of drawn ones must be the same in each
+    proposal, unless it was drawn.
     """
     reported: dict[tuple[Any, ...], Tensor | None] = {}
 

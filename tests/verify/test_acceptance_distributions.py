@@ -128,8 +128,9 @@ FAULTS = ["residual", "replacement", "weight", "residual of p", "nodes by themse
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_residual_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """p in place of the residual; q that still has the rejected siblings; a weight that rejections leave as
-    it is; the residual of p in place of that of a p; nodes judged by themselves.
+    """Five planted faults are detected: p instead of the residual; q that still has the rejected siblings; a
+    weight that rejections do not change; the residual of p instead of the residual of a p; and nodes that are
+    judged independently of their siblings.
     """
     tree, length = TREES["siblings" if fault == "replacement" else "chain"]
     rule = traversal.residual

@@ -20,7 +20,7 @@ from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Shape, chain_shape
 from triforce_tree.verify.probs import Sampler
 
-# Length of an indexed n-gram: acceptance rate that is expected after a match of at least this length.
+# Maps each length of indexed n-grams to the expected acceptance rate after a match of at least this length.
 _EXPECTED = {2: 0.3, 3: 0.45, 4: 0.55, 6: 0.65, 8: 0.8, 16: 0.93, 32: 0.97, 64: 0.99}
 # A token is proposed if it and all before it are accepted with at least this probability. Verifying one more
 # token takes about this fraction of a pass.

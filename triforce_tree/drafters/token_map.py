@@ -40,7 +40,7 @@ class TokenMap:
 
 
 class Forwards(Protocol):
-    """A model over fixed buffers, see :class:`~triforce_tree.models.step_model.StepModel`."""
+    """The protocol of a model's forward, see :class:`~triforce_tree.models.step_model.StepModel`."""
 
     model: PreTrainedModel
     capturable: bool

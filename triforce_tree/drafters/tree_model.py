@@ -75,8 +75,9 @@ class TreeDrafter:
         self._scratch_slots = state.max_draft_tokens + 2 * self.refeed_tokens + self.nodes
         capacity = self.config.sinks + 2 * self.config.window + self._scratch_slots
         self.store = KVStore(self.draft.kv_layers, batch, capacity, device, self.draft.dtype)
-        # The number of tokens between sinks and window that the cache of each sequence has dropped. Negative:
-        # a sequence shorter than ``refeed_tokens`` counts as padded on the left. Kept on the host as well.
+        # The number of tokens between sinks and window that the cache of each sequence has dropped. It is
+        # negative for a sequence shorter than ``refeed_tokens``, which counts as padded on the left. The host
+        # has a copy.
         self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
         self._dropped_on_host = [0] * batch
         # The number of first tokens of each sequence that the cache holds or has dropped.

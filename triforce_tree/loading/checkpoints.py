@@ -285,7 +285,7 @@ def load_tokenizer(source: str | Path, option: str = "tokenizer") -> PreTrainedT
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False
             )
-    except Exception as error:  # third-party code on files of unknown origin
+    except Exception as error:  # third-party code may raise anything on files of unknown origin
         if not any((folder / name).exists() for name in _TOKENIZER_FILES):
             return None
         why = in_one_line(error)

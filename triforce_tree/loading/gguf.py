@@ -52,7 +52,7 @@ def gguf_configuration(path: str | Path) -> PreTrainedConfig:
         else:
             with parsed_once(), told(f"reading the configuration in {path}"):
                 config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # third-party code on a file of unknown origin
+    except Exception as error:  # third-party code may raise anything on a file of unknown origin
         raise _unusable(path, "model", error) from error
     checked = _checked(copy.deepcopy(config), path, tensors)
     if folder is None:
@@ -99,7 +99,7 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
                 # The configuration is needed next. Here it is stored in the cache while the parsed file is
                 # still in memory.
                 gguf_configuration(path)
-    except Exception as error:  # third-party code on a file of unknown origin
+    except Exception as error:  # third-party code may raise anything on a file of unknown origin
         raise _unusable(path, "tokenizer", error) from error
 
     def write(folder: Path) -> None:

@@ -85,7 +85,7 @@ def keep(path: Path, kind: str, size: int, write: Callable[[Path], object]) -> P
             part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    except Exception as error:  # third-party code writes the files
+    except Exception as error:  # third-party code, which may raise anything, writes the files
         # Another process may have added the same entry meanwhile.
         with suppress(OSError):
             if folder is not None and (folder / _CONTENTS).is_file():

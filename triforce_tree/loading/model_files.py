@@ -81,7 +81,7 @@ def configuration(source: str | Path) -> tuple[Path, PreTrainedConfig]:
     check_sizes(content, source)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # third-party code on values of unknown origin
+    except Exception as error:  # third-party code may raise anything on values of unknown origin
         raise _unusable(source, error) from error
     # transformers never writes these settings to a file, and a value like owner/kernel loads code from the
     # hub.
@@ -154,7 +154,7 @@ def _check_generation(folder: Path) -> None:
         content = json_object(path)
         try:
             GenerationConfig.from_dict(content)
-        except Exception as error:  # third-party code on values of unknown origin
+        except Exception as error:  # third-party code may raise anything on values of unknown origin
             raise ValueError(
                 f"{str(path)!r} cannot be used ({in_one_line(error)}); repair or delete it"
             ) from error
@@ -188,7 +188,7 @@ def skeleton(config: PreTrainedConfig, source: str | Path) -> torch.nn.Module:
     """
     try:
         return _on_meta(config)
-    except Exception as error:  # third-party code on values of unknown origin
+    except Exception as error:  # third-party code may raise anything on values of unknown origin
         raise _unusable(source, error) from error
 
 

@@ -134,7 +134,7 @@ class ModelFiles:
             raise
         except ImportError as error:
             raise self._lacks_package(error) from error
-        except Exception as error:  # third-party code on files of unknown origin
+        except Exception as error:  # third-party code may raise anything on files of unknown origin
             why, remedy = in_one_line(error), "copy or download it again"
             if self.quantised is not None:
                 why = f"its weights are quantised, {self.quantised}: {why}"

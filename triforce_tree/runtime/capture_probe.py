@@ -40,7 +40,7 @@ def why_not_capturable(run: Callable[[Tensor], Tensor], first: Tensor, second: T
         captured = Captured(once, first.device, pool)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # third-party code
+    except Exception as error:  # third-party code may raise anything
         text = " ".join(str(error).split())
         return f"{type(error).__name__}: {text[:160]}"
     source.copy_(second)

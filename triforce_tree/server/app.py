@@ -103,7 +103,7 @@ class _Running:
 
     @property
     def status(self) -> str:
-        """``loading``, ``ok`` or ``failed``."""
+        """The status for ``/health``: ``loading``, ``ok`` or ``failed``."""
         if self.service is None:
             return "loading"
         return "ok" if self.service.scheduler.alive else "failed"

@@ -14,7 +14,7 @@ _MOST_CHOICES, _MOST_STOPS = 128, 4
 # Within these limits fp32 logits divided by a temperature and multiplied by a penalty neither overflow nor
 # underflow.
 _LEAST, _MOST_TEMPERATURE, _MOST_PENALTY = 1e-30, 1e6, 100.0
-# Names and values in error messages are cut to this length.
+# Error messages cut names to this length, and leave out longer values.
 _SHOWN_CHARACTERS = 60
 
 # Options that are accepted with any value, since they do not change the text of this server.

@@ -1,1 +1,1 @@
-"""Shapes of token trees: which nodes a tree has, and how they are laid out in fixed buffers."""
+"""Shapes of token trees, and the layout of their nodes in fixed buffers."""

@@ -78,7 +78,7 @@ class BestFirst:
 
     @property
     def name(self) -> str:
-        """As :func:`parse_shape` reads it."""
+        """The name that :func:`parse_shape` reads."""
         return f"best-first:{','.join(map(str, self.widths))}"
 
     def __eq__(self, other: object) -> bool:
@@ -105,7 +105,7 @@ class Lookup(Static):
 
     @property
     def name(self) -> str:
-        """As :func:`parse_shape` reads it."""
+        """The name that :func:`parse_shape` reads."""
         return f"lookup:{self.length}"
 
 

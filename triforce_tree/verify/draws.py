@@ -1,4 +1,4 @@
-"""The random number generators of a batch."""
+"""Holds the random number generators of a batch, and derives their seeds."""
 
 from collections.abc import Sequence
 

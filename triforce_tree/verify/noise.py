@@ -1,4 +1,4 @@
-"""The random decisions of the stages, made on the device."""
+"""Makes the random decisions of drafting and verification on the device."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -62,20 +62,20 @@ class Noise:
     def traverse_tree(
         self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``kernels.step.traverse_tree``; the tree has at most ``uniforms`` nodes."""
+        """Accepts nodes of a tree of at most ``uniforms`` nodes by ``kernels.step.traverse_tree``."""
         return step.traverse_tree(tokens, parents, p, q, q_rows, self.uniform, self.exponential[:, 0], depth)
 
     def expand_nodes(
         self, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """See ``kernels.step.expand_nodes``; the frontier uses ``exponential[:, first:]``."""
+        """Draws children by ``kernels.step.expand_nodes``, with the noise ``exponential[:, first:]``."""
         exponential = (
             self.exponential[:, first : first + probs.shape[1]] if self.exponential.numel() else None
         )
         return step.expand_nodes(logits, temperature, exponential, probs, count)
 
     def second_choice(self, probs: Tensor, chosen: Tensor) -> Tensor:
-        """See ``kernels.step.second_choice``."""
+        """Chooses runner-ups by ``kernels.step.second_choice``."""
         return step.second_choice(probs, chosen, self.exponential if self.exponential.numel() else None)
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3: a decoder layer that continues the target's hidden states (Li et al., arXiv 2503.01840)."""
+"""EAGLE-3 heads, which draft with one decoder layer from the target's hidden states (arXiv 2503.01840)."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -50,7 +50,7 @@ class EagleLayer:
     ) -> None:
         try:
             llama: Any = LlamaConfig.from_dict(dict(config))
-        except Exception as error:  # third-party code on values of unknown origin
+        except Exception as error:  # third-party code may raise anything on values of unknown origin
             why = " ".join(str(error).split())[:160]
             raise ValueError(f"config.json in {str(folder)!r} cannot be used ({why})") from error
 
