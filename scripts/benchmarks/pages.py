@@ -113,7 +113,7 @@ PAGES = {
         Section("Linear layers with few input rows", "linear_layers"),
         Section("Compiled for other GPUs", "kernels_by_arch"),
     )),
-    "exact.md": Page("Bit-exact decoding", "../losslessness.md#bit-exact-decoding", (
+    "exact.md": Page("Bit-exact decoding", "../exact.md", (
         Section("Greedy texts and times", "bit_exact"),
     )),
 }  # fmt: skip

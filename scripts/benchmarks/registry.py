@@ -117,7 +117,7 @@ BENCHMARKS = {
     ),
     "exact": Benchmark(
         "benchmarks.exact.run",
-        "greedy texts and times of bit-exact mode: docs/losslessness.md",
+        "greedy texts and times of bit-exact mode: docs/exact.md",
         "bit_exact_{machine}.jsonl",
     ),
     "linear": Benchmark(

@@ -1,4 +1,4 @@
-"""The table of bit-exact decoding in docs/losslessness.md, from docs/results/bit_exact_h200.jsonl."""
+"""The table of bit-exact decoding in docs/exact.md, from docs/results/bit_exact_h200.jsonl."""
 
 import statistics
 from collections.abc import Sequence
