@@ -87,10 +87,21 @@ def front_rows(any_text: Record) -> list[Record]:
 
 
 def front_note(any_text: Record, rows: Sequence[Record]) -> str:
-    """How often texts are drawn how, and the files."""
+    """Returns the temperatures of the rows, and the files with the commits that they were measured with."""
     by_temperature = ", ".join(f"{t:g}" for t in sorted({r["temperature"] for r in rows}))
-    files = ", ".join(dict.fromkeys(f"`docs/results/{r['origin'][0]}`" for r in rows))
-    return f"Sampled at temperatures of {by_temperature}. From {files}.\n"
+    return (
+        f"Sampled at temperatures of {by_temperature}. The commit beside each file is the one that was "
+        f"measured; figures of other code may differ. From {_files_of(rows)}.\n"
+    )
+
+
+def _files_of(rows: Sequence[Record]) -> str:
+    """Returns the files of the rows, each with commits and dates."""
+    files: dict[str, dict[str, Record]] = {}
+    for r in rows:
+        file, part, header = r["origin"]
+        files.setdefault(file, {})[part] = header
+    return ", ".join(file_named(file, headers) for file, headers in files.items())
 
 
 def _others(rows: Sequence[Record]) -> list[Record]:
@@ -136,15 +147,11 @@ def limited(r: Record) -> str:
 
 def speed_note(any_text: Record, rows: Sequence[Record]) -> str:
     """The files, and the vocabularies of their models."""
-    files: dict[str, dict[str, Record]] = {}
-    entries: dict[str, int] = {}
-    for r in rows:
-        file, part, header = r["origin"]
-        files.setdefault(file, {})[part] = header
-        entries[_SIZES[r["model"]]] = header["settings"].get("vocabulary") or PAIR_VOCABULARY
-    named = (file_named(file, headers) for file, headers in files.items())
+    entries = {
+        _SIZES[r["model"]]: r["origin"][2]["settings"].get("vocabulary") or PAIR_VOCABULARY for r in rows
+    }
     sizes = ", ".join(f"{size} {n:,}" for size, n in entries.items())
-    return f"Entries of the vocabularies: {sizes}. From {', '.join(named)}.\n"
+    return f"Entries of the vocabularies: {sizes}. From {_files_of(rows)}.\n"
 
 
 def request_rows(prefills: Record) -> list[Record]:

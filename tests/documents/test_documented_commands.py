@@ -133,7 +133,6 @@ def test_the_readme_runs_as_written(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "name='target'" in done.stdout
-    assert (tmp_path / "book" / "session.json").is_file()
 
 
 def test_the_api_reference_names_what_is_there() -> None:
