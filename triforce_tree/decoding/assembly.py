@@ -243,6 +243,11 @@ class Hierarchy:
         self.memory = self.plan_memory(lengths, new_tokens, given, pool_slots)
         if self.memory is not None:
             self.config = self.memory.config
+        elif self.target.streamed is not None and (
+            self.config.retrieval_weight_bits == "auto" or "retrieval_weight_bits" not in given
+        ):
+            # The retrieval model cannot run on streamed weights, whether or not the cache is offloaded.
+            self.config = replace(self.config, retrieval_weight_bits=8)
 
     def plan_memory(
         self,

@@ -78,6 +78,14 @@ def test_an_engine_with_streamed_weights() -> None:
     assert other.generate(PROMPT, max_new_tokens=8, do_sample=False).new_tokens == 8
 
 
+@pytest.mark.parametrize("bits", ["auto", 8])
+def test_three_levels_for_a_prompt_shorter_than_the_budget(bits: int | str) -> None:
+    """Its cache stays on the device; the retrieval model has a copy of the weights all the same."""
+    engine = engine_of(offload_weights=True, levels=3, budget=512, recent=64, retrieval_weight_bits=bits)
+    out = engine.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    assert out.sequences[0, len(PROMPT) :].tolist() == expected()
+
+
 def test_weights_are_offloaded_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch, pair: TinyPair) -> None:
     assert pair.load(gpu_memory="2GiB").target.streamed is None
     monkeypatch.setattr(
