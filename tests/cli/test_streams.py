@@ -107,19 +107,6 @@ def test_a_file_of_rows_is_a_data_set(
     assert run(capsys, *argv)[0] == 2
 
 
-def test_a_kind_of_text_is_read_here_or_from_a_packed_file(
-    capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
-) -> None:
-    argv = ["bench", "text", *pair.options, "--prompts", "1", "--temperatures", "0", "--new-tokens", "4"]
-    argv += ["--methods", "triforce-autoregressive", "--json", "--context", "256", "--text", "copied"]
-    code, out, _ = run(capsys, *argv)
-    assert code == 0
-    assert [row["context"] for row in last_object(out)["rows"]] == [256]
-    code, _, err = run(capsys, *argv, "--texts", str(tmp_path / "texts.json.xz"))
-    assert (code, len(err.splitlines())) == (2, 1)
-    assert "texts.json.xz" in err
-
-
 def test_narrow_terminals_get_whole_columns() -> None:
     columns = ("level", "passes", "per pass", "what was done")
     rows = [("draft", "12", "3.5 %", "some more " * 4)]

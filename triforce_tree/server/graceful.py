@@ -26,17 +26,20 @@ class GracefulServer(uvicorn.Server):
         config: uvicorn's configuration. ``timeout_graceful_shutdown``, ``http`` and ``ws`` are overwritten.
         stop: ends all sequences early, with an error as the last event of their streams.
         seconds: the time that running sequences have to end.
+
+    Attributes:
+        interrupted_again: whether there was a second Ctrl-C.
     """
 
     def __init__(self, config: uvicorn.Config, stop: Callable[[], None], seconds: int) -> None:
         config.timeout_graceful_shutdown = seconds + _LAST_EVENTS
         config.http, config.ws = Connection, "none"
         super().__init__(config)
-        self._stop, self._seconds, self._again = stop, seconds, False
+        self._stop, self._seconds, self.interrupted_again = stop, seconds, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and sig == signal.SIGINT:
-            self._again = True
+            self.interrupted_again = True
         else:
             super().handle_exit(sig, frame)
 
@@ -57,7 +60,7 @@ class GracefulServer(uvicorn.Server):
 
     async def _hurry(self) -> None:
         """Waits for a second Ctrl-C, then ends all sequences and, after the last events, all connections."""
-        while not self._again:
+        while not self.interrupted_again:
             await asyncio.sleep(0.05)
         self._stop()
         end = asyncio.get_running_loop().time() + _LAST_WORDS

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         loaded.result()
     if app.state.problem is not None:
         raise app.state.problem
-    return 0
+    return 130 if server.interrupted_again else 0
 
 
 def _log_config(level: str) -> dict[str, Any]:
