@@ -1,4 +1,6 @@
-"""Write the tables of README.md and docs/ from the results files, so that no figure is typed by hand.
+"""Write the tables of README.md and docs/ from the results files.
+
+Figures in tables are never typed by hand. Figures in the text between them are, and nothing checks them.
 
 A table stands between <!-- table: NAME --> and <!-- end table -->; NAME is one of TABLES below.
 """

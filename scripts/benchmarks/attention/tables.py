@@ -1,4 +1,4 @@
-"""Tables of docs/kernel.md about tree attention, and about other GPUs than the measured one."""
+"""Tables of docs/results/kernels.md about tree attention, and about other GPUs than the measured one."""
 
 from collections.abc import Sequence
 

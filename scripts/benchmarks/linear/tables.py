@@ -1,4 +1,4 @@
-"""Table of docs/kernel.md about few-row linear layers."""
+"""The table of linear layers with few input rows, which docs/linear_layers.md explains."""
 
 from itertools import product
 
