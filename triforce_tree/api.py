@@ -175,7 +175,7 @@ def custom_generate(
     seed: int | None = None,
     **options: Unpack[Options],
 ) -> Callable[..., Any]:
-    """A value for transformers' ``model.generate(input_ids, custom_generate=...)``.
+    """Returns a value for transformers' ``model.generate(input_ids, custom_generate=...)``.
 
     ``streamer``, ``tokenizer`` and ``stop_strings`` are given here, because transformers does not pass
     them on to a callable. ``drafter``, ``draft_tokenizer`` and ``options`` are those of :func:`load`.

@@ -212,12 +212,16 @@ class HierarchyConfig:
 
     @property
     def text_ranks(self) -> int:
-        """How many ranks split each text by position; 1 where "auto" was not decided, as in one process."""
+        """Returns how many ranks split each text by position; 1 where "auto" was not decided, as in one
+        process.
+        """
         return self.context_parallel if isinstance(self.context_parallel, int) else 1
 
     @property
     def shapes(self) -> tuple[str | Shape, ...]:
-        """The trees that passes may propose, ``tree`` first; ``tree`` alone where ``rounds`` is given."""
+        """Returns the trees that passes may propose, ``tree`` first; ``tree`` alone where ``rounds`` is
+        given.
+        """
         if self.rounds is not None or self.levels == 1:
             return self.trees[:1]
         # Passes of two levels verify matched tokens.
@@ -230,12 +234,12 @@ class HierarchyConfig:
 
     @property
     def chooses_levels(self) -> bool:
-        """Whether passes of two levels may take the place of those of three while decoding."""
+        """Returns whether passes of two levels may take the place of those of three while decoding."""
         return self.levels == "auto" and self.rounds is None
 
     @property
     def offloads(self) -> bool | str:
-        """Whether the full cache may live in host memory: True, False or "auto"."""
+        """Returns whether the full cache may live in host memory: True, False or "auto"."""
         if self.offload is None:
             bounded = self.gpu_memory is not None or self.host_memory is not None
             return self.offload_weights is True or ("auto" if bounded else False)
@@ -243,7 +247,7 @@ class HierarchyConfig:
 
     @property
     def streams(self) -> bool | str:
-        """Whether weights may live in host memory: True, False or "auto"."""
+        """Returns whether weights may live in host memory: True, False or "auto"."""
         return self.offload_weights if self.offloads else False
 
     @property

@@ -98,7 +98,7 @@ class Engine:
         self._hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
 
     def with_options(self, **options: Unpack[Options]) -> "Engine":
-        """An engine over the same models with other options (those of :func:`load`).
+        """Returns an engine over the same models with other options (those of :func:`load`).
 
         Raises:
             ValueError: impossible options; another ``offload_weights``; ``tree`` or ``lookup`` where the
@@ -118,24 +118,24 @@ class Engine:
         return other
 
     def with_drafter(self, drafter: Drafter | None) -> "Engine":
-        """An engine over the same target and options with another drafter; None: suffix matching."""
+        """Returns an engine over the same target and options with another drafter; None: suffix matching."""
         other = copy.copy(self)
         other._hierarchy = Hierarchy(self.target, drafter, self._config)
         return other
 
     @property
     def target(self) -> HFModel:
-        """The target: levels 1 and 2."""
+        """Returns the target: levels 1 and 2."""
         return self._hierarchy.target
 
     @property
     def draft(self) -> HFModel | None:
-        """The draft model; None for any other drafter."""
+        """Returns the draft model; None for any other drafter."""
         return self._hierarchy.draft
 
     @property
     def token_map(self) -> TokenMap | None:
-        """The draft model's token ids for the target's; None where these are the same."""
+        """Returns the draft model's token ids for the target's; None where these are the same."""
         return self._hierarchy.tokens
 
     @property
@@ -145,26 +145,26 @@ class Engine:
 
     @property
     def config(self) -> HierarchyConfig:
-        """The settings of the last generation, or before one those that were given."""
+        """Returns the settings of the last generation, or before one those that were given."""
         return self._hierarchy.config
 
     @property
     def memory(self) -> MemoryPlan | None:
-        """Where the last generation kept its KV slots; None if nothing may be offloaded."""
+        """Returns where the last generation kept its KV slots; None if nothing may be offloaded."""
         return self._hierarchy.memory
 
     @property
     def offloads(self) -> bool:
-        """Whether the last generation kept its KV slots in host memory."""
+        """Returns whether the last generation kept its KV slots in host memory."""
         return self._hierarchy.offloads
 
     @property
     def last_program(self) -> DecodingProgram | None:
-        """The buffers and stages of the last generation, as long as they are kept."""
+        """Returns the buffers and stages of the last generation, as long as they are kept."""
         return self._hierarchy.last_program
 
     def levels(self, prompt_tokens: int) -> int:
-        """How many levels a prompt of this length gets."""
+        """Returns how many levels a prompt of this length gets."""
         return self._hierarchy.levels(prompt_tokens)
 
     def release(self) -> None:
@@ -172,25 +172,31 @@ class Engine:
         self._hierarchy.release()
 
     def generation(self) -> AbstractContextManager[None]:
-        """A context in which this thread alone generates with these models, in their present state."""
+        """Returns a context in which this thread alone generates with these models, in their present
+        state.
+        """
         return self._hierarchy.generation()
 
     def active(self) -> AbstractContextManager[None]:
-        """A context in which both models can compute, for one thread at a time."""
+        """Returns a context in which both models can compute, for one thread at a time."""
         return self._hierarchy.active()
 
     def session(self, document: Inputs | None = None, *, reserve: int = RESERVE) -> Session:
-        """A text or a conversation of which each call prefills the new tokens alone: see :class:`Session`."""
+        """Returns a text or a conversation of which each call prefills the new tokens alone: see
+        :class:`Session`.
+        """
         return Session(self, document, reserve)
 
     def load_session(self, folder: str | Path, *, reserve: int = RESERVE) -> Session:
-        """A session that :meth:`Session.save` wrote; see :meth:`Session.load`."""
+        """Returns a session that :meth:`Session.save` wrote; see :meth:`Session.load`."""
         return Session.load(self, Path(folder), reserve)
 
     tree = tree_of
 
     def in_session(self, tokens: int) -> "Engine":
-        """The same engine over the same buffers, made for so many tokens, which keeps all they hold."""
+        """Returns the same engine over the same buffers, made for so many tokens, which keeps all they
+        hold.
+        """
         other = copy.copy(self)
         other._in_session, other._capacity = True, min(tokens, self.target.max_positions or tokens)
         return other
@@ -208,7 +214,8 @@ class Engine:
                 self.target.streamed.close()
 
     def memory_plan(self, prompt_tokens: int, new_tokens: int) -> MemoryPlan | None:
-        """Where a generation of such a prompt would keep its KV slots; None unless they may be offloaded.
+        """Returns where a generation of such a prompt would keep its KV slots; None unless they may be
+        offloaded.
 
         Raises:
             ValueError: memory is short, or what would have to be offloaded cannot be; less than a token.
@@ -233,7 +240,7 @@ class Engine:
     def program(
         self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None
     ) -> Iterator[DecodingProgram]:
-        """A context with the buffers and stages that :meth:`generate` would run for these prompts.
+        """Returns a context with the buffers and stages that :meth:`generate` would run for these prompts.
 
         Args:
             to_probs: logits to distributions, for the stages; None where only forwards are run.
@@ -339,7 +346,8 @@ class Engine:
         return joined(outputs, ids, request.pad_token)
 
     def runner(self, how: RunOptions) -> Callable[..., GenerateOutput | None]:
-        """The ``custom_generate`` callable, which transformers' ``generate`` runs after its preparation.
+        """Returns the ``custom_generate`` callable, which transformers' ``generate`` runs after its
+        preparation.
 
         It returns None where the sequences must be decoded one by one; a single one need not be.
         """
@@ -422,5 +430,5 @@ class Engine:
 
 
 def kept_on(hierarchy: Hierarchy, input_ids: Tensor) -> torch.device:
-    """Where logits, scores and log-probabilities are kept."""
+    """Returns where logits, scores and log-probabilities are kept."""
     return torch.device("cpu") if hierarchy.offloads else input_ids.device

@@ -44,7 +44,7 @@ class Job:
     progress: Progress | None = None
 
     def sampling(self, engine: Engine) -> dict[str, Any]:
-        """Options of ``generate``: temperature alone, and no early end."""
+        """Returns options of ``generate``: temperature alone, and no early end."""
         options: dict[str, Any] = {"max_new_tokens": self.new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             options |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
@@ -160,6 +160,6 @@ BASELINES = frozenset({"transformers-static", "transformers-dynamic", "transform
 
 
 def usable_methods(engine: Engine) -> list[str]:
-    """The usual methods, or without a draft model of the target's vocabulary those that need none."""
+    """Returns the usual methods, or without a draft model of the target's vocabulary those that need none."""
     assists = engine.draft is not None and engine.token_map is None
     return [n for n in METHODS if assists or n != "transformers-assistant"]

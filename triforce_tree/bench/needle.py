@@ -63,7 +63,7 @@ class Haystack:
         self.ids = surrounding(tokenizer, text, longest, "needle")
 
     def needle(self, length: int, depth: float, trial: int, seed: int = 0) -> Needle:
-        """A prompt of ``length`` tokens with its needle at ``depth`` (0 the start, 1 the end)."""
+        """Returns a prompt of ``length`` tokens with its needle at ``depth`` (0 the start, 1 the end)."""
         draw = random.Random(f"{seed}/{length}/{depth}/{trial}")
         name = draw.choice(planted.names())
         number = "".join(draw.choices("0123456789", k=planted.DIGITS))
@@ -82,7 +82,7 @@ class Haystack:
 
 
 def found(answer: Answer, needle: Needle, stop: StoppingCriteria | None, progress: Progress | None) -> bool:
-    """Whether greedy decoding begins its answer with exactly the number."""
+    """Returns whether greedy decoding begins its answer with exactly the number."""
     return answer(needle.prompt, ANSWER_TOKENS, stop, progress).strip().startswith(needle.number)
 
 

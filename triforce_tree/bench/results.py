@@ -58,7 +58,7 @@ class Records:
             self._append(self.path, {"settings": self.settings, **about})
 
     def find(self, **key: Any) -> Record | None:
-        """The record with these values, or None."""
+        """Returns the record with these values, or None."""
         return next((r for r in self.all if all(r.get(k) == v for k, v in key.items())), None)
 
     def add(self, record: Record) -> None:
@@ -130,7 +130,7 @@ class Series:
 
 
 def read(path: str | Path) -> Records:
-    """A results file to look at: nothing is written to it.
+    """Returns a results file to look at: nothing is written to it.
 
     Raises:
         ValueError: it is no results file.
@@ -143,7 +143,7 @@ def read(path: str | Path) -> Records:
 
 
 def _read_lines(path: Path) -> tuple[Record, list[Record], int]:
-    """The first line, the others, and the bytes of all that are complete."""
+    """Returns the first line, the others, and the bytes of all that are complete."""
     try:
         whole, _, _ = path.read_text(encoding="utf-8-sig").rpartition("\n")
         head, *rest = [json.loads(line) for line in whole.splitlines()]
@@ -178,7 +178,9 @@ def _program() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the source tree that this package runs from, with "+" if files were changed since."""
+    """Returns the commit of the source tree that this package runs from, with "+" if files were changed
+    since.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -75,7 +75,9 @@ def measure(
 
 
 def _warm_up(engine: Engine, method: str, job: Job) -> Job:
-    """A short generation; on a GPU transformers' static decoding compiles for the size of its cache."""
+    """Returns a short generation; on a GPU transformers' static decoding compiles for the size of its
+    cache.
+    """
     if method in COMPILED and engine.target.device.type == "cuda":
         return job
     return replace(job, prompt=job.prompt[:WARM_UP_PROMPT], new_tokens=WARM_UP_TOKENS)

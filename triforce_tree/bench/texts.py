@@ -67,7 +67,7 @@ def dataset_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
 
 
 def surrounding(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int, what: str) -> list[int]:
-    """Ids of a text, repeated where it is short, to cut prompts of up to ``longest`` tokens from.
+    """Returns ids of a text, repeated where it is short, to cut prompts of up to ``longest`` tokens from.
 
     Args:
         what: is planted into them.
@@ -82,7 +82,7 @@ def surrounding(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int, w
 
 
 def token_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Ids of a text of any length, without the warning that it exceeds the model."""
+    """Returns ids of a text of any length, without the warning that it exceeds the model."""
     # Imported here: the command line reads texts before torch is imported.
     from triforce_tree.generation.chat import encoded
 

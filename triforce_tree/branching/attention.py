@@ -49,7 +49,9 @@ class BlockAttention:
             plan.prepare(layout.segments, pages)
 
     def __call__(self, heads: Heads, q: Tensor, kv: KV, params: AttentionParams) -> Tensor:
-        """The output ``[T, H_q, D_v]`` of queries ``[T, H_q, D]`` over pages ``[pages, H_kv, page, D]``."""
+        """Returns the output ``[T, H_q, D_v]`` of queries ``[T, H_q, D]`` over pages ``[pages, H_kv, page,
+        D]``.
+        """
         from triforce_tree.kernels.attention.blocks import launch
 
         return launch.run(
@@ -149,13 +151,13 @@ class PathSlots:
             attention.begin()
 
     def _seen(self, position: int) -> int:
-        """How many positions a query at this one sees."""
+        """Returns how many positions a query at this one sees."""
         if self._window is None:
             return position + 1
         return 1 + (position % self._window if self._chunked else min(position, self._window - 1))
 
     def __call__(self, heads: Heads, q: Tensor, kv: KV, params: AttentionParams) -> Tensor:
-        """As of :class:`BlockAttention`."""
+        """Returns as of :class:`BlockAttention`."""
         keys, values = (pages.transpose(1, 2).flatten(0, 1)[:, :, None] for pages in (kv.k, kv.v))
         # The table has what a window shows alone.
         return self._attentions[heads].run(q, KV(keys, values, self._table), params)
@@ -164,7 +166,9 @@ class PathSlots:
 def attention_of(
     heads: Iterable[Heads], pool: KVPool, queries: int, segments: int, owners: int, tail: int
 ) -> BlockAttention | NodeAttention | PathSlots:
-    """As the backend of the pool's store attends to texts; arguments as of :class:`BlockAttention`."""
+    """Returns as the backend of the pool's store attends to texts; arguments as of
+    :class:`BlockAttention`.
+    """
     match pool.store.attention.can.texts:
         case "blocks":
             return BlockAttention(heads, pool, queries, segments, owners, tail)

@@ -46,7 +46,9 @@ class Leaf:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether a forward after its next token, whatever it is, may be needed and can be computed now."""
+        """Returns whether a forward after its next token, whatever it is, may be needed and can be computed
+        now.
+        """
         return self.to_probs.context_free and len(self.new) + 1 < self.ending.max_new_tokens
 
     def add(self, token: int, logprob: float) -> None:

@@ -83,7 +83,7 @@ class _Buffers:
         self._run = executor([Step(self._forward, capturable)], device)
 
     def __call__(self, layout: Layout, tokens: Tensor | None = None) -> Tensor:
-        """Logits ``[T, V]`` of the layout's queries, until the next forward.
+        """Returns logits ``[T, V]`` of the layout's queries, until the next forward.
 
         Args:
             tokens: int64 ``[T]`` on the device, of the queries; by default those that the nodes have.
@@ -143,7 +143,7 @@ class Ahead:
         self._layout: Layout | None = None
 
     def layout(self, feeds: Sequence[Feed]) -> Layout:
-        """The layout of these feeds, which may be the one that was made ahead."""
+        """Returns the layout of these feeds, which may be the one that was made ahead."""
         if self._layout is not None and self._feeds == list(feeds):
             return self._layout
         return arranged(feeds)
@@ -175,7 +175,7 @@ class TreeForward:
         ahead: Ahead | None = None,
         tokens: Tensor | None = None,
     ) -> Tensor:
-        """Logits ``[T, V]`` of all tokens of the feeds, in the feeds' order.
+        """Returns logits ``[T, V]`` of all tokens of the feeds, in the feeds' order.
 
         Rows that are not stored yet are stored in the nodes' pages, which must be there. The logits hold
         until the next call.

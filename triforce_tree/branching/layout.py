@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
 
 def arranged(feeds: Sequence[Feed]) -> Layout:
-    """The layout of a forward. At most one feed a node.
+    """Returns the layout of a forward. At most one feed a node.
 
     A token sees all tokens of the nodes before its own, those of this forward too, and those of its own node
     up to itself.
@@ -84,7 +84,9 @@ def arranged(feeds: Sequence[Feed]) -> Layout:
 
 
 def _segments(number: int, tokens: int, own: Feed | None, first: int, stop: int) -> list[Segment]:
-    """The segments of a node: ``tokens`` for queries ``first`` to ``stop``, of which the first are its."""
+    """Returns the segments of a node: ``tokens`` for queries ``first`` to ``stop``, of which the first are
+    its.
+    """
     count = 0 if own is None else own.size
     if own is not None and count == 1 and own.stop == tokens:
         count = 0  # Its only query sees what those below it see.

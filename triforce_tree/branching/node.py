@@ -39,17 +39,17 @@ class Node:
 
     @property
     def stop(self) -> int:
-        """Tokens of the whole text up to the node's end."""
+        """Returns tokens of the whole text up to the node's end."""
         return self.start + len(self.tokens)
 
     @property
     def path(self) -> "list[Node]":
-        """The nodes from the root to this one."""
+        """Returns the nodes from the root to this one."""
         return [*self._upwards()][::-1]
 
     @property
     def text_tokens(self) -> list[int]:
-        """Token ids of the whole text up to the node's end."""
+        """Returns token ids of the whole text up to the node's end."""
         return [token for node in self.path for token in node.tokens]
 
     def _upwards(self) -> "Iterator[Node]":
@@ -60,7 +60,9 @@ class Node:
 
     @property
     def tip(self) -> "Node":
-        """The nearest of this node and those before it that has tokens: its last one precedes what comes."""
+        """Returns the nearest of this node and those before it that has tokens: its last one precedes what
+        comes.
+        """
         return next(node for node in self._upwards() if node.tokens)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float | None] | None = None) -> None:
@@ -69,13 +71,13 @@ class Node:
         self.logprobs += [None] * len(tokens) if logprobs is None else logprobs
 
     def slots(self, first: int, stop: int, page: int) -> np.ndarray:
-        """The slots of own tokens ``first`` to ``stop``, in pages of so many slots; int64."""
+        """Returns the slots of own tokens ``first`` to ``stop``, in pages of so many slots; int64."""
         tokens = np.arange(first, stop)
         pages = np.asarray(self.pages, dtype=np.int64)
         return pages[tokens // page] * page + tokens % page
 
     def path_slots(self, stop: int, count: int, page: int) -> np.ndarray:
-        """The slots of the last ``count`` tokens before own token ``stop``, oldest first."""
+        """Returns the slots of the last ``count`` tokens before own token ``stop``, oldest first."""
         parts: list[np.ndarray] = []
         for node in self._upwards():
             end = stop if node is self else len(node.tokens)

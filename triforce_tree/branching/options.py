@@ -128,7 +128,7 @@ class Given:
 def given_prompts(
     engine: LoadedEngine, inputs: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Given, dict[str, Any]]:
-    """The prompts, and all other keywords of :meth:`Engine.generate` without those of ``SEVERAL``.
+    """Returns the prompts, and all other keywords of :meth:`Engine.generate` without those of ``SEVERAL``.
 
     Raises:
         ValueError: as of :meth:`Engine.generate`.
@@ -169,13 +169,14 @@ class Draws:
         self._generator = np.random.Generator(np.random.PCG64(derived(seed, Stream.ROW, number)))
 
     def next(self) -> float:
-        """The next one, in [0, 1)."""
+        """Returns the next one, in [0, 1)."""
         # The largest double below 1 times a sum may round to the sum.
         return min(self._generator.random(), 1 - 2.0**-40)
 
 
 def drawn(scores: Tensor, draws: Sequence[Draws] | None) -> Tensor:
-    """One token for each row of processed logits, fp32 ``[N, V]``: the most probable without ``draws``.
+    """Returns one token for each row of processed logits, fp32 ``[N, V]``: the most probable without
+    ``draws``.
 
     Returns:
         int64 ``[N]``, on the scores' device.

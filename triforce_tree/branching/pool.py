@@ -91,7 +91,7 @@ class KVPool:
         return found
 
     def _run(self, count: int) -> int:
-        """The first of ``count`` consecutive free pages; -1 where there are none."""
+        """Returns the first of ``count`` consecutive free pages; -1 where there are none."""
         edges = np.flatnonzero(np.diff(self._free, prepend=False, append=False)).reshape(-1, 2)
         long = edges[edges[:, 1] - edges[:, 0] >= count]
         return int(long[0, 0]) if len(long) else -1
@@ -109,5 +109,5 @@ class KVPool:
 
 
 def slot_bytes(target: HFModel) -> int:
-    """Bytes of one token's keys and values in all layers."""
+    """Returns bytes of one token's keys and values in all layers."""
     return sum(shape.elements for shape in target.kv_shapes) * target.dtype.itemsize

@@ -53,7 +53,7 @@ class NodeCache(PromptCache):
 
 
 def _selection(slots: np.ndarray, device: torch.device) -> slice | Tensor:
-    """The slots as an index, without a copy of what it selects where they are consecutive."""
+    """Returns the slots as an index, without a copy of what it selects where they are consecutive."""
     if len(slots) and slots[-1] - slots[0] == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return torch.from_numpy(slots).to(device)
@@ -118,7 +118,7 @@ class TreeSlots:
         self.logits(feeds)
 
     def logits(self, feeds: Sequence[Feed], ahead: Ahead | None = None) -> Tensor:
-        """Logits ``[T, V]`` after each token of the feeds, until the next call.
+        """Returns logits ``[T, V]`` after each token of the feeds, until the next call.
 
         Tokens that are not stored yet are stored, in pages that the nodes own. At most ``MOST_QUERIES`` are
         fed, and one run of a node. ``ahead``: see :class:`Ahead`.
@@ -128,7 +128,7 @@ class TreeSlots:
     def last_logits(
         self, tips: Sequence[Node], ahead: Ahead | None = None
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Logits after the last tokens of nodes, all of whose earlier tokens are stored.
+        """Returns logits after the last tokens of nodes, all of whose earlier tokens are stored.
 
         Args:
             ahead: of calls for the same nodes, which may become fewer, with one token more each time.
@@ -149,7 +149,7 @@ class TreeSlots:
             yield numbers, logits[[place[tips[number]] for number in numbers]]
 
     def next_logits(self, nodes: Sequence[Node], tokens: Tensor, ahead: Ahead) -> Tensor:
-        """Logits ``[N, V]`` after one more token of each node, all of whose own tokens are stored.
+        """Returns logits ``[N, V]`` after one more token of each node, all of whose own tokens are stored.
 
         The nodes do not have these tokens yet: they may be unknown to the host. They are stored, which
         :meth:`add_stored` says once the nodes have them.
@@ -200,7 +200,7 @@ class TreeSlots:
 
 
 def needs_before(leaves: Sequence[Node]) -> dict[Node, int]:
-    """How many tokens of each node, parents first, the last tokens of the leaves' texts depend on.
+    """Returns how many tokens of each node, parents first, the last tokens of the leaves' texts depend on.
 
     All but last tokens, and those too where another leaf's text goes on after them.
     """

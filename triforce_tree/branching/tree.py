@@ -119,7 +119,8 @@ class TextTree:
         return children
 
     def extend(self, node: Node, tokens: str | Sequence[int]) -> Node:
-        """Append tokens, or a text without special tokens, to a node without children; return the node.
+        """Returns append tokens, or a text without special tokens, to a node without children; return the
+        node.
 
         Raises:
             ValueError: it has children, or a token is not in the vocabulary.
@@ -219,7 +220,7 @@ class TextTree:
         self._slots.release(node)
 
     def text(self, node: Node) -> str:
-        """The whole text up to a node's end, without special tokens.
+        """Returns the whole text up to a node's end, without special tokens.
 
         Raises:
             ValueError: there is no tokenizer.
@@ -231,7 +232,7 @@ class TextTree:
 
     @property
     def leaves(self) -> list[Node]:
-        """The nodes without children, in depth-first order."""
+        """Returns the nodes without children, in depth-first order."""
         found, stack = [], [self.root]
         while stack:
             node = stack.pop()

@@ -56,7 +56,7 @@ class Comparison:
 
     @property
     def first_difference(self) -> int | None:
-        """The first new token, counted from 0, that differs."""
+        """Returns the first new token, counted from 0, that differs."""
         return (
             None
             if self.identical in (True, None)
@@ -126,7 +126,9 @@ def judged(
     baseline: Sequence[int],
     to_scores: ProbsFromLogits | None = None,
 ) -> Difference | None:
-    """The first difference of two texts; None where there is none, and where memory was short for judging."""
+    """Returns the first difference of two texts; None where there is none, and where memory was short for
+    judging.
+    """
     try:
         return first_difference(engine, prompt, ours, baseline, to_scores)
     except torch.OutOfMemoryError:
@@ -134,7 +136,7 @@ def judged(
 
 
 def summary(out: GenerateOutput, comparison: Comparison | None = None) -> dict[str, Any]:
-    """A generation as a JSON object."""
+    """Returns a generation as a JSON object."""
     result: dict[str, Any] = {
         "prompt_tokens": out.sequences.shape[1] - token_count(out),
         "reused_tokens": out.reused_tokens,

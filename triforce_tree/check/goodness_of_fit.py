@@ -11,7 +11,7 @@ LEAST_EXPECTED = 5.0  # draws in each bin, the usual rule for chi-square
 
 
 def chi_square(counts: Counter[int], probs: Tensor) -> tuple[float, int]:
-    """(statistic, degrees of freedom) of draws against probs ``[V]``; rare tokens share bins."""
+    """Returns (statistic, degrees of freedom) of draws against probs ``[V]``; rare tokens share bins."""
     draws = sum(counts.values())
     probabilities, tokens = (probs.double() / probs.double().sum()).cpu().sort()
     left = (1 - probabilities.cumsum(0)) * draws
@@ -37,7 +37,7 @@ def chi_square_p(statistic: float, freedom: int) -> float:
 
 
 def detectable(draws: int, freedom: int, significance: float) -> float:
-    """The least total variation distance that a chi-square test finds nine times in ten.
+    """Returns the least total variation distance that a chi-square test finds nine times in ten.
 
     A distribution at distance d gives the statistic a noncentrality of at least 4 d^2 for each draw
     (Cauchy-Schwarz); the noncentral chi-square is taken as normal, with mean f + n and variance 2 (f + 2 n).
@@ -63,7 +63,7 @@ def detectable(draws: int, freedom: int, significance: float) -> float:
 
 
 def shift(counts: Counter[int], probs: Tensor, draft: Tensor) -> tuple[float, float]:
-    """The shift of draws towards the draft, and its variance if they follow ``probs``.
+    """Returns the shift of draws towards the draft, and its variance if they follow ``probs``.
 
     Each draw x is weighted by min(1, q(x) / p(x)), the probability with which a verifier accepts it from the
     draft: a wrong residual, or an acceptance that is too likely, emits more tokens of large weight.
@@ -86,7 +86,7 @@ def shift(counts: Counter[int], probs: Tensor, draft: Tensor) -> tuple[float, fl
 
 
 def shift_p(parts: Sequence[tuple[float, float]]) -> float:
-    """An upper bound of the two-sided p-value of a sum of shifts.
+    """Returns an upper bound of the two-sided p-value of a sum of shifts.
 
     Bennett's inequality: unlike a normal approximation it holds for any number of draws, also where nearly
     all weights are equal.

@@ -115,7 +115,9 @@ class Sampling:
 
     @property
     def detectable(self) -> float:
-        """The total variation distance from which on the chi-square test alone finds nine errors in ten."""
+        """Returns the total variation distance from which on the chi-square test alone finds nine errors in
+        ten.
+        """
         return detectable(self.draws * self.contexts, self.bins, SIGNIFICANCE)
 
 
@@ -304,7 +306,9 @@ def _first_tokens(
 
 
 def _root_draft(tree: TokenTree, vocabulary: int) -> Tensor:
-    """The distribution ``[V]`` that the root's children were drawn from; 1 at each deterministic child."""
+    """Returns the distribution ``[V]`` that the root's children were drawn from; 1 at each deterministic
+    child.
+    """
     row = int(tree.probs_rows[0, 0])
     if row >= 0:
         return tree.probs[0, row].clone()
@@ -314,18 +318,18 @@ def _root_draft(tree: TokenTree, vocabulary: int) -> Tensor:
 
 
 def _emits_refused(tree: TokenTree, acceptance: Acceptance) -> bool:
-    """Whether the token after the accepted path is one of the children that were refused there."""
+    """Returns whether the token after the accepted path is one of the children that were refused there."""
     last = int(acceptance.counts[0]) - 1
     return bool((_children(tree, int(acceptance.path[0, last])) == acceptance.emitted[0, last]).any())
 
 
 def _children(tree: TokenTree, node: int) -> Tensor:
-    """Tokens of a node's children, int64 ``[n]``."""
+    """Returns tokens of a node's children, int64 ``[n]``."""
     return tree.tokens[0, (tree.parents[0] == node) & (tree.tokens[0] >= 0)]
 
 
 def uncertain_contexts(engine: Engine, tokens: Sequence[int], count: int) -> list[list[int]]:
-    """The ``count`` prefixes of a text after which the target's next-token entropy is largest.
+    """Returns the ``count`` prefixes of a text after which the target's next-token entropy is largest.
 
     A test of distributions that are almost deterministic would find nothing wrong. Only the text's last
     positions, at most half of it, are considered.

@@ -69,7 +69,7 @@ def forced_passes(
     to_probs: ProbsFromLogits,
     generator: torch.Generator | None = None,
 ) -> Iterator[LevelProbs]:
-    """The same in a program of three levels that holds the first ``at`` tokens of the text.
+    """Returns the same in a program of three levels that holds the first ``at`` tokens of the text.
 
     Args:
         generator: of the drafter's draws; None leaves the drafter out.

@@ -32,14 +32,16 @@ class RoundedCache(DynamicCache):
 
 
 def own_cache(engine: Engine) -> DynamicCache | None:
-    """An empty cache for forwards of the target by transformers; None for the one that it makes itself."""
+    """Returns an empty cache for forwards of the target by transformers; None for the one that it makes
+    itself.
+    """
     if engine.config.kv_bits == 16:
         return None
     return RoundedCache(config=engine.target.model.config.get_text_config(decoder=True))
 
 
 def last_logits(engine: Engine, tokens: Sequence[int]) -> Tensor:
-    """fp32 ``[V]`` after the last token, by the target's own forward of it alone."""
+    """Returns fp32 ``[V]`` after the last token, by the target's own forward of it alone."""
     model: Any = engine.target.model
     with torch.no_grad():
         cache = prefilled(engine, tokens[:-1])
@@ -49,7 +51,7 @@ def last_logits(engine: Engine, tokens: Sequence[int]) -> Tensor:
 
 
 def as_ids(model: Any, tokens: Sequence[int]) -> Tensor:
-    """int64 ``[1, L]`` on the model's device."""
+    """Returns int64 ``[1, L]`` on the model's device."""
     return torch.tensor([list(tokens)], device=model.device)
 
 
@@ -69,7 +71,7 @@ def prefilled(engine: Engine, tokens: Sequence[int]) -> Any:
 def own_decoding(
     engine: Engine, prompt: Sequence[int], new_tokens: int, stop: StoppingCriteriaList | None
 ) -> list[int]:
-    """The new tokens of greedy decoding by transformers."""
+    """Returns the new tokens of greedy decoding by transformers."""
     model: Any = engine.target.model
     ids, cache = as_ids(model, prompt), own_cache(engine)
     out = model.generate(
@@ -85,7 +87,8 @@ def own_decoding(
 
 
 def greedy_scores(engine: Engine, prompt: Sequence[int], new_tokens: int, **options: Any) -> ProbsFromLogits:
-    """Logits to the scores whose largest a greedy generation takes, by processors that transformers makes.
+    """Returns logits to the scores whose largest a greedy generation takes, by processors that transformers
+    makes.
 
     Args:
         options: of :meth:`Engine.generate`; without any, the model's ``generation_config`` decides alone.
@@ -109,7 +112,9 @@ def greedy_scores(engine: Engine, prompt: Sequence[int], new_tokens: int, **opti
 
 
 def last_position_logits(engine: Engine, tokens: Sequence[int], positions: int) -> Tensor:
-    """fp32 ``[positions, V]`` of the last tokens, by one forward of transformers' over all of them."""
+    """Returns fp32 ``[positions, V]`` of the last tokens, by one forward of transformers' over all of
+    them.
+    """
     model: Any = engine.target.model
     cache = own_cache(engine)
     how = {"use_cache": False} if cache is None else {CACHE: cache}

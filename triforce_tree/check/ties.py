@@ -69,7 +69,7 @@ def first_difference(
 
 
 def scores_after(to_scores: ProbsFromLogits, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """The scores fp32 ``[V]`` of the token after ``tokens``, of its logits ``[V]``."""
+    """Returns the scores fp32 ``[V]`` of the token after ``tokens``, of its logits ``[V]``."""
     return to_scores.scores(logits[None], lambda: [tokens])[0]
 
 
@@ -101,7 +101,9 @@ def forward_noise(engine: Engine, tokens: Sequence[int], to_scores: ProbsFromLog
 
 
 def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> Tensor:
-    """``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the engine's level 2."""
+    """Returns ``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the engine's
+    level 2.
+    """
     with engine.program([list(prompt)], len(more) + 1, None) as program:
         program.prefill([prompt])
         return target_logits(program, [prompt[-1], *more])

@@ -134,7 +134,7 @@ def _greedy(
 
 
 def _levels(args: argparse.Namespace, engine: Engine) -> list[int]:
-    """The numbers of levels to check: all that ``auto`` may choose."""
+    """Returns the numbers of levels to check: all that ``auto`` may choose."""
     if args.levels != "auto":
         return [args.levels]
     return [2] if engine.target.states is not None else [2, 3]

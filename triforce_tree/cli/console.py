@@ -59,12 +59,14 @@ class _Console(Console):
 
 
 def screen() -> Console:
-    """The console of progress and notes, on stderr; quiet on all ranks but the first."""
+    """Returns the console of progress and notes, on stderr; quiet on all ranks but the first."""
     return _Console(stderr=True)
 
 
 def results(args: argparse.Namespace) -> Console:
-    """The console of a command's results, on stdout; with ``--json``, which stdout is for, on stderr."""
+    """Returns the console of a command's results, on stdout; with ``--json``, which stdout is for, on
+    stderr.
+    """
     if not args.json:
         with suppress(AttributeError):
             # Tokens may be characters that the encoding of a redirected stdout lacks.
@@ -112,7 +114,9 @@ class _Bar(Progress):
 
 
 def bar(unit: str, every: float = 10.0) -> Progress:
-    """A progress bar on stderr; where that is no terminal, lines ``every`` so many seconds and at the end."""
+    """Returns a progress bar on stderr; where that is no terminal, lines ``every`` so many seconds and at the
+    end.
+    """
     return _Bar(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -315,13 +319,13 @@ class LevelText:
 
 
 def encodable(text: str) -> str:
-    """The text with "?" for each character that stdout cannot encode."""
+    """Returns the text with "?" for each character that stdout cannot encode."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
 
 def levels_table(levels: Sequence[LevelStats]) -> Table:
-    """A table of the statistics of each level, level 0 first."""
+    """Returns a table of the statistics of each level, level 0 first."""
     columns = ("level", "passes", "proposed", "accepted", "rate", "emitted", "per pass", "seconds")
     return plain_table(
         "what each level did",
@@ -343,7 +347,7 @@ def levels_table(levels: Sequence[LevelStats]) -> Table:
 
 
 def memory_table(plan: MemoryPlan) -> Table:
-    """The memory map of a plan, and the settings chosen for it."""
+    """Returns the memory map of a plan, and the settings chosen for it."""
     rows = [(f"device: {name}", f"{size / GIB:.2f}") for name, size in plan.device.items() if size]
     rows += [(f"host: {name}", f"{size / GIB:.2f}") for name, size in plan.host.items() if size]
     own = plan.config
@@ -388,7 +392,7 @@ def _least_width(table: Table, console: Console, options: ConsoleOptions) -> int
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column is text and whose others are figures."""
+    """Returns a table whose first column is text and whose others are figures."""
     table = _FittingTable(
         title=title,
         title_justify="left",

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompt(engine: Engine, args: argparse.Namespace, fact: list[int]) -> list[int]:
-    """A part of the help topics with the fact in it."""
+    """Returns a part of the help topics with the fact in it."""
     assert engine.tokenizer is not None
     text, count = pydoc_text(), args.prompt_tokens
     if args.start is None and (passage := _PASSAGE.search(text)):
@@ -143,7 +143,7 @@ def _prompt(engine: Engine, args: argparse.Namespace, fact: list[int]) -> list[i
 
 
 def _answer(engine: Engine, program: DecodingProgram, prompt: list[int], interrupt: Interrupt) -> str:
-    """The greedy answer to a question at the end of a prompt, by all levels."""
+    """Returns the greedy answer to a question at the end of a prompt, by all levels."""
     assert engine.tokenizer is not None
     loop = DecodingLoop.over(program, ProbsFromLogits.at(0.0), 0, repeatable=True)
     sequence = Sequence(prompt, Ending(ANSWER_TOKENS, _stop_tokens(engine)))

@@ -185,7 +185,7 @@ def _device(name: str | None) -> None:
 
 
 def _torch_without_cuda() -> str | None:
-    """The version of a torch that is built without CUDA; None for others, or where it is unknown."""
+    """Returns the version of a torch that is built without CUDA; None for others, or where it is unknown."""
     found = importlib.util.find_spec("torch")
     places = list(found.submodule_search_locations or ()) if found is not None else []
     path = Path(places[0]) / "version.py" if places else None
@@ -206,7 +206,7 @@ def _torch_without_cuda() -> str | None:
 
 
 def _model_positions(args: argparse.Namespace) -> int | None:
-    """At least the positions of the target; None where its small files do not tell them."""
+    """Returns at least the positions of the target; None where its small files do not tell them."""
     source = gguf_header.gguf_path(_target(args), args.gguf_file)
     if gguf_header.is_gguf(source):
         return gguf_header.named_positions(Path(source))
@@ -284,7 +284,7 @@ def _counter(args: argparse.Namespace) -> Callable[[str], int] | None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that has the address; until it listens, clients are refused and do not wait."""
+    """Returns a socket that has the address; until it listens, clients are refused and do not wait."""
     found = None
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -303,6 +303,6 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def no_listening(host: str, port: int, error: Exception) -> ValueError:
-    """The error about an address that cannot be had."""
+    """Returns the error about an address that cannot be had."""
     reason = getattr(error, "strerror", None) or str(error)
     return ValueError(f"the server cannot listen at {host}:{port} ({reason}); give another --port or --host")

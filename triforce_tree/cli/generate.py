@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 def _several(
     args: argparse.Namespace, engine: Engine, prompt: list[int], seed: int, sampling: dict[str, Any]
 ) -> int:
-    """Several texts of one prompt: to stdout, each after a line on the screen that numbers it."""
+    """Returns several texts of one prompt: to stdout, each after a line on the screen that numbers it."""
     more = {"num_beams": args.num_beams, "num_return_sequences": args.num_return_sequences}
     if args.length_penalty is not None:
         more["length_penalty"] = args.length_penalty
@@ -117,14 +117,16 @@ def _several(
 
 
 def reused(out: GenerateOutput) -> str:
-    """How many tokens of the prompt an earlier call had prefilled, in words; nothing where there are none."""
+    """Returns how many tokens of the prompt an earlier call had prefilled, in words; nothing where there are
+    none.
+    """
     return f" ({out.reused_tokens:,} of them kept)" if out.reused_tokens else ""
 
 
 def generate(
     engine: Engine, prompt: list[int], interrupt: Interrupt, *, show: bool, **more: Any
 ) -> GenerateOutput:
-    """One generation with progress bars and Ctrl-C handling, its text shown or not."""
+    """Returns one generation with progress bars and Ctrl-C handling, its text shown or not."""
     assert engine.tokenizer is not None
     plan = engine.memory_plan(len(prompt), more["max_new_tokens"])
     if plan is not None:

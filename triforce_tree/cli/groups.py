@@ -29,7 +29,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def add_parser(
     subparsers: Any, name: str, module: str, summary: str, early: str | None = None
 ) -> argparse.ArgumentParser:
-    """A command.
+    """Returns a command.
 
     Args:
         module: its ``run(args)`` carries the command out.
@@ -47,7 +47,7 @@ def add_parser(
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of ``load`` that were given, those of ``--advanced`` among them."""
+    """Returns the options of ``load`` that were given, those of ``--advanced`` among them."""
     return {**{name: getattr(args, name) for name in SHOWN if name in args.given}, **args.advanced}
 
 

@@ -23,7 +23,7 @@ from triforce_tree.runtime.devices import device_of
 
 
 def engine_of(args: argparse.Namespace, prompt: Prompt | None = None, new_tokens: int = 0) -> Engine:
-    """The engine that the options describe.
+    """Returns the engine that the options describe.
 
     Args:
         prompt: what it will continue by so many new tokens: refused, where it is too long, before weights are

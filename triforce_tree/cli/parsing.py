@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, but what is not known is an error of the command that it was given to."""
+        """Returns as argparse's, but what is not known is an error of the command that it was given to."""
         found, left = super().parse_known_args(args, namespace)
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}{self._instead_of(left[0])}")

@@ -18,7 +18,7 @@ Prompt = str | list[dict[str, Any]]
 
 
 def prompt_of(args: argparse.Namespace) -> Prompt:
-    """A text to continue, or the messages of a chat to answer, whose contents are not checked here.
+    """Returns a text to continue, or the messages of a chat to answer, whose contents are not checked here.
 
     Raises:
         ValueError: options that contradict each other; an empty text, or no messages in the file.
@@ -67,7 +67,7 @@ def _exists(path: str) -> bool:
 
 
 def characters(prompt: Prompt) -> str:
-    """The text in a prompt, without the template of a chat."""
+    """Returns the text in a prompt, without the template of a chat."""
     if isinstance(prompt, str):
         return prompt
     parts = []

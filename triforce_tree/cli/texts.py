@@ -9,7 +9,7 @@ from triforce_tree.runtime.files.text_files import read_text
 
 
 def documents(args: argparse.Namespace) -> tuple[str, Iterable[str]]:
-    """The name of the text, and its documents."""
+    """Returns the name of the text, and its documents."""
     if args.dataset:
         name = f"{args.dataset}/{args.split}/{args.column}"
         return name, text.dataset_texts(args.dataset, args.split, args.column)

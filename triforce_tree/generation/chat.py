@@ -18,11 +18,12 @@ _SHOWN_CHARACTERS = 60
 
 
 def chats_of(given: Any) -> list[Chat] | None:
-    """The chats in a prompt: a list of messages, or a list of such lists; None where it holds no message.
+    """Returns the chats in a prompt (a list of messages, or a list of such lists), or None if it has no
+    messages.
 
     Raises:
-        PromptError: something beside messages; a message without its role or content, or with other content
-            than text; an empty chat.
+        PromptError: the list has entries that are not messages; a message lacks its role or content, or its
+            content is not text; a chat is empty.
     """
     if not isinstance(given, (list, tuple)) or not given:
         return None
@@ -38,10 +39,10 @@ def chats_of(given: Any) -> list[Chat] | None:
 
 
 def check_chat(chat: Any) -> None:
-    """Check that this is a list of messages whose content is text.
+    """Check that ``chat`` is a list of messages whose content is text.
 
     Raises:
-        PromptError: naming the first message that is none.
+        PromptError: an entry is not such a message; the error names the first one.
     """
     if not isinstance(chat, (list, tuple)):
         raise PromptError(f"a batch of chats holds {type(chat).__name__}; give lists of messages")
@@ -52,13 +53,13 @@ def check_chat(chat: Any) -> None:
 
 
 def encoded(tokenizer: Tokenizer, given: str | Chat, positions: int | None = None) -> list[int]:
-    """Token ids of a text, without the warning that it exceeds the model; or those of a chat.
+    """Returns the token ids of a text or a chat, without the warning that a text exceeds the model.
 
     Raises:
-        PromptError: its beginning alone has more tokens than ``positions``. Tokenizing all of a text takes
-            seconds a megabyte, so a text that is much too long is not tokenized to its end. A text that was
-            no UTF-8, or on which the tokenizer fails. For a chat also: there is no chat template, or it
-            refuses these messages.
+        PromptError: the beginning of the text alone has more than ``positions`` tokens (tokenizing takes
+            seconds per megabyte, so a text that is much too long is not tokenized to its end); the text is
+            not valid UTF-8; the tokenizer fails; or, for a chat, there is no chat template or it refuses
+            these messages.
     """
     text = given if isinstance(given, str) else characters(given)
     if positions is not None and len(text) > _MANY_CHARACTERS * positions:
@@ -72,14 +73,15 @@ def encoded(tokenizer: Tokenizer, given: str | Chat, positions: int | None = Non
 
 
 def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
-    """Token ids of a chat, up to where the assistant's answer begins.
+    """Returns the token ids of a chat, up to the place where the assistant's answer begins.
 
-    As in transformers' pipelines, a last message of the assistant is continued. A template gets the content
-    of a message as one string, which joins its parts with newlines, unless it reads several parts itself.
+    As in transformers' pipelines, a last message of the assistant is continued. The template receives the
+    content of a message as one string, with its parts joined by newlines, unless the template reads several
+    parts itself.
 
     Raises:
-        PromptError: the tokenizer has no chat template, or its template refuses these messages; a text that
-            was no UTF-8, or on which the tokenizer fails.
+        PromptError: the tokenizer has no chat template, or the template refuses these messages; a text is not
+            valid UTF-8; or the tokenizer fails on it.
     """
     check_text(characters(chat))
     check_text("\n".join(message["role"] for message in chat))
@@ -117,12 +119,14 @@ def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
 
 
 def characters(chat: Chat) -> str:
-    """All text of a chat's messages, without its template."""
+    """Returns all text of a chat's messages, without its template."""
     return "\n".join(part for message in chat for part in _texts(message.get("content")))
 
 
 def _shown(tokenizer: Tokenizer, message: Message) -> dict[str, Any]:
-    """A message as a template gets it, without what is None: templates would print that."""
+    """Returns the message that a template receives, without entries that are None, which templates would
+    print.
+    """
     content = message.get("content")
     texts = _texts(content)
     kept = {name: value for name, value in message.items() if value is not None}
@@ -131,7 +135,9 @@ def _shown(tokenizer: Tokenizer, message: Message) -> dict[str, Any]:
 
 
 def _reads_parts(tokenizer: Tokenizer, role: str) -> bool:
-    """Whether the chat template itself joins the parts of a message of this role, by rendering two."""
+    """Returns whether the chat template itself joins the parts of a message of this role. This is tested by
+    rendering a message with two parts.
+    """
     own = tokenizer.tokenizer if isinstance(tokenizer, TokenizedTexts) else tokenizer
     parts = [{"type": "text", "text": mark} for mark in ("marka", "markb")]
     question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}

@@ -1,4 +1,4 @@
-"""Settings of a checkpoint's ``generation_config``, which hold where the caller gives none."""
+"""Settings of a checkpoint's ``generation_config``, which apply where the caller gives none."""
 
 import copy
 from collections.abc import Collection
@@ -38,14 +38,14 @@ _WITHOUT_EFFECT = (
 
 
 def refuse_unsupported_settings(own: GenerationConfig, given: Collection[str]) -> None:
-    """Raise for settings of a checkpoint that would otherwise be ignored.
+    """Raise an error for settings of a checkpoint that would otherwise be ignored.
 
     Args:
-        own: the checkpoint's.
-        given: options that the caller has given, which are checked elsewhere.
+        own: the checkpoint's settings.
+        given: names of options that the caller gave; they are checked elsewhere.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: a setting is not supported; the message names it.
     """
     for name, value in own.to_diff_dict().items():
         if name not in given and name not in _WITHOUT_EFFECT and not is_supported(name, value):
@@ -57,10 +57,11 @@ def refuse_unsupported_settings(own: GenerationConfig, given: Collection[str]) -
 
 
 def without_settings(model: Any) -> Any:
-    """The model, or a shallow copy of it, without settings that transformers' ``generate`` must not see.
+    """Returns the model, or a shallow copy of it, without settings that transformers' ``generate`` must not
+    see.
 
-    These are settings without effect here, and stop strings, for which it would ask for a tokenizer that it
-    does not pass on.
+    These are settings that have no effect here, and stop strings, for which transformers would require a
+    tokenizer that it does not pass on.
     """
     own = model.generation_config
     dropped = [name for name in (*_WITHOUT_EFFECT, "stop_strings") if getattr(own, name, None) is not None]

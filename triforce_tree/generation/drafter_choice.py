@@ -18,14 +18,16 @@ _CONTRACT = ("name", "tree", "deterministic", "capturable", "features", "bind", 
 def own_drafter(
     drafter: Drafter | str | Path | None, draft: Model | None, options: Mapping[str, Any]
 ) -> Drafter | None:
-    """The user's own drafter, or that of a folder of heads; None where a name was given, or nothing.
+    """Returns the user's drafter object, or the drafter in a folder of heads; None if a name or nothing was
+    given.
 
     Args:
-        options: those that the user has given: heads take ``tree``, ``sinks`` and ``window``.
+        options: the options that the user gave. Heads use ``tree``, ``sinks`` and ``window``.
 
     Raises:
-        ValueError: an unknown name, two drafters, an object that is no drafter, or heads that cannot be used.
-        OSError: heads whose files are missing.
+        ValueError: the name is unknown, two drafters were given, the object is not a drafter, or the heads
+            cannot be used.
+        OSError: files of the heads are missing.
     """
     if names_heads(drafter):
         if draft is not None:

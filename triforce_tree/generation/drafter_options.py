@@ -1,4 +1,6 @@
-"""Options that the chosen drafter would ignore; nothing here imports torch, so they are refused at once."""
+"""Checks for options that the chosen drafter would ignore. Nothing here imports torch, so the checks run at
+once.
+"""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -15,16 +17,16 @@ DRAFTERS = ("model", "lookup")
 
 
 def names_heads(drafter: "Drafter | str | Path | None") -> bool:
-    """Whether this is a folder or a hub id of heads, and not a name or an object."""
+    """Returns whether this is a folder or a hub id of heads, and neither a drafter's name nor an object."""
     return isinstance(drafter, Path) or (isinstance(drafter, str) and drafter not in DRAFTERS)
 
 
 def heads_folder(source: str | Path) -> Path:
-    """The folder of heads; of a hub id the snapshot with their files, which is downloaded.
+    """Returns the folder of heads. For a hub id this is the snapshot with their files, which is downloaded.
 
     Raises:
-        ValueError: it is neither a folder nor a hub id.
-        FileNotFoundError: it holds no heads.
+        ValueError: ``source`` is neither a folder nor a hub id.
+        FileNotFoundError: the folder has no heads.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -45,15 +47,15 @@ def heads_folder(source: str | Path) -> Path:
 def check_drafter_options(
     drafter: "Drafter | str | Path | None", draft: object | None, options: Mapping[str, Any]
 ) -> None:
-    """Check that the drafter is there, and takes the options that were given.
+    """Check that the drafter exists and takes the options that were given.
 
     Args:
-        drafter: a name, an object, or None for the draft model where there is one, and else suffix matching.
+        drafter: a name or an object; None means the draft model if there is one, and else suffix matching.
         draft: the draft model; None without one.
-        options: those that the user has given.
+        options: the options that the user gave.
 
     Raises:
-        ValueError: ``drafter="model"`` without a draft; an option that the drafter would ignore.
+        ValueError: ``drafter="model"`` was given without a draft, or the drafter would ignore an option.
     """
     if draft is None and drafter == "model":
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")

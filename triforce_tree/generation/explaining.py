@@ -1,4 +1,4 @@
-"""``Engine.explain``: continues one prompt, and says which passes were chosen and why."""
+"""``Engine.explain`` continues one prompt, and reports which passes were chosen and why."""
 
 from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.generation.inputs import Inputs, prompt_of
@@ -15,7 +15,7 @@ def explanation_of(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Continue one prompt, and say which passes were chosen and why.
+    """Continue one prompt, and return which passes were chosen and why.
 
     Args:
         progress: called with numbers of prompt tokens as they are prefilled.

@@ -1,8 +1,8 @@
-"""One generation by transformers' own loop over plain passes of the target.
+"""Runs one generation by transformers' own loop over plain passes of the target.
 
-Logits processors and stopping criteria that keep state, or look at all sequences of a batch, are called as by
-``model.generate``, because its own loop calls them: once for each new token, with all sequences, their
-padding, and pad tokens after the end of those that have ended.
+Logits processors and stopping criteria that keep state, or that read all sequences of a batch, are called
+exactly as by ``model.generate``, because transformers' own loop calls them: once per new token, with all
+sequences, their padding, and pad tokens after the end of finished sequences.
 """
 
 import time
@@ -40,9 +40,9 @@ def decode_in_step(
     """Decode the sequences of a job together, as transformers' ``_sample`` does.
 
     Args:
-        passes: of the target, over these prompts.
-        tokenizer: for the texts of the output.
-        device: that keeps logits, scores and log-probabilities.
+        passes: plain passes of the target over these prompts.
+        tokenizer: decodes the texts of the output.
+        device: the device on which logits, scores and log-probabilities are kept.
     """
     sequences = job.sequences
     forward = _Forward(passes, any(type(p) is InfNanRemoveLogitsProcessor for p in job.processors))
@@ -75,7 +75,9 @@ def decode_in_step(
 
 
 def check_in_step(target: HFModel, prompts: Sequences[Sequences[int]], how: RunOptions, why: str) -> None:
-    """Raise ValueError where these prompts cannot be decoded together; ``why`` they must be."""
+    """Raise ValueError if these prompts cannot be decoded together; ``why`` is the reason that they must
+    be.
+    """
     count, together = len(prompts), f"{why}: the {len(prompts)} sequences must be decoded together"
     if how.max_batch is not None and how.max_batch < count:
         raise ValueError(
@@ -86,7 +88,9 @@ def check_in_step(target: HFModel, prompts: Sequences[Sequences[int]], how: RunO
 
 
 def _seed(job: Job, how: RunOptions) -> int | None:
-    """The seed of torch's global generators while tokens are drawn; None leaves these as they are."""
+    """Returns the seed of torch's global generators for drawing tokens; None leaves the generators
+    unchanged.
+    """
     if job.to_probs.greedy:
         return None
     seed = how.seed
@@ -103,14 +107,14 @@ def _seed(job: Job, how: RunOptions) -> int | None:
 
 
 class _Forward(OwnForward):
-    """Plain passes as the forward of a model.
+    """Presents plain passes as the forward of a model.
 
     Args:
-        passes: over the prompts of the batch.
-        with_nan: whether logits may hold NaN, which a processor removes.
+        passes: plain passes over the prompts of the batch.
+        with_nan: whether logits may contain NaN, which a processor removes.
 
     Attributes:
-        logits: of the last pass, fp32 ``[B, V]``.
+        logits: the logits of the last pass, fp32 ``[B, V]``.
     """
 
     def __init__(self, passes: PlainPasses, with_nan: bool) -> None:
@@ -127,22 +131,22 @@ class _Forward(OwnForward):
         return self.logits
 
     def append(self, tokens: Sequences[int]) -> None:
-        """Append the newest tokens: rank 0's on all ranks."""
+        """Append the newest tokens. All ranks append those of rank 0."""
         self._passes.append(distributed.broadcast_object(list(tokens)))
 
 
 class _Followed(StoppingCriteriaList):
-    """The criteria of a generation, and after them what is to be done with each new token.
+    """The stopping criteria of a generation, followed by the processing of each new token.
 
     Args:
-        job, how: of the generation.
-        sequences: get their new tokens and the reasons why they end.
-        forward: that the tokens follow from.
-        names: what is kept for each new token, of ``"logits"``, ``"scores"`` and ``"logprobs"``.
-        device: that keeps it.
+        job, how: the generation.
+        sequences: receive their new tokens and the reasons why they end.
+        forward: computes the logits of the tokens.
+        names: values that are kept for each new token: some of ``"logits"``, ``"scores"`` and ``"logprobs"``.
+        device: the device on which they are kept.
 
     Attributes:
-        tokens: the newest of all sequences, pad tokens included.
+        tokens: the newest token of every sequence, pad tokens included.
     """
 
     def __init__(
@@ -166,7 +170,7 @@ class _Followed(StoppingCriteriaList):
         self.tokens: list[int] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Which sequences have ended, bool ``[B]``, after a new token of each."""
+        """Returns bool ``[B]``: which sequences have ended after one new token each."""
         ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         stopped = ended
         for criterion in self:
@@ -185,7 +189,7 @@ class _Followed(StoppingCriteriaList):
         return torch.tensor(reasons, device=input_ids.device)
 
     def _keep(self, scores: Any, tokens: Tensor, going: Tensor) -> None:
-        """Keep what is asked for of the newest tokens; 0 for sequences that had ended before."""
+        """Keep the requested values of the newest tokens; they are 0 for sequences that had ended before."""
         logits = self._forward.logits
         for name, kept in self._kept.items():
             if name == "logprobs":
@@ -211,7 +215,7 @@ class _Followed(StoppingCriteriaList):
         return {name: [each[b] for each in kept[-count:]] for name, kept in self._kept.items()}
 
     def results(self) -> dict[str, Any]:
-        """The fields of the output by name."""
+        """Returns the requested fields of the output by name."""
         found: dict[str, Any] = {name: tuple(kept) for name, kept in self._kept.items()}
         if "logprobs" in found:
             found["logprobs"] = torch.stack(found["logprobs"], 1)

@@ -1,4 +1,4 @@
-"""Prompts in any form that users have them in, as padded token ids."""
+"""Reads prompts in every accepted form, and returns padded token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Prompts:
     mask: Tensor
 
     def left_padded(self) -> "Prompts":
-        """The same prompts with all padding on the left."""
+        """Returns the same prompts with all padding on the left."""
         if bool(self.mask.all()):
             return self
         order = self.mask.argsort(dim=1, stable=True)
@@ -53,16 +53,17 @@ def prompts_of(
 
     Args:
         target: gives the vocabulary, and the most tokens of a prompt.
-        tokenizer: for text; for chats it needs a chat template.
-        inputs: text or texts; a chat (a list of messages) or chats; token ids, ``[L]``, ``[B, L]`` or rows
-            of different lengths; or what a tokenizer returns for any of these.
-        input_ids: token ids by transformers' own keyword, instead.
-        attention_mask: of the ids' shape; tokens with mask 0 are padding.
-        padding: fills rows of different lengths, on the left.
-        inferred: the token that transformers takes for padding in tensors ``[B, L]`` without a mask.
+        tokenizer: needed for text. For chats it needs a chat template.
+        inputs: text or texts; a chat (a list of messages) or chats; token ids ``[L]``, ``[B, L]`` or lists of
+            different lengths; or the output of a tokenizer for any of these.
+        input_ids: token ids under transformers' keyword, instead of ``inputs``.
+        attention_mask: has the shape of the ids; tokens with mask 0 are padding.
+        padding: the token that fills shorter sequences on the left.
+        inferred: the token that transformers treats as padding in tensors ``[B, L]`` without a mask.
 
     Raises:
-        ValueError: another form; an empty prompt; an id outside the vocabulary; a text that is too long.
+        ValueError: the form is another one; a prompt is empty; an id is outside the vocabulary; a text is too
+            long.
     """
     if inputs is not None and input_ids is not None:
         raise ValueError("the prompt was given twice, as inputs and as input_ids; leave one of them out")
@@ -93,7 +94,7 @@ def prompts_of(
 
 
 def prompt_of(target: HFModel, tokenizer: Tokenizer | None, inputs: Inputs) -> list[int]:
-    """The tokens of a single prompt; arguments and errors as of :func:`prompts_of`."""
+    """Returns the token ids of a single prompt; arguments and errors are those of :func:`prompts_of`."""
     prompts = prompts_of(target, tokenizer, inputs)
     if len(prompts.ids) > 1:
         raise ValueError(f"one prompt is needed, and {len(prompts.ids)} were given; leave the others out")
@@ -101,12 +102,12 @@ def prompt_of(target: HFModel, tokenizer: Tokenizer | None, inputs: Inputs) -> l
 
 
 def real_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """The tokens of int64 ``[B, W]`` whose mask is not 0, by row."""
+    """Returns, for each row of ``ids`` int64 ``[B, W]``, the tokens whose mask is not 0."""
     return [row.tolist() for row in real_ids(ids, mask)]
 
 
 def real_ids(ids: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """The same in host memory, int64 ``[L]`` each."""
+    """Returns, for each row of ``ids``, the tokens whose mask is not 0: int64 ``[L]`` in host memory."""
     ids = ids.cpu()
     seen = mask.cpu() != 0 if mask is not None else None
     if seen is None or bool(seen.all()):
@@ -115,7 +116,7 @@ def real_ids(ids: Tensor, mask: Tensor | None) -> list[Tensor]:
 
 
 def check_rows(rows: Sequence[Sequence[int] | Row | Tensor], vocabulary: int) -> None:
-    """Raise ValueError for an empty row, or an id outside the vocabulary."""
+    """Raise ValueError if a sequence is empty or an id is outside the vocabulary."""
     if not len(rows):
         raise ValueError("the list of prompts is empty; give at least one")
     for number, row in enumerate(rows, 1):
@@ -133,7 +134,7 @@ def check_rows(rows: Sequence[Sequence[int] | Row | Tensor], vocabulary: int) ->
 
 
 def _opened(batch: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
-    """Ids and mask of a tokenizer's output."""
+    """Returns the ids and the mask of a tokenizer's output."""
     if "input_ids" not in batch:
         names = ", ".join(map(repr, batch)) or "nothing"
         hint = "; put messages into a list" if "role" in batch else ""
@@ -150,7 +151,7 @@ def _opened(batch: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
 
 
 def _texts(given: Any) -> list[str] | None:
-    """The prompts if they are text, else None."""
+    """Returns the prompts if they are text, else None."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, (bytes, bytearray)):
@@ -166,7 +167,7 @@ def _texts(given: Any) -> list[str] | None:
 
 
 def _rows(given: Any, what: str) -> list[Any]:
-    """One row or several, each a list or a tensor of one dimension."""
+    """Returns the given ids as a list of sequences, each a list or a tensor of one dimension."""
     if isinstance(given, (Tensor, np.ndarray)):
         if given.ndim not in (1, 2):
             raise ValueError(f"{what} has shape {list(given.shape)}; give [L], or [B, L] for a batch")
@@ -182,7 +183,7 @@ def _rows(given: Any, what: str) -> list[Any]:
 
 
 def _whole(row: Any, what: str) -> Row:
-    """One row as integers: a copy."""
+    """Returns a copy of one sequence as integers."""
     if isinstance(row, (Tensor, np.ndarray)):
         kind = str(row.dtype).removeprefix("torch.")
         if row.ndim != 1 or not kind.startswith(("int", "uint")):
@@ -209,7 +210,7 @@ def _integers(row: Any, what: str) -> list[int]:
 
 
 def _mask(rows: list[Row], attention_mask: Any) -> list[list[int]]:
-    """The mask, 1 for a token and 0 for padding, in rows of the same lengths."""
+    """Returns the mask (1 for a token, 0 for padding) as lists of the same lengths as ``rows``."""
     mask = [
         row.tolist() if hasattr(row, "tolist") else list(row) for row in _rows(attention_mask, "the mask")
     ]

@@ -1,9 +1,9 @@
-"""Copies of callables with everything that their calls may change, to call them without an effect.
+"""Copies of callables together with everything that their calls may change, so that a call has no effect.
 
-``copy.deepcopy`` takes functions, classes and what they refer to as they are. Here functions are rebuilt over
-copied closure cells, defaults and global variables, methods over copied instances, and classes over copied
-attributes. What belongs to libraries without state is shared. All else that cannot be copied is an error, as
-is code whose answer depends on something that is never copied, such as the time.
+``copy.deepcopy`` does not copy functions, classes and the objects that they refer to. Here functions are
+rebuilt over copied closure cells, defaults and global variables, methods over copied instances, and classes
+over copied attributes. Objects of libraries that keep no state are shared. Everything else that cannot be
+copied is an error, and so is code whose result depends on something that is never copied, such as the time.
 """
 
 import abc
@@ -62,11 +62,11 @@ _MOST_OBJECTS, _MOST_BYTES = 20_000, 1 << 28
 
 
 class NotIsolatedError(Exception):
-    """Something cannot be copied, or calls depend on what is not; the message says what."""
+    """An object cannot be copied, or calls depend on an object that is not copied; the message names it."""
 
 
 class Isolated:
-    """A copy of a callable, which shares nothing that a call may change.
+    """A copy of a callable that shares nothing that a call may change.
 
     Args:
         given: the callable.
@@ -75,7 +75,7 @@ class Isolated:
         call: the copy.
 
     Raises:
-        NotIsolatedError: there is no such copy.
+        NotIsolatedError: such a copy cannot be made.
     """
 
     def __init__(self, given: Callable[..., Any]) -> None:
@@ -84,7 +84,7 @@ class Isolated:
         self._before = self._state()
 
     def changed(self) -> bool:
-        """Whether calls have changed anything that the copy refers to."""
+        """Returns whether calls have changed any object that the copy refers to."""
         return self._state() != self._before
 
     def _state(self) -> bytes:
@@ -113,21 +113,21 @@ def _loaded(saved: bytes, shared: dict[int, Any]) -> Any:
 
 
 class _Shared:
-    """An object that the copy refers to as it is."""
+    """An object that the copy refers to without copying it."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
 
 
 class _Space:
-    """The global variables of a module, of which a copy has those that copied functions name."""
+    """The global variables of a module. A copy has those that the copied functions name."""
 
     def __init__(self, module: str) -> None:
         self.module = module
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the objects to copy; those to share get a number in ``shared``."""
+    """Writes the objects to copy. Objects to share get a number in ``shared``."""
 
     def __init__(self, file: io.BytesIO, shared: dict[int, Any]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -219,10 +219,10 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_shared(obj: Any) -> bool:
-    """Whether a copy refers to an object as it is.
+    """Returns whether a copy refers to an object without copying it.
 
     Raises:
-        NotIsolatedError: it belongs to what is not known to be without state.
+        NotIsolatedError: the object belongs to code that is not known to be without state.
     """
     if isinstance(obj, types.ModuleType):
         _check_library(obj.__name__)
@@ -249,7 +249,9 @@ def _is_shared(obj: Any) -> bool:
 
 
 def _of_library(module: str | None) -> bool:
-    """Whether functions and classes of a module are shared; False for a user's, which are copied."""
+    """Returns whether functions and classes of a module are shared. Those of the user's own modules are
+    copied.
+    """
     root = (module or "").partition(".")[0]
     root = root if root.startswith("__") else root.lstrip("_")
     if root in _IMPURE or _is_ours(module):
@@ -272,7 +274,7 @@ def _check_builtin(name: str) -> None:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code and that of all functions in it."""
+    """Returns a function's code and the code of all functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -281,7 +283,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @cache
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names of global variables that a function and the functions in it read or write."""
+    """Returns the names of global variables that a function and the functions in it read or write."""
     used = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"}
     found = dict.fromkeys(
         str(each.argval) for own in _codes(code) for each in dis.get_instructions(own) if each.opname in used
@@ -290,7 +292,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _check_code(code: types.CodeType, known: dict[str, Any]) -> None:
-    """Raise NotIsolatedError for code with effects, or whose answers may differ from call to call."""
+    """Raise NotIsolatedError for code that has effects, or whose results may differ from call to call."""
     for name in _global_names(code):
         if name not in known:
             _check_builtin(name)
@@ -305,7 +307,9 @@ def _check_code(code: types.CodeType, known: dict[str, Any]) -> None:
 
 
 def _assigned(code: types.CodeType, known: dict[str, Any]) -> str | None:
-    """What outlives a call and is changed in some calls, perhaps in none of a trial; None for nothing."""
+    """Returns the name of something that some calls change and that outlives a call (test calls may not
+    reveal it), or None.
+    """
     for own in _codes(code):
         before: list[dis.Instruction] = []
         for each in dis.get_instructions(own):
@@ -379,13 +383,13 @@ def _fill_class(created: type, attributes: dict[str, Any]) -> None:
 
 
 class RandomNumbers:
-    """The states of the global random number generators, which are as before when the context ends.
+    """A context that restores the states of the global random number generators when it ends.
 
     Args:
-        device: whose generator counts beside those of the host.
+        device: the device whose generator is included beside those of the host.
 
     Attributes:
-        drawn: after the context: whether numbers were drawn inside.
+        drawn: whether numbers were drawn inside; set when the context ends.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""Which logits processors and stopping criteria keep state between their calls.
+"""Finds logits processors and stopping criteria that keep state between their calls.
 
-Tokens of a draft tree are processed out of order, and more of them than are emitted; sequences of a batch are
-processed apart. Whatever keeps state, or looks at other sequences, must be called as in transformers instead:
-once for each new token, with all sequences (``in_step.py``).
+Tokens of a draft tree are processed out of order, and more of them are processed than are emitted. The
+sequences of a batch are processed separately. A callable that keeps state, or that reads other sequences,
+must therefore be called as in transformers: once per new token, with all sequences (``in_step.py``).
 """
 
 from collections.abc import Callable, Iterable
@@ -48,10 +48,10 @@ def why_in_step(
     vocabulary: int,
     scores_asked: bool,
 ) -> str | None:
-    """Why these must be called once for each token, with all sequences; None where they need not be.
+    """Returns why these must be called once per token with all sequences, or None if this is not necessary.
 
-    Nothing is called but copies. A class of transformers is known, a class derived from it is not. An object
-    whose attribute ``keeps_state`` is a bool is taken at its word.
+    Only copies are called. Which classes of transformers keep state is known; a class derived from one of
+    them is tested. If an object has a bool attribute ``keeps_state``, the attribute decides.
 
     Args:
         input_ids: int64 ``[B, W]``, the prompts.
@@ -100,7 +100,7 @@ def _of_criterion(criterion: Any, trial: "_Trial", scores_asked: bool) -> str | 
 
 
 def _name(given: Any) -> str:
-    """The name of a callable's class, or of a function."""
+    """Returns the class name of a callable object, or the name of a function."""
     plain = getattr(given, "__qualname__", None) or type(given).__name__
     return str(plain).rpartition("<locals>.")[2]
 
@@ -109,7 +109,7 @@ Call = tuple[Any, ...]
 
 
 class _Trial:
-    """Made-up calls of one generation.
+    """Generated test calls of processors and criteria for one generation.
 
     Args:
         input_ids: int64 ``[B, W]``, the prompts.
@@ -121,7 +121,7 @@ class _Trial:
         self.batch = len(input_ids)
 
     def _texts(self) -> list[Tensor]:
-        """Texts longer and shorter than those before them, and each more than once."""
+        """Returns texts that are longer and shorter than their predecessors; each occurs more than once."""
         ids = self._ids[:, -_MOST_TOKENS:]
         coming = torch.arange(3, device=ids.device) + ids[:, -1:]
         longest = torch.cat([ids, coming % self._vocabulary], 1)
@@ -133,26 +133,27 @@ class _Trial:
         return (places * 0.7).sin().view(self.batch, self._vocabulary) * 4
 
     def of_scores(self) -> list[Call]:
-        """Of a processor."""
+        """Returns test calls of a logits processor."""
         return [(ids, self._scores()) for ids in self._texts()]
 
     def of_criteria(self) -> list[Call]:
-        """Of a criterion without scores."""
+        """Returns test calls of a stopping criterion that gets no scores."""
         return [(ids, None) for ids in self._texts()]
 
     def of_prefixes(self) -> list[Call]:
-        """Of a function as ``prefix_allowed_tokens_fn`` is one."""
+        """Returns test calls of a function that is used as ``prefix_allowed_tokens_fn``."""
         return [(row, ids[row]) for ids in self._texts() for row in range(self.batch)]
 
     def why(
         self, name: str, given: Callable[..., Any], calls: list[Call], by_sequence: bool = False
     ) -> str | None:
-        """Why a callable must be called for each token alone and for all sequences; None where it need not.
+        """Returns why a callable must be called once per token with all sequences, or None if it need not be.
 
         Args:
-            name: of the callable.
-            calls: arguments; equal ones must have equal answers.
-            by_sequence: whether the answer for each sequence must be that for the sequence alone.
+            name: name of the callable.
+            given: the callable.
+            calls: arguments of the test calls; equal arguments must give equal results.
+            by_sequence: whether the result for a sequence must not depend on the other sequences.
         """
         package = type(given).__module__.partition(".")[0]
         if package in _GRAMMARS:
@@ -191,12 +192,12 @@ class _Trial:
 
 
 def _cloned(call: Iterable[Any]) -> list[Any]:
-    """The arguments; a call may overwrite its tensors."""
+    """Returns copies of the arguments, because a call may overwrite its tensors."""
     return [each.clone() if isinstance(each, Tensor) else each for each in call]
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """Whether two arguments or answers are the same, NaN included."""
+    """Returns whether two arguments or results are equal; NaN equals NaN."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.shape == second.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
     if isinstance(first, tuple) and isinstance(second, tuple):

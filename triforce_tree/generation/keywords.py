@@ -1,4 +1,4 @@
-"""Arguments of ``generate`` and of transformers' own ``generate`` that are no GenerationConfig options."""
+"""Keyword arguments of ``generate``, ours and transformers', that are not options of GenerationConfig."""
 
 import difflib
 import inspect
@@ -45,17 +45,17 @@ _MOST_TEXTS = 65_536
 def generation_options(
     options: Mapping[str, Any], config: GenerationConfig | Mapping[str, Any] | None
 ) -> tuple[GenerationConfig | None, dict[str, Any]]:
-    """The configuration, and the keywords that are its options, for transformers' generate.
+    """Returns a configuration and option keywords, in the form that transformers' ``generate`` takes.
 
     Args:
-        options: keywords; one that is None is dropped.
+        options: keywords. A keyword whose value is None is dropped.
         config: a GenerationConfig, or a dict of options; ``options`` take precedence over the dict.
 
     Returns:
-        The configuration, if a GenerationConfig was given, and keywords.
+        The GenerationConfig, or None if none was given; and the option keywords.
 
     Raises:
-        ValueError: naming what is no option of GenerationConfig, or has an invalid value.
+        ValueError: a keyword is not an option of GenerationConfig, or its value is invalid.
     """
     if isinstance(config, Mapping):
         options, config = {**config, **options}, None
@@ -84,17 +84,18 @@ def generation_options(
 def check_keywords(
     given: Mapping[str, Any], own: Collection[str], of_load: Collection[str]
 ) -> dict[str, Any]:
-    """Check keywords of ``generate`` before a model is there.
+    """Check the keywords of ``generate`` before a model is loaded.
 
     Args:
+        given: the keywords of the call.
         own: parameters of :meth:`Engine.generate`.
-        of_load: options of ``load``, which one that is not known may mean.
+        of_load: options of ``load``. An unknown keyword with such a name gets a message that says so.
 
     Returns:
-        Those that are options of GenerationConfig.
+        The keywords that are options of GenerationConfig.
 
     Raises:
-        ValueError: naming what is no keyword, or has an invalid value.
+        ValueError: a keyword is unknown, or has an invalid value.
     """
     known = vars(GenerationConfig())
     options = {name: value for name, value in given.items() if name not in (*own, *SEVERAL)}
@@ -111,10 +112,11 @@ def check_keywords(
 
 
 def number_asked(name: str, kwargs: Mapping[str, Any]) -> int:
-    """The value of ``num_beams`` or ``num_return_sequences`` in the arguments of a call, 1 without one.
+    """Returns the value of ``num_beams`` or ``num_return_sequences`` in the arguments of a call; the default
+    is 1.
 
     Raises:
-        ValueError: it is no integer from 1 to ``_MOST_TEXTS``.
+        ValueError: the value is not an integer from 1 to ``_MOST_TEXTS``.
     """
     config = kwargs.get("generation_config")
     value = kwargs.get(name)
@@ -138,13 +140,13 @@ _DROPPED = (
 
 
 def refuse_dropped(frame: FrameType | None) -> None:
-    """Raise for arguments of the calling transformers' ``generate`` that it does not pass on.
+    """Raise an error for arguments that the calling ``generate`` of transformers does not pass on.
 
     Args:
         frame: a stack frame inside that call.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: such an argument was given; the message names it.
     """
     own = inspect.unwrap(GenerationMixin.generate).__code__
     while frame is not None and frame.f_code is not own:
@@ -157,10 +159,10 @@ def refuse_dropped(frame: FrameType | None) -> None:
 
 
 def checked_stop_strings(strings: Any) -> list[str]:
-    """Stop strings as a list.
+    """Returns the stop strings as a list.
 
     Raises:
-        ValueError: one is empty, or no string.
+        ValueError: a stop string is empty or is not a string.
     """
     found = [strings] if isinstance(strings, str) else list(strings or [])
     for each in found:
@@ -170,10 +172,11 @@ def checked_stop_strings(strings: Any) -> list[str]:
 
 
 def as_list(name: str, given: Any) -> list[Any]:
-    """The entries of a LogitsProcessorList or StoppingCriteriaList, or of a plain list, or a single one.
+    """Returns the entries of a LogitsProcessorList, a StoppingCriteriaList or a list, or a single object, as
+    a list.
 
     Raises:
-        ValueError: an entry that cannot be called.
+        ValueError: an entry cannot be called.
     """
     entries = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     for entry in entries:
@@ -183,7 +186,9 @@ def as_list(name: str, given: Any) -> list[Any]:
 
 
 def pad_token(*sources: Mapping[str, Any]) -> int:
-    """The padding token as in transformers: the sources' first pad token, or else their first EOS token."""
+    """Returns the first pad token of the sources or, if they have none, their first EOS token, as
+    transformers does.
+    """
     for name in ("pad_token_id", "eos_token_id"):
         for source in sources:
             if (value := source.get(name)) is not None and len(ids := torch.as_tensor(value).flatten()):
@@ -192,7 +197,9 @@ def pad_token(*sources: Mapping[str, Any]) -> int:
 
 
 def inferred_padding(*sources: Mapping[str, Any]) -> int | None:
-    """The token that transformers takes for padding without a mask: a pad token that is no EOS token."""
+    """Returns the pad token if it is not an EOS token. Without an attention mask, transformers treats this
+    token as padding.
+    """
     found = {
         name: next((v for s in sources if (v := s.get(name)) is not None), None)
         for name in ("pad_token_id", "eos_token_id")
@@ -204,10 +211,10 @@ def inferred_padding(*sources: Mapping[str, Any]) -> int | None:
 
 
 def checked_seed(seed: Any) -> int | None:
-    """A seed that torch's generators take, or None.
+    """Returns a seed that torch's generators accept, or None.
 
     Raises:
-        ValueError: no integer of 64 bits.
+        ValueError: the seed is not an integer of 64 bits.
     """
     if seed is None:
         return None
@@ -219,10 +226,11 @@ def checked_seed(seed: Any) -> int | None:
 
 
 def checked_seeds(seed: Any, count: int) -> tuple[int | None, list[int | None] | None]:
-    """One seed, or a list with one for each of ``count`` sequences; the other of the two is None.
+    """Returns (seed, None) for one seed, or (None, seeds) for a list with one seed for each of ``count``
+    sequences.
 
     Raises:
-        ValueError: something else, or a list of another length.
+        ValueError: the value is something else, or the list has another length.
     """
     if not isinstance(seed, (list, tuple)):
         return checked_seed(seed), None
@@ -232,10 +240,10 @@ def checked_seeds(seed: Any, count: int) -> tuple[int | None, list[int | None] |
 
 
 def checked_count(name: str, value: Any) -> int | None:
-    """A whole number from 1 on, or None.
+    """Returns an integer of at least 1, or None.
 
     Raises:
-        ValueError: something else.
+        ValueError: the value is something else.
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{name}={value!r} must be a whole number from 1 on, or None")
@@ -243,10 +251,10 @@ def checked_count(name: str, value: Any) -> int | None:
 
 
 def checked_switch(name: str, value: Any) -> bool:
-    """An option that is on or off; None is off.
+    """Returns a boolean option; None means False.
 
     Raises:
-        ValueError: something else, such as a number.
+        ValueError: the value is something else, such as a number.
     """
     if not isinstance(value, bool | None):
         raise ValueError(f"{name}={value!r} must be True or False")

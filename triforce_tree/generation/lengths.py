@@ -1,4 +1,4 @@
-"""Prompts against the positions of a model whose weights have not been read."""
+"""Checks the length of prompts against a model's positions before the model's weights are read."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,10 +19,10 @@ _SPECIAL = 16
 
 
 def texts_of(inputs: Any) -> list[str | Chat]:
-    """The texts and chats among the prompts of a call; none where these are token ids.
+    """Returns the texts and chats among the prompts of a call; the list is empty if they are token ids.
 
     Raises:
-        ValueError: messages that cannot be used.
+        ValueError: the messages cannot be used.
     """
     if isinstance(inputs, str):
         return [inputs]
@@ -37,16 +37,17 @@ def check_prompts(
     prompts: Iterable[str | Chat],
     new_tokens: int,
 ) -> None:
-    """Refuse prompts that are too long for a model, before its weights are read.
+    """Raise an error for prompts that are too long for a model, before its weights are read.
 
     Args:
-        source: of the model.
-        tokenizer: None for none; then nothing is checked.
-        new_tokens: to continue each by.
+        source: the model, its folder or its hub id.
+        tokenizer: the tokenizer; with None nothing is checked.
+        prompts: the texts and chats.
+        new_tokens: number of tokens to generate after each prompt.
 
     Raises:
-        ValueError: a prompt has too many tokens; the tokenizer refuses it.
-        OSError: as :func:`configuration`.
+        ValueError: a prompt has too many tokens, or the tokenizer refuses it.
+        OSError: raised by :func:`configuration`.
     """
     if tokenizer is None:
         return

@@ -1,4 +1,6 @@
-"""What sessions, trees and explanations need of an engine, so that they do not import it."""
+"""The interface of an engine that sessions, trees and explanations use, so that they do not import the
+engine.
+"""
 
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -14,7 +16,9 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 class LoadedEngine(Protocol):
-    """The part of :class:`~triforce_tree.engine.Engine` that is called on an engine that was given."""
+    """The attributes of :class:`~triforce_tree.engine.Engine` that are used by code which receives an
+    engine.
+    """
 
     tokenizer: PreTrainedTokenizerBase | None
 

@@ -1,4 +1,6 @@
-"""Inputs of multimodal classes for images, videos and sound, where the text alone is continued."""
+"""Inputs of multimodal models. Only text is supported, so inputs for images, video and sound must be
+empty.
+"""
 
 import re
 from collections.abc import Mapping
@@ -16,12 +18,12 @@ _TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def text_alone(given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-    """Inputs of a model, without those of other modalities that are empty, as processors make them for text.
+    """Returns a model's inputs without the empty inputs of other modalities that processors add for text.
 
-    For models of text alone all are returned.
+    For text-only models all inputs are returned.
 
     Raises:
-        ValueError: naming an input of another modality that is not empty.
+        ValueError: an input of another modality is not empty; the message names it.
     """
     config: Any = model.config
     if config.get_text_config(decoder=True) is config:

@@ -1,4 +1,4 @@
-"""What logits processors and stopping criteria cost, in words."""
+"""Warnings about the cost of logits processors and stopping criteria."""
 
 import logging
 from collections.abc import Iterable
@@ -31,13 +31,13 @@ _OPTIONS = {
 def cost_of_processors(
     processors: Iterable[LogitsProcessor], config: GenerationConfig, batch: int, on_gpu: bool
 ) -> str | None:
-    """Which settings make a generation slower, and in what way; None where they do not.
+    """Returns a sentence that says which settings make a generation slower and why, or None if none do.
 
     Args:
-        processors: those that read the tokens so far.
-        config: names their values.
-        batch: sequences.
-        on_gpu: whether stages would be CUDA graphs otherwise.
+        processors: logits processors that read the previous tokens.
+        config: the options of the generation, whose values the sentence names.
+        batch: number of sequences.
+        on_gpu: whether stages would otherwise be CUDA graphs.
     """
     settings = []
     for processor in processors:
@@ -59,7 +59,7 @@ def cost_of_processors(
 
 
 class CostNotices:
-    """Warnings of what logits processors and stopping criteria cost, each given once."""
+    """Logs warnings about the cost of logits processors and stopping criteria, each warning once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -71,11 +71,11 @@ class CostNotices:
         batch: int,
         device: torch.device,
     ) -> None:
-        """Warn of :func:`cost_of_processors` on this device, unless that was said before."""
+        """Log the warning of :func:`cost_of_processors` for this device, unless it was logged before."""
         self._say(cost_of_processors(processors, config, batch, on_gpu=device.type == "cuda"))
 
     def tell_in_step(self, why: str) -> None:
-        """Warn that nothing is drafted, and why, unless that was said before."""
+        """Log that nothing is drafted and why, unless this was logged before."""
         self._say(
             f"nothing is drafted, so that logits processors and stopping criteria are called as by "
             f"model.generate: {why}"

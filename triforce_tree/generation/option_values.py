@@ -1,4 +1,4 @@
-"""Types and limits of generation options; nothing here imports torch, so that they are refused at once."""
+"""Types and limits of generation options. Nothing here imports torch, so bad values are refused at once."""
 
 import math
 import numbers
@@ -17,7 +17,9 @@ _LEAST, _MOST, _HOTTEST = 1e-30, 1e30, 1e38
 
 
 class _Range(NamedTuple):
-    """The numbers from ``least`` to ``most`` that an option may be, as an interval in words."""
+    """An interval of numbers that an option may take, from ``least`` to ``most``. Its string is used in
+    messages.
+    """
 
     least: float
     most: float
@@ -46,7 +48,7 @@ _ONE_TOKEN = {"pad_token_id", "forced_bos_token_id"}
 
 
 def checked(name: str, value: Any) -> Any:
-    """The value of an option, as an integer where it takes one.
+    """Returns the value of an option, converted to an integer where the option takes one.
 
     Raises:
         ValueError: the value is of another type, or out of range.
@@ -121,7 +123,9 @@ def _check_token_ids(name: str, value: Any) -> None:
 
 
 def _second(pairs: Any) -> list[Any]:
-    """The second of each pair in a list; what is no pair is left to transformers to refuse."""
+    """Returns the second entry of each pair in a list. Entries that are not pairs are left for transformers
+    to refuse.
+    """
     listed = pairs if isinstance(pairs, list | tuple) else []
     return [pair[1] for pair in listed if isinstance(pair, list | tuple) and len(pair) == 2]
 

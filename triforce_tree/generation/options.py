@@ -1,4 +1,4 @@
-"""Generation options of transformers: those that are carried out, and those that are refused."""
+"""Generation options of transformers that are carried out, and those that are refused."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +51,7 @@ REMEDY = "leave it out, or use the model's own generate()"
 
 
 def check_forced_tokens(config: GenerationConfig, vocabulary: int) -> None:
-    """Raise ValueError for a forced token that is not in a vocabulary of so many tokens."""
+    """Raise ValueError for a forced token that is not in the vocabulary."""
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         given = getattr(config, name, None)
         for token in [] if given is None else torch.as_tensor(given).flatten().tolist():
@@ -62,16 +62,16 @@ def check_forced_tokens(config: GenerationConfig, vocabulary: int) -> None:
 
 
 def is_supported(name: str, value: Any) -> bool:
-    """Whether a GenerationConfig option is carried out, or has no effect with this value."""
+    """Returns whether a GenerationConfig option is implemented, or has no effect with this value."""
     known = name in HONOURED or name.startswith("_")
     return known or value in (None, False, _NEUTRAL.get(name))
 
 
 def supported(name: str, value: Any) -> Any:
-    """The value of a GenerationConfig option that is carried out, or has no effect with this value.
+    """Returns the value of a GenerationConfig option that is implemented, or has no effect with this value.
 
     Raises:
-        ValueError: it is neither, or no number where one is needed.
+        ValueError: the option is neither, or its value is not a number although it must be one.
     """
     value = checked(name, value)
     if name in HONOURED or name.startswith("_"):
@@ -84,10 +84,10 @@ def supported(name: str, value: Any) -> Any:
 
 
 def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList) -> None:
-    """Raise for every option that would otherwise be ignored.
+    """Raise an error for an option that would otherwise be ignored.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: such an option was given; the message names it.
     """
     for name, value in config.to_diff_dict().items():
         supported(name, value)
@@ -113,14 +113,14 @@ _PREPARED = frozenset(
 
 
 def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Raise for model inputs other than token ids (embeddings, images), which would be ignored.
+    """Raise an error for model inputs other than token ids (embeddings, images), which would be ignored.
 
     Args:
-        inputs: prepared by transformers' generate for the model's forward.
+        inputs: inputs that transformers' generate prepared for the model's forward.
         input_ids, attention_mask: int64 ``[B, W]``; the mask may be None without padding.
 
     Raises:
-        ValueError: naming the input.
+        ValueError: such an input was given; the message names it.
     """
     for name, value in inputs.items():
         # Multimodal classes get an empty dict where there are no images.
@@ -157,11 +157,12 @@ def ending_of(
     device: torch.device,
     padding: Sequence[int] = (),
 ) -> Ending:
-    """transformers' stopping criteria, evaluated after every token of an accepted block.
+    """Returns an object that evaluates transformers' stopping criteria after every token of an accepted
+    block.
 
     Args:
         prompt_tokens: width of the prompt, padding included, as ``max_length`` counts it.
-        padding: comes before the tokens in what criteria see.
+        padding: pad tokens that criteria see before the tokens of the sequence.
     """
     # A criterion of the user replaces transformers' own of the same class.
     lengths = [c.max_length for c in criteria if type(c) is hf_stop.MaxLengthCriteria]

@@ -1,4 +1,4 @@
-"""The output of a generation: transformers' own, with statistics."""
+"""The output of a generation: the output class of transformers with statistics."""
 
 import copy
 from collections.abc import Mapping
@@ -20,34 +20,35 @@ from triforce_tree.text.vocabulary import Vocabulary
 
 @dataclass
 class GenerateOutput(GenerateDecoderOnlyOutput):
-    """transformers' output (``.sequences`` int64 ``[B, W + N]``) with statistics.
+    """The output class of transformers (``.sequences`` int64 ``[B, W + N]``) with statistics.
 
-    ``sequences`` is the prompt as it was given, ``[B, W]`` with its padding, and N columns of new tokens; a
-    sequence with fewer than N is filled with the pad token.
+    ``sequences`` is the prompt as it was given, ``[B, W]`` with its padding, followed by N columns of new
+    tokens. A sequence with fewer than N new tokens is filled with the pad token.
 
-    ``finish_reason``: "eos", "stop" or "length". ``new_tokens``: their number. ``text``: the new text, if the
-    engine has a tokenizer, without special tokens and the end token; it goes on from the prompt's, a first
-    space included. For a batch of several sequences these three are lists with one entry each.
+    ``finish_reason`` is "eos", "stop" or "length". ``new_tokens`` is the number of new tokens. ``text`` is
+    the new text if the engine has a tokenizer, without special tokens and the end token; a leading space is
+    kept, so that it can be appended to the prompt. For a batch of several sequences each of the three is a
+    list.
 
-    ``logits`` and ``scores`` (with ``output_logits=True``, ``output_scores=True``): as in transformers, for
-    each of the N columns fp32 ``[B, V]``, the target's raw and processed logits that the token was chosen by.
-    ``logprobs`` (with ``logprobs=True``): fp32 ``[B, N]``, the log-probability of each new token by its raw
-    logits, whatever the sampling options. All three are 0 after the end of a sequence. They are on the device
-    of ``sequences``, or in host memory where KV slots are offloaded.
+    ``logits`` and ``scores`` (with ``output_logits=True``, ``output_scores=True``) are as in transformers:
+    for each of the N columns fp32 ``[B, V]``, the target's raw and processed logits that the token was chosen
+    by. ``logprobs`` (with ``logprobs=True``) is fp32 ``[B, N]``, the log-probability of each new token by its
+    raw logits, whatever the sampling options. All three are 0 after the end of a sequence. They are on the
+    device of ``sequences``, or in host memory if KV slots are offloaded.
 
-    ``sequences_scores`` (with ``output_scores=True``), ``beam_indices``: of beam search, as in transformers.
-    Of several samples (``num_return_sequences``, with ``logprobs=True``) ``sequences_scores`` is the sum of
-    each one's ``logprobs``, fp32 ``[B]``.
+    ``sequences_scores`` (with ``output_scores=True``) and ``beam_indices`` are set by beam search, as in
+    transformers. With several samples per prompt (``num_return_sequences``) and ``logprobs=True``,
+    ``sequences_scores`` is the sum of each sample's ``logprobs``, fp32 ``[B]``.
 
-    ``reused_tokens``: of the prompt, those whose keys and values were kept from an earlier call; a list for a
-    batch.
+    ``reused_tokens`` is the number of prompt tokens whose keys and values were kept from an earlier call; for
+    a batch it is a list.
 
-    ``levels``: statistics of each level over all sequences, level 0 first. ``prefill_seconds`` and
-    ``decode_seconds``: host time. ``capture_seconds``, in neither of them: making stages, which on a GPU
-    compiles and captures CUDA graphs, and level 1's copy of the weights, if it has one, once for all prompts
-    that fit them; before prefill, or for further shapes of tree between two passes. ``memory``: the memory
-    map, where KV slots may be offloaded. ``ranks``: under torchrun, over how many processes ``heads`` and
-    ``positions`` are split.
+    ``levels`` has the statistics of each level over all sequences, level 0 first. ``prefill_seconds`` and
+    ``decode_seconds`` are host time. ``capture_seconds``, which is part of neither, is the time to make the
+    stages. On a GPU this compiles and captures CUDA graphs and makes level 1's copy of the weights, if it has
+    one. It happens before prefill, once for all prompts that fit the stages, and between passes when a new
+    tree shape is first used. ``memory`` is the memory map if KV slots may be offloaded. ``ranks`` is set
+    under torchrun: over how many processes ``heads`` and ``positions`` are split.
     """
 
     logprobs: Tensor | None = None
@@ -73,12 +74,12 @@ def output_of(
     capture_seconds: float,
     scores: Mapping[str, Any],
 ) -> GenerateOutput:
-    """The output of sequences that have ended, whose prompts are ``input_ids`` ``[B, W]``.
+    """Returns the output of finished sequences, whose prompts are ``input_ids`` ``[B, W]``.
 
-    Its statistics are the target's alone, over these sequences.
+    The statistics are those of the target alone, over these sequences.
 
     Args:
-        scores: what was asked for of ``logits``, ``scores`` and ``logprobs``.
+        scores: the values of ``logits``, ``scores`` and ``logprobs``, as far as they were requested.
     """
     new = [sequence.new for sequence in sequences]
     levels: list[LevelStats] = []
@@ -104,10 +105,10 @@ def output_of(
 
 
 def placed(out: GenerateOutput, prompt: Tensor, moves_scores: bool) -> GenerateOutput:
-    """The output with the prompt ``[B, W]`` as it was given, on its device.
+    """Returns the output with the prompt ``[B, W]`` as it was given, on the prompt's device.
 
     Args:
-        moves_scores: whether logits, scores and log-probabilities are moved there too.
+        moves_scores: whether logits, scores and log-probabilities are moved to that device too.
     """
     new = out.sequences[:, prompt.shape[1] :].to(prompt.device)
     # transformers annotates its outputs with the legacy class.
@@ -122,12 +123,14 @@ def placed(out: GenerateOutput, prompt: Tensor, moves_scores: bool) -> GenerateO
 
 
 def by_row(values: Sequences[Any]) -> Any:
-    """The value of a single sequence, or a list of those of several."""
+    """Returns the value itself if there is one sequence, and a list of values if there are several."""
     return values[0] if len(values) == 1 else list(values)
 
 
 def appended(ids: Tensor, new: Sequences[Sequences[int]], padding: int) -> torch.LongTensor:
-    """int64 ``[B, W + N]``: ids ``[B, W]``, then each sequence's new tokens, padded to N."""
+    """Returns int64 ``[B, W + N]``: the ids ``[B, W]`` followed by each sequence's new tokens, padded to
+    N.
+    """
     rows = [ids.new_tensor(list(tokens)) for tokens in new]
     columns = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
     # transformers annotates its outputs with the legacy class.
@@ -135,7 +138,9 @@ def appended(ids: Tensor, new: Sequences[Sequences[int]], padding: int) -> torch
 
 
 def joined(outputs: Sequences[GenerateOutput], ids: Tensor, padding: int) -> GenerateOutput:
-    """One output for the sequences of ids ``[B, W]``, which were decoded one by one; theirs stay."""
+    """Returns one output for the sequences of ``ids`` ``[B, W]``, which were decoded one by one. ``outputs``
+    are not changed.
+    """
     last = copy.copy(outputs[-1])
     new = [o.sequences[0, o.sequences.shape[1] - cast(int, o.new_tokens) :].tolist() for o in outputs]
     last.sequences = appended(ids, new, padding)

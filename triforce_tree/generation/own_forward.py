@@ -1,4 +1,6 @@
-"""transformers' own loops over forwards of ours: a copy of a model that asks its cache for logits."""
+"""Runs transformers' own generation loops over our forwards, through a copy of a model that gets logits from
+its cache.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -14,22 +16,28 @@ from triforce_tree.models.recurrent.pass_through import CACHE
 
 
 class OwnForward(Cache):
-    """A cache by which transformers reaches forwards of ours."""
+    """A cache through which a generation loop of transformers calls our forwards."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: transformers then passes whole prompts, and afterwards the newest tokens."""
+        """Returns 0, so that transformers passes whole prompts first and only the newest tokens
+        afterwards.
+        """
         return 0
 
     def step(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Logits ``[rows, V]`` after prompts ``[rows, W]``, then after a new token ``[rows, 1]`` of each."""
+        """Returns logits ``[B, V]`` after prompts ``[B, W]`` in the first call, and after one new token each,
+        ``[B, 1]``, in later calls.
+        """
         raise NotImplementedError
 
 
 def with_own_forward(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model whose forward asks the :class:`OwnForward` that it gets as its cache."""
+    """Returns a copy of a model whose forward returns the logits of the :class:`OwnForward` that it gets as
+    cache.
+    """
 
     def forward(
         input_ids: Tensor,
@@ -52,7 +60,9 @@ def with_own_forward(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Inside, transformers draws by this seed; None leaves torch's global generators as they are."""
+    """Returns a context in which torch's global generators use this seed. With None they are left
+    unchanged.
+    """
     if seed is None:
         yield
         return

@@ -1,12 +1,12 @@
-"""The refusal of a prompt."""
+"""The error for a prompt that cannot be used."""
 
 
 class PromptError(ValueError):
-    """A prompt cannot be continued, for a reason that whoever gave it may read.
+    """A prompt cannot be continued. The reason may be shown to the person who sent the prompt.
 
     Args:
-        sentence: written by this package, or by a chat template, for whoever gave the prompt.
-        detail: the text of another library's error, for a user of Python; a server keeps it to its log.
+        sentence: the reason, written by this package or by a chat template.
+        detail: the text of another library's error. Python users see it; a server writes it only to its log.
     """
 
     def __init__(self, sentence: str, detail: str = "") -> None:

@@ -41,8 +41,8 @@ class Request:
     """The arguments of :meth:`Engine.generate`.
 
     Attributes:
-        prompts: to continue.
-        config, options: for transformers' generate; ``options`` take precedence.
+        prompts: the prompts to continue.
+        config, options: arguments of transformers' generate; ``options`` take precedence.
         processors, criteria: the user's own, and stop strings.
         pad_token: fills sequences that end before others.
     """
@@ -71,7 +71,7 @@ class Request:
         """Check the arguments of :meth:`Engine.generate`.
 
         Raises:
-            ValueError: naming what is wrong with one of them.
+            ValueError: an argument is wrong; the message names it.
         """
         if isinstance(inputs, Mapping):
             inputs = text_alone(inputs, target.model)
@@ -108,15 +108,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """What transformers prepared for one generation.
+    """The inputs of one generation, as transformers prepared them.
 
     Attributes:
         input_ids: int64 ``[B, W]``, padding included.
         sequences: the prompts without padding, each with its stop criteria.
-        to_probs: logits to distributions.
+        to_probs: maps logits to distributions.
         config: all options.
-        processors, criteria: the user's own among them.
-        model_inputs: for the model's forward.
+        processors, criteria: all of them, the user's included.
+        model_inputs: inputs of the model's forward.
     """
 
     input_ids: Tensor
@@ -137,10 +137,10 @@ class Job:
         config: GenerationConfig,
         model_inputs: Mapping[str, Any],
     ) -> "Job":
-        """Check what transformers' generate passes to a ``custom_generate`` callable.
+        """Check the arguments that transformers' generate passes to a ``custom_generate`` callable.
 
         Raises:
-            ValueError: an option or an input that would be ignored; an empty prompt.
+            ValueError: an option or an input would be ignored, or a prompt is empty.
         """
         inputs = text_alone(model_inputs, target.model)
         mask = inputs.pop("attention_mask", None)
@@ -164,13 +164,10 @@ class Job:
         return cls(input_ids, sequences, to_probs, config, processors, criteria, model_inputs)
 
     def why_in_step(self, vocabulary: int) -> str | None:
-        """Why processors and criteria must be called for each token alone, and for all sequences together.
+        """Returns why processors and criteria must be called once per token with all sequences, or None.
 
         Args:
             vocabulary: V of the scores.
-
-        Returns:
-            the reason; None where they need not be.
         """
         passed = bool(self.config.output_scores and self.config.return_dict_in_generate)
         return why_in_step(self.processors, self.criteria, self.input_ids, vocabulary, passed)
@@ -180,7 +177,7 @@ class Job:
         return [sequence.prompt for sequence in self.sequences]
 
     def joining(self, prompt: list[int], new_tokens: int, number: int, seed: int | None) -> Sequence:
-        """Returns a sequence that joins the others, with the stop criteria of the call."""
+        """Returns a sequence that joins a running batch, with the stop criteria of the call."""
         ending = ending_of(self.config, self.criteria, len(prompt), self.input_ids.device)
         return Sequence(prompt, replace(ending, max_new_tokens=new_tokens), number, seed)
 
@@ -190,12 +187,12 @@ class Job:
 
     @property
     def outputs(self) -> set[str]:
-        """What of "logits" and "scores" is to be returned."""
+        """Returns which of "logits" and "scores" the call requests."""
         return {name for name in ("logits", "scores") if getattr(self.config, f"output_{name}")}
 
     @property
     def new_tokens(self) -> int:
-        """Most new tokens of each sequence."""
+        """Returns the most new tokens of a sequence."""
         return self.sequences[0].ending.max_new_tokens
 
     @property

@@ -18,12 +18,12 @@ _BEHIND = 64
 
 
 class StopStrings(StoppingCriteria):
-    """Ends texts as the server does: strings are looked for in new text alone, special tokens by their names.
+    """Ends a sequence when its new text has a stop string. Special tokens are matched by their names.
 
     Args:
-        tokenizer: of the target.
-        strings: none of them empty.
-        prompt_tokens: width of the prompts, for transformers' own beam search, which calls this itself.
+        tokenizer: the target's tokenizer.
+        strings: the stop strings, none of them empty.
+        prompt_tokens: width of the prompts, used when transformers' beam search calls this object itself.
     """
 
     # See ``kept_state.py``: each text is searched by itself.
@@ -35,7 +35,9 @@ class StopStrings(StoppingCriteria):
         self._vocabulary, self._strings, self._width = Vocabulary(tokenizer), tuple(strings), prompt_tokens
 
     def of_one(self, prompt_tokens: int, end_tokens: Collection[int]) -> Stop:
-        """Whether a sequence ends, asked after each of its tokens; after an earlier one again if need be."""
+        """Returns a function that tells whether one sequence ends. It is called after each token, and may be
+        called again after an earlier token.
+        """
         text: NewText | None = None
         searched = prompt_tokens
 
@@ -52,7 +54,9 @@ class StopStrings(StoppingCriteria):
         return stop
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-        """bool ``[B]``: whether the last token of each sequence, int64 ``[B, L]``, completes a string."""
+        """Returns bool ``[B]``: whether the last token of each sequence of ``input_ids``, int64 ``[B, L]``,
+        completes a stop string.
+        """
         searched = min(input_ids.shape[1] - self._width, _TOKENS_OF_ONE * max(map(len, self._strings)))
         found = []
         for row in input_ids[:, -(searched + _BEHIND) :].tolist():

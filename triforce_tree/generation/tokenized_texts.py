@@ -1,11 +1,11 @@
-"""Token ids of texts that go on: only what follows an earlier text is tokenized.
+"""Token ids of a text that extends an earlier one. Only the part after the earlier text is tokenized.
 
-BPE ids of a text are a function of the whole text, as merges may cross the place where an earlier text ended.
-But merges are local: ids are those of the text if each two neighbours are the ids of their own two texts. So
-some characters before the first changed one are tokenized twice, with the earlier text's end and with the
-new one's. From the token on where the first of these agrees with the earlier text's ids, both cut the text
-alike, and what follows in the second is what the whole text has there. Ids are therefore those of the whole
-text, or the whole text is tokenized.
+BPE ids depend on the whole text, because merges may cross the place where the earlier text ended. But merges
+are local: a sequence of ids is the tokenization of a text if each two neighbours are the tokenization of
+their own two texts. So some characters before the first change are tokenized twice, once with the end of the
+earlier text and once with the end of the new one. From the first token at which the former agrees with the
+ids of the earlier text, both tokenizations split the text alike, and the tail of the latter equals the tail
+of the whole text's ids. If no such token is found, the whole text is tokenized.
 """
 
 from collections.abc import Sequence
@@ -40,13 +40,14 @@ class _Known:
 
 
 class TokenizedTexts:
-    """A tokenizer that remembers its newest texts, for texts that begin like one of them.
+    """A tokenizer that remembers its newest texts, and tokenizes only the new part of a text that extends
+    one.
 
-    It stands for the tokenizer where prompts are read: ids are equal to the tokenizer's own.
+    It replaces the tokenizer where prompts are read, and returns the same ids as the tokenizer.
 
     Args:
-        tokenizer: where it is none of the ``tokenizers`` library with BPE, all texts are tokenized whole.
-        texts: most that are remembered; a text takes some 5 bytes a character.
+        tokenizer: every text is tokenized whole unless it is a BPE tokenizer of the ``tokenizers`` library.
+        texts: the most texts that are remembered. A text takes about 5 bytes per character.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: int = 4) -> None:
@@ -64,11 +65,11 @@ class TokenizedTexts:
         return getattr(self.tokenizer, "chat_template", None)
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
-        """The tokenizer's ``input_ids`` of a text."""
+        """Returns the tokenizer's ``input_ids`` of a text."""
         return {"input_ids": self._ids(text, add_special_tokens)}
 
     def apply_chat_template(self, chat: Sequence[dict[str, Any]], **options: Any) -> dict[str, list[int]]:
-        """The tokenizer's ``input_ids`` of messages."""
+        """Returns the tokenizer's ``input_ids`` of messages."""
         if not self._renders:
             encoded: Any = self.tokenizer.apply_chat_template(list(chat), **options)
             return {"input_ids": list(encoded["input_ids"])}
@@ -96,7 +97,9 @@ class TokenizedTexts:
         return _listed(ids)
 
     def _continued(self, known: _Known, text: str, shared: int, window: int) -> Ids | None:
-        """The ids of a text that shares so many characters with a known one; None if they are not certain."""
+        """Returns the ids of a text whose first ``shared`` characters equal those of a known text, or None if
+        the ids are not certain.
+        """
         start = max(0, shared - window)
         if len(known.text) + len(text) - 2 * start > _MOST * len(text):
             return None
@@ -120,11 +123,12 @@ Tokenizer = PreTrainedTokenizerBase | TokenizedTexts
 
 
 def text_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
-    """A tokenizer's ids of a text, without the warning that it exceeds the model.
+    """Returns the token ids of a text, without the tokenizer's warning that the text exceeds the model.
 
     Raises:
-        PromptError: the text was no UTF-8, or the tokenizer fails on it, also where the ``tokenizers``
-            library panics, as by a regular expression that gives up: its exception is no Exception.
+        PromptError: the text is not valid UTF-8, or the tokenizer fails on it. This includes panics of the
+            ``tokenizers`` library (e.g. a regular expression that gives up), which do not derive from
+            Exception.
     """
     check_text(text)
     try:
@@ -141,10 +145,11 @@ def text_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
 
 
 def check_text(text: str) -> None:
-    """Check that a text is Unicode, which tokenizers need.
+    """Check that a text is valid Unicode, which tokenizers need.
 
     Raises:
-        PromptError: it holds a surrogate, as Python makes of bytes that are no UTF-8 (arguments, stdin).
+        PromptError: the text has a surrogate, which Python makes of bytes that are not UTF-8 (arguments,
+            stdin).
     """
     try:
         text.encode()
@@ -161,7 +166,7 @@ def _listed(ids: Ids) -> list[int]:
 
 
 def _common(a: str, b: str) -> int:
-    """How many characters two texts share at their beginnings, by comparing slices of halved lengths."""
+    """Returns how many leading characters two texts share, found by bisection."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

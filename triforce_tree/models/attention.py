@@ -56,7 +56,9 @@ class RunningAttention(threading.local):
     def next(
         self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, module: nn.Module | None = None
     ) -> Tensor:
-        """The attention of the forward's next layer, ``module`` where it is known; see :class:`Attend`."""
+        """Returns the attention of the forward's next layer, ``module`` where it is known; see
+        :class:`Attend`.
+        """
         if self.attend is None:
             raise RuntimeError(
                 f"attention implementation {ATTENTION!r} was called outside triforce_tree; restore the "
@@ -89,7 +91,9 @@ def attending(attend: Attend, layers: Sequence[int] = ()) -> Iterator[dict[int, 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """As an operator takes plain numbers only, 0 means no window or softcap; chunks are negative windows."""
+    """Returns as an operator takes plain numbers only, 0 means no window or softcap; chunks are negative
+    windows.
+    """
     params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
     return running_attention.next(q, k, v, params)
 
@@ -135,7 +139,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def effective_window(module: nn.Module, window: int | None) -> tuple[int | None, bool]:
-    """The window of an attention module, None where it hides nothing, and whether it is a chunk.
+    """Returns the window of an attention module, None where it hides nothing, and whether it is a chunk.
 
     Args:
         window: of sliding attention, as the module passes it on. Chunks are in the configuration alone.
@@ -162,7 +166,7 @@ def keep_chunks(copy: nn.Module) -> None:
 
 
 def _chunk_of(module: nn.Module) -> int:
-    """The length of the chunks that a module's queries see; 0 where they see no chunks."""
+    """Returns the length of the chunks that a module's queries see; 0 where they see no chunks."""
     config: Any = getattr(module, "config", None)
     kinds: Any = getattr(config, "layer_types", None) or ()
     index = getattr(module, "layer_idx", None)
@@ -183,7 +187,7 @@ class KVCache(Protocol):
     def recurrent(self) -> ChunkPass | None: ...
 
     def positions(self, count: int) -> Tensor:
-        """int64 ``[count]``: the positions of the next ``count`` tokens."""
+        """Returns int64 ``[count]``: the positions of the next ``count`` tokens."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, /) -> Tensor:
         """See :class:`Attend`."""
@@ -202,7 +206,7 @@ class KVShape:
 
     @property
     def elements(self) -> int:
-        """Elements of one token's keys and values."""
+        """Returns elements of one token's keys and values."""
         return self.heads.row
 
 
@@ -212,7 +216,7 @@ def _scales(module: nn.Module) -> bool:
 
 
 def scales_queries(model: nn.Module) -> bool:
-    """Whether forwards of a model need ``triforce_positions``, see :func:`take_over_query_scales`."""
+    """Returns whether forwards of a model need ``triforce_positions``, see :func:`take_over_query_scales`."""
     return any(_scales(module) for module in model.modules())
 
 
@@ -230,7 +234,8 @@ def take_over_query_scales(copy: nn.Module) -> None:
 
 
 def scaled_queries(module: nn.Module, query: Tensor, positions: Tensor | None) -> Tensor:
-    """Queries ``[B, H_q, T, D]`` by the scale of their positions ``[B, T]``, where the module has one.
+    """Returns queries ``[B, H_q, T, D]`` by the scale of their positions ``[B, T]``, where the module has
+    one.
 
     The factor is ``1 + attn_scale * log(1 + floor((position + 1) / floor_scale))`` (arXiv 2501.19399).
     """

@@ -39,7 +39,7 @@ class FewRowLinear(nn.Module):
         self.register_buffer("counters", _counters(linear), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
+        """Returns ``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         if _fits(x, MOST_PLAIN_ROWS) and self.weight.dtype == x.dtype:
             # Imported at the first use, so that machines without Triton can import the package.
             from triforce_tree.kernels.linear.launch import linear
@@ -76,11 +76,13 @@ class LowBitLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """``[out_features, in_features]``, dequantised: some families read it, or its dtype, themselves."""
+        """Returns ``[out_features, in_features]``, dequantised: some families read it, or its dtype,
+        themselves.
+        """
         return reference.dequantise(self.words, self.scales, self.bits, self.in_features, self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
+        """Returns ``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         if _fits(x):
             from triforce_tree.kernels.linear.launch import low_bit_linear
 
@@ -98,7 +100,7 @@ def with_linears(
     make_experts: Callable[[nn.Module], nn.Module] | None = None,
     with_hooks: bool = False,
 ) -> PreTrainedModel:
-    """A copy of a model over the same parameters and buffers, with other linear layers.
+    """Returns a copy of a model over the same parameters and buffers, with other linear layers.
 
     Args:
         model: any transformers model; it is not changed.
@@ -131,7 +133,7 @@ def with_linears(
 
 
 def why_not_replaceable(model: nn.Module, with_hooks: bool = False) -> str | None:
-    """The reason why a model's linear layers cannot be replaced; None if they can."""
+    """Returns the reason why a model's linear layers cannot be replaced; None if they can."""
     name = type(model).__name__
     if (method := quantisation(model)) is not None:
         return f"{name} is quantised ({method})"
@@ -142,7 +144,9 @@ def why_not_replaceable(model: nn.Module, with_hooks: bool = False) -> str | Non
 
 
 def quantisation(model: nn.Module) -> str | None:
-    """How a model is quantised: the method's name, or the class of a layer or of its weight; None if not."""
+    """Returns how a model is quantised: the method's name, or the class of a layer or of its weight; None if
+    not.
+    """
     if getattr(model, "is_quantized", False):
         settings = getattr(getattr(model, "config", None), "quantization_config", None)
         method = getattr(settings, "quant_method", None)
@@ -158,14 +162,15 @@ def quantisation(model: nn.Module) -> str | None:
 
 
 def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy over the same weights whose linear layers run few rows through our kernel."""
+    """Returns a copy over the same weights whose linear layers run few rows through our kernel."""
     return with_linears(model, FewRowLinear)
 
 
 def low_bit_copy(
     model: PreTrainedModel, bits: int, before: Callable[[Tensor], None] | None = None
 ) -> PreTrainedModel:
-    """A copy with linear layers and experts of 8 or 4 bits, for drafting: close to the model in fewer bytes.
+    """Returns a copy with linear layers and experts of 8 or 4 bits, for drafting: close to the model in fewer
+    bytes.
 
     Args:
         before: called with each weight before it is read, layer by layer; copies streamed weights in.
@@ -194,7 +199,9 @@ def check_low_bits(model: nn.Module, bits: int) -> None:
 
 
 def _layer_linears(model: nn.Module, with_hooks: bool) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """(parent, name, linear) of the plain linear layers inside a ``ModuleList`` (of decoder layers)."""
+    """Returns (parent, name, linear) of the plain linear layers inside a ``ModuleList`` (of decoder
+    layers).
+    """
     return [
         (parent, name, child)
         for parent, name, child in _children_of_layers(model)
@@ -203,7 +210,7 @@ def _layer_linears(model: nn.Module, with_hooks: bool) -> list[tuple[nn.Module, 
 
 
 def _children_of_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, module) of everything inside a ``ModuleList`` (of decoder layers)."""
+    """Returns (parent, name, module) of everything inside a ``ModuleList`` (of decoder layers)."""
     lists = [each for each in text_decoder(model).modules() if isinstance(each, nn.ModuleList)]
     members = [member for each in lists for member in each]
     parents = {id(parent): parent for member in members for parent in member.modules()}

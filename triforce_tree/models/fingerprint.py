@@ -96,7 +96,7 @@ class Fingerprint:
         self.note_weights()
 
     def same(self) -> bool:
-        """Whether all objects are those that were recorded. Weights may have been written to."""
+        """Returns whether all objects are those that were recorded. Weights may have been written to."""
         try:
             now = self._now()
         except RuntimeError:  # another thread was changing one of the containers
@@ -106,7 +106,9 @@ class Fingerprint:
         return self._tensor_places() == self._places
 
     def same_writes(self) -> bool:
-        """Whether no weight was written to in place, as far as torch counts that: not ``weight.data``."""
+        """Returns whether no weight was written to in place, as far as torch counts that: not
+        ``weight.data``.
+        """
         return self._weight_writes() == self._writes
 
     def same_weights(self) -> bool:
@@ -126,7 +128,7 @@ class Fingerprint:
         self._writes, self._samples = self._weight_writes(), self._sampled()
 
     def differences(self, later: "Fingerprint", left_out: Collection[str] = ()) -> dict[str, str]:
-        """Names of values that are not equal in both, with the state that each is part of.
+        """Returns names of values that are not equal in both, with the state that each is part of.
 
         Args:
             left_out: names of state that is not compared.
@@ -141,7 +143,7 @@ class Fingerprint:
         return found
 
     def _now(self) -> list[Any]:
-        """Every object that was recorded, read again in the same order."""
+        """Returns every object that was recorded, read again in the same order."""
         read: list[Any] = [*map(len, self._maps)]
         for mapping in self._maps:
             read += mapping.values()
@@ -154,7 +156,7 @@ class Fingerprint:
         return read
 
     def _tensor_places(self) -> list[int]:
-        """Addresses of weights; of other tensors also how often they were written to."""
+        """Returns addresses of weights; of other tensors also how often they were written to."""
         places = [] if self._moves else [*map(_address, self._weights.values())]
         for tensor in self._others.values():
             places += _address(tensor), _writes(tensor)
@@ -164,7 +166,7 @@ class Fingerprint:
         return [] if self._moves else [*map(_writes, self._weights.values())]
 
     def _sampled(self) -> list[Tensor]:
-        """Bytes of a few elements of each weight, by device and dtype."""
+        """Returns bytes of a few elements of each weight, by device and dtype."""
         with torch.inference_mode():
             return [torch.cat(views).view(torch.uint8) for views in self._views]
 
@@ -332,7 +334,7 @@ _ABSENT = object()
 
 
 def _looks_into(value: Any, function: types.FunctionType) -> bool:
-    """Whether what a global of a function holds is recorded, beside which object it is."""
+    """Returns whether what a global of a function holds is recorded, beside which object it is."""
     if isinstance(value, types.FunctionType):
         return value.__module__ == function.__module__ or _package(value) not in _OPAQUE
     if isinstance(value, type):
@@ -360,7 +362,9 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _depends_on_length(kinds: Any) -> bool:
-    """Whether a rotary embedding of these kinds, ``rope_type``, chooses its frequencies in its forwards."""
+    """Returns whether a rotary embedding of these kinds, ``rope_type``, chooses its frequencies in its
+    forwards.
+    """
     found = kinds.values() if isinstance(kinds, dict) else (kinds,)
     return any(kind in ("dynamic", "longrope") for kind in found)
 
@@ -388,7 +392,7 @@ def _writes(tensor: Tensor) -> int:
 
 
 def _views(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Views of evenly spaced elements of each weight, by device and dtype.
+    """Returns views of evenly spaced elements of each weight, by device and dtype.
 
     Left out are tensors of quantisation libraries, and those that are not contiguous.
     """
@@ -428,7 +432,7 @@ class Changes:
         self.revision = self.weights = 0
 
     def differs(self) -> bool:
-        """Whether the module has changed since :meth:`refresh`."""
+        """Returns whether the module has changed since :meth:`refresh`."""
         if self._failed or not self._noticed.same_writes():
             return True
         return not self._noticed.same() and bool(self._differences(self._noticed.again()))

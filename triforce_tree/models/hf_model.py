@@ -130,17 +130,19 @@ class HFModel:
 
     @property
     def changed(self) -> bool:
-        """Whether the model has changed since :meth:`refresh`."""
+        """Returns whether the model has changed since :meth:`refresh`."""
         return self._changes.differs()
 
     @property
     def revision(self) -> int:
-        """Another number after each change but for those of weights in place: copies are to be made anew."""
+        """Returns another number after each change but for those of weights in place: copies are to be made
+        anew.
+        """
         return self._changes.revision
 
     @property
     def weights_revision(self) -> int:
-        """Another number after weights were written to in place, which copies share."""
+        """Returns another number after weights were written to in place, which copies share."""
         return self._changes.weights
 
     def check_sizes(self) -> None:
@@ -176,7 +178,9 @@ class HFModel:
 
     @property
     def learned_positions(self) -> int | None:
-        """Size of the position embedding table; None for rotary embeddings, which are defined everywhere."""
+        """Returns size of the position embedding table; None for rotary embeddings, which are defined
+        everywhere.
+        """
         rotary = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
         return None if rotary else self.max_positions
 
@@ -193,7 +197,7 @@ class HFModel:
 
     @property
     def running(self) -> PreTrainedModel:
-        """The copy of ``model`` that computes inside :meth:`active`; it shares all tensors with it.
+        """Returns the copy of ``model`` that computes inside :meth:`active`; it shares all tensors with it.
 
         Raises:
             RuntimeError: called outside :meth:`active`.
@@ -233,7 +237,7 @@ class HFModel:
                     self._running = None
 
     def _prepared(self) -> PreTrainedModel:
-        """A copy of the model that can run forwards."""
+        """Returns a copy of the model that can run forwards."""
         copied = shallow_copy(self.model)
         copied.set_attn_implementation(ATTENTION)
         copied.eval()
@@ -252,7 +256,7 @@ class HFModel:
     def forward(
         self, tokens: list[int], cache: KVCache, last_only: bool = False, whole: bool = True
     ) -> Tensor:
-        """Logits of T new tokens, whose keys and values go into the cache.
+        """Returns logits of T new tokens, whose keys and values go into the cache.
 
         Args:
             tokens: T ids.

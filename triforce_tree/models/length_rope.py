@@ -56,7 +56,7 @@ class LengthRope:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "LengthRope | None":
-        """The instance for ``model``; None if its frequencies do not depend on the length.
+        """Returns the instance for ``model``; None if its frequencies do not depend on the length.
 
         Raises:
             ValueError: its layers have different original lengths, or both kinds.
@@ -118,7 +118,7 @@ class LengthRope:
         self.choose(self.kind == "longrope" and max(prompts) > self.original)
 
     def mixed(self, prompts: Sequence[int]) -> bool:
-        """Whether prompts of these lengths need different sets."""
+        """Returns whether prompts of these lengths need different sets."""
         return self.kind == "longrope" and min(prompts) <= self.original < max(prompts)
 
     def choose(self, long: bool) -> None:
@@ -155,7 +155,7 @@ class LengthRope:
         module.register_forward_hook(after)
 
     def _selecting(self, positions: Tensor) -> Tensor:
-        """Positions ``[B, T]`` with one more that selects the set, ``[B, T + 1]``."""
+        """Returns positions ``[B, T]`` with one more that selects the set, ``[B, T + 1]``."""
         beyond = self._beyond.expand(len(positions), 1)
         return torch.cat([torch.minimum(positions, self._limit), beyond], dim=1)
 
@@ -206,7 +206,7 @@ class LengthRope:
         return True
 
     def _tables(self, copy: PreTrainedModel) -> list[Tensor]:
-        """Cosines and sines at position 1, of every rotary module and layer type."""
+        """Returns cosines and sines at position 1, of every rotary module and layer type."""
         position = torch.ones(1, 1, dtype=torch.int64, device=self._beyond.device)
         hidden = torch.zeros(1, 1, 1, dtype=torch.float32, device=position.device)
         tables: list[Tensor] = []
@@ -229,7 +229,7 @@ class _HostReads(TorchDispatchMode):
 
 
 def _original(module: nn.Module, layer_type: str | None) -> int:
-    """The most tokens for which a rotary module uses its initial frequencies."""
+    """Returns the most tokens for which a rotary module uses its initial frequencies."""
     config: Any = module.config
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     if (parameters.get("rope_type") or parameters.get("type")) == "longrope":

@@ -24,14 +24,17 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def text_decoder(model: nn.Module) -> nn.Module:
-    """The part of a multimodal model that decodes text, without its encoders; else the model itself."""
+    """Returns the part of a multimodal model that decodes text, without its encoders; else the model
+    itself.
+    """
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     # Some call their output layer so (ModernBERT's decoder).
     return model if isinstance(decoder, nn.Linear) else decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The ``ModuleList`` of decoder layers, found by its length. Encoders of images may have one as long.
+    """Returns the ``ModuleList`` of decoder layers, found by its length. Encoders of images may have one as
+    long.
 
     Raises:
         ValueError: there is none.
@@ -90,7 +93,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of every module and configuration of a model, over the same parameters and buffers.
+    """Returns a copy of every module and configuration of a model, over the same parameters and buffers.
 
     Hooks are copied; a hook that is added to one of the two later is not seen by the other.
 
@@ -132,7 +135,7 @@ def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether a call of a module runs a user's hook before or after its forward.
+    """Returns whether a call of a module runs a user's hook before or after its forward.
 
     The hooks by which weights are streamed from host memory change no result, and are not counted.
     """
@@ -145,7 +148,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def class_forward(module: nn.Module) -> Any:
-    """The forward of a module's class, without decorators that only rename deprecated arguments."""
+    """Returns the forward of a module's class, without decorators that only rename deprecated arguments."""
     forward: Any = type(module).forward
     while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
         forward = forward.__wrapped__
@@ -153,7 +156,7 @@ def class_forward(module: nn.Module) -> Any:
 
 
 def with_global(forward: FunctionType, name: str, value: Callable[..., Any]) -> FunctionType:
-    """A copy of a function that finds ``value`` under a global name."""
+    """Returns a copy of a function that finds ``value`` under a global name."""
     names = {**forward.__globals__, name: value}
     made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
@@ -161,7 +164,8 @@ def with_global(forward: FunctionType, name: str, value: Callable[..., Any]) -> 
 
 
 def with_own_code(forward: Callable[..., Any], codes: dict[CodeType, CodeType]) -> Callable[..., Any]:
-    """A function or a bound method over a copy of its code, for which torch.compile has no versions yet.
+    """Returns a function or a bound method over a copy of its code, for which torch.compile has no versions
+    yet.
 
     Versions of a layer's code are found by its inputs and modules, but not by hooks, or by methods that were
     exchanged in a class: versions of another model, or of this one before it changed, may lack these.

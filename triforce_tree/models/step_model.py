@@ -125,7 +125,8 @@ class StepModel:
         last: int = 0,
         states: RecurrentPass | None = None,
     ) -> Tensor:
-        """Logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n only those of the last n tokens.
+        """Returns logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n only those of the last n
+        tokens.
 
         With several ranks every rank gets the same, so that all make the same choices.
 
@@ -152,7 +153,7 @@ class StepModel:
 def step_model(
     model: HFModel, compiled: bool, features: Sequence[int] = (), exact: bool = False
 ) -> StepModel:
-    """A model's forwards over fixed buffers, with few-row linear layers where they can be replaced.
+    """Returns a model's forwards over fixed buffers, with few-row linear layers where they can be replaced.
 
     Args:
         compiled: see :class:`StepModel`.
@@ -182,12 +183,12 @@ def step_model(
 
 
 def int8_step_model(model: HFModel, features: Sequence[int] = ()) -> StepModel:
-    """The same of an fp32 model on the CPU with weights of 8 bits, for level 1."""
+    """Returns the same of an fp32 model on the CPU with weights of 8 bits, for level 1."""
     return _host_step(int8_copy(model.model), model, features)
 
 
 def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
-    """The target on a copy of its weights in ``bits`` 8 or 4, for level 1."""
+    """Returns the target on a copy of its weights in ``bits`` 8 or 4, for level 1."""
     if bits == 8 and target.streamed is None and has_int8_kernel(target.model):
         return int8_step_model(target, features)
     bring = target.streamed.bring if target.streamed is not None else None
@@ -198,7 +199,7 @@ def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence
 
 
 def _host_step(clone: PreTrainedModel, model: HFModel, features: Sequence[int]) -> StepModel:
-    """A copy of a model on the CPU, with layers by our kernels where these give the same numbers."""
+    """Returns a copy of a model on the CPU, with layers by our kernels where these give the same numbers."""
     linears = use_few_row_linears(clone)
     fused_modules = use_fused_layers(clone, linears)
     step = _step(clone, model, False, features)
@@ -221,7 +222,7 @@ def _step(
 
 
 def captures(model: HFModel, replaced: bool) -> bool:
-    """Whether CUDA graphs can hold a model's forwards; logs why they cannot.
+    """Returns whether CUDA graphs can hold a model's forwards; logs why they cannot.
 
     Args:
         replaced: whether its linear layers are ours. One number of tokens then shows what its other layers

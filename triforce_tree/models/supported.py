@@ -32,7 +32,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def max_positions(text_config: Any) -> int | None:
-    """Positions that a model can take, by its configuration; None where it names none.
+    """Returns positions that a model can take, by its configuration; None where it names none.
 
     Decoders of speech models without their encoder name it ``max_target_positions``. With YaRN they are
     ``factor`` times the original ones, also where the number before the extension was left in place.
@@ -44,7 +44,7 @@ def max_positions(text_config: Any) -> int | None:
 
 
 def _extended(text_config: Any) -> int:
-    """Positions by YaRN's parameters; 0 for other rotary embeddings."""
+    """Returns positions by YaRN's parameters; 0 for other rotary embeddings."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
         return 0
@@ -52,7 +52,7 @@ def _extended(text_config: Any) -> int:
 
 
 def attention_of(config: Any) -> str | None:
-    """How a checkpoint's attention is to be computed by transformers; None leaves it the choice.
+    """Returns how a checkpoint's attention is to be computed by transformers; None leaves it the choice.
 
     Torch's attention has no capped scores, and some versions of transformers choose it all the same.
     """
@@ -111,7 +111,7 @@ def _placement(model: nn.Module) -> str | None:
 
 
 def likely_cause(model: Any, attention: Iterable[nn.Module]) -> str:
-    """Why a model's own forward may differ from ours, where it is plain to see; else the empty text.
+    """Returns why a model's own forward may differ from ours, where it is plain to see; else the empty text.
 
     Args:
         model: of transformers.

@@ -43,7 +43,7 @@ class RowParallel(nn.Module):
         self.linear, self.bias, self.shards = linear, bias, shards
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features / shards]`` to ``[..., out_features]``, the same on all ranks."""
+        """Returns ``[..., in_features / shards]`` to ``[..., out_features]``, the same on all ranks."""
         out: Tensor = all_reduce(self.linear(x), self.shards)
         return out if self.bias is None else out + self.bias
 
@@ -75,11 +75,11 @@ class VocabularyParallel(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """This rank's rows: some families read the dtype of the head's weight."""
+        """Returns this rank's rows: some families read the dtype of the head's weight."""
         return self.linear.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``, the same on all ranks."""
+        """Returns ``[..., in_features]`` to ``[..., out_features]``, the same on all ranks."""
         own: Tensor = self.linear(x)
         group, size = current(), own.shape[-1]
         assert group is not None, "ranks share a head only after they have joined"
@@ -90,19 +90,19 @@ class VocabularyParallel(nn.Module):
 
 
 def agreed_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:
-    """The same logits on all ranks, for all decisions: what the head has gathered, else rank 0's."""
+    """Returns the same logits on all ranks, for all decisions: what the head has gathered, else rank 0's."""
     if isinstance(model.get_output_embeddings(), VocabularyParallel):
         return logits
     return broadcast_tensor(logits)
 
 
 def shards_of(model: nn.Module) -> int:
-    """How many ranks the heads of a model are sharded over; 1 if they are not."""
+    """Returns how many ranks the heads of a model are sharded over; 1 if they are not."""
     return next((n for name, n in _shards(model) if of_attention(model, name)), 1)
 
 
 def mlp_shards_of(model: nn.Module) -> int:
-    """How many ranks the neurons of a model's MLPs are sharded over; 1 if they are not."""
+    """Returns how many ranks the neurons of a model's MLPs are sharded over; 1 if they are not."""
     return next((n for name, n in _shards(model) if not of_attention(model, name)), 1)
 
 
@@ -111,7 +111,7 @@ def _shards(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def of_attention(model: nn.Module, path: str) -> bool:
-    """Whether a linear layer belongs to attention, by its parent."""
+    """Returns whether a linear layer belongs to attention, by its parent."""
     parent = path.rpartition(".")[0]
     return hasattr(model.get_submodule(parent), "is_causal") or "att" in parent.rpartition(".")[2]
 
@@ -176,7 +176,8 @@ def _share_head(model: PreTrainedModel, group: Group) -> None:
 
 
 def layers_to_shard(model: PreTrainedModel, heads: int, method: str | None) -> list[tuple[str, str]]:
-    """(path, style) of the linear layers of which ranks hold shares; of a sharded model nothing useful.
+    """Returns (path, style) of the linear layers of which ranks hold shares; of a sharded model nothing
+    useful.
 
     Args:
         model: its weights are not read.
@@ -198,7 +199,7 @@ def layers_to_shard(model: PreTrainedModel, heads: int, method: str | None) -> l
 
 
 def neurons_divide(model: nn.Module, planned: Iterable[tuple[str, str]], size: int) -> bool:
-    """Whether ``size`` ranks can share the neurons of all MLPs among these layers."""
+    """Returns whether ``size`` ranks can share the neurons of all MLPs among these layers."""
     return not any(
         _split_width(model, path, style) % size for path, style in planned if not of_attention(model, path)
     )
@@ -219,7 +220,7 @@ def _check_heads(model: PreTrainedModel, size: int) -> None:
 
 
 def _planned(model: PreTrainedModel, size: int) -> list[tuple[str, str]]:
-    """(path, style) of all linear layers to shard, after checking every one."""
+    """Returns (path, style) of all linear layers to shard, after checking every one."""
     name = type(model).__name__
     # Entries outside the decoder layers are the embeddings and the head.
     plan = {key: style for key, style in (model.tp_plan or {}).items() if "*" in key}
@@ -255,18 +256,18 @@ def _planned(model: PreTrainedModel, size: int) -> list[tuple[str, str]]:
 
 
 def _split_width(model: nn.Module, path: str, style: str) -> int:
-    """The features of a linear layer that ranks share."""
+    """Returns the features of a linear layer that ranks share."""
     linear = model.get_submodule(path)
     assert isinstance(linear, nn.Linear)
     return linear.out_features if style == _COLUMNS else linear.in_features
 
 
 def _generic(path: str) -> str:
-    """A path with a star in place of each layer number, as in transformers' plans."""
+    """Returns a path with a star in place of each layer number, as in transformers' plans."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def _shard(full: Tensor, dim: int, group: Group) -> nn.Parameter:
-    """This rank's rows or columns, copied, so that the full tensor can be freed."""
+    """Returns this rank's rows or columns, copied, so that the full tensor can be freed."""
     part = full.chunk(group.size, dim)[group.rank].clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=full.requires_grad)

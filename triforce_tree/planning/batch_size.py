@@ -26,7 +26,7 @@ def fitting_batch(
     pool: int = 0,
     drafter: Drafter | None = None,
 ) -> int:
-    """How many sequences of ``prompt + new_tokens`` tokens fit beside the models: 1 to ``wanted``.
+    """Returns how many sequences of ``prompt + new_tokens`` tokens fit beside the models: 1 to ``wanted``.
 
     Args:
         config: nothing of it is offloaded.
@@ -49,13 +49,15 @@ def fitting_batch(
 
 
 def bytes_beside_models(sizes: Sizes, config: HierarchyConfig, workload: Workload) -> int:
-    """Bytes of the device that decoding takes beside the loaded models, where nothing is offloaded."""
+    """Returns bytes of the device that decoding takes beside the loaded models, where nothing is
+    offloaded.
+    """
     plan = on_device(sizes, Machine(0, 0, 1.0, 1.0), config, workload)
     return plan.peak - sum(plan.device.get(name, 0) for name in _LOADED)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that new tensors can take, memory that torch's allocator holds unused included."""
+    """Returns bytes that new tensors can take, memory that torch's allocator holds unused included."""
     if device.type != "cuda":
         return available()[0]
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -63,7 +65,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Bytes of the device's memory."""
+    """Returns bytes of the device's memory."""
     if device.type != "cuda":
         return total()
     return int(torch.cuda.get_device_properties(device).total_memory)

@@ -163,7 +163,7 @@ class ModelFacts:
         )
 
     def read(self, config: HierarchyConfig, batch: int) -> Read:
-        """The bytes that passes read for one of ``batch`` sequences, on a CPU."""
+        """Returns the bytes that passes read for one of ``batch`` sequences, on a CPU."""
         few = config.retrieval_weight_bits == 8 or self.few_bits
         weights, depth = self.weights / batch, tree_shapes(config)[0].depth
         return Read(weights, weights / 4 if few else weights, self.slot, depth * self.drafted / batch)
@@ -211,7 +211,7 @@ def resolve(
 
 
 def retrieval_step(prompt: int, group: int) -> tuple[int, int, int]:
-    """A GPU's least prompt, budget and chunk for prompts of so many tokens; ``group`` as above."""
+    """Returns a GPU's least prompt, budget and chunk for prompts of so many tokens; ``group`` as above."""
     steps = _GROUPED_RETRIEVAL if group >= _GROUPED else _RETRIEVAL
     return next(step for step in steps if prompt >= step[0])
 
@@ -228,8 +228,8 @@ def _beside(
 
 
 def gains_from_few_bits(target: HFModel) -> bool:
-    """Whether level 1 should be faster in 8 bits: large linear layers, in half precision on a GPU or in fp32
-    on a CPU that has our kernel.
+    """Returns whether level 1 should be faster in 8 bits: large linear layers, in half precision on a GPU or
+    in fp32 on a CPU that has our kernel.
 
     Not measured, and so left out: experts.
     """

@@ -7,7 +7,7 @@ from triforce_tree.trees.device_shapes import PassLimits
 
 
 def uses(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, batch: int) -> dict[str, int]:
-    """Bytes of heads, their caches, hidden states and the index of suffix matching, by use."""
+    """Returns bytes of heads, their caches, hidden states and the index of suffix matching, by use."""
     if sizes.drafter is None or levels == 1:
         return {"heads": sizes.heads_bytes} if sizes.heads_bytes else {}
     limits = PassLimits.of(config, levels)

@@ -49,7 +49,7 @@ class ExpertSizes:
         return self.layers * self.layer_bytes
 
     def routed_bytes(self, tokens: int, resident: int = 0) -> int:
-        """Expected bytes of the experts that ``tokens`` tokens are routed to, if routing is even.
+        """Returns expected bytes of the experts that ``tokens`` tokens are routed to, if routing is even.
 
         Args:
             resident: layers that are left out.

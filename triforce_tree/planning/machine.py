@@ -32,7 +32,9 @@ def bound_memory(device: torch.device, size: int) -> None:
 
 
 def available_device_bytes(device: torch.device, gpu_bytes: int | None) -> int | None:
-    """Bytes of the device that a new engine may use, the least of all ranks; None if there is no limit."""
+    """Returns bytes of the device that a new engine may use, the least of all ranks; None if there is no
+    limit.
+    """
     limits = [gpu_bytes] if gpu_bytes is not None else []
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -71,7 +73,7 @@ def measured(
 
 
 def _least(machine: Machine) -> Machine:
-    """The least of all ranks, so that all make the same plan."""
+    """Returns the least of all ranks, so that all make the same plan."""
     sizes = (machine.device, machine.host, -machine.others, machine.most_device, machine.most_host)
     bus, read, *least_sizes = distributed.all_reduce_min((machine.bus, machine.read, *sizes))
     device, host, others, most_device, most_host = map(int, least_sizes)
@@ -82,7 +84,9 @@ def _least(machine: Machine) -> Machine:
 
 
 def _device(device: torch.device, own: int, host: int) -> tuple[int, str, int]:
-    """(bytes of this rank's device that the engine may use, its name, bytes of them in use by others)."""
+    """Returns (bytes of this rank's device that the engine may use, its name, bytes of them in use by
+    others).
+    """
     if device.type != "cuda":
         # Device and host share one memory.
         return host + own, "the host", 0
@@ -93,7 +97,8 @@ def _device(device: torch.device, own: int, host: int) -> tuple[int, str, int]:
 
 
 def host_rate(heads: Heads, dtype: torch.dtype, device: torch.device) -> HostRate:
-    """How fast the CPU attends to keys and values in host memory while others are copied to the device.
+    """Returns how fast the CPU attends to keys and values in host memory while others are copied to the
+    device.
 
     Measured once for each combination of these arguments and the number of torch's threads. With several
     ranks all measure at the same time, each with its own heads, and get the least result.

@@ -17,7 +17,7 @@ _MEMORY_OPTIONS = ("budget", "chunk", "retrieval_weight_bits", "prefill_chunk", 
 
 
 def refusal(tried: Sequence[MemoryPlan], task: Task) -> str:
-    """The memory that is needed, with its uses, the memory that is available, and what would help.
+    """Returns the memory that is needed, with its uses, the memory that is available, and what would help.
 
     Args:
         tried: plans for the task that do not fit, at least one.
@@ -53,7 +53,7 @@ class _Advice:
         self.task = task
 
     def found(self) -> list[str]:
-        """The first few changes that suffice, the least costly first."""
+        """Returns the first few changes that suffice, the least costly first."""
         changes = (
             self._more_device_memory,
             self._more_host_memory,
@@ -114,7 +114,7 @@ class _Advice:
                 yield f"keep the weights on the host too (offload_weights=True), and {advice}"
 
     def _streamed(self) -> Sizes | None:
-        """The same models with the weights of their layers on the host; None if they already are.
+        """Returns the same models with the weights of their layers on the host; None if they already are.
 
         Of a model with experts only those, whose slots hold one layer.
         """
@@ -141,7 +141,7 @@ class _Advice:
 
 
 def _fits(task: Task) -> bool:
-    """Whether there is a plan."""
+    """Returns whether there is a plan."""
     if task.config.offloads == "auto" and not task.sizes.streamed and task.on_device().fits_device:
         return True
     try:
@@ -155,7 +155,7 @@ def _fits(task: Task) -> bool:
 
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to ``limit`` that fits, by bisection; 0 if 1 does not fit."""
+    """Returns the largest number up to ``limit`` that fits, by bisection; 0 if 1 does not fit."""
     low, high = 0, limit
     while low < high:
         midpoint = (low + high + 1) // 2
@@ -164,7 +164,7 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def _least_gib(above: int, most: int, fits: Callable[[int], bool]) -> int:
-    """The fewest whole GiB that fit, more than ``above`` and at most ``most`` bytes; 0 if none do."""
+    """Returns the fewest whole GiB that fit, more than ``above`` and at most ``most`` bytes; 0 if none do."""
     low, high = above // GIB + 1, most // GIB
     if high < low or not fits(high * GIB):
         return 0

@@ -30,7 +30,7 @@ _STREAMED_CHUNKS = (16_384, 8192, _PREFILL_CHUNK, _SMALL_PREFILL_CHUNK)
 
 
 def first_fitting(task: Task) -> tuple[MemoryPlan | None, list[MemoryPlan]]:
-    """The plan of the first choice that fits device and host, or None; and all plans that were tried.
+    """Returns the plan of the first choice that fits device and host, or None; and all plans that were tried.
 
     Raises:
         ValueError: the retrieval model would run on streamed weights.
@@ -113,7 +113,7 @@ def _of_budget(task: Task, budget: int, chunks: list[int]) -> Iterator[tuple[Tas
 
 
 def _splits() -> Iterator[tuple[Offload, int, int]]:
-    """(split of the cache and hidden states, prefill chunk, how many of the chunk sizes to try)."""
+    """Returns (split of the cache and hidden states, prefill chunk, how many of the chunk sizes to try)."""
     states_on_host = Offload(states_on_host=True)
     small = replace(states_on_host, piece_bytes=32 * MIB, buffers=2)
     yield Offload(), _PREFILL_CHUNK, 2

@@ -34,7 +34,7 @@ class Workload:
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of the longest sequence."""
+        """Returns tokens of the longest sequence."""
         return self.prompt + self.new
 
 
@@ -49,11 +49,11 @@ class Task:
     workload: Workload
 
     def with_options(self, **options: Any) -> "Task":
-        """The same task with other settings."""
+        """Returns the same task with other settings."""
         return replace(self, config=with_options(self.config, **options))
 
     def on_device(self) -> "MemoryPlan":
-        """The plan without offloading."""
+        """Returns the plan without offloading."""
         return on_device(self.sizes, self.machine, self.config, self.workload)
 
 
@@ -109,7 +109,9 @@ class MemoryPlan:
 
     @property
     def cpu(self) -> float | None:
-        """Bytes per second of the CPU's attention in a full-target pass; None if the CPU does not attend."""
+        """Returns bytes per second of the CPU's attention in a full-target pass; None if the CPU does not
+        attend.
+        """
         rate = self.machine.host_attention
         return rate.at(pass_tokens(self.config, self.levels)) if rate is not None and self.offload else None
 
@@ -137,11 +139,11 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether device and host memory suffice."""
+        """Returns whether device and host memory suffice."""
         return self.fits_device and self.host_bytes <= self.machine.host
 
     def with_resident(self, size: int) -> "MemoryPlan":
-        """The same plan with ``size`` bytes of KV slots on the device."""
+        """Returns the same plan with ``size`` bytes of KV slots on the device."""
         assert self.offload is not None, "without offloading all KV slots are on the device"
         more = size - self.device["resident KV"]
         device = {"resident KV": size, "free": self.device["free"] - more}
@@ -153,7 +155,9 @@ class MemoryPlan:
         return replace(self, offload=split, device=self.device | device, host=host)
 
     def smaller(self) -> tuple["MemoryPlan", str] | None:
-        """After device memory ran out: a plan that needs less, and what changed; None if there is none."""
+        """Returns after device memory ran out: a plan that needs less, and what changed; None if there is
+        none.
+        """
         split = self.offload
         if kept := self.resident_experts:
             size = self.device["resident experts"] * (kept // 2) // kept
@@ -187,7 +191,8 @@ class MemoryPlan:
 
 
 def offloaded(task: Task, split: Offload) -> MemoryPlan:
-    """The plan for one choice: gamma is chosen unless given, and the memory left keeps KV slots resident.
+    """Returns the plan for one choice: gamma is chosen unless given, and the memory left keeps KV slots
+    resident.
 
     Args:
         split: its ``resident_bytes`` and shares of the CPU are chosen here.
@@ -282,7 +287,7 @@ def _keep_experts(device: dict[str, int], sizes: Sizes, machine: Machine) -> int
 def _states_and_windows(
     sizes: Sizes, config: HierarchyConfig, levels: int, workload: Workload
 ) -> dict[str, int]:
-    """The map's entries for recurrent layers and for layers with a window, if there are any."""
+    """Returns the map's entries for recurrent layers and for layers with a window, if there are any."""
     states = {"recurrent states": sizes.states * workload.batch} if sizes.states else {}
     size = memory_map.rings(sizes, config, levels, workload.max_seq_len, workload.batch)
     return states | ({"layers with windows": size} if sizes.windowed else {})
@@ -293,7 +298,7 @@ def _on_host(host: Mapping[str, int], weight_bytes: int, machine: Machine) -> Ho
 
 
 def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload: Workload) -> MemoryPlan:
-    """The plan without offloading: everything but streamed weights stays on the device."""
+    """Returns the plan without offloading: everything but streamed weights stays on the device."""
     levels = levels_of(config, workload.prompt)
     max_seq_len = workload.max_seq_len + PassLimits.of(config, levels).scratch_slots
     slots = workload.pool or max_seq_len * workload.batch
@@ -333,7 +338,7 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
 
 
 def levels_of(config: HierarchyConfig, prompt: int, budget: int | None = None) -> int:
-    """The number of levels for a prompt of so many tokens."""
+    """Returns the number of levels for a prompt of so many tokens."""
     if isinstance(config.levels, int):
         return config.levels
     return 3 if prompt >= 2 * (budget or config.retrieval.budget) else 2

@@ -81,11 +81,11 @@ class Sizes:
 
     @property
     def streams_experts_only(self) -> bool:
-        """Whether all weights that are in host memory are experts'."""
+        """Returns whether all weights that are in host memory are experts'."""
         return self.experts is not None and 0 < self.streamed <= self.experts.total * 1.01
 
     def copied_weights(self, tokens: int, resident: int = 0) -> int:
-        """Expected bytes of weights that a forward of ``tokens`` tokens copies to the device.
+        """Returns expected bytes of weights that a forward of ``tokens`` tokens copies to the device.
 
         Args:
             resident: layers whose experts stay on the device.
@@ -96,28 +96,28 @@ class Sizes:
         return max(0, self.streamed - self.experts.total) + routed
 
     def read_weights(self, tokens: int) -> int:
-        """Expected bytes of weights that a forward of ``tokens`` tokens reads, wherever they are."""
+        """Returns expected bytes of weights that a forward of ``tokens`` tokens reads, wherever they are."""
         if self.experts is None:
             return self.weights
         return self.weights - self.experts.total + self.experts.routed_bytes(tokens)
 
     @property
     def full_layers(self) -> int:
-        """Number of full-attention layers, which keep the keys and values of all tokens."""
+        """Returns number of full-attention layers, which keep the keys and values of all tokens."""
         return self.layers - sum(group.layers for group in self.windowed)
 
     def window_bytes(self, tokens: int) -> int:
-        """Bytes that a query after ``tokens`` tokens reads in all layers with a window."""
+        """Returns bytes that a query after ``tokens`` tokens reads in all layers with a window."""
         return sum(group.layers * group.row * min(group.window, tokens) for group in self.windowed)
 
     @property
     def row(self) -> int:
-        """Bytes of one token's keys and values in one full-attention layer."""
+        """Returns bytes of one token's keys and values in one full-attention layer."""
         return slot_bytes(self.kv_heads, self.head_dim + self.value_dim, self.itemsize, self.kv_bits)
 
     @property
     def prefill_row(self) -> int:
-        """Bytes that prefill attention adds for one token's keys and values.
+        """Returns bytes that prefill attention adds for one token's keys and values.
 
         Those in 8 bits are multiplied out. Where keys and values differ in width, the narrower are copied,
         with zeros appended (``kernels/attention/prefill.py``).
@@ -129,7 +129,7 @@ class Sizes:
 
     @property
     def prefill_blocks(self) -> int:
-        """Bytes that prefill attention over wide heads takes for scores and outputs of its blocks."""
+        """Returns bytes that prefill attention over wide heads takes for scores and outputs of its blocks."""
         if max(self.head_dim, self.value_dim) <= FLASH_DIM:
             return 0
         return block_bytes(self.heads, self.head_dim, self.value_dim, self.itemsize)
@@ -178,7 +178,7 @@ class Sizes:
 
 
 def slot_bytes(kv_heads: int, elements: int, itemsize: int, bits: int) -> int:
-    """Bytes of one token's keys and values in one layer.
+    """Returns bytes of one token's keys and values in one layer.
 
     Args:
         elements: of a key and a value of one head.
@@ -189,13 +189,15 @@ def slot_bytes(kv_heads: int, elements: int, itemsize: int, bits: int) -> int:
 
 
 def tensor_bytes(model: PreTrainedModel) -> int:
-    """Bytes of parameters and buffers, each counted once, including streamed ones."""
+    """Returns bytes of parameters and buffers, each counted once, including streamed ones."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     return sum(map(_stored_bytes, tensors.values()))
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor; of a subclass, which may be quantised, of the plain tensors that it consists of."""
+    """Returns bytes of a tensor; of a subclass, which may be quantised, of the plain tensors that it consists
+    of.
+    """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return sum(_stored_bytes(getattr(tensor, name)) for name in names)
@@ -203,7 +205,7 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 
 def device_bytes(model: HFModel) -> int:
-    """Bytes of a model's tensors on its device."""
+    """Returns bytes of a model's tensors on its device."""
     streamed = model.streamed
     on_host = streamed.bytes - streamed.slot_bytes if streamed is not None else 0
     return tensor_bytes(model.model) - on_host
@@ -220,7 +222,7 @@ class HostRate:
     points: tuple[tuple[int, float], ...]
 
     def at(self, queries: int) -> float:
-        """Bytes per second for so many queries.
+        """Returns bytes per second for so many queries.
 
         Between two points the time per byte is interpolated linearly: reading it costs the same for any
         number of queries, and each query adds the same arithmetic. Beyond the last point only the arithmetic
@@ -263,19 +265,20 @@ class Machine:
 
 
 def reserve(available: int) -> int:
-    """Bytes of ``available`` device memory that plans leave unused."""
+    """Returns bytes of ``available`` device memory that plans leave unused."""
     return max(_LEAST_RESERVE, int(_RESERVE * available))
 
 
 def weights_fit(weights: int, available: int) -> bool:
-    """Whether ``weights`` bytes and the workspace fit into ``available`` bytes of device memory."""
+    """Returns whether ``weights`` bytes and the workspace fit into ``available`` bytes of device memory."""
     return weights + _WORKSPACE + reserve(available) <= available
 
 
 def prefill(
     sizes: Sizes, config: HierarchyConfig, prompt: int, store: int, recent_slots: int, split: Offload
 ) -> int:
-    """Bytes for the prefill of one sequence, in addition to the retrieval cache and resident KV slots.
+    """Returns bytes for the prefill of one sequence, in addition to the retrieval cache and resident KV
+    slots.
 
     Args:
         store: bytes of the retrieval cache, which during prefill holds one layer's keys and values, or hidden
@@ -296,18 +299,20 @@ def prefill(
 
 
 def hidden_states(sizes: Sizes, prompt: int) -> int:
-    """Bytes of the hidden states of one prompt, between two layers."""
+    """Returns bytes of the hidden states of one prompt, between two layers."""
     return prompt * sizes.hidden * sizes.itemsize
 
 
 def activations(sizes: Sizes) -> int:
-    """Bytes of one layer's activations per token."""
+    """Returns bytes of one layer's activations per token."""
     width = 3 * sizes.mlp + 6 * sizes.hidden + 3 * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     return width * sizes.itemsize
 
 
 def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) -> int:
-    """Bytes of probs, noise, logits and activations of passes with each shape of tree, and of CUDA graphs."""
+    """Returns bytes of probs, noise, logits and activations of passes with each shape of tree, and of CUDA
+    graphs.
+    """
     limits = PassLimits.of(config, levels)
     tokens = limits.chain_nodes() if levels == 3 else limits.nodes
     nodes = limits.tail + (sum(shape.nodes for shape in tree_shapes(config)) if levels > 1 else 1)
@@ -317,7 +322,7 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
 
 
 def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, batch: int) -> int:
-    """Bytes of the ring buffers of all layers with a window (``kv/store.py``)."""
+    """Returns bytes of the ring buffers of all layers with a window (``kv/store.py``)."""
     scratch_slots = PassLimits.of(config, levels).scratch_slots
     size = 0
     for group in sizes.windowed:
@@ -327,7 +332,9 @@ def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, 
 
 
 def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int) -> int:
-    """Bytes of one layer's partial attention outputs by piece, and the workspace of concurrent pieces."""
+    """Returns bytes of one layer's partial attention outputs by piece, and the workspace of concurrent
+    pieces.
+    """
     pieces = -(-max_seq_len * sizes.row // piece)
     queries = PassLimits.of(config, 3).chain_nodes() * sizes.heads
     outputs = 3 * pieces * queries * sizes.itemsize
@@ -336,7 +343,9 @@ def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int
 
 
 def low_bit(sizes: Sizes, config: HierarchyConfig, levels: int) -> int:
-    """Bytes of the retrieval model's copy of the weights in 8 or 4 bits; 0 if it uses the target's."""
+    """Returns bytes of the retrieval model's copy of the weights in 8 or 4 bits; 0 if it uses the
+    target's.
+    """
     if config.weight_bits == 16 or levels < 3:
         return 0
     if not sizes.streamed:

@@ -38,7 +38,8 @@ def plan(
     given: Collection[str],
     workload: Workload,
 ) -> MemoryPlan:
-    """Where everything lives; ``config`` has ``offloads`` True or "auto", ``given`` options stay as they are.
+    """Returns where everything lives; ``config`` has ``offloads`` True or "auto", ``given`` options stay as
+    they are.
 
     ``retrieval_weight_bits`` "auto" is chosen as if it was not given.
 

@@ -42,7 +42,9 @@ class HostKV:
     cpu: HostRate | None = None
 
     def share(self, queries: int) -> float:
-        """The CPU's share of the keys and values for so many queries; it ends no later than the bus."""
+        """Returns the CPU's share of the keys and values for so many queries; it ends no later than the
+        bus.
+        """
         if self.cpu is None or not self.kv_bytes:
             return 0.0
         cpu = self._cpu_rate(queries)
@@ -54,7 +56,7 @@ class HostKV:
         return replace(offload, host_share=self.share(queries), plain_host_share=self.share(1))
 
     def seconds(self, queries: int) -> float:
-        """The time of a pass of so many queries, as far as it is bound by bus and CPU."""
+        """Returns the time of a pass of so many queries, as far as it is bound by bus and CPU."""
         share = self.share(queries)
         on_bus = ((1 - share) * self.kv_bytes + self.other_bytes) / self.bus
         return max(on_bus, share * self.kv_bytes / self._cpu_rate(queries)) if share else on_bus
@@ -65,7 +67,9 @@ class HostKV:
 
 
 def pass_tokens(config: HierarchyConfig, levels: int, gamma: int | None = None) -> int:
-    """Tokens per sequence in a full-target pass: the root, the draft, its runner-ups and a tree behind it."""
+    """Returns tokens per sequence in a full-target pass: the root, the draft, its runner-ups and a tree
+    behind it.
+    """
     limits = PassLimits.of(config, levels)
     if levels < 3:
         return limits.nodes
@@ -76,7 +80,8 @@ def pass_tokens(config: HierarchyConfig, levels: int, gamma: int | None = None) 
 def best_gamma(
     sizes: Sizes, machine: Machine, config: HierarchyConfig, pass_seconds: Callable[[int], float]
 ) -> int:
-    """The gamma of most expected tokens per second; a round reads the retrieval model's weights and cache.
+    """Returns the gamma of most expected tokens per second; a round reads the retrieval model's weights and
+    cache.
 
     Args:
         pass_seconds: the time of a full-target pass by gamma.

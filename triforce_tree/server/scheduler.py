@@ -89,12 +89,12 @@ class ServedText:
     waited: float = 0.0
 
     def left(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Returns whether nobody waits for it any more."""
         return self.cancelled
 
     @property
     def complete(self) -> bool:
-        """Whether it has ended as its request asks."""
+        """Returns whether it has ended as its request asks."""
         return self.output is not None and not self.cut and self.error is None
 
     def end_waiting(self) -> None:
@@ -107,12 +107,14 @@ class ServedText:
 
 
 def _sampling(sequence: ServedText) -> dict[str, Any]:
-    """The settings that sequences of a batch must share."""
+    """Returns the settings that sequences of a batch must share."""
     return {name: value for name, value in sequence.settings.items() if name != "max_new_tokens"}
 
 
 def _repeatable(sequence: ServedText) -> bool:
-    """Whether a sequence of a batch that has failed can be decoded alone: nobody has seen any of its text."""
+    """Returns whether a sequence of a batch that has failed can be decoded alone: nobody has seen any of its
+    text.
+    """
     seen = sequence.stream is not None and sequence.stream.text
     return not (seen or sequence.alone or sequence.cancelled or sequence.error)
 
@@ -292,7 +294,7 @@ class Scheduler:
         return _Batch(self, batch)
 
     def _begins(self, sequence: ServedText, batch: list[ServedText]) -> bool:
-        """Whether a sequence can begin together with others."""
+        """Returns whether a sequence can begin together with others."""
         tokens = sum(len(each.prompt) for each in batch) + len(sequence.prompt)
         return not batch or (
             tokens <= self.limits.batch_tokens
@@ -302,7 +304,7 @@ class Scheduler:
         )
 
     def _joins(self, sequence: ServedText, running: list[ServedText], fits: Fits) -> bool:
-        """Whether a sequence can be decoded together with those that run."""
+        """Returns whether a sequence can be decoded together with those that run."""
         return (
             0 < len(running) < self.limits.batch
             and not (sequence.alone or running[0].alone)
@@ -320,7 +322,7 @@ class Scheduler:
         self.running += 1
 
     def wanted(self, batch: _Batch, fits: Fits) -> int:
-        """How many sequences could be decoded together now, those of the batch included."""
+        """Returns how many sequences could be decoded together now, those of the batch included."""
         with self._changed:
             running = list(batch.running.values())
             for sequence in self._queue:

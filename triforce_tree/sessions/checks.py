@@ -40,7 +40,7 @@ def _check_turns(path: Path, turns: Any, messages: int) -> None:
 
 
 def _number(path: Path, name: str, value: Any) -> int:
-    """A number of something."""
+    """Returns a number of something."""
     if type(value) is not int or value < 0:
         raise damaged(path, f"{name}={value!r} is no number of tokens or messages")
     return value

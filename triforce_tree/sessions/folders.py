@@ -80,7 +80,8 @@ class NewFiles:
 
 @contextmanager
 def saving(folder: Path) -> Iterator[NewFiles]:
-    """A context in which a session is written; one that the folder holds stays until the new one is finished.
+    """Returns a context in which a session is written; one that the folder holds stays until the new one is
+    finished.
 
     Raises:
         OSError: the folder holds something else, another process saves to it, or it cannot be written. The
@@ -135,7 +136,7 @@ class SavedFiles:
         return _path(self.folder, name, self.fields["save"])
 
     def kinds(self, name: str) -> Mapping[str, Kind]:
-        """Shapes and dtypes of a file's tensors by name.
+        """Returns shapes and dtypes of a file's tensors by name.
 
         Raises:
             ValueError: the file has another size than they take.
@@ -147,11 +148,11 @@ class SavedFiles:
         return self._described[name].kinds
 
     def size(self, name: str) -> int:
-        """The bytes of a file."""
+        """Returns the bytes of a file."""
         return self._described[name].size
 
     def read(self, name: str, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """The tensors of a file, in ``buffer`` if it is given: uint8 of at least :meth:`size` bytes.
+        """Returns the tensors of a file, in ``buffer`` if it is given: uint8 of at least :meth:`size` bytes.
 
         Raises:
             ValueError: the file is damaged.
@@ -165,7 +166,7 @@ class SavedFiles:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[SavedFiles]:
-    """A context with the files of a saved session.
+    """Returns a context with the files of a saved session.
 
     Raises:
         ValueError: ``session.json`` is damaged, or of another version.
@@ -194,7 +195,7 @@ def _path(folder: Path, name: str, save: str) -> Path:
 
 
 def _held(folder: Path) -> bytes:
-    """The bytes of ``session.json``."""
+    """Returns the bytes of ``session.json``."""
     path = folder / FILE
     try:
         with path.open("rb") as file:
@@ -250,7 +251,7 @@ def _check_free(folder: Path) -> None:
 
 
 def _begins(path: Path) -> bool:
-    """Whether a file begins as the ``session.json`` of a session does."""
+    """Returns whether a file begins as the ``session.json`` of a session does."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -259,7 +260,8 @@ def _begins(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int | None]:
-    """A context in which no other process saves to ``folder``; yields its descriptor, None on Windows.
+    """Returns a context in which no other process saves to ``folder``; yields its descriptor, None on
+    Windows.
 
     Raises:
         BlockingIOError: another process does.

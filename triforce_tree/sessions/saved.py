@@ -90,13 +90,13 @@ def _write_layers(program: DecodingProgram, count: int, new: NewFiles) -> None:
 
 
 def _layers(program: DecodingProgram) -> list[int]:
-    """The layers that have keys and values."""
+    """Returns the layers that have keys and values."""
     return [layer for layer, shape in enumerate(program.target.kv_layers) if shape is not None]
 
 
 @contextmanager
 def opened_for(engine: LoadedEngine, folder: Path) -> Iterator[tuple[list[int], SavedFiles]]:
-    """A context with the tokens of a session that :func:`save` wrote, and its files.
+    """Returns a context with the tokens of a session that :func:`save` wrote, and its files.
 
     Raises:
         ValueError: it was saved with another model, tokenizer or ``kv_bits``, or by another version;

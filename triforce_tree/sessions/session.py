@@ -111,7 +111,7 @@ class Session:
         return out
 
     def prompt(self, question: Inputs | None = None) -> list[int]:
-        """The token ids that :meth:`generate` would continue for this question.
+        """Returns the token ids that :meth:`generate` would continue for this question.
 
         Raises:
             ValueError: as :meth:`generate`.
@@ -147,7 +147,7 @@ class Session:
             del self.messages[self.turns[-1][1] if self.turns else self.begun :]
 
     def fork(self) -> "Session":
-        """Another session with the same tokens, which goes on by itself.
+        """Returns another session with the same tokens, which goes on by itself.
 
         Both use the engine's buffers in turn: what they have in common is kept once, and what one of them has
         beyond it is prefilled again when it follows a call of the other. No memory is copied.
@@ -177,7 +177,7 @@ class Session:
 
     @classmethod
     def load(cls, engine: LoadedEngine, folder: str | Path, reserve: int = RESERVE) -> "Session":
-        """A session that :meth:`save` wrote, with its keys and values in the engine's buffers.
+        """Returns a session that :meth:`save` wrote, with its keys and values in the engine's buffers.
 
         Args:
             engine: over the same weights, with the same tokenizer and ``kv_bits``; offloaded or not.
@@ -197,7 +197,8 @@ class Session:
 
     @contextmanager
     def program(self, progress: Progress | None = None) -> Iterator[tuple[DecodingProgram, int]]:
-        """A context with the engine's buffers, which hold the session, and how many tokens they held before.
+        """Returns a context with the engine's buffers, which hold the session, and how many tokens they held
+        before.
 
         Raises:
             ValueError: there are no tokens yet, or memory is short.
@@ -208,7 +209,7 @@ class Session:
 
     @contextmanager
     def buffers(self) -> Iterator[DecodingProgram]:
-        """A context with the engine's buffers, made for the session's tokens and those in reserve."""
+        """Returns a context with the engine's buffers, made for the session's tokens and those in reserve."""
         engine = self._continuing(len(self.tokens))
         with engine.program([self.tokens], max(1, self._capacity - len(self.tokens)), None) as program:
             yield program
@@ -228,7 +229,7 @@ class Session:
         return self._engine.in_session(self._capacity)
 
     def _asked(self, question: Inputs | None) -> tuple[list[Message] | None, list[int]]:
-        """The messages, in a conversation, and the token ids that the next call continues."""
+        """Returns the messages, in a conversation, and the token ids that the next call continues."""
         chats = chats_of(question)
         begins = self.messages is None and chats is not None and not self.tokens
         before: list[Message] | None = [] if begins else self.messages
@@ -258,7 +259,7 @@ class Session:
         return messages, chat_ids(self._texts, messages)
 
     def _ids(self, given: Inputs) -> list[int]:
-        """Token ids of one sequence; special tokens are added to the first text only."""
+        """Returns token ids of one sequence; special tokens are added to the first text only."""
         if isinstance(given, str) and self.tokens:
             if self._engine.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
@@ -285,7 +286,7 @@ def _comparable(question: Inputs | None) -> Any:
 
 
 def _equal(earlier: Any, question: Inputs | None) -> bool:
-    """Whether a question is the one that ``earlier`` is a copy of."""
+    """Returns whether a question is the one that ``earlier`` is a copy of."""
     return type(earlier) is type(question) and bool(earlier == question)
 
 
@@ -302,7 +303,7 @@ def _check_continued(message: Message) -> None:
 
 
 def _continued(content: Any, text: str) -> Any:
-    """The content of a message, or the parts of one, with the text that the model went on with."""
+    """Returns the content of a message, or the parts of one, with the text that the model went on with."""
     if isinstance(content, str):
         return f"{content}{text}"
     *before, last = content

@@ -29,7 +29,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """The hexadecimal digits of xxh3 with 64 bits, which takes less time than any disk."""
+    """Returns the hexadecimal digits of xxh3 with 64 bits, which takes less time than any disk."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -42,7 +42,7 @@ class Description:
 
     @property
     def head(self) -> bytes:
-        """All that lies before the tensors in the file."""
+        """Returns all that lies before the tensors in the file."""
         entries, end = {}, 0
         for name, (shape, dtype) in self.kinds.items():
             start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -53,7 +53,7 @@ class Description:
 
     @property
     def size(self) -> int:
-        """The bytes of the file."""
+        """Returns the bytes of the file."""
         return len(self.head) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.kinds.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def check_size(file: BinaryIO, described: Description) -> None:
 
 
 def read_tensors(file: BinaryIO, described: Description, buffer: Tensor | None = None) -> dict[str, Tensor]:
-    """The tensors in an open file, in host memory.
+    """Returns the tensors in an open file, in host memory.
 
     Args:
         buffer: uint8 ``[n]`` of at least as many bytes as the file has, which the tensors then lie in.
@@ -135,5 +135,5 @@ def read_tensors(file: BinaryIO, described: Description, buffer: Tensor | None =
 
 
 def _bytes_of(data: Tensor) -> memoryview:
-    """The memory of a uint8 tensor [n]."""
+    """Returns the memory of a uint8 tensor [n]."""
     return memoryview(data.numpy())  # type: ignore[arg-type]

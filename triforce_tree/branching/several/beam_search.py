@@ -30,7 +30,8 @@ _DEFAULTS: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 def beam_search(
     engine: LoadedEngine, inputs: Any, beams: int, count: int, kwargs: dict[str, Any]
 ) -> GenerateOutput:
-    """The best ``count`` of ``beams`` texts of each prompt; other arguments as of :meth:`Engine.generate`.
+    """Returns the best ``count`` of ``beams`` texts of each prompt; other arguments as of
+    :meth:`Engine.generate`.
 
     Raises:
         ValueError: an option that beam search does not support.
@@ -97,7 +98,7 @@ def beam_search(
 
 
 def _setting(engine: LoadedEngine, kwargs: Mapping[str, Any], name: str) -> Any:
-    """An option of beam search: the caller's, else the checkpoint's."""
+    """Returns an option of beam search: the caller's, else the checkpoint's."""
     config = kwargs.get("generation_config")
     given = config if isinstance(config, Mapping) else vars(config) if config is not None else {}
     sources = kwargs, given, vars(engine.target.model.generation_config)

@@ -45,7 +45,7 @@ def with_several(generate: Generate) -> Generate:
 def tree_of(
     engine: LoadedEngine, prompt: Inputs, *, max_bytes: int | None = None, progress: Progress | None = None
 ) -> TextTree:
-    """A text that branches, after a prompt that is prefilled now: see :class:`TextTree`."""
+    """Returns a text that branches, after a prompt that is prefilled now: see :class:`TextTree`."""
     return TextTree(engine, prompt, max_bytes, progress)
 
 

@@ -12,7 +12,7 @@ from triforce_tree.cli.console import Interrupt, earlier_step, plain_table, resu
 
 
 def records_of(args: argparse.Namespace, settings: Record) -> Records:
-    """The results of this run, or of the one that it continues: same settings, commit and machine.
+    """Returns the results of this run, or of the one that it continues: same settings, commit and machine.
 
     Raises:
         ValueError: ``--out`` belongs to another run.
@@ -29,7 +29,7 @@ def series_of(
     bar: tuple[Progress, TaskID],
     said: Callable[[Record], str],
 ) -> Series:
-    """The measurements of this run, until Ctrl-C.
+    """Returns the measurements of this run, until Ctrl-C.
 
     Args:
         bar: the task whose units the measurements are.

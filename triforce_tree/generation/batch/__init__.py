@@ -1,1 +1,1 @@
-"""The sequences of one generation, decoded in the rows of one batch as they begin and end."""
+"""One generation: its sequences begin and end in the slots of a running batch."""

@@ -17,9 +17,9 @@ class Joined:
 
     Attributes:
         prompt: token ids.
-        new_tokens: most of them.
-        streamer: gets its tokens; None for nobody.
-        seed: of its draws, where the batch has a list of seeds; None for none.
+        new_tokens: the most new tokens.
+        streamer: receives the new tokens; may be None.
+        seed: seed of its draws if the batch has a list of seeds; None for no seed.
     """
 
     prompt: list[int] = field(repr=False)
@@ -29,35 +29,39 @@ class Joined:
 
 
 class Joining(Protocol):
-    """Where prompts come from while a batch runs; they share all its options but the number of new tokens.
+    """A source of prompts that join a running batch. They have the options of the batch, except
+    ``max_new_tokens``.
 
-    Sequences are numbered in the order in which they begin, the batch's own first. Prompts do not join where
-    sequences are decoded one by one, or where keys and values are in host memory. Those that begin with whole
-    chunks of a prefill that are stored already share them.
+    Sequences are numbered in the order in which they begin, starting with the sequences of the batch. Prompts
+    do not join if sequences are decoded one by one, or if keys and values are in host memory. A prompt shares
+    stored KV slots if it begins with whole prefill chunks that are already stored.
 
     Attributes:
-        tokens: most tokens of all prompts that are decoded together, those that are stored once counted once;
-            more where a single prompt has more. None: as many as there are rows for.
+        tokens: the most tokens of all prompts that are decoded together; shared tokens count once, and a
+            single prompt may be longer. None means no limit beside the number of sequences.
     """
 
     tokens: int | None
 
     def wanted(self, fits: Fits) -> int:
-        """How many sequences could be decoded together now, those of the batch included.
+        """Returns how many sequences could be decoded together now, those of the batch included.
 
-        Where it costs nothing, on a CPU, the batch gets as many rows; on a GPU it has ``max_batch`` from the
-        beginning, as its stages are captured for a number of rows, and this is not asked.
+        It is called on a CPU, where the batch can grow at no cost. On a GPU it is not called: there the batch
+        has ``max_batch`` sequences from the beginning, because its stages are captured for a number of
+        sequences.
 
         Args:
             fits: see :meth:`next`.
         """
 
     def next(self, fits: Fits) -> Joined | None:
-        """The next prompt, which ``fits``, or None; asked between passes where a row is free."""
+        """Returns the next prompt for which ``fits`` is true, or None. It is called between passes while the
+        batch has a free place.
+        """
 
     def ended(self, number: int, output: Any) -> None:
-        """A sequence has ended, decoded with others or not; ``output`` is a ``GenerateOutput`` of it alone.
+        """Receive the output of a sequence that has ended: a ``GenerateOutput`` of this sequence alone.
 
-        Of one that was decoded with others ``levels`` have the target alone, ``prefill_seconds`` are of all
-        prompts that joined with it, ``decode_seconds`` of the passes from its first to its last one.
+        If the sequence was decoded with others, ``levels`` has the target alone, ``prefill_seconds`` includes
+        all prompts that joined at the same time, and ``decode_seconds`` runs from its first pass to its last.
         """

@@ -1,4 +1,4 @@
-"""The KV slots that the sequences of a batch share, and the order in which they begin."""
+"""The KV slots that the sequences of a batch share, and the order in which the sequences begin."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,15 +11,15 @@ from triforce_tree.trees.device_shapes import PassLimits
 
 
 class BatchPool:
-    """The pool of a batch, under the settings at the time of a call: memory planning may change them.
+    """Chooses the size of a batch's KV pool from the current settings, which memory planning may change.
 
     Args:
-        hierarchy: which decodes the prompts.
-        prompts: with which the batch begins, and which follow them.
-        new_tokens: most of them in each of these.
-        sequences: most that are decoded together, as far as that is known.
+        hierarchy: the levels that decode the prompts.
+        prompts: the prompts of the batch; those that do not fit at once begin later.
+        new_tokens: the most new tokens of each sequence.
+        sequences: the most sequences that are decoded together, as far as this is known.
         joins: whether prompts that are not known yet may join while the batch runs.
-        tokens: most tokens of all prompts together, where there is such a limit.
+        tokens: the most tokens of all prompts together; None for no such limit.
         shares: whether prompts may share slots at all.
     """
 
@@ -40,7 +40,7 @@ class BatchPool:
         self._found: dict[tuple[HierarchyConfig, int, float], PoolSize | None] = {}
 
     def __call__(self) -> PoolSize | None:
-        """The pool; None where each sequence has slots of its own."""
+        """Returns the size of the pool, or None if each sequence has its own slots."""
         key = self._hierarchy.config, self._sequences, self._part
         if key not in self._found:
             self._found[key] = self._made()
@@ -79,15 +79,17 @@ class BatchPool:
 
     @property
     def slots(self) -> int:
-        """KV slots of the pool; 0 without one."""
+        """Returns the number of KV slots of the pool; 0 without a pool."""
         pool = self()
         return pool.slots if pool is not None else 0
 
     def fitting(self, fits: Callable[[int, int], int], most: int) -> int:
-        """How many sequences to decode together, up to ``most``; sharing less where more fit then.
+        """Returns how many sequences to decode together, up to ``most``. Shares fewer slots if more sequences
+        fit then.
 
         Args:
-            fits: how many fit into memory, by the slots of the pool and ``most``.
+            fits: returns how many sequences fit into memory, given the slots of the pool and ``most``.
+            most: the most sequences.
         """
         if not self._joins:
             return self._fitting_known(fits, most)
@@ -126,10 +128,11 @@ class BatchPool:
     def beginning(
         self, prompts: Sequence[Sequence[int]], sequences: int
     ) -> tuple[list[int], list[Sequence[int]]]:
-        """Numbers of the prompts in the order in which they begin, and those that buffers are made for.
+        """Returns the indices of the prompts in the order in which they begin, and the prompts that size the
+        buffers.
 
-        Sequences that share a prefix are neighbours, so that it is read once for all of them. Where there are
-        fewer prompts, buffers are made for the first one again.
+        Sequences that share a prefix are neighbours, so that a pass reads the prefix once for all of them. If
+        there are fewer prompts than ``sequences``, the first prompt is repeated in the second result.
         """
         self._begun, order = True, list(range(len(prompts)))
         if len(prompts) > 1 and (pool := self()) is not None:

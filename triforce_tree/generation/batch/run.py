@@ -26,7 +26,9 @@ from triforce_tree.verify.draws import sequence_seed
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What :meth:`Engine.generate` takes beside transformers' own options; see there."""
+    """The arguments of :meth:`Engine.generate` that are not transformers' options; they are described
+    there.
+    """
 
     streamers: Streamers = field(default_factory=Streamers)
     progress: Progress | None = None
@@ -38,14 +40,18 @@ class RunOptions:
     joining: Joining | None = None
 
     def alone(self, number: int) -> "RunOptions":
-        """Those of one of the sequences, which draws as it does in the batch, or would alone."""
+        """Returns the options for decoding one of the sequences alone. Its seed is such that its draws stay
+        the same.
+        """
         seed = self.seed if self.seed is None else sequence_seed(self.seed, number)
         own = self.streamers.part(slice(number, number + 1))
         seeds = self.seeds and self.seeds[number : number + 1]
         return replace(self, streamers=own, seed=seed, seeds=seeds, joining=None)
 
     def ended(self, number: int, output: GenerateOutput | None) -> GenerateOutput:
-        """Hands the output of a sequence that was decoded ``alone`` to ``joining``; returns it."""
+        """Passes the output of a sequence that was decoded ``alone`` to ``joining``, and returns the
+        output.
+        """
         assert output is not None, "a single sequence is decoded"
         if self.joining is not None:
             self.joining.ended(number, output)
@@ -54,9 +60,9 @@ class RunOptions:
     def pool(
         self, hierarchy: Hierarchy, prompts: Sequences[Sequences[int]], new_tokens: int, reuse: Reuse
     ) -> BatchPool:
-        """The pool of KV slots that a batch of the prompts shares, and those that join it.
+        """Returns the pool of KV slots for a batch of the prompts, and of prompts that join it.
 
-        A session goes on in slots of its own: there is none then.
+        A session has its own slots, so its batch has no pool.
         """
         tokens = self.joining.tokens if self.joining is not None else None
         return BatchPool(
@@ -65,11 +71,11 @@ class RunOptions:
         )  # fmt: skip
 
     def rows(self, hierarchy: Hierarchy, most: int, prompt: int, new_tokens: int, pool: BatchPool) -> int:
-        """How many sequences to decode together, up to ``most``, or more where further prompts may join.
+        """Returns how many sequences to decode together: up to ``most``, or more if further prompts may join.
 
         Args:
-            prompt, new_tokens: of the longest sequence.
-            pool: the pool that they share; a smaller one where more sequences fit then.
+            prompt, new_tokens: tokens of the longest sequence.
+            pool: the pool that they share. It is made smaller if more sequences fit then.
         """
         if hierarchy.memory is not None or hierarchy.config.text_ranks > 1:
             # Planned for as many.
@@ -91,17 +97,17 @@ class RunOptions:
 
 
 class Batch:
-    """The sequences of a job, and those that join them, in one decoding loop.
+    """Decodes the sequences of a job, and the sequences that join them, in one decoding loop.
 
     Args:
         job: the prompts and options.
-        how: streamers and progress, and where further prompts come from.
-        loop: decodes them.
-        scores: what is wanted of the target's logits; None for nothing.
-        tokenizer: for the texts of the output.
-        hierarchy: whose levels these are.
-        waiting: the job's sequences that are not in the loop yet, in the order in which they begin.
-        pool: the pool of KV slots that they share.
+        how: streamers, progress, and the source of joining prompts.
+        loop: the decoding loop.
+        scores: collects the requested logits, scores and log-probabilities; None if none are requested.
+        tokenizer: decodes the texts of the output.
+        hierarchy: the levels that decode.
+        waiting: sequences of the job that are not in the loop yet, in the order in which they begin.
+        pool: the pool of KV slots that the sequences share.
     """
 
     def __init__(
@@ -120,7 +126,7 @@ class Batch:
         self._waiting, self._count = deque(waiting), len(job.sequences)
 
     def decode(self) -> GenerateOutput:
-        """Decode all of them; returns the output of the job's own sequences."""
+        """Decode all sequences. Returns the output of the job's own sequences."""
         streamers, loop, scores = self._how.streamers, self._loop, self._scores
         observe = None if scores is None else scores.add
         streamers.begin(self._job.input_ids, self._job.sequences)
@@ -146,7 +152,7 @@ class Batch:
         return out
 
     def _grow(self, joining: Joining) -> None:
-        """Have as many rows as are wanted, where rows can be added and memory holds them."""
+        """Enlarge the batch to the wanted number of sequences, if it can grow and the memory suffices."""
         program = self._loop.program
         # First, as the question is asked for every prompt that waits, in each pass.
         if program.device.type != "cpu" or not program.replaces or not self._job.to_probs.context_free:
@@ -159,7 +165,7 @@ class Batch:
             self._loop.grow(rows)
 
     def _next(self) -> Sequence | None:
-        """The next sequence that fits: of the job, then of those that join."""
+        """Returns the next sequence that fits, first from the job and then from the joining prompts."""
         if self._waiting:
             return self._waiting.popleft() if self._has_slots(self._waiting[0]) else None
         joining = self._how.joining
@@ -174,7 +180,7 @@ class Batch:
         return sequence
 
     def _fits(self, prompt: list[int], new_tokens: int) -> bool:
-        """Whether the buffers and levels of the batch serve another prompt."""
+        """Returns whether the buffers and levels of the batch can serve another prompt."""
         program, job = self._loop.program, self._job
         return (
             len(prompt) + new_tokens <= program.max_seq_len
@@ -186,7 +192,7 @@ class Batch:
         )
 
     def _has_slots(self, coming: Sequence) -> bool:
-        """Whether there are KV slots for a sequence to come, beside those that are decoded."""
+        """Returns whether enough KV slots are free for a new sequence beside the running ones."""
         joining, begun = self._how.joining, self._loop.joining
         running = {each.row: each.prompt for each in self._loop.running if each not in begun}
         wanted = [(each.prompt, each.ending.max_new_tokens) for each in (coming, *begun)]
@@ -203,10 +209,10 @@ class Batch:
     def _output(
         self, input_ids: Tensor, sequences: Sequences[Sequence], handed_over: bool = False
     ) -> GenerateOutput:
-        """The output of some sequences, ``input_ids`` ``[B, W]``.
+        """Returns the output of some sequences, with prompts ``input_ids`` ``[B, W]``.
 
         Args:
-            handed_over: each of them has had its scores in an output of its own.
+            handed_over: whether the scores of each sequence have already been returned in a separate output.
         """
         scores: dict[str, Any] = {}
         if self._scores is not None and not handed_over:

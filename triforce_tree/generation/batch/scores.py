@@ -1,6 +1,6 @@
 """The target's distributions at emitted tokens: raw logits, processed scores and log-probabilities.
 
-They are the logits of the forward that verified each token, so they cost no forward of their own.
+They are computed from the logits of the forward that verified each token, so they need no extra forward.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -15,15 +15,15 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 class EmittedScores:
-    """Logits, scores and log-probabilities of emitted tokens, as far as they are wanted, pass by pass.
+    """Collects the requested logits, scores and log-probabilities of emitted tokens, pass by pass.
 
-    Each of logits and scores takes 4 V bytes for every emitted token: 0.5 MB where V is 128,256.
+    Logits and scores each take 4 V bytes per emitted token: 0.5 MB if V is 128,256.
 
     Args:
-        names: what is wanted, of ``"logits"``, ``"scores"`` and ``"logprobs"``.
-        to_probs: its processors make scores of logits.
-        prompts: of each sequence; others may be added by :meth:`begin`.
-        device: that keeps the results.
+        names: the requested values: some of ``"logits"``, ``"scores"`` and ``"logprobs"``.
+        to_probs: its processors turn logits into scores.
+        prompts: the prompt of each sequence; :meth:`begin` adds more.
+        device: the device on which the results are kept.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class EmittedScores:
         self._texts = [id_tensor(prompt) for prompt in prompts]
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Add a sequence, the next in number."""
+        """Add a sequence, which gets the next number."""
         for rows in self._rows.values():
             rows.append([])
         self._texts.append(id_tensor(prompt))
 
     def add(self, fresh: Fresh, logits_of: Callable[[int], Tensor]) -> None:
-        """Add the tokens of a pass; all of them or, where memory runs out, none.
+        """Add the tokens of a pass. If memory runs out, none of them is added.
 
         Args:
-            fresh: the sequences that got new tokens, and these.
+            fresh: the sequences that got new tokens, and these tokens.
             logits_of: returns the logits that the first n tokens were chosen by, fp32 ``[B, n, V]``.
         """
         if not fresh:
@@ -68,7 +68,9 @@ class EmittedScores:
             self._texts[number] = text
 
     def _result(self, name: str, logits: Tensor, text: Tensor) -> Tensor:
-        """``[n, V]`` or ``[n]`` of a text's last n tokens, which were chosen by ``logits`` ``[n, V]``."""
+        """Returns ``[n, V]`` or ``[n]``: the values of the last n tokens of ``text``, which were chosen by
+        ``logits`` ``[n, V]``.
+        """
         count = len(logits)
         if name == "logprobs":
             return logits.log_softmax(-1).gather(1, text[-count:, None])[:, 0]
@@ -79,11 +81,13 @@ class EmittedScores:
         return self._to_probs.scores(logits, lambda: [text[: n - count] for n in range(count)])
 
     def newest(self, b: int, count: int) -> dict[str, list[Tensor]]:
-        """What is wanted of the last tokens of sequence b, by name: ``[V]`` or ``[]`` of each."""
+        """Returns the requested values of the last ``count`` tokens of sequence b, by name: one tensor
+        ``[V]`` or ``[]`` per token.
+        """
         return {name: rows[b][len(rows[b]) - count :] for name, rows in self._rows.items()}
 
     def results(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """The fields of the output of these sequences by name; removes their rows."""
+        """Returns the output fields of these sequences by name, and removes the values of these sequences."""
         found: dict[str, Any] = {
             name: by_position([rows[n] for n in numbers]) for name, rows in self._rows.items()
         }
@@ -95,9 +99,10 @@ class EmittedScores:
 
 
 def by_position(rows: Sequence[list[Tensor]]) -> tuple[Tensor, ...]:
-    """``[B, ...]`` for every position of the longest sequence, 0 after the end of a shorter one.
+    """Returns ``[B, ...]`` for every position of the longest sequence; shorter sequences are filled with 0.
 
-    Empties ``rows``, by sequence and position: no more than one position is held twice.
+    ``rows``, indexed by sequence and position, is emptied on the way, so that at most one position is in
+    memory twice.
     """
     zero = torch.zeros_like(next(own[0] for own in rows if own))
     for own in rows:

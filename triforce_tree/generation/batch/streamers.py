@@ -13,9 +13,10 @@ from triforce_tree.runtime.token_ids import id_tensor
 
 
 class TokenStreamer(BaseStreamer):
-    """A streamer of one sequence, which is told of the prompt's tokens and the end tokens by themselves.
+    """A streamer of one sequence, which receives the tokens of the prompt and the end tokens in a separate
+    call.
 
-    It may be given to transformers' own ``generate`` too, which sends the prompt as a batch of one.
+    It can also be passed to transformers' own ``generate``, which sends the prompt as a batch of one.
     """
 
     def put(self, value: Tensor) -> bool:
@@ -26,10 +27,10 @@ class TokenStreamer(BaseStreamer):
         return self.put_tokens(value.tolist())
 
     def put_prompt(self, tokens: Sequences[int], end_tokens: Collection[int]) -> None:
-        """The sequence begins.
+        """Begin a sequence.
 
         Args:
-            tokens: the prompt's, without padding.
+            tokens: tokens of the prompt, without padding.
             end_tokens: ids that end the sequence.
         """
         raise NotImplementedError
@@ -40,20 +41,24 @@ class TokenStreamer(BaseStreamer):
 
 
 class NewestScores(Protocol):
-    """What a call asks for of its tokens: ``EmittedScores``."""
+    """The logits, scores and log-probabilities that a call requests for its tokens. ``EmittedScores``
+    implements it.
+    """
 
     def newest(self, b: int, count: int) -> dict[str, list[Tensor]]:
-        """What is wanted of the last ``count`` tokens of sequence b, by name: ``[V]`` or ``[]`` of each."""
+        """Returns the requested values of the last ``count`` tokens of sequence b, by name: one tensor
+        ``[V]`` or ``[]`` per token.
+        """
 
 
 class Streamers:
-    """None, or one for each sequence.
+    """The streamers of a batch: either none, or one for each sequence.
 
     Args:
-        streamers: as transformers' own; a ``put`` that returns True ends its sequence. One with a method
-            ``put_scores`` gets a dict before each put: of the logits, scores and log-probabilities that the
-            call asks for, those of the tokens that follow. One with the method ``put_prompt`` of
-            :class:`TokenStreamer` gets the prompt by it, and not by a put.
+        streamers: as in transformers. A ``put`` that returns True ends its sequence. If a streamer has a
+            method ``put_scores``, it is called before each put with a dict of the requested logits, scores
+            and log-probabilities of the tokens that follow. If a streamer has the method ``put_prompt`` of
+            :class:`TokenStreamer`, it receives the prompt through this method and not through ``put``.
     """
 
     def __init__(self, streamers: Sequences[BaseStreamer] = ()) -> None:
@@ -61,10 +66,12 @@ class Streamers:
 
     @classmethod
     def of(cls, given: Any, count: int) -> "Streamers":
-        """From what a user gave for ``count`` sequences: None, a streamer, or a list of them.
+        """Returns the streamers that a user gave for ``count`` sequences: None, a streamer, or a list of
+        them.
 
         Raises:
-            ValueError: there are not as many streamers as sequences, or one is no streamer.
+            ValueError: the number of streamers differs from that of the sequences, or an entry is not a
+                streamer.
         """
         listed = given if isinstance(given, (list, tuple)) else [given]
         streamers = [each for each in listed if each is not None]
@@ -82,28 +89,30 @@ class Streamers:
         return cls(streamers)
 
     def part(self, rows: slice) -> "Streamers":
-        """Those of some sequences."""
+        """Returns the streamers of some of the sequences."""
         return Streamers([each for each in self._streamers[rows] if each is not None])
 
     def begin(self, ids: Tensor, sequences: Sequences[Sequence]) -> None:
-        """Send the prompts: ``ids`` ``[B, W]``, or those of ``sequences``, without padding."""
+        """Send the prompts to the streamers: ``ids`` ``[B, W]``, or the prompts of ``sequences`` without
+        padding.
+        """
         for row, streamer in enumerate(self._streamers):
             assert streamer is not None
             if not _takes_prompt(streamer, sequences[row]):
                 streamer.put(ids[row : row + 1].cpu())
 
     def join(self, streamer: BaseStreamer | None, sequence: Sequence) -> None:
-        """Send its prompt to the streamer of a further sequence, if it has one."""
+        """Add the streamer of a sequence that joins the batch, if it has one, and send the prompt to it."""
         self._streamers += [None] * (sequence.number + 1 - len(self._streamers))
         self._streamers[sequence.number] = streamer
         if streamer is not None and not _takes_prompt(streamer, sequence):
             streamer.put(id_tensor(sequence.prompt)[None])
 
     def put(self, number: int, tokens: Sequences[int], scores: NewestScores | None = None) -> bool:
-        """Send new tokens of a sequence; whether its streamer ends it.
+        """Send new tokens to the streamer of a sequence. Returns whether the streamer ends the sequence.
 
         Args:
-            scores: of these tokens, for streamers that take them.
+            scores: the values of these tokens, for streamers that take them.
         """
         streamer = self._streamers[number] if self._streamers else None
         if scores is not None and (put_scores := getattr(streamer, "put_scores", None)):
@@ -112,14 +121,14 @@ class Streamers:
         return streamer is not None and streamer.put(torch.tensor(tokens)) is True
 
     def end(self, number: int) -> None:
-        """A sequence has ended."""
+        """Call ``end`` of the streamer of a sequence that has ended."""
         if self._streamers and (streamer := self._streamers[number]) is not None:
             streamer.end()
             self._streamers[number] = None
 
 
 def _takes_prompt(streamer: BaseStreamer, sequence: Sequence) -> bool:
-    """Whether a streamer takes its prompt by ``put_prompt``; it then has it."""
+    """Send the prompt to a streamer that has the method ``put_prompt``. Returns whether it has the method."""
     put_prompt = getattr(streamer, "put_prompt", None)
     if put_prompt is None:
         return False

@@ -28,7 +28,7 @@ class ExactLinear(FewRowLinear):
     """An ``nn.Linear`` of bf16 or fp16 on a GPU, for any number of rows: in parts, with one order of sums."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
+        """Returns ``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         from triforce_tree.kernels.linear.launch import pinned_linear
 
         if x.numel() <= MOST_PLAIN_ROWS * x.shape[-1]:
@@ -40,7 +40,9 @@ class ExactLinear(FewRowLinear):
 
 
 def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy over the same weights; what it cannot replace is left, and found by ``verify.row_bits``."""
+    """Returns a copy over the same weights; what it cannot replace is left, and found by
+    ``verify.row_bits``.
+    """
     clone = with_linears(model, ExactLinear)
     head = clone.get_output_embeddings()
     if isinstance(head, nn.Linear) and is_plain_linear(head) and not hooked(head):
@@ -90,7 +92,7 @@ def use_exact_norms(model: nn.Module) -> None:
 
 
 def norm_epsilon(module: nn.Module) -> float | None:
-    """The epsilon of what may be an RMS norm; None for other modules."""
+    """Returns the epsilon of what may be an RMS norm; None for other modules."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
         return None
@@ -100,7 +102,9 @@ def norm_epsilon(module: nn.Module) -> float | None:
 
 
 def _kind(module: nn.Module, eps: float) -> tuple[float, bool] | None:
-    """How a module multiplies by its weight, by its results on random rows; None for something else."""
+    """Returns how a module multiplies by its weight, by its results on random rows; None for something
+    else.
+    """
     weight = module._parameters["weight"]
     assert weight is not None
     generator = torch.Generator().manual_seed(0)

@@ -29,7 +29,7 @@ _LEFT_ALONE = (nn.Embedding, nn.Identity, nn.Dropout)
 
 
 def why_not_exact_on_host(model: PreTrainedModel) -> str | None:
-    """Why rows of a model on the CPU cannot be computed so; None if they can."""
+    """Returns why rows of a model on the CPU cannot be computed so; None if they can."""
     if library() is None:
         return "this machine has no AVX2, or no C compiler for our kernels (gcc or clang)"
     if model.dtype not in _DTYPES:
@@ -71,7 +71,9 @@ def _linear(layer: nn.Linear, weight: FewRowMatrix | None, x: Tensor) -> Tensor:
 
 
 def _by_rows(own: Callable[..., Any], x: Tensor, *args: Any, **keywords: Any) -> Any:
-    """A module's result for each row ``[..., D]``, or for each position ``[B, T]`` of a rotary embedding."""
+    """Returns a module's result for each row ``[..., D]``, or for each position ``[B, T]`` of a rotary
+    embedding.
+    """
     positions = args[0] if args else keywords.get("position_ids")
     if isinstance(positions, Tensor) and not positions.is_floating_point() and positions.dim() == 2:
         rest = {name: value for name, value in keywords.items() if name != "position_ids"}

@@ -32,7 +32,7 @@ _Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 def grouped_products_capture(device: torch.device) -> bool:
-    """Whether a CUDA graph can capture torch's grouped product of bf16 matrices on this device."""
+    """Returns whether a CUDA graph can capture torch's grouped product of bf16 matrices on this device."""
     # torch has a kernel for these two architectures; on others it copies the group sizes to the host.
     return device.type != "cuda" or describe(device).capability[0] in (9, 10)
 
@@ -91,7 +91,7 @@ def _biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
 def _combined(
     module: Any, first: _Linear, last: _Linear, hidden: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
-    """The experts' outputs, weighted by the router: ``[R, D]`` of hidden states ``[R, D]``."""
+    """Returns the experts' outputs, weighted by the router: ``[R, D]`` of hidden states ``[R, D]``."""
     inner = first(hidden, ids)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     out = last(inner, ids)
@@ -128,7 +128,7 @@ class LowBitExperts(nn.Module):
         self.shell._parameters = {n: p for n, p in module._parameters.items() if n not in names}
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """``[R, D]`` of hidden states ``[R, D]``, experts ``[R, k]`` and their weights ``[R, k]``."""
+        """Returns ``[R, D]`` of hidden states ``[R, D]``, experts ``[R, k]`` and their weights ``[R, k]``."""
 
         def linear(name: str, bias: Tensor | None) -> _Linear:
             words, scales = getattr(self, f"{name}_words"), getattr(self, f"{name}_scales")

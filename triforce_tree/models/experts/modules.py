@@ -11,7 +11,8 @@ _DOWN = "down_proj"
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules below ``model`` whose experts are fused weights, and which are called with the routing.
+    """Returns the modules below ``model`` whose experts are fused weights, and which are called with the
+    routing.
 
     Families without transformers' experts interface (Llama 4, DBRX, JetMoE) have none.
     """
@@ -19,7 +20,7 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module holds fused weights of experts behind transformers' experts interface."""
+    """Returns whether a module holds fused weights of experts behind transformers' experts interface."""
     own = module._parameters
     return (
         all(hasattr(module, name) for name in _INTERFACE)
@@ -34,13 +35,13 @@ def first_name(module: Any) -> str:
 
 
 def fused_weights(module: nn.Module) -> list[nn.Parameter]:
-    """The weights ``[E, ...]`` of all experts of a module, without biases."""
+    """Returns the weights ``[E, ...]`` of all experts of a module, without biases."""
     found = [module._parameters[first_name(module)], module._parameters[_DOWN]]
     return [weight for weight in found if weight is not None]
 
 
 def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The experts of each token among the arguments of a call of such a module.
+    """Returns the experts of each token among the arguments of a call of such a module.
 
     Raises:
         TypeError: there are none.
@@ -52,12 +53,14 @@ def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def distinct(experts: int, per_token: int, tokens: int) -> float:
-    """Expected number of different experts that ``tokens`` tokens are routed to, each evenly at random."""
+    """Returns expected number of different experts that ``tokens`` tokens are routed to, each evenly at
+    random.
+    """
     return experts * (1 - (1 - per_token / experts) ** tokens)
 
 
 def experts_per_token(config: Any) -> int | None:
-    """How many experts a token is routed to, by a text configuration; None if it does not say."""
+    """Returns how many experts a token is routed to, by a text configuration; None if it does not say."""
     for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"):
         value = getattr(config, name, None)
         if isinstance(value, int):

@@ -19,11 +19,11 @@ class Streamed(Protocol):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the device memory that they are copied into."""
+        """Returns bytes of the device memory that they are copied into."""
 
     @property
     def least_slot_bytes(self) -> int:
-        """The same without experts that stay on the device."""
+        """Returns the same without experts that stay on the device."""
 
     @property
     def arrangement(self) -> int:
@@ -34,16 +34,16 @@ class Streamed(Protocol):
 
     @property
     def copied(self) -> int:
-        """Bytes copied so far."""
+        """Returns bytes copied so far."""
 
     def pass_bytes(self, tokens: int) -> int:
-        """Expected bytes that a forward of ``tokens`` tokens copies."""
+        """Returns expected bytes that a forward of ``tokens`` tokens copies."""
 
     def bring(self, weight: Tensor) -> None:
         """Copy a parameter to the device; called before it is read outside its layer's call."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context in which calling a layer copies no weights, as it does not compute."""
+        """Returns a context in which calling a layer copies no weights, as it does not compute."""
 
     def check(self) -> None:
         """Raise RuntimeError if the weights have been released."""

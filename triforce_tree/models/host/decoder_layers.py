@@ -82,7 +82,7 @@ def _parts(layer: nn.Module, few_row: Collection[nn.Linear], fused: Collection[n
 
 @torch.no_grad()
 def _same(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
-    """How the layer attends, if ours gives the same results; else None."""
+    """Returns how the layer attends, if ours gives the same results; else None."""
     weights = [norm._parameters["weight"] for norm in parts.norms]
     params = None
     try:
@@ -99,7 +99,7 @@ def _same(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
 
 
 def _tried(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
-    """How the layer attends, if ours gives the same results for random inputs; else None."""
+    """Returns how the layer attends, if ours gives the same results for random inputs; else None."""
     generator = torch.Generator().manual_seed(0)
     heads = [by.matrix().weight.shape[0] for by in parts.projections]
     dim = getattr(layer.self_attn, "head_dim", None)
@@ -139,7 +139,7 @@ def _forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **keywords: Any,
 ) -> Any:
-    """The layer's forward: in two calls for few rows, else its own."""
+    """Returns the layer's forward: in two calls for few rows, else its own."""
     x, made = hidden_states, None
     if not args and position_embeddings is not None:
         norms = [Norm(norm.weight, eps) for norm, eps in zip(parts.norms, parts.eps, strict=True)]  # type: ignore[arg-type]

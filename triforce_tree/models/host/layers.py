@@ -82,7 +82,7 @@ def equal(found: Tensor, expected: Tensor) -> bool:
 
 
 def norm_epsilon(module: nn.Module) -> float | None:
-    """The epsilon of what may be an RMS norm in fp32 on the CPU; None for other modules."""
+    """Returns the epsilon of what may be an RMS norm in fp32 on the CPU; None for other modules."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
         return None
@@ -100,7 +100,7 @@ def _norm(module: Any, eps: float, x: Tensor) -> Tensor:
 def gated_parts(
     module: nn.Module, few_row: Collection[nn.Linear]
 ) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
-    """The gate, up and down projections of what may be a gated MLP; None for other modules."""
+    """Returns the gate, up and down projections of what may be a gated MLP; None for other modules."""
     parts = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(isinstance(part, nn.Linear) and part in few_row and not hooked(part) for part in parts):
         return None
@@ -127,7 +127,7 @@ def _mlp(
 
 
 def _with_rotary(forward: Callable[..., Any]) -> FunctionType | None:
-    """An attention module's forward that finds our rotary embedding under transformers' name.
+    """Returns an attention module's forward that finds our rotary embedding under transformers' name.
 
     None where the family's own computes something else, or the forward is wrapped.
     """

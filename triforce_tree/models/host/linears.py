@@ -26,7 +26,8 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is torch's own linear layer with floating-point weights, run by its own ``forward``.
+    """Returns whether a module is torch's own linear layer with floating-point weights, run by its own
+    ``forward``.
 
     Quantisation libraries have layer classes of their own, or tensor classes in ``nn.Linear``, or replace the
     ``forward`` of single layers. A pruned layer computes its weight before each call.
@@ -65,7 +66,7 @@ class Int8Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """fp32 ``[out_features, in_features]``: some families read it, or its dtype, themselves."""
+        """Returns fp32 ``[out_features, in_features]``: some families read it, or its dtype, themselves."""
         return fp32.widened(self.matrix())
 
     def matrix(self) -> fp32.Matrix:
@@ -73,7 +74,7 @@ class Int8Linear(nn.Linear):
         return fp32.matrix(self.codes, bias, self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+        """Returns ``[..., in_features]`` to ``[..., out_features]``."""
         return _linear(self, self, x)
 
 
@@ -128,7 +129,7 @@ class FewRowWeight:
 
 
 def few_row_weight(layer: nn.Linear) -> FewRowMatrix:
-    """The weight of a layer that :func:`use_few_row_linears` returned."""
+    """Returns the weight of a layer that :func:`use_few_row_linears` returned."""
     if isinstance(layer, Int8Linear):
         return layer
     weight: FewRowWeight | None = vars(layer)["forward"].args[1]

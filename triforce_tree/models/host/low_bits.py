@@ -18,13 +18,13 @@ from triforce_tree.models.model_copy import hooked
 
 
 def has_int8_kernel(model: nn.Module) -> bool:
-    """Whether a copy of a model can have weights of 8 bits that the C kernel reads."""
+    """Returns whether a copy of a model can have weights of 8 bits that the C kernel reads."""
     parameter = next(model.parameters())
     return parameter.device.type == "cpu" and parameter.dtype is torch.float32 and library() is not None
 
 
 def int8_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy over the same embeddings and norms with linear layers, head and experts of 8 bits.
+    """Returns a copy over the same embeddings and norms with linear layers, head and experts of 8 bits.
 
     Args:
         model: in fp32 on the CPU; it is not changed.

@@ -87,7 +87,7 @@ def _types(module: nn.Module) -> tuple[type, ...]:
 
 
 def _stand_in(module: nn.Module, **changed: Any) -> Any:
-    """A module of the same class and settings, with other parameters and children."""
+    """Returns a module of the same class and settings, with other parameters and children."""
     made = object.__new__(type(module))
     children, parameters = dict(module._modules), dict(module._parameters)
     for name, value in changed.items():
@@ -181,7 +181,7 @@ def _alike(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
 
 
 def _activation(module: nn.Module, dtype: torch.dtype) -> str | None:
-    """The activation of what may be a gated MLP, as ``gated`` calls it; None for other modules."""
+    """Returns the activation of what may be a gated MLP, as ``gated`` calls it; None for other modules."""
     children = module._modules
     separate = all(name in children for name in _SEPARATE)
     if not separate and not all(name in children for name in _TOGETHER):
@@ -220,7 +220,7 @@ def _mlp(module: Any, separate: bool, gate_by: Callable[[Tensor, Tensor], Tensor
 
 
 def _hooked_activation(module: nn.Module) -> bool:
-    """Whether a hook waits for calls of what the kernel computes."""
+    """Returns whether a hook waits for calls of what the kernel computes."""
     computed = [child for name, child in module._modules.items() if name not in (*_SEPARATE, *_TOGETHER)]
     return any(child and (hooked(child) or "forward" in vars(child)) for child in computed)
 
@@ -233,7 +233,7 @@ def _mlp_forward(activation: str, module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _with_rotary(forward: Callable[..., Any], dtype: torch.dtype) -> FunctionType | None:
-    """An attention module's forward that finds our rotary embedding under transformers' name.
+    """Returns an attention module's forward that finds our rotary embedding under transformers' name.
 
     None where the family's own computes something else, or the forward is wrapped.
     """
@@ -258,7 +258,7 @@ def _with_rotary(forward: Callable[..., Any], dtype: torch.dtype) -> FunctionTyp
 
 
 def _rotates(own: Any, dtype: torch.dtype, kind: torch.dtype, width: int) -> bool:
-    """Whether a family's rotary embedding of ``width`` elements of a head is ``rotary``."""
+    """Returns whether a family's rotary embedding of ``width`` elements of a head is ``rotary``."""
     q, k = (_random(2, heads, _ROWS, _HEAD, dtype=dtype, seed=heads) for heads in (2, 1))
     cos, sin = (_random(2, _ROWS, width, dtype=kind, seed=seed) for seed in (3, 4))
     try:

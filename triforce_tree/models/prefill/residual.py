@@ -45,7 +45,7 @@ _STRUCTURES = (
 
 
 def forward_by(add_norm: AddNorm, layer: Any, structure: Structure) -> Callable[..., Tensor]:
-    """The layer's forward with ``add_norm``, of attention and residual to their sum and its norm."""
+    """Returns the layer's forward with ``add_norm``, of attention and residual to their sum and its norm."""
     before, _, after_attention, after_mlp = structure
 
     def forward(hidden_states: Tensor, **keywords: Any) -> Tensor:
@@ -74,7 +74,8 @@ class _Part(nn.Module):
 
 @torch.no_grad()
 def structure_of(module: nn.Module, stand_in: Callable[..., Any]) -> Structure | None:
-    """The structure with which :func:`forward_by` computes what a module does; None for other modules.
+    """Returns the structure with which :func:`forward_by` computes what a module does; None for other
+    modules.
 
     Attention must be told as much as by the module's own forward.
 

@@ -20,12 +20,14 @@ _STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model whose forward has a causal convolution, and a known recurrence or none."""
+    """Returns the modules of a model whose forward has a causal convolution, and a known recurrence or
+    none.
+    """
     return [module for module in model.modules() if _known(_names(module))]
 
 
 def unknown_mixers(model: nn.Module) -> set[str]:
-    """Names of the classes in a model that keep a recurrent state in some other way."""
+    """Returns names of the classes in a model that keep a recurrent state in some other way."""
     return {type(m).__name__ for m in model.modules() if _STATES & _names(m) and not _known(_names(m))}
 
 
@@ -52,7 +54,7 @@ def attach(model: nn.Module, in_chunks: bool) -> None:
 
 
 def _forward(module: nn.Module) -> Any:
-    """The forward of a module's class, without transformers' decorators."""
+    """Returns the forward of a module's class, without transformers' decorators."""
     return inspect.unwrap(type(module).forward)
 
 

@@ -28,7 +28,9 @@ class StateShapes:
     recurrences: tuple[tuple[int, int, int], ...]
 
     def bytes(self, itemsize: int) -> int:
-        """Bytes of one sequence's states; ``itemsize`` is that of the convolutions, recurrences are fp32."""
+        """Returns bytes of one sequence's states; ``itemsize`` is that of the convolutions, recurrences are
+        fp32.
+        """
         convolutions = sum(channels * columns for channels, columns in self.convolutions)
         return convolutions * itemsize + 4 * sum(h * v * k for h, v, k in self.recurrences)
 
@@ -49,7 +51,7 @@ class RecurrentPass(Protocol):
     """The states of one forward over T new tokens of each sequence; ``number`` counts calls from 0."""
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
-        """The inputs of a convolution with those before them.
+        """Returns the inputs of a convolution with those before them.
 
         Args:
             new: ``[B, channels, T]``.
@@ -59,14 +61,14 @@ class RecurrentPass(Protocol):
         """
 
     def recur(self, number: int, rows: Rows) -> Tensor:
-        """Outputs fp32 ``[B, T, H, V]`` of a recurrence."""
+        """Returns outputs fp32 ``[B, T, H, V]`` of a recurrence."""
 
 
 class ChunkPass(RecurrentPass, Protocol):
     """The states of one forward over a part of a prompt, whose recurrences the model's own code computes."""
 
     def state(self, number: int) -> Tensor | None:
-        """The state ``[B, H, V, K]`` that a recurrence starts from; None for zeros."""
+        """Returns the state ``[B, H, V, K]`` that a recurrence starts from; None for zeros."""
 
     def keep(self, number: int, state: Tensor) -> None:
         """The state ``[B, H, V, K]`` after the last token, where the model's own code has computed it."""
@@ -96,7 +98,9 @@ def running(states: RecurrentPass | None, first: tuple[int, int] = (0, 0)) -> It
 
 
 def reached() -> tuple[int, int]:
-    """Numbers of the next convolution and recurrence after the layers that ran last in :func:`running`."""
+    """Returns numbers of the next convolution and recurrence after the layers that ran last in
+    :func:`running`.
+    """
     return _running.convolutions, _running.recurrences
 
 
