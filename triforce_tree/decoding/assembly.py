@@ -1,4 +1,4 @@
-"""What outlives one generation: models, drafter, memory plan, and the buffers of the last one."""
+"""Keeps what outlives one generation: models, drafter, memory plan, and the buffers of the last generation."""
 
 import copy
 import logging
@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Hierarchy:
-    """The three levels' models under one configuration, and the buffers of the last generation.
+    """Holds the models of the three levels, their configuration, and the buffers of the last generation.
 
     Args:
         target: level 2, and level 1 on its retrieval cache.
@@ -53,8 +53,8 @@ class Hierarchy:
         tokens: the draft model's token ids for the target's; None where these are the same.
 
     Attributes:
-        own_drafter: the drafter that was given; None for a draft model and for suffix matching.
-        guard: what of the target was compared with transformers' own forward.
+        own_drafter: the drafter that the user gave; None for a draft model and for suffix matching.
+        guard: says which parts of the target were compared with transformers' own forward.
         memory: where KV slots are kept, as :meth:`adopt_memory_plan` decided; None if nothing is offloaded.
         level_one: the target in fewer bits, if a program needs it.
 
@@ -112,7 +112,10 @@ class Hierarchy:
 
     @property
     def facts(self) -> ModelFacts:
-        """What the defaults depend on; read again where the models have changed."""
+        """Returns the facts that the defaults depend on.
+
+        They are read again after the models have changed.
+        """
         if self._facts is None or self._facts[0] != self._revisions:
             self._facts = self._revisions, ModelFacts.of(self.target, self.draft)
         return self._facts[1]
@@ -122,7 +125,7 @@ class Hierarchy:
         return self._level_0.drafter(self.config)
 
     def with_config(self, config: HierarchyConfig) -> "Hierarchy":
-        """The same checked models under another configuration."""
+        """Returns a hierarchy with the same checked models and another configuration."""
         check_settings(self.target, config)
         other = copy.copy(self)
         other.config = config
@@ -134,7 +137,7 @@ class Hierarchy:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, this thread alone generates with these models (``locks.generation``)."""
+        """Is a context in which only this thread generates with these models (``locks.generation``)."""
         with generation(self.target.model, self.draft.model if self.draft is not None else None):
             try:
                 yield
@@ -177,7 +180,7 @@ class Hierarchy:
 
     @property
     def changed(self) -> bool:
-        """Whether one of the models has changed since the current call began."""
+        """Returns whether one of the models has changed since the current call began."""
         return self.target.changed or self._level_0.changed
 
     @property
@@ -196,20 +199,20 @@ class Hierarchy:
             yield
 
     def levels(self, prompt_tokens: int, max_seq_len: int | None = None) -> int:
-        """How many levels a prompt of this length gets.
+        """Returns the number of levels for a prompt of this length.
 
         Args:
-            max_seq_len: most tokens of a sequence in the buffers; by default those of the prompt.
+            max_seq_len: most tokens of a sequence in the buffers; the default is ``prompt_tokens``.
         """
         if self.config.levels == "auto" and not self._retrieves(max_seq_len or prompt_tokens):
             return 2
         return levels_of(self.config, prompt_tokens)
 
     def _retrieves(self, max_seq_len: int) -> bool:
-        """Whether level 1 reads less than level 2 of such sequences: some layer sees more than a window.
+        """Returns whether level 1 reads fewer KV slots than level 2 for sequences of this length.
 
-        Level 1 shows layers with a sliding window all of it, and retrieves chunks for the others alone. There
-        is no level 1 over recurrent layers.
+        It does if some layer attends to more than a sliding window: level 1 retrieves chunks for such layers,
+        and reads the whole window of the others. A target with recurrent layers has no level 1.
         """
         if self.target.states is not None:
             return False
@@ -217,16 +220,16 @@ class Hierarchy:
 
     @property
     def last_program(self) -> DecodingProgram | None:
-        """That of the last generation, as long as it is kept."""
+        """Returns the program of the last generation, or None if it was released."""
         return self._program[1] if self._program is not None else None
 
     @property
     def offloads(self) -> bool:
-        """Whether the full cache is kept in host memory."""
+        """Returns whether the full cache is kept in host memory."""
         return self.memory is not None and self.memory.offload is not None
 
     def together(self, to_probs: ProbsFromLogits, prompts: Sequence[Sequence[int]]) -> bool:
-        """Whether these prompts can be decoded as one batch."""
+        """Returns whether these prompts can be decoded as one batch."""
         rope = self.target.length_rope
         mixed = rope is not None and rope.mixed([len(p) for p in prompts])
         return len(prompts) == 1 or (to_probs.context_free and not mixed)
@@ -293,7 +296,7 @@ class Hierarchy:
         return new_plan(self.target, self.draft, drafter, config, given, workload, max_seq_len)
 
     def _kept_plan(self, key: object, lengths: Sequence[int], new_tokens: int) -> MemoryPlan | None:
-        """The last plan, where its program serves these prompts too."""
+        """Returns the last plan if its program serves these prompts too, else None."""
         if self._planned is None or self._program is None or self._program[1].closed:
             return None
         before, plan = self._planned
@@ -304,15 +307,15 @@ class Hierarchy:
         return plan if before == key and fits else None
 
     def _levels_under(self, plan: MemoryPlan, lengths: Sequence[int], new_tokens: int) -> int:
-        """How many levels prompts of these lengths get under the plan's settings."""
+        """Returns the number of levels for prompts of these lengths under the plan's settings."""
         max_seq_len = self.rounded(max(lengths) + new_tokens)
         return self.with_config(plan.config).levels(min(lengths), max_seq_len)
 
     def shrink(self) -> bool:
-        """After device memory ran out: reduce the plan; False where it cannot be reduced further.
+        """Reduces the plan after device memory ran out; returns False if it cannot be reduced further.
 
         Raises:
-            torch.OutOfMemoryError: one of several ranks ran out, which the others do not notice.
+            torch.OutOfMemoryError: one of several ranks ran out of memory; the others cannot notice this.
         """
         if (group := distributed.current()) is not None:
             raise torch.OutOfMemoryError(
@@ -334,10 +337,10 @@ class Hierarchy:
         return True
 
     def release(self, collect: bool = True) -> None:
-        """Free the buffers of the last generation, and every offloaded cache of these models.
+        """Frees the buffers of the last generation, and every offloaded cache of these models.
 
         Args:
-            collect: also what only the garbage collector frees, which takes it a few tenths of a second.
+            collect: whether to run the garbage collector too, which takes a few tenths of a second.
         """
         for program in self._offloaded:
             program.close()
@@ -353,13 +356,13 @@ class Hierarchy:
         pinned: Callable[[int], None] | None = None, reuse: Reuse = "none",
         pool: PoolSize | None = None,
     ) -> DecodingProgram:  # fmt: skip
-        """A program for these prompts: the last one where it serves, else a new one.
+        """Returns a program for these prompts: the last one if it serves them, else a new one.
 
         Args:
-            pinned: called with bytes of host memory as they are taken.
+            pinned: called with the bytes of host memory as they are pinned.
             reuse: a new program takes over what the last one holds of these prompts, where both caches are on
                 the device.
-            pool: the pool of KV slots that the prompts share; None gives each slots of its own.
+            pool: the pool of KV slots that the prompts share; with None each prompt has its own slots.
         """
         batch, max_seq_len = len(prompts), max(len(p) for p in prompts) + new_tokens
         rounded = self.rounded(max_seq_len)
@@ -422,10 +425,15 @@ class Hierarchy:
         return program
 
     def _binds(self, program: DecodingProgram) -> bool:
-        """Whether the drafter writes into this program's state; a user's drafter serves one at a time."""
+        """Returns whether the drafter writes into this program's state.
+
+        A drafter that the user gave serves one program at a time.
+        """
         return self.own_drafter is None or program.drafter is None or self._bound[0]() is program
 
     def rounded(self, max_seq_len: int) -> int:
-        """``max_seq_len`` rounded up for longer sequences to come, as far as the model has positions."""
+        """Returns ``max_seq_len`` rounded up for longer sequences, at most to the model's number of
+        positions.
+        """
         rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
         return max(max_seq_len, min(rounded, self.target.max_positions or rounded))

@@ -1,4 +1,4 @@
-"""What the stages of decoding compute on: models, cache, tokens, and the stages once they are prepared."""
+"""Makes what the stages of decoding compute on: models, cache, token buffers, and the prepared stages."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,20 +40,20 @@ class PreparedStages:
 
 
 class Buffers:
-    """What the stages of decoding compute on, made once and used for many requests.
+    """Holds what the stages of decoding compute on. It is made once and used for many requests.
 
     Args:
         target: the model of levels 1 and 2.
         drafter: level 0; may be None for one level.
         config: what each level does; its ``tree`` is the drafter's.
-        batch: sequences.
+        batch: the number of sequences.
         max_seq_len: most tokens of a sequence, new ones included.
         levels: 1, 2 or 3.
         offload: how to split the full cache between device and host; None keeps it on the device.
-        progress: called with bytes of host memory as they are taken.
-        store: KV slots on the device to work on, with whatever they hold; by default new ones.
+        progress: called with the bytes of host memory as they are pinned.
+        store: KV slots on the device to use, with their present contents; by default new slots are allocated.
         kept, pool: an earlier program's cache, and a pool of KV slots, see :class:`FullCache`.
-        level_one: level 1's model in fewer bits, of the arguments of ``low_bit_model``; by default a new one.
+        level_one: makes level 1's model in fewer bits from the arguments of ``low_bit_model``.
         noise: makes the random numbers of every stage.
 
     Attributes:
@@ -62,16 +62,16 @@ class Buffers:
         full: the target, as levels 2 and plain decoding run it.
         retrieval_model: the target as level 1 runs it; only with three levels.
         states, full_view, retrieval: see :class:`FullCache`.
-        shapes: of the drafter's trees, the configured one first. The stages of the others are made and
-            captured by :meth:`prepare_shape`, where a pass first takes them.
+        shapes: the shapes of the drafter's trees, the configured one first. Stages of the others are made and
+            captured by :meth:`prepare_shape` when a pass first needs them.
         max_draft_tokens: most tokens that are proposed to level 2 in a line.
         runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
         tail_tree: whether it also verifies a tree of the first shape at the end of the chain.
-        capture_seconds: spent on making stages, capturing them, and on a copy of the weights for level 1.
-        two_levels: whether three levels may be exchanged for two in any pass: the number was not given.
+        capture_seconds: seconds spent on making and capturing stages, and on level 1's copy of the weights.
+        two_levels: whether a pass may use two levels instead of three; true if the user gave no number.
         prepared: stages of at most ``_MOST_PREPARED`` kinds of sampling, the one selected last at the end.
         selected: those prepared last; seeded: see ``prepared_stages``.
-        learnt: what requests leave to later ones, by kind of sampling (``choice/chooser.py``).
+        learnt: estimates that later requests start from, by kind of sampling (``choice/chooser.py``).
 
     Raises:
         ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
@@ -133,7 +133,7 @@ class Buffers:
 
     @property
     def store(self) -> KVStore:
-        """KV slots on the device, see :class:`KVBackend`."""
+        """The KV slots on the device, see :class:`KVBackend`."""
         return self.cache.backend.store
 
     def _may_choose_levels(self, config: HierarchyConfig) -> bool:

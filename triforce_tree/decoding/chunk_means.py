@@ -1,4 +1,4 @@
-"""The mean keys of the retrieval cache's chunks, kept up to date with what passes commit."""
+"""Keeps the mean keys of the retrieval cache's chunks up to date with the committed tokens."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ _STEP = 64
 
 
 class ChunkMeans:
-    """Which means are up to date: passes without the retrieval level leave them.
+    """Records which chunk means are up to date; passes without the retrieval level do not update them.
 
     Args:
-        view: of the retrieval level; None without it.
-        batch: B sequences.
+        view: the view of the retrieval level; None without that level.
+        batch: the number of sequences, B.
         max_seq_len: most tokens of a sequence.
-        device: of the KV slots.
+        device: the device of the KV slots.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class ChunkMeans:
         self._lengths, self._known = [0] * batch, [0] * batch
 
     def begin(self, lengths: Sequence[int]) -> None:
-        """Sequences continue after so many tokens."""
+        """Starts from sequences of these lengths in tokens."""
         self._lengths = list(lengths)
         self._known = [min(pair) for pair in zip(self._known, lengths, strict=True)]
 
@@ -37,7 +37,7 @@ class ChunkMeans:
         self._lengths[b], self._known[b] = length, 0
 
     def committed(self, counts: Sequence[int], with_means: bool) -> None:
-        """A pass made each sequence so many tokens longer.
+        """Records how many tokens a pass added to each sequence.
 
         Args:
             with_means: whether it has updated the means, which were up to date before it.
@@ -47,7 +47,8 @@ class ChunkMeans:
         self._known = list(self._lengths) if with_means else list(map(min, self._known, before))
 
     def written(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take account of a prefill that wrote each sequence's KV slots from ``starts[b]`` to ``lengths[b]``.
+        """Updates the state after a prefill that wrote each sequence's KV slots ``starts[b]`` to
+        ``lengths[b]``.
 
         The means of whole chunks before ``starts[b]`` stay as they are.
         """

@@ -21,7 +21,7 @@ from triforce_tree.trees.device_shapes import DeviceTreeShape
 
 
 def offer(program: DecodingProgram, text: Sequence[int], coming: Sequence[int]) -> None:
-    """Write the next tokens after a sequence, without committing them.
+    """Writes the next tokens after a sequence, without committing them.
 
     Args:
         program: fed with one sequence, all of whose tokens are ``text``.
@@ -36,7 +36,7 @@ def offer(program: DecodingProgram, text: Sequence[int], coming: Sequence[int]) 
 
 
 def draft_probs(program: DecodingProgram, count: int, generator: torch.Generator) -> Tensor | None:
-    """The drafter's distributions of the next token, after the root and after each of the tokens offered.
+    """Returns the drafter's distributions of the next token after the root and after each offered token.
 
     Returns:
         fp32 ``[count, V]``, after the root and the first ``count - 1`` tokens; None for a deterministic
@@ -112,7 +112,7 @@ def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
 
 
 def commit(program: DecodingProgram, count: int) -> None:
-    """Commit the first ``count`` tokens of the last :func:`target_logits`; the next one becomes the root."""
+    """Commits the first ``count`` tokens of the last :func:`target_logits`; the next token becomes the root."""
     state = program.state
     before = state.length.clone()
     state.length += count

@@ -23,12 +23,12 @@ from triforce_tree.runtime.stats import Progress
 
 
 class FullCache:
-    """Keys and values of every committed token, and scratch slots after them that passes overwrite.
+    """Holds keys and values of all committed tokens, followed by scratch slots that each pass overwrites.
 
     Args:
-        target: whose keys and values these are.
+        target: the model that computes the keys and values.
         config: the retrieval settings, the shape of the draft's trees, and the chunks of a prefill.
-        batch: sequences.
+        batch: the number of sequences.
         max_seq_len: most tokens of a sequence, new ones included.
         levels: 1, 2 or 3; with 3 there is a retrieval view.
         offload, pinned, store, pool: see ``kv.choose.make_backend``.
@@ -37,9 +37,9 @@ class FullCache:
             copy.
 
     Attributes:
-        backend: where the keys and values are.
+        backend: stores the keys and values.
         cached, marks: which tokens are in the cache, and where it can be continued.
-        states: of the target's recurrent layers; None where it has none.
+        states: the states of the target's recurrent layers; None if it has none.
         view: makes views for the target's forwards; ``token_view`` for those of one token that is committed.
         retrieval: level 1's view; None with fewer than three levels.
 
@@ -86,9 +86,9 @@ class FullCache:
     def worth_keeping(
         self, config: HierarchyConfig, prompts: Sequence[Sequence[int]], reuse: Reuse, pool: PoolSize | None
     ) -> bool:
-        """Whether another cache, on the device, may take over what this one holds of these prompts.
+        """Returns whether another cache on the device may reuse what this one holds of these prompts.
 
-        ``pool``: of that cache.
+        ``pool``: the pool of the other cache.
         """
         if distributed.current() is not None:
             return False
@@ -104,7 +104,8 @@ class FullCache:
         self.means.update_all()
 
     def _reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse, newest: int, first: int) -> list[int]:
-        """How many tokens at the beginning of each prompt need no prefill; the ``newest`` are fed again.
+        """Returns how many tokens at the start of each prompt need no prefill; the ``newest`` are computed
+        again.
 
         It is 0 where layers with a window or recurrent ones have gone on too far (``Marks``).
         """
@@ -120,13 +121,14 @@ class FullCache:
         features: Features | None = None,
         row: int | None = None,
     ) -> list[int]:
-        """Compute keys and values of all but each prompt's last token; return how many there were already.
+        """Computes keys and values of all but each prompt's last token; returns how many the cache already
+        held.
 
         Args:
             progress: called with numbers of tokens; those that are in the cache already come first.
             reuse: which tokens that the cache holds are kept.
             features: where hidden states are kept for the drafter, if it reads any: those of new tokens.
-            row: the sequence that the only prompt replaces while the others go on.
+            row: the index in the batch of the sequence that the only prompt replaces.
         """
         try:
             return self._prefill(prompts, progress, reuse, features, row)
@@ -200,7 +202,7 @@ class FullCache:
         self.means.update_all()
 
     def fits(self, max_seq_len: int, pool: PoolSize | None = None) -> bool:
-        """Whether sequences of so many tokens fit, with this pool, or in slots of their own."""
+        """Returns whether sequences of ``max_seq_len`` tokens fit into the pool, or into slots of their own."""
         return max_seq_len <= self._max_seq_len and self.backend.serves(pool)
 
     def forget(self) -> None:
@@ -218,7 +220,7 @@ class FullCache:
         self.backend.release(range(self._batch))
 
     def holds(self, lengths: Sequence[int]) -> bool:
-        """Whether decoding may continue after the first ``lengths`` tokens of what was written.
+        """Returns whether decoding may continue after the first ``lengths`` tokens of those written.
 
         Rings may have overwritten what is needed there, and recurrent layers keep no earlier states.
         """
@@ -227,7 +229,8 @@ class FullCache:
         return self.backend.store.holds(lengths)
 
     def begin(self, prompts: Sequence[Sequence[int]], row: int | None = None) -> None:
-        """Continue from the ends of prompts, whose keys and values the cache holds.
+        """Continues from the ends of prompts whose keys and values the cache holds.  ``row``: the index in
+        the batch of the only prompt's sequence, while the others go on.
 
         ``row``: the sequence of the only prompt, where the others go on.
         """
@@ -244,10 +247,10 @@ class FullCache:
     def committed(
         self, counts: Sequence[int], tokens: Sequence[Sequence[int]] | None = None, with_means: bool = False
     ) -> None:
-        """The last pass of the target made each sequence so many tokens longer.
+        """Records how many tokens the last pass of the target added to each sequence.
 
         Args:
-            tokens: those of each sequence; None where they are not known.
+            tokens: the added tokens of each sequence; None if they are not known.
             with_means: whether it has updated the chunk means, which were up to date before it.
         """
         self.means.committed(counts, with_means)
@@ -267,12 +270,17 @@ class FullCache:
             self.means.update_all()
 
     def close(self) -> None:
-        """Give memory of the host back; the cache cannot be used afterwards."""
+        """Releases host memory; the cache cannot be used afterwards."""
         self.backend.close()
 
     @property
     def closed(self) -> bool:
-        """Whether memory was given back, or streamed experts have moved, whose places graphs keep."""
+        """Returns whether the cache can no longer be used.
+
+        This is so once its memory was released, or streamed experts have moved:
+
+        CUDA graphs keep their addresses.
+        """
         return self.backend.closed or self._arrangement != self._weights_at()
 
     def _weights_at(self) -> int:

@@ -41,14 +41,14 @@ class Programs(Protocol):
     """Makes the programs of a loop within the memory plan."""
 
     def make(self, texts: Texts) -> DecodingProgram:
-        """Returns a program with a row for each of these texts."""
+        """Returns a program with a batch index for each of these texts."""
 
     def shrink(self) -> bool:
-        """Reduce the memory plan; returns False where it cannot be reduced further."""
+        """Reduces the memory plan; returns False if it cannot be reduced further."""
 
 
 class OneProgram:
-    """A single program, for loops that neither grow nor get by with less memory."""
+    """Provides a single program, for loops that neither grow nor reduce their memory."""
 
     def __init__(self, program: DecodingProgram) -> None:
         self._program = program
@@ -61,7 +61,12 @@ class OneProgram:
 
 
 def best_row(rows: Sequences[Sequence | None], free: Sequences[int], prompt: Sequences[int]) -> int:
-    """The free row whose neighbours begin most like a prompt.
+    """Returns the free index of the batch whose neighbours share the longest prefix with a prompt.
+
+    A prefix that neighbouring sequences share is read once. If no neighbour shares a prefix, the index is one
+    with few neighbours that have little in common, because a later prompt may share a prefix with them.
+    Args:     rows: the running sequence at each index of the batch.     free: the indices without a running
+    sequence.
 
     What rows that follow each other share is read once. Where no neighbour begins like it, it is a row with
     few neighbours that have little in common, as a later prompt may begin like them.
@@ -151,7 +156,7 @@ class DecodingLoop:
         repeatable: bool = False,
         progress: Progress | None = None,
     ) -> "DecodingLoop":
-        """A loop over a given program; its sequences follow by :meth:`begin`."""
+        """Returns a loop over a given program; :meth:`begin` then gives it sequences."""
         rows: Rows = [None] * program.batch
         loop = cls(OneProgram(program), rows, to_probs, seed, repeatable, progress=progress)
         loop._prepare()
@@ -173,12 +178,12 @@ class DecodingLoop:
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences that go on."""
+        """Returns the sequences that have not ended."""
         return [row for row in self.rows if row is not None and row.finish_reason is None]
 
     @property
     def free(self) -> list[int]:
-        """The rows that another sequence may take, between two passes."""
+        """Returns the batch indices that a new sequence may take between two passes."""
         if not self.program.replaces:
             return []
         return [b for b, row in enumerate(self.rows) if row is None or row.finish_reason is not None]
@@ -212,7 +217,7 @@ class DecodingLoop:
             self.prefill()
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence join in one of the :attr:`free` rows; it is prefilled before the next pass."""
+        """Lets a sequence join at one of the :attr:`free` indices; it is prefilled before the next pass."""
         sequence.row = best_row(self._running_rows(), self.free, sequence.prompt)
         self.rows[sequence.row] = sequence
         self.joining.append(sequence)
@@ -224,7 +229,7 @@ class DecodingLoop:
             self._update_active()
 
     def grow(self, rows: int) -> None:
-        """Have so many rows from the next pass on, where ``program.replaces``."""
+        """Enlarges the batch to ``rows`` sequences from the next pass on, if ``program.replaces``."""
         self.rows += [None] * (rows - len(self.rows))
         self._growing = True
 
@@ -266,7 +271,7 @@ class DecodingLoop:
         self.close()
 
     def emitted_logits(self, count: int) -> Tensor:
-        """The target's logits by which the last pass chose the first ``count`` new tokens of each row.
+        """Returns the logits by which the last pass chose the first ``count`` new tokens of each sequence.
 
         Returns:
             fp32 ``[B, count, V]``; arbitrary for tokens that a sequence did not emit.
@@ -276,7 +281,7 @@ class DecodingLoop:
     # Programs: the first one, and those after it
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:
-        """Drop the program and reduce the memory plan; raise ``error`` where it cannot be reduced."""
+        """Drops the program and reduces the memory plan; raises ``error`` if it cannot be reduced."""
         self._drop()
         # The traceback's frames hold tensors; graphs and their buffers are freed by the collector alone.
         error.__traceback__ = None
@@ -285,7 +290,7 @@ class DecodingLoop:
         free_memory()
 
     def _prepare(self) -> None:
-        """Make a program for the rows if there is none, and what chooses and draws for it."""
+        """Makes a program for the batch if there is none, with its pass chooser and random draws."""
         if self._program is not None:
             return
         program = self._programs.make(self._texts())
@@ -313,7 +318,7 @@ class DecodingLoop:
         self._begin_rows()
 
     def _begin_rows(self) -> None:
-        """Begin the draws of the rows after their texts were fed."""
+        """Begins the random draws of the sequences after their texts were prefilled."""
         for b in range(len(self.rows)):
             self._begin_draws(b)
         if len(self.running) < len(self.rows):
@@ -326,7 +331,7 @@ class DecodingLoop:
         self.draws.begin(b, b if row is None else row.number, seed)
 
     def _prefilled(self, start: float) -> None:
-        """Add up the seconds of a prefill."""
+        """Adds up the seconds of a prefill."""
         self._clock.synchronize()
         seconds = time.perf_counter() - start
         self.prefill_seconds += seconds
@@ -334,7 +339,7 @@ class DecodingLoop:
             sequence.prefill_seconds += seconds
 
     def _drop(self) -> None:
-        """Keep the program's statistics alone."""
+        """Drops the program and keeps its statistics."""
         if self._program is not None:
             self.chooser.close()
             self._before, self._levels = self.levels, []
@@ -343,7 +348,7 @@ class DecodingLoop:
         self._program, self._is_fed = None, False
 
     def _grow(self) -> None:
-        """Go on with a program of more rows, which keeps all that is cached of the running sequences."""
+        """Continues with a program for a larger batch, which keeps the cache of the running sequences."""
         self._growing = False
         if self.program.cache.backend.reclaims:
             self._clear_ended()
@@ -357,7 +362,7 @@ class DecodingLoop:
     # Rows
 
     def _place(self, rows: Sequences[Sequence | None]) -> None:
-        """Put sequences into the rows, before anything was fed."""
+        """Puts sequences into the batch before the first prefill."""
         self.rows, self._is_fed = list(rows), False
         self.joining = [sequence for sequence in rows if sequence is not None]
         for b, sequence in enumerate(rows):
@@ -365,7 +370,7 @@ class DecodingLoop:
                 sequence.row = b
 
     def _texts(self) -> list[list[int]]:
-        """All tokens in each row; a row without a sequence holds a single token."""
+        """Returns all tokens at each batch index; an index without a sequence holds a single token."""
         return [row.tokens if row is not None else [0] for row in self.rows]
 
     def _running_rows(self) -> Rows:
@@ -373,7 +378,7 @@ class DecodingLoop:
 
     @property
     def running_texts(self) -> list[list[int] | None]:
-        """All tokens of the sequence in each row; None where none is running."""
+        """Returns all tokens of the running sequence at each batch index, or None where none is running."""
         return [None if row is None else row.tokens for row in self._running_rows()]
 
     def _join(self) -> None:
@@ -398,12 +403,12 @@ class DecodingLoop:
         self.joining = []
 
     def _any_ended(self) -> bool:
-        """Whether sequences that have ended hold slots that others could use."""
+        """Returns whether sequences that have ended hold slots that others could use."""
         ended = (row is not None and row.finish_reason is not None for row in self.rows)
         return self.program.cache.backend.reclaims and any(ended)
 
     def _clear_ended(self) -> list[int]:
-        """Leave rows whose sequence has ended without one; returns which they are."""
+        """Removes sequences that have ended from the batch; returns their indices."""
         ended = [b for b, row in enumerate(self.rows) if row is not None and row.finish_reason is not None]
         for b in ended:
             self.rows[b] = None
@@ -516,7 +521,7 @@ class DecodingLoop:
         yield last, "target"
 
     def _append(self, rows: Rows, report: list[list[int]], observe: Observer | None) -> Fresh:
-        """Append the tokens of a pass to the running sequences, each up to its end."""
+        """Appends the tokens of a pass to the running sequences, each up to its end."""
         fresh: Fresh = []
         for row, (count, _, _, broken, *tokens) in zip(rows, report, strict=True):
             if broken:

@@ -1,4 +1,4 @@
-"""Plain passes over tokens that the caller chooses: logits after each token of a batch."""
+"""Runs plain passes over tokens that the caller chooses, and returns the logits after each token."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
 
 class PlainPasses:
-    """The target's logits after sequences that grow by one token each, in passes of a program's plain stage.
+    """Computes the target's logits for sequences that grow by one token in each plain pass.
 
     Args:
         programs: makes the program, and a smaller one where memory runs out.
@@ -74,7 +74,7 @@ class PlainPasses:
         return found
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Append a token to each sequence, after :meth:`logits`."""
+        """Appends a token to each sequence, after :meth:`logits`."""
         assert self._program is not None, "no pass was made"
         state = self._program.state
         # The pass has appended the most probable tokens.
@@ -85,7 +85,7 @@ class PlainPasses:
             sequence.append(token)
 
     def forget(self) -> None:
-        """Nothing that the cache holds is to be continued, after an error."""
+        """Marks the cache as unusable for later requests, after an error."""
         if self._program is not None:
             self._program.cache.forget()
 

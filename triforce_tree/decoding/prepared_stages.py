@@ -1,4 +1,4 @@
-"""The stages of a program for one kind of sampling, made and on a GPU captured."""
+"""Makes a program's stages for one kind of sampling, and captures them on a GPU."""
 
 import logging
 import time
@@ -59,7 +59,7 @@ class StageProgress:
 
 
 def prepared(program: Buffers, to_probs: DeviceProbs) -> PreparedStages:
-    """The stages with the first shape of tree.
+    """Returns the stages with the first shape of tree.
 
     On a GPU they are captured on made-up sequences of the greatest length: sequences must be fed afterwards.
     """
@@ -88,7 +88,7 @@ def prepared(program: Buffers, to_probs: DeviceProbs) -> PreparedStages:
 
 
 def _check_exact(program: Buffers, stages: dict[str, Stage]) -> None:
-    """Raise UnsupportedModelError where the target's rows depend on how many stages compute together."""
+    """Raises UnsupportedModelError if the target's logits depend on the number of stages computed together."""
     verified = [s.tree.nodes for s in stages.values() if isinstance(s, ChainVerifyStage | TreeVerifyStage)]
     vocabulary = program.target.vocab_size
     with program.trial(0):
@@ -98,7 +98,9 @@ def _check_exact(program: Buffers, stages: dict[str, Stage]) -> None:
 
 
 def seeded(program: Buffers) -> Seeded:
-    """What draws for sequences with seeds of their own; from now on the program's stages have it.
+    """Returns the noise for sequences with their own seeds; the program's later stages use it.
+
+    Stages of earlier kinds of sampling are dropped. Sequences without a seed draw as before.
 
     Those of earlier kinds of sampling are dropped. Sequences without a seed draw as before.
     """
@@ -140,9 +142,11 @@ def prepare_shape(program: Buffers, stages: PreparedStages, number: int) -> floa
 
 
 def held_back(program: Buffers) -> dict[int, float]:
-    """The shapes whose stages are not there and take long to make, and the seconds expected for each.
+    """Returns the shapes whose stages are missing and slow to make, with the expected seconds for each.
 
-    Those of matched tokens do not: their kernels are those of the first shape. The same on all ranks.
+    Shapes of matched tokens are never among them: they use the kernels of the first shape.
+
+    The result is the same on all ranks.
     """
     if not makes_slowly(program):
         return {}
@@ -156,10 +160,10 @@ def held_back(program: Buffers) -> dict[int, float]:
 
 
 def _kernels_of(program: Buffers, number: int) -> tuple[torch.device, str, int]:
-    """What tells which kernels a shape's stages need."""
+    """Returns a key of the kernels that the stages of a shape need."""
     return program.device, program.target.name, program.shapes[number].nodes
 
 
 def makes_slowly(program: Buffers) -> bool:
-    """Whether the stages of a shape take seconds to make: kernels are compiled and graphs captured."""
+    """Returns whether the stages of a shape take seconds to make: kernels are compiled and graphs captured."""
     return program.device.type == "cuda"

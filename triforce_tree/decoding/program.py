@@ -1,4 +1,4 @@
-"""The stages of decoding for one batch size, context length and configuration, over buffers made once."""
+"""Runs the stages of decoding for one batch size, context length and configuration on fixed buffers."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -66,9 +66,9 @@ class DecodingProgram(Buffers):
     def prefill(
         self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
     ) -> list[int]:
-        """Feed all but each prompt's last token, the first root, to every level; see ``FullCache.prefill``.
+        """Prefills every level with all but each prompt's last token, which is the first root.
 
-        Where an offloaded cache is interrupted in this, its memory is given back and the program closed.
+        If the prefill of an offloaded cache is interrupted, its memory is released and the program closed.
 
         Raises:
             ValueError: a prompt is too short for the levels, or too long for the buffers.
@@ -86,7 +86,7 @@ class DecodingProgram(Buffers):
 
     @property
     def replaces(self) -> bool:
-        """Whether :meth:`replace` works, see :class:`KVBackend`."""
+        """Returns whether :meth:`replace` works, see :class:`KVBackend`."""
         return self.cache.backend.replaces
 
     def replace(
@@ -153,7 +153,8 @@ class DecodingProgram(Buffers):
     def committed(
         self, counts: Sequence[int], tokens: Sequence[Sequence[int]] | None = None, stage: str = "target"
     ) -> None:
-        """The last pass of level 2, which ended with this stage, made each sequence so many tokens longer.
+        """Records how many tokens the last pass of level 2, which ended with this stage, added to each
+        sequence.
 
         Args:
             tokens: these, if they are known.
@@ -161,18 +162,17 @@ class DecodingProgram(Buffers):
         self.cache.committed(counts, tokens, with_means=self.levels == 3 and stage == "target")
 
     def resume_retrieval(self) -> None:
-        """Bring the chunk means up to date before a pass of three levels: the other passes leave them."""
+        """Updates the chunk means before a pass of three levels; the other passes do not update them."""
         self.cache.means.catch_up()
 
     def update_chunk_means(self) -> None:
-        """See :class:`FullCache`."""
         self.cache.means.update_all()
 
     def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
-        """Keys, values and weights that a pass of level 2 after so many tokens copies to the device.
+        """Returns the bytes of keys, values and weights that a pass of level 2 copies to the device.
 
         Args:
-            plain: of the autoregressive pass.
+            plain: whether the pass is the autoregressive one.
         """
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
         streamed = self.target.streamed
@@ -180,9 +180,9 @@ class DecodingProgram(Buffers):
         return weights + self.cache.backend.transferred_bytes(tokens, queries)
 
     def serves(self, config: HierarchyConfig) -> bool:
-        """Whether setting ``self.config = config`` is all that these settings need.
+        """Returns whether setting ``self.config = config`` is enough for these settings.
 
-        They may differ in what every pass reads anew; all else is built into buffers and graphs.
+        They may differ in what every pass reads again; everything else is built into buffers and graphs.
         """
 
         def built_in(settings: HierarchyConfig) -> HierarchyConfig:
@@ -193,16 +193,16 @@ class DecodingProgram(Buffers):
         )
 
     def close(self) -> None:
-        """Give an offloaded cache's host memory back; the program cannot be used afterwards."""
+        """Releases an offloaded cache's host memory; the program cannot be used afterwards."""
         self.cache.close()
 
     @property
     def closed(self) -> bool:
-        """Whether memory that its stages use was given back."""
+        """Returns whether memory that its stages use was released."""
         return self.cache.closed
 
     def last_stage(self, levels: int, shape: int = 0) -> str:
-        """The target's stage in passes of so many levels, with trees of one shape."""
+        """Returns the target's stage in passes with this number of levels and shape of trees."""
         if levels == 1:
             return "plain"
         if levels == 3:
@@ -211,15 +211,14 @@ class DecodingProgram(Buffers):
 
     @property
     def stage_names(self) -> Collection[str]:
-        """Of the prepared stages."""
+        """Returns the names of the prepared stages."""
         return self.selected.stages.keys()
 
     def stage(self, name: str) -> Stage:
-        """One of the prepared stages."""
         return self.selected.stages[name]
 
     def acceptance(self, name: str) -> Acceptance:
-        """The last acceptance of a verifying stage."""
+        """Returns the last acceptance of a verifying stage."""
         return self.verifier(name).acceptance
 
     def verifier(self, name: str) -> Verifier:

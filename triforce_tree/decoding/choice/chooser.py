@@ -72,7 +72,7 @@ class PassChooser:
         self._last: tuple[PassKind, float] | None = None
 
     def choose(self, texts: Sequence[list[int] | None], longest: int, remaining: int) -> PassKind:
-        """Choose the next pass.
+        """Chooses the next pass.
 
         Args:
             texts: all committed tokens of each sequence; None for one that does not run.
@@ -91,11 +91,11 @@ class PassChooser:
         return kind
 
     def matched(self, kind: PassKind) -> bool:
-        """Whether a pass verifies matched tokens."""
+        """Returns whether a pass verifies matched tokens."""
         return self.policy.matched(kind)
 
     def do_without_other_trees(self) -> None:
-        """Choose passes with trees of the first shape alone from now on."""
+        """Restricts all later passes to trees of the first shape."""
         if self._costs is not None:
             self._costs.drop_other_shapes()
 
@@ -107,11 +107,11 @@ class PassChooser:
     def observe(
         self, kind: PassKind, report: Sequence[list[int]], seconds: Mapping[str, float], resumed: bool
     ) -> None:
-        """Learn from a pass.
+        """Updates the estimates and costs after a pass.
 
         Args:
             report: see ``SequenceState.pass_results``.
-            seconds: of its stages, by name.
+            seconds: the seconds of its stages, by name.
             resumed: whether the pass before it had no trees of the drafter.
         """
         program = self._program
@@ -134,11 +134,11 @@ class PassChooser:
         self._learn(self._times.share(own) if self._learns else own)
 
     def took(self, kind: PassKind, seconds: float) -> None:
-        """Note the seconds of the last pass beyond those of its stages."""
+        """Records by how many seconds the last pass exceeded the sum of its stages."""
         self._last = kind, seconds
 
     def finish(self) -> None:
-        """Learn from the last pass of a batch, whose times other ranks had not sent."""
+        """Learns from the last pass of a batch, whose times rank 0 had not sent yet."""
         if self._learns:
             self._learn(self._times.rest())
 

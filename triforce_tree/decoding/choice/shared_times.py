@@ -1,4 +1,7 @@
-"""What passes took, the same on all ranks: those that chose different passes would wait forever."""
+"""Shares the measured times of passes, so that all ranks know the same ones.
+
+Ranks that chose different passes would wait for each other forever.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,14 +14,14 @@ from triforce_tree.runtime import distributed
 
 
 class PassTimes(NamedTuple):
-    """Measured times of a pass.
+    """Holds the measured times of a pass.
 
     Attributes:
-        kind: of the pass.
-        gathered: draft tokens of a sequence that its rounds added; None where no sequence was running.
-        seconds: of its stages, by name.
+        kind: the kind of the pass.
+        gathered: draft tokens per sequence that its rounds added; None if no sequence was running.
+        seconds: the seconds of its stages, by name.
         resumed: whether the pass before it was plain.
-        before: the pass before it, and its seconds beyond those of its stages; None for the first pass.
+        before: the previous pass, and its seconds less those of its stages; None for the first pass.
     """
 
     kind: PassKind
@@ -29,7 +32,9 @@ class PassTimes(NamedTuple):
 
 
 class SharedTimes:
-    """Rank 0's times on all ranks, one pass late: no rank waits for the message, which the next pass hides.
+    """Gives all ranks the times of rank 0, one pass late.
+
+    The message is sent while the next pass runs, so no rank waits for it.
 
     A process that decodes alone has its own times at once.
     """
@@ -38,9 +43,9 @@ class SharedTimes:
         self._sent: tuple[PassTimes, Tensor, Any] | None = None
 
     def share(self, times: PassTimes) -> PassTimes | None:
-        """Give this rank's times of a pass, and get rank 0's of the pass before; None for the first pass.
+        """Takes this rank's times of a pass, and returns rank 0's times of the pass before (None at first).
 
-        All ranks call it after each pass. What is no time is equal on all of them.
+        All ranks call it after each pass. Everything that is not a time is equal on all ranks.
         """
         if distributed.current() is None:
             return times
@@ -51,7 +56,7 @@ class SharedTimes:
         return received
 
     def rest(self) -> PassTimes | None:
-        """Rank 0's times of the last pass, at the end of a request."""
+        """Returns rank 0's times of the last pass, at the end of a request."""
         if self._sent is None:
             return None
         (times, numbers, work), self._sent = self._sent, None

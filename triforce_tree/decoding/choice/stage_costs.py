@@ -1,7 +1,7 @@
-"""Stage costs of a program: measured on made-up sequences, or guessed from the sizes of the models.
+"""Finds the stage costs of a program: measured on made-up sequences, or guessed from the models' sizes.
 
-The choice of passes follows from them (``policy/costs.py``). They are measured once for a machine, a pair of
-models and the settings below, and kept in the user's cache folder (``stage_costs.json``).
+The choice of passes follows from them (``policy/costs.py``). They are measured once for each combination of
+machine, models and settings (``settings_of``), and kept in the user's cache folder (``stage_costs.json``).
 """
 
 import logging
@@ -57,7 +57,7 @@ _OWN_DRAFTER = 0.05
 
 
 class _Device(NamedTuple):
-    """What a forward takes: seconds of each layer, bytes a second, and the share of a further token."""
+    """Holds a device's costs: seconds per layer, bytes per second, and the cost share of each further token."""
 
     layer: float
     bandwidth: float
@@ -89,7 +89,7 @@ UNLIMITED = Allowance(math.inf)
 
 
 def user_table() -> CostTable:
-    """The table in the user's cache folder; one object per path."""
+    """Returns the path of the table in the user's cache folder."""
     try:
         return _table_at(user_cache("stage_costs.json"))
     except RuntimeError:  # no home folder
@@ -145,7 +145,10 @@ def stage_costs(
 
 
 def costs_by_shape(program: DecodingProgram, first: StageCosts) -> list[StageCosts | None]:
-    """The costs with trees of each shape; those of all but the first are predicted from its costs.
+    """Returns the costs with trees of each shape; only those of the first shape are measured.
+
+    The others are predicted from them, because making stages takes seconds on a GPU and the request may never
+    use them.
 
     A request without these trees is not to wait for their stages, which take seconds to make on a GPU.
     """
@@ -165,7 +168,7 @@ def guessed(program: DecodingProgram, longest: int) -> StageCosts:
     bits = program.config.weight_bits if program.levels == 3 else 16
 
     def seconds(tokens: int, context: int, weights: float = weights) -> float:
-        """Of a forward of the target."""
+        """Returns the estimated seconds of a forward of the target."""
         seen = sum(s.elements * min(context, s.window or context) for s in target.kv_shapes)
         read = weights + batch * seen * element_bytes
         return _seconds_of(target, read, batch * tokens)
@@ -196,7 +199,7 @@ def guessed(program: DecodingProgram, longest: int) -> StageCosts:
 
 
 def _seconds_of(model: HFModel, read: float, tokens: int) -> float:
-    """Seconds of a forward over so many tokens that reads so many bytes."""
+    """Returns the estimated seconds of a forward over ``tokens`` tokens that reads ``read`` bytes."""
     device = _GPU if model.device.type == "cuda" else _CPU
     return model.layers * device.layer + read / device.bandwidth * (1 + device.token * (tokens - 1))
 
@@ -281,13 +284,15 @@ def measure(
 
 
 def _verified(refreshing: float, retrieval: float | None, refresh: int) -> float:
-    """Seconds of the retrieval level in a round, one of ``refresh`` of which refreshes."""
+    """Returns the seconds of retrieval verification in a round; one of ``refresh`` rounds refreshes its
+    chunks.
+    """
     other = refreshing if retrieval is None else retrieval
     return other if refresh == 0 else (refreshing + (refresh - 1) * other) / refresh
 
 
 class _Timer:
-    """Seconds of stages on made-up sequences.
+    """Measures the seconds of stages on made-up sequences.
 
     Args:
         allowance: the first stage that is timed must be a pass of the target alone, unless it is unlimited.
@@ -303,16 +308,16 @@ class _Timer:
         self._runs = _RUNS if stages.device.type == "cuda" else 1
 
     def seconds_of(self, name: str, begin: Callable[[], None]) -> float:
-        """Of one run of a stage; ``begin`` sets the sequences back."""
+        """Returns the seconds of one run of a stage; ``begin`` resets the sequences before it."""
         self._progress.next(name)
         return self._least(begin, lambda: self._stages.run(name, self._generator), self._runs)
 
     def of_target(self, names: Mapping[str, str], begin: Callable[[bool], None]) -> dict[str, float]:
-        """Of the target's stages, by field of ``StageSeconds``.
+        """Returns the seconds of the target's stages, by field of ``StageSeconds``.
 
         Args:
-            names: of the stages, by field.
-            begin: sets the sequences back; with chains of full length if told so.
+            names: the name of each stage, by field.
+            begin: resets the sequences; its argument says whether their draft chains are full.
         """
         found: dict[str, float] = {}
         for field, name in names.items():
@@ -324,7 +329,7 @@ class _Timer:
         return found
 
     def of_preparation(self, length: int) -> float:
-        """Of the drafter's work before it proposes after autoregressive passes."""
+        """Returns the seconds of the drafter's work before its first proposal after autoregressive passes."""
         if (drafter := self._stages.drafter) is None:
             return 0.0
         batch, text = self._stages.batch, [0] * (length + 1)
@@ -332,7 +337,9 @@ class _Timer:
         return self._least(begin, lambda: drafter.prepare([text] * batch, resumed=True), 1)
 
     def _least(self, begin: Callable[[], None], run: Callable[[], None], runs: int) -> float:
-        """Seconds of the fastest sample: what else the machine does makes others slower, by many times."""
+        """Returns the seconds of the fastest sample; other load on the machine makes some samples much
+        slower.
+        """
         samples: list[float] = []
 
         def enough() -> bool:
@@ -354,7 +361,7 @@ class _Timer:
 
 
 def settings_of(program: DecodingProgram, to_probs: ProbsFromLogits) -> dict[str, Any]:
-    """What the costs of a prepared program depend on with one kind of sampling, as plain values."""
+    """Returns the settings that the costs of a prepared program depend on, for one kind of sampling."""
     transferred = program.transferred_bytes if program.cache.backend.transfers else None
     config, device = program.config, program.device
     settings: dict[str, Any] = {
@@ -400,7 +407,7 @@ def settings_of(program: DecodingProgram, to_probs: ProbsFromLogits) -> dict[str
 def _rounded(
     lengths: Sequence[int], lowest: Mapping[str, float], target: Sequence[Mapping[str, float]]
 ) -> StageCosts:
-    """Rounded to two significant digits, so that measuring again seldom changes a choice."""
+    """Returns the value rounded to two significant digits, so that measuring again seldom changes a choice."""
 
     def rounded(seconds: float) -> float:
         return float(f"{seconds:.1e}")
@@ -424,5 +431,5 @@ def _drafter(drafter: Drafter | None) -> str | None:
 
 
 def _model(model: PreTrainedModel) -> str:
-    """Its shape, and its bytes, which tell quantised and sharded models of one shape apart."""
+    """Returns the model's shape and bytes; the bytes distinguish quantised and sharded models of one shape."""
     return f"{shape_of(model)}, {parameter_bytes(model)} bytes"

@@ -1,1 +1,1 @@
-"""What decoding chose for a prompt, and why: acceptance, times beside their rooflines, drafted trees."""
+"""Explains the decoding of a prompt: passes, acceptance, times beside their rooflines, drafted trees."""

@@ -1,4 +1,4 @@
-"""Which passes decoding chose for one prompt, and why."""
+"""Explains which passes were chosen for one prompt, and why."""
 
 from collections import Counter
 from collections.abc import Sequence as Sequences
@@ -48,10 +48,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was chosen for a prompt, and why.
+    """Describes the passes that were chosen for a prompt, and why.
 
     Attributes:
-        prompt_tokens, new_tokens: of the sequence.
+        prompt_tokens, new_tokens: the sequence's numbers of tokens.
         options: settings of the engine, after defaults and memory plan.
         passes: number of passes by kind; see :data:`MATCHED_PASSES`.
         tokens_per_pass: new tokens for each pass of the target.

@@ -1,6 +1,6 @@
-"""Several levels and the target alone in turns over one prompt: one prefill, and one machine's load for both.
+"""Decodes one prompt by turns with several levels and with the target alone, after a single prefill.
 
-Both decode the same pieces of text, one after the other. What else runs on the machine then slows both, and
+Both decode the same pieces of text, one after the other. Other load on the machine then slows both, and
 the median over the pieces leaves out those that it slowed unequally.
 """
 
@@ -20,14 +20,14 @@ from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
 
 @dataclass(frozen=True)
 class Piece:
-    """A few tokens by each of the two.
+    """Holds a few tokens decoded with all levels, and as many decoded by the target alone.
 
     Attributes:
-        tokens: by all levels; ``origins``: what proposed each, as in ``OriginTally.names``.
-        seconds: of decoding them.
-        alone: tokens by the target alone after the same text: of a greedy text as many, and the same ones.
-            Of a sampled text they are other draws, and are not continued.
-        alone_seconds: of decoding those.
+        tokens: decoded with all levels; ``origins``: what proposed each one, as in ``OriginTally.names``.
+        seconds: the seconds of decoding them.
+        alone: tokens of the target alone after the same text. Greedy decoding gives as many, and the same.
+            With sampling they are other draws, and are not continued.
+        alone_seconds: the seconds of decoding ``alone``.
     """
 
     tokens: list[int]
@@ -105,13 +105,15 @@ class SideBySide:
 
     @property
     def origins(self) -> list[str]:
-        """What ``Piece.origins`` may hold: the levels' names, level 0 first, and ``MATCHED`` after that."""
+        """Returns the possible values of ``Piece.origins``: the levels' names, level 0 first, then
+        ``MATCHED``.
+        """
         names = [level.name for level in self.levels]
         matched = any(shape.matched or shape.chain for shape in self._program.shapes)
         return [names[0], MATCHED, *names[1:]] if matched and MATCHED not in names else names
 
     def pieces(self, prompt: Sequences[int], new_tokens: int, least: int = 16) -> Iterator[Piece]:
-        """Decode in pieces of at least ``least`` tokens, ``new_tokens`` in all.
+        """Decodes in pieces of at least ``least`` tokens, ``new_tokens`` in all.
 
         A greedy text ends with the first piece in which the two differ.
         """

@@ -44,7 +44,9 @@ class Node:
 
 @dataclass
 class DepthCounts:
-    """How many verifications reached a depth with proposed tokens, and accepted ones by sibling rank."""
+    """Counts the verifications that reached a depth with proposed tokens, and accepted tokens by sibling
+    rank.
+    """
 
     tried: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
@@ -167,13 +169,13 @@ class OriginTally:
         self._chain = []
 
     def _of_tree(self, nodes: Sequence[int], number: int) -> list[str]:
-        """What proposed nodes of a tree of this shape."""
+        """Returns what proposed the nodes of a tree of this shape."""
         shape = self._program.shapes[number]
         return [MATCHED if shape.matched or node >= shape.tree_nodes else self._drafter for node in nodes]
 
 
 def as_lines(tree: Sequence[Node], words: Sequence[str]) -> list[str]:
-    """One line for each node, below its parent; accepted nodes are marked."""
+    """Returns one line for each node, below its parent; accepted nodes are marked."""
     children: dict[int, list[int]] = {}
     for number, node in enumerate(tree):
         children.setdefault(node.parent, []).append(number)

@@ -1,1 +1,1 @@
-"""What a generation's memory plan is made from."""
+"""Plans the memory of a generation and reduces the plan when memory runs out."""

@@ -1,4 +1,4 @@
-"""The target's weights in fewer bits, for level 1, kept from one program to the next."""
+"""Keeps level 1's copy of the target's weights in fewer bits from one program to the next."""
 
 import time
 from collections.abc import Sequence
@@ -37,7 +37,9 @@ class LevelOneCopy:
         self.seconds = 0.0
 
     def model(self, target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
-        """That of ``low_bit_model``, of the same arguments: the last one, if it was made of them too."""
+        """Returns the model of ``low_bit_model``; the last one is reused if it was made from the same
+        arguments.
+        """
         made_of = bits, compiled, tuple(features), target.revision, target.weights_revision
         if self._model is None or self._made_of != made_of:
             self.drop()
@@ -49,7 +51,7 @@ class LevelOneCopy:
         return self._model
 
     def taken_seconds(self) -> float:
-        """Seconds spent on copies since the last call."""
+        """Returns the seconds spent on copies since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -65,10 +67,10 @@ class LevelOneCopy:
 
     @property
     def choosable(self) -> bool:
-        """Whether a copy may be made without being asked for.
+        """Returns whether a copy may be made without the user's request.
 
-        It may not after memory ran out with a copy, and not for a target that was seen to change, as in
-        training: a copy would soon be of other weights.
+        It may not after memory ran out with a copy, nor for a target that was seen to change, as in
+        training: the copy would soon differ from the target's weights.
         """
         return not (self._target.revision or self._target.weights_revision or self._given_up)
 
@@ -80,7 +82,7 @@ class LevelOneCopy:
         drafter: Drafter | None,
         kept: Sequence[FullCache],
     ) -> HierarchyConfig:
-        """The settings with the bits of level 1 that memory has room for now, the same on all ranks.
+        """Returns the settings with the bits of level 1 that fit into memory now, the same on all ranks.
 
         Args:
             config, workload: of the next program, on the device, of three levels.

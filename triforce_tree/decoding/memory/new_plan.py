@@ -23,7 +23,7 @@ def new_plan(
     workload: Workload,
     max_seq_len: int,
 ) -> MemoryPlan:
-    """Measure the machine, and plan.
+    """Measures the machine's free memory and returns a memory plan.
 
     Args:
         target, draft, drafter: the models, and what proposes trees.

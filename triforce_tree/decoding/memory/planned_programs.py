@@ -35,7 +35,7 @@ class PlannedPrograms:
         self._least = min(map(len, first))
 
     def make(self, texts: Sequence[Sequence[int]]) -> DecodingProgram:
-        """Returns a program with a row for each of these texts."""
+        """Returns a program with a batch index for each of these texts."""
         alike = [text if len(text) >= self._least else self._first[0] for text in texts]
         reuse: Reuse = "all" if len(texts) > len(self._first) else self._reuse
         left = self._max_seq_len - max(map(len, alike))
@@ -44,5 +44,5 @@ class PlannedPrograms:
         return program
 
     def shrink(self) -> bool:
-        """Reduce the memory plan; returns False where it cannot be reduced further."""
+        """Reduces the memory plan; returns False if it cannot be reduced further."""
         return self._hierarchy.shrink()

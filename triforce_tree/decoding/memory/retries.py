@@ -12,9 +12,11 @@ Kept = TypeVar("Kept")
 
 
 def with_or_without(kept: list[Kept], make: Callable[[Kept | None], Made]) -> Made:
-    """What ``make`` makes of the object in ``kept``, or of None if there is none.
+    """Returns the result of ``make`` for the object in ``kept``, or for None if there is none.
 
-    Where the device cannot hold it beside what is made, it is dropped: no other reference to it may be left.
+    If the device cannot hold both that object and the result, the object is dropped and ``make`` runs again.
+
+    No other reference to the object may exist.
     """
     if kept:
         try:
