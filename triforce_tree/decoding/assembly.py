@@ -1,4 +1,4 @@
-"""Keeps what outlives one generation: models, drafter, memory plan, and the buffers of the last generation."""
+"""Keeps what outlives one generation: models, drafter, memory plan, and the last generation's buffers."""
 
 import copy
 import logging

@@ -112,7 +112,7 @@ def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
 
 
 def commit(program: DecodingProgram, count: int) -> None:
-    """Commits the first ``count`` tokens of the last :func:`target_logits`; the next token becomes the root."""
+    """Commits the first ``count`` tokens of the last :func:`target_logits`; the next one becomes the root."""
     state = program.state
     before = state.length.clone()
     state.length += count

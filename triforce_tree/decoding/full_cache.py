@@ -202,7 +202,7 @@ class FullCache:
         self.means.update_all()
 
     def fits(self, max_seq_len: int, pool: PoolSize | None = None) -> bool:
-        """Returns whether sequences of ``max_seq_len`` tokens fit into the pool, or into slots of their own."""
+        """Returns whether sequences of ``max_seq_len`` tokens fit into the pool, or into their own slots."""
         return max_seq_len <= self._max_seq_len and self.backend.serves(pool)
 
     def forget(self) -> None:

@@ -88,7 +88,7 @@ def prepared(program: Buffers, to_probs: DeviceProbs) -> PreparedStages:
 
 
 def _check_exact(program: Buffers, stages: dict[str, Stage]) -> None:
-    """Raises UnsupportedModelError if the target's logits depend on the number of stages computed together."""
+    """Raises UnsupportedModelError if the target's logits depend on how many stages run together."""
     verified = [s.tree.nodes for s in stages.values() if isinstance(s, ChainVerifyStage | TreeVerifyStage)]
     vocabulary = program.target.vocab_size
     with program.trial(0):
@@ -165,5 +165,5 @@ def _kernels_of(program: Buffers, number: int) -> tuple[torch.device, str, int]:
 
 
 def makes_slowly(program: Buffers) -> bool:
-    """Returns whether the stages of a shape take seconds to make: kernels are compiled and graphs captured."""
+    """Returns whether making the stages of a shape takes seconds: kernels are compiled, graphs captured."""
     return program.device.type == "cuda"

@@ -58,11 +58,11 @@ class Device:
 
     @property
     def shared_products(self) -> bool:
-        """Whether products of 64 rows and more read both operands from shared memory (wgmma, tcgen05)."""
+        """Returns whether products of 64 or more rows take both operands from shared memory (wgmma)."""
         return 9 <= self.capability[0] <= 11
 
     def resident(self, shared_bytes: int) -> int:
-        """How many blocks with ``shared_bytes`` each fit on a multiprocessor; at least 1."""
+        """Returns how many blocks with ``shared_bytes`` each fit on a multiprocessor; at least 1."""
         return max(1, self.shared_bytes_per_sm // (shared_bytes + 1024))
 
 

@@ -1,4 +1,4 @@
-"""What functions that launch kernels have in common."""
+"""Holds helpers of the functions that launch kernels."""
 
 from typing import Any
 

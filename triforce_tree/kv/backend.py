@@ -34,12 +34,12 @@ PARTS = ("k", "v", "k_scale", "v_scale")
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What KV slots are needed for.
+    """Describes the KV slots that a program needs.
 
     Attributes:
         target: the model whose keys and values are kept.
         config: the retrieval settings, the shapes of the draft's trees, the chunks of a prefill.
-        batch: sequences, B.
+        batch: the number of sequences, B.
         max_seq_len: most tokens of a sequence, new ones included.
         levels: 1, 2 or 3; with 3 there is a retrieval view.
     """
@@ -80,7 +80,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class PromptRun:
-    """How prompts are prefilled.
+    """Holds the options of a prefill.
 
     Attributes:
         progress: called with numbers of tokens.
@@ -147,7 +147,9 @@ class KVBackend:
         return self.store.nbytes
 
     def tokens(self) -> tuple[int, int]:
-        """How many tokens are stored on the device, and how many more all sequences have together."""
+        """Returns the tokens that the device stores, and how many more the sequences have because they share
+        slots.
+        """
         return self.store.tokens()
 
     def transferred_bytes(self, tokens: int, queries: int) -> int:
@@ -215,7 +217,7 @@ class KVBackend:
     # Sequences that come and go
 
     def expect(self, new_tokens: Sequence[int]) -> None:
-        """How many tokens may follow the prompt in each sequence that is prefilled next."""
+        """Sets how many tokens may follow the prompt in each sequence that is prefilled next."""
 
     def release(self, rows: Sequence[int]) -> None:
         """These sequences have ended."""
@@ -227,7 +229,7 @@ class KVBackend:
         most: int,
         tokens: int | None,
     ) -> bool:
-        """Whether prompts may be decoded beside the sequences that go on.
+        """Returns whether there are KV slots for further prompts beside the running sequences.
 
         Args:
             running: prompts of the sequences that go on.
@@ -239,19 +241,21 @@ class KVBackend:
         return tokens is None or len(prompts) < 2 or sum(map(len, prompts)) <= tokens
 
     def forget(self) -> None:
-        """Nothing of what the slots hold is to be found again."""
+        """Makes the backend forget which tokens its slots hold, so that no later prompt reuses them."""
 
     # From one cache to the next
 
     def serves(self, pool: PoolSize | None) -> bool:
-        """Whether prompts for this pool may be decoded here; None for prompts with slots of their own."""
+        """Returns whether this backend serves prompts with this pool, or prompts with their own slots if
+        None.
+        """
         return pool is None
 
     def share(self, pool: PoolSize | None) -> None:
         """Prompts for this pool, which :meth:`serves` allows, are prefilled next."""
 
     def gives(self, bits: int, prompts: Sequence[Sequence[int]], reuse: Reuse, pool: PoolSize | None) -> bool:
-        """Whether a backend that is made for prompts can take over what this one holds.
+        """Returns whether another backend for these prompts can take over what this one holds.
 
         Args:
             bits: of each element there.

@@ -1,4 +1,4 @@
-"""Which tokens a KV cache holds: what a later prompt may begin with without computing it again."""
+"""Records which tokens a KV cache holds, so that a later prompt can reuse them without prefill."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -35,7 +35,7 @@ class CachedTokens:
         self._roots: list[int | None] = [None] * batch
 
     def clear(self) -> None:
-        """Nothing is known to be in the cache any more."""
+        """Records that no token is in the cache any more."""
         for b in range(len(self.held)):
             self.keep(b, 0)
 
@@ -79,7 +79,8 @@ class CachedTokens:
                 self._roots[b] = new[-1]
 
     def common(self, b: int, prompt: Sequence[int], reuse: Reuse, newest: int = 0) -> int:
-        """How many tokens at the beginning of a prompt are in the cache, its last one not counted.
+        """Returns how many tokens at the beginning of a prompt can be reused from the cache, at most all but
+        the last.
 
         Args:
             newest: tokens before the last one that are not counted either: a drafter needs their states.

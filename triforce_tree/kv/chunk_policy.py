@@ -1,4 +1,4 @@
-"""What selects the chunks of a retrieval view: the default, or a policy of the user's own."""
+"""Selects the chunks of a retrieval view, by default or by the user's own policy."""
 
 from collections.abc import Callable
 from functools import partial

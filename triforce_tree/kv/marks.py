@@ -1,4 +1,9 @@
-"""Where sequences can be continued: rings and recurrent states lose what earlier positions need.
+"""Records at which lengths sequences can be continued.
+
+Rings and recurrent states lose what earlier positions need. All other KV slots keep every position. A ring
+holds little more than the window of the newest position, and a recurrent state belongs to one length alone.
+Copies at the ends of prompts let a conversation continue from there when its next tokens differ from those
+that were decoded.
 
 All other KV slots keep every position. A ring holds little more than the window of the newest one, and a
 recurrent state belongs to one length alone. Copies at the ends of prompts let a conversation go on from there

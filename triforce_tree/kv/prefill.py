@@ -21,7 +21,7 @@ _BLOCK = 512
 
 
 class PromptCache:
-    """One sequence of a :class:`KVStore` as a cache that prefill writes into without a copy.
+    """Lets a prefill write into one sequence of a :class:`KVStore` without a copy.
 
     Args:
         store: keys and values.

@@ -21,7 +21,7 @@ from triforce_tree.models.recurrent.running import RecurrentPass, Rows, StateSha
 
 
 class RecurrentStates:
-    """The states of B sequences after their committed tokens.
+    """Holds the states of B sequences after their committed tokens.
 
     Args:
         shapes: of one sequence.
@@ -58,7 +58,7 @@ class RecurrentStates:
             state[sequence] = 0
 
     def commit(self, count: int) -> None:
-        """Apply the first ``count`` tokens of each sequence of the last pass over proposed tokens."""
+        """Applies the first ``count`` tokens of each sequence of the last pass over proposed tokens."""
         if self.proposed is not None:
             self.proposed.commit(self.ones * count)
 
@@ -155,7 +155,7 @@ class ProposedPass:
         return _all_rows(self._states.recurrences[number], rows, None)
 
     def commit(self, counts: Tensor) -> None:
-        """Apply the first ``counts`` tokens, int64 ``[B]``, of the last pass; 0 changes nothing."""
+        """Applies the first ``counts`` tokens, int64 ``[B]``, of the last pass; 0 changes nothing."""
         for number, inputs in self._inputs.items():
             kept = self._states.convolutions[number]
             columns = counts[:, None] + torch.arange(kept.shape[2], device=counts.device)

@@ -91,7 +91,7 @@ class KVGroup:
         return slots.as_strided((count, heads, page, dim), strides, slots.storage_offset())
 
     def slots_of(self, positions: range) -> slice | Tensor:
-        """Where a run of positions is kept."""
+        """Returns the slots that hold a range of positions."""
         if not self.ring:
             return slice(positions.start, positions.stop)
         return torch.arange(positions.start, positions.stop, device=self.k.device) % self.ring
@@ -224,7 +224,9 @@ class KVStore:
         return ring if ring < self.slots else 0
 
     def serves(self, batch: int, positions: int, scratch: int, page: int, bits: int) -> bool:
-        """Whether a cache of so many positions of each sequence, with tables of such pages, fits into it."""
+        """Returns whether a cache of so many positions per sequence, with tables of such pages, fits into the
+        store.
+        """
         enough = self.batch == batch and self.slots >= positions and self.slots % page == 0
         return enough and self.bits == bits and (self.scratch is None or self.scratch >= scratch)
 
@@ -278,7 +280,7 @@ class KVStore:
             )
 
     def in_pages(self, page: int) -> "KVStore":
-        """The same memory for tables of another unit, in layers without a window.
+        """Returns a store on the same memory whose tables use another page size, in layers without a window.
 
         Raises:
             ValueError: their slots are not a whole number of such pages.
@@ -293,7 +295,9 @@ class KVStore:
         return other
 
     def without_first(self, slots: int) -> "KVStore":
-        """The same memory without the first ``slots`` of each layer; not for rings or 8 bits."""
+        """Returns a store on the same memory without the first ``slots`` of each layer; not for rings or 8
+        bits.
+        """
         other = copy.copy(self)
         other.groups = [replace(g, k=g.k[..., slots:, :], v=g.v[..., slots:, :]) for g in self.groups]
         other.slots = self.slots - slots
@@ -411,15 +415,15 @@ class KVStore:
         self._lengths[:] = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
     def tokens(self) -> tuple[int, int]:
-        """Tokens that are stored, shared ones once; and how many more all sequences have together."""
+        """Returns the tokens that are stored, and how many more the sequences have since they share slots."""
         return sum(self._lengths), 0
 
     def holds(self, lengths: Sequence[int]) -> bool:
-        """Whether decoding can continue from these lengths, none beyond what was written."""
+        """Returns whether decoding can continue from these lengths, which do not exceed what was written."""
         return all(self.continues(b, length) for b, length in enumerate(lengths))
 
     def continues(self, sequence: int, length: int) -> bool:
-        """Whether a sequence can be continued from its first ``length`` tokens, which were written.
+        """Returns whether a sequence can be continued from its first ``length`` tokens, which were written.
 
         A ring keeps the slots that the last position sees, but not those that much earlier ones do.
         """

@@ -101,7 +101,7 @@ class TreeAttentionView:
         return self.store.attention.trees(plan, dtype, kv_dtype, self._page)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
-        """Set the lengths, and the mask, of the coming forward.
+        """Sets the lengths and the mask of the coming forward.
 
         Args:
             start: int64 ``[B]``, tokens before the tail.
@@ -125,7 +125,7 @@ class TreeAttentionView:
         self._attentions = [each.over(replace(each.plan, lengths=lengths)) for each in self._attentions]
 
     def move(self, index: Tensor) -> None:
-        """Move new token ``index[b, i]``, int64 ``[B, R]``, to the i-th new slot; -1 moves nothing."""
+        """Moves new token ``index[b, i]``, int64 ``[B, R]``, to the i-th new slot; -1 moves nothing."""
         self.store.move(index, self.at)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
@@ -154,7 +154,7 @@ class TreeAttentionView:
 
     @property
     def _all_attentions(self) -> Iterable[Attention]:
-        """Those that the layers of a forward use."""
+        """Returns the attentions that the layers of a forward use."""
         return self._attentions
 
     def _attend(
@@ -190,7 +190,7 @@ def _path_depths(queries: int, tail: int, mask: Tensor | None) -> list[int] | No
 
 @dataclass(frozen=True)
 class _Retrieved:
-    """The retrieval of one group of layers.
+    """Holds the retrieval of one group of layers.
 
     Attributes:
         table: int32 ``[layers, B, H_kv, pages]``: the selected chunks, ascending, then the recent ones.
@@ -262,7 +262,8 @@ class PagedRetrievalView(TreeAttentionView):
         )
 
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
-        """The same view for another number of new tokens: both see, and refresh, one selection of chunks.
+        """Returns a view for another number of new tokens that shares, and refreshes, the same selected
+        chunks.
 
         Args:
             queries: T, at most as many as ``max_growth`` of this view allows for.
@@ -338,7 +339,7 @@ class PagedRetrievalView(TreeAttentionView):
         return self.store.groups[number]
 
     def _keys(self, layer: int) -> Tensor:
-        """The layer's keys ``[B, H_kv, S, D]`` as numbers."""
+        """Returns the layer's keys ``[B, H_kv, S, D]`` as numbers."""
         keys, scales = self.store.layer(layer)[0], self.store.scales(layer)
         return keys if scales is None else (keys * scales[0]).to(self.store.dtype)
 

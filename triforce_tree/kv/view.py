@@ -80,7 +80,8 @@ class RetrievalView(KVView, Protocol):
         """
 
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
-        """The same view for another number of new tokens: both see, and refresh, one selection of chunks.
+        """Returns a view for another number of new tokens that shares, and refreshes, the same selected
+        chunks.
 
         Args:
             queries: T.

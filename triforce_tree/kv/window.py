@@ -1,4 +1,4 @@
-"""What a window hides from the queries of a forward, computed on the device once for all layers."""
+"""Computes what a window hides from the queries of a forward, once for all layers, on the device."""
 
 from collections.abc import Sequence
 
@@ -67,7 +67,7 @@ class Window:
             self._mask = torch.zeros_like(self._in_window)
 
     def update(self, lengths: Tensor, mask: Tensor) -> None:
-        """Compute the buffers of the coming forward.
+        """Computes the buffers of the coming forward.
 
         Args:
             lengths: int32 ``[B]``, tokens before the tail.
@@ -85,7 +85,7 @@ class Window:
             torch.bitwise_and(mask, self._in_window, out=self._mask)
 
     def _update_chunks(self, lengths: Tensor, mask: Tensor) -> None:
-        """Which slots of the tail are in a query's chunk depends on the length, so the mask does."""
+        """Computes which slots of the tail are in each query's chunk; this depends on the length."""
         starts = (self._first + self._offsets) // self.size * self.size
         torch.minimum(starts, self._first, out=self._first)
         chunks = (lengths[:, None] + self._depths) // self.size  # [B, N]
@@ -93,7 +93,7 @@ class Window:
         self._mask_with(mask, chunks[:, -queries:, None] == chunks[:, None])
 
     def _update_depths(self, lengths: Tensor, mask: Tensor) -> None:
-        """The same where depths vary from forward to forward."""
+        """Computes the buffers for depths that vary from forward to forward."""
         depths = unpack_mask(mask).sum(1).view(len(lengths), -1) - 1  # [B, T]
         positions = lengths[:, None] + depths
         if self.chunked:

@@ -1,1 +1,1 @@
-"""The choice of passes: from estimates of acceptance and from the costs of stages to the next pass."""
+"""Chooses the next pass from estimates of acceptance and from the costs of stages."""

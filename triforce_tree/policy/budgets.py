@@ -1,4 +1,4 @@
-"""What drafting may lose against plain decoding, and what trials and the preparation of stages may cost."""
+"""Bounds what drafting may lose against plain decoding, and what trials and preparing stages may cost."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -20,10 +20,10 @@ _FIRST_TRIALS, _MOST_TRIALS = 1.0, 4.0
 
 
 class Option(NamedTuple):
-    """What is expected of a kind of pass: tokens of a sequence, and seconds.
+    """Holds the tokens per sequence and the seconds that are expected of a kind of pass.
 
     Attributes:
-        most_tokens: at the upper end of the acceptance's confidence interval.
+        most_tokens: expected tokens at the upper end of the acceptance's confidence interval.
         doubt: factor by which the pass may yield more, beside passes of as many levels with other trees.
     """
 
@@ -41,7 +41,7 @@ class Option(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Tokens per second and sequence."""
+        """Returns the expected tokens per second and sequence."""
         return self.tokens / self.seconds
 
     @property
@@ -50,7 +50,7 @@ class Option(NamedTuple):
 
 
 class LossBudget:
-    """What the drafting passes of one request may lose, in plain passes.
+    """Limits what the drafting passes of one request may lose, in plain passes.
 
     A request of few tokens may lose few plain passes, or one unlucky trial would be several per cent of it.
     The rest is withheld and kept for later requests, so that requests share one account.
@@ -71,11 +71,11 @@ class LossBudget:
 
     @property
     def kept(self) -> float:
-        """What is left to later requests."""
+        """Returns the loss, in plain passes, that later requests may use."""
         return self.left + self._withheld
 
     def bound(self, tokens: float) -> None:
-        """Withhold what exceeds ``START_SHARE`` of a request of so many new tokens.
+        """Withholds what exceeds ``START_SHARE`` of a request of so many new tokens.
 
         Where sequences have joined and there are more tokens, a further call releases more.
         """
@@ -112,7 +112,7 @@ class LossBudget:
         self.left = max(self.left, min(self.left + REFILL, self.ceiling))
 
     def charge(self, gain: float) -> None:
-        """A drafting pass gained so many plain passes; below 0 it lost them."""
+        """Adds the plain passes that a drafting pass gained; a negative number is a loss."""
         self.left, self._drafted = min(self.left + gain, _MOST_BUDGET), True
 
     def _release(self, amount: float) -> None:
@@ -180,7 +180,7 @@ class Preparation:
         self.seconds, self.missed = dict(seconds), dict(missed)
 
     def ready(self, shape: int) -> bool:
-        """Whether passes may take trees of this shape."""
+        """Returns whether passes may use trees of this shape."""
         return shape not in self.seconds
 
     def count(self, options: Sequence[Option]) -> None:

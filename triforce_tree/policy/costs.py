@@ -1,4 +1,4 @@
-"""What passes cost: a table of stage costs in one file, and the times that decoding has measured beside it.
+"""Holds the costs of passes: a table of stage costs in one file, and times measured while decoding.
 
 The table holds the seconds of each stage for a machine, a pair of models and their settings. While requests
 are decoded, the times of their passes correct it: those of the newest passes for the running request, and
@@ -40,7 +40,7 @@ _STEP, _SHARE = 8, 1 / 128
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds of the stages at several context lengths.
+    """Holds the seconds of the stages at several context lengths.
 
     Attributes:
         lengths: tokens of context, ascending.
@@ -67,7 +67,9 @@ class StageCosts:
                 )
 
     def at(self, tokens: int) -> StageSeconds:
-        """After ``tokens`` of context: interpolated between two lengths, extrapolated beyond the last one."""
+        """Returns the seconds after ``tokens`` of context, interpolated, or extrapolated beyond the last
+        length.
+        """
         lengths = self.lengths
         if len(lengths) == 1 or tokens <= lengths[0]:
             return self.seconds[0]
@@ -166,13 +168,13 @@ class MeasuredTimes:
         self._seen: set[tuple[str, int]] = set()
 
     def begin(self) -> None:
-        """Another request begins."""
+        """Begins another request."""
         self._seen = set()
 
     def add(
         self, kind: PassKind, filled: float, seconds: Mapping[str, float], table: StageSeconds, resumed: bool
     ) -> None:
-        """Take up one pass.
+        """Adds the times of one pass.
 
         Args:
             filled: the chain's length as a share of the most that it can hold.
@@ -249,7 +251,7 @@ class MeasuredTimes:
 
 
 class PassCosts:
-    """Seconds of passes at the present length of the context.
+    """Estimates the seconds of passes at the present length of the context.
 
     Args:
         table: costs with trees of each shape, the first one's first; None for a shape that passes must not
@@ -279,7 +281,7 @@ class PassCosts:
         return [shape for shape, costs in enumerate(self.table) if costs is not None]
 
     def at(self, tokens: int) -> None:
-        """Set the length of the context; costs change every few tokens."""
+        """Sets the length of the context; the costs are updated every few tokens."""
         if tokens >= self._until:
             self._expected = [None if costs is None else costs.at(tokens) for costs in self.table]
             self._until = tokens + max(_STEP, int(_SHARE * tokens))
@@ -295,7 +297,7 @@ class PassCosts:
         self._expected[1:] = [None] * len(self.table[1:])
 
     def stages(self, shape: int) -> StageSeconds:
-        """Seconds of the stages with trees of one shape."""
+        """Returns the seconds of the stages with trees of one shape."""
         if shape not in self._now:
             expected = self._expected[shape]
             assert expected is not None, "passes take only trees whose costs are known"
@@ -320,13 +322,13 @@ class PassCosts:
         return self.stages(0).prepare
 
     def learn(self, kind: PassKind, filled: float, seconds: Mapping[str, float], resumed: bool) -> None:
-        """Take up the seconds of a pass; arguments as of :meth:`MeasuredTimes.add`."""
+        """Adds the times of a pass; the arguments are those of :meth:`MeasuredTimes.add`."""
         if (expected := self._expected[kind.shape]) is not None:
             self._measured.add(kind, filled, seconds, expected, resumed)
             self._now = {}
 
     def learn_host(self, kind: PassKind, seconds: float) -> None:
-        """Take up the seconds of a pass less those of its stages."""
+        """Adds the seconds of a pass less those of its stages."""
         self._measured.add_host(kind, seconds)
 
 

@@ -1,4 +1,4 @@
-"""Running estimates of acceptance: of chains, trees and matched tokens, and of a round of drafting."""
+"""Keeps running estimates of acceptance for chains, trees, matched tokens and rounds of drafting."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -72,7 +72,7 @@ class Learnt:
 
 
 class _Mean:
-    """A mean of values with weights, which forgets."""
+    """Is a weighted mean in which older values lose weight."""
 
     def __init__(self, prior: float, weight: float) -> None:
         self.sum, self.weight, self._least = prior * weight, weight, weight / 2
@@ -91,7 +91,7 @@ class _Mean:
 
 
 class Estimates:
-    """Acceptance of chains and of trees by the target, and tokens of a round.
+    """Estimates how many chain and tree tokens the target accepts, and how many tokens a round adds.
 
     Where passes of two and of three levels are both possible, each says something about the other: a tree's
     depths that the retrieval level accepts are mostly accepted by the target too. What is inferred so weighs
@@ -99,8 +99,8 @@ class Estimates:
     is expected of each, whichever shapes it was observed with.
 
     Args:
-        levels: most levels of a pass.
-        shapes: of the draft's trees, without those of matched tokens.
+        levels: the most levels of a pass.
+        shapes: the shapes of the draft's trees, without those of matched tokens.
         two_levels: with three levels: whether passes of two levels are possible too.
         tail: whether the target also verifies a tree of the first shape at the end of each chain.
         learnt: what an earlier request left.
@@ -121,7 +121,7 @@ class Estimates:
         self._begin(1.0, learnt or self._expected)
 
     def begin_again(self, weight: float) -> None:
-        """Begin a new trial from the expected estimates, with this share of their first weight."""
+        """Begins a new trial from the expected estimates, with this share of their first weight."""
         self._last = self._now
         self._begin(weight, self._expected)
 
@@ -131,11 +131,11 @@ class Estimates:
 
     @property
     def chain(self) -> float:
-        """Probability that the target accepts a chain's token whose predecessors it accepted."""
+        """Returns the probability that the target accepts a chain's token after accepting all before it."""
         return self._chain.value
 
     def tree(self, shape: int = 0) -> float:
-        """Probability that the target accepts one of a node's children, in a tree of this shape."""
+        """Returns the probability that the target accepts one of a node's children in such a tree."""
         depth = self._shapes[shape].depth
         if self._by_rank is not None:
             return acceptance_of(self._by_rank.expected(2, shape), depth)
@@ -146,7 +146,9 @@ class Estimates:
         return total / weight
 
     def per_round(self, shape: int = 0) -> float:
-        """Draft tokens that a round with trees of this shape adds; with two levels the tree's depth."""
+        """Returns the draft tokens that a round with trees of this shape adds; with two levels the tree's
+        depth.
+        """
         depth = self._shapes[shape].depth
         if self._levels < 3:
             return float(depth)
@@ -159,7 +161,7 @@ class Estimates:
         return total / weight
 
     def chain_tokens(self, acceptance: float, chain: float) -> float:
-        """Expected tokens of the verification of a chain of so many tokens, and of the tree at its end."""
+        """Returns the expected tokens of verifying a chain of this length and the tree at its end."""
         found = tokens_of(acceptance, chain)
         if self._tail:
             found += min(1.0, acceptance) ** chain * (tokens_of(self.tree(), self._shapes[0].depth) - 1)
@@ -170,7 +172,7 @@ class Estimates:
         return 1.0 if self._by_rank is None else self._by_rank.doubt(levels, shape)
 
     def of(self, levels: int, shape: int = 0) -> tuple[float, float]:
-        """The target's acceptance in passes of so many levels, and the half-width of its interval."""
+        """Returns the target's acceptance in passes of so many levels, and the half-width of its interval."""
         a, judged = self.chain, self._chain.weight
         if levels == 2:
             a, judged = self.tree(shape), self._tree.weight + (_PRIOR_TOKENS if self._mixed else 0.0)
@@ -185,7 +187,7 @@ class Estimates:
         ranks: Ranks | None = None,
         tails: Tails | None = None,
     ) -> None:
-        """Take up a drafting pass; arguments as of ``PassPolicy.observe``, ``gathered`` per sequence."""
+        """Updates the estimates from a drafting pass; arguments as in ``PassPolicy.observe``."""
         for mean in (self._chain, self._round, self._tree):
             mean.forget()
         if tails is not None:
@@ -212,7 +214,7 @@ class Estimates:
         return Learnt(self.chain, max(1.0, self._round.value), tree, table)
 
     def _begin(self, weight: float, learnt: Learnt) -> None:
-        """Replace the evidence by these estimates, weighing ``weight`` times the usual prior."""
+        """Replaces the evidence by these estimates, weighing ``weight`` times the usual prior."""
         self._chain = _Mean(learnt.acceptance, weight * _PRIOR_TOKENS)
         self._round = _Mean(learnt.tokens_per_round, weight * _PRIOR_ROUNDS)
         tree = learnt.tree_acceptance
@@ -223,7 +225,7 @@ class Estimates:
 
 
 class _Ratio:
-    """Observed tokens for each expected one, of one kind of pass."""
+    """Is the ratio of observed to expected tokens for one kind of pass."""
 
     def __init__(self) -> None:
         self.observed = self.expected = 0.0
@@ -233,7 +235,7 @@ class _Ratio:
 
 
 class TreeAcceptance:
-    """Acceptance by depth and rank, common to trees of all shapes, and what it lets expect of each.
+    """Estimates acceptance by depth and sibling rank, and the expected tokens of each tree shape.
 
     A depth's estimate starts from that of its rank at all depths, and this one from the prior. All shapes are
     compared by the same estimates: what is chance in them favours none. Trees that choose their topology by
@@ -256,7 +258,7 @@ class TreeAcceptance:
         self._compute()
 
     def observe(self, ranks: Ranks, levels: int, shape: int) -> None:
-        """Take up the verifications of a pass with trees of this shape."""
+        """Updates the estimates from the verifications of a pass with trees of this shape."""
         tried, accepted, trees = ranks
         rows = (*self._tried, *self._accepted)
         for row, new in zip(rows, (*tried, *accepted), strict=True):
@@ -275,7 +277,6 @@ class TreeAcceptance:
         self._ratios[levels, shape].expected += trees * self._tokens[shape]
 
     def table(self) -> ByRank:
-        """The estimates."""
         found = []
         pooled = [
             (sum(row[r] for row in self._accepted), sum(row[r] for row in self._tried))
@@ -292,7 +293,7 @@ class TreeAcceptance:
         return tuple(found)
 
     def ratio(self, levels: int, shape: int) -> float:
-        """Observed tokens for each expected one, in passes of so many levels with trees of one shape."""
+        """Returns observed tokens per expected token, in passes of so many levels with trees of one shape."""
         of_levels = (ratio for (own, _), ratio in self._ratios.items() if own == levels)
         common = _pooled(of_levels, _pooled(self._ratios.values(), 1.0))
         own = self._ratios[levels, shape]
@@ -303,7 +304,7 @@ class TreeAcceptance:
         return 1 + _DOUBT / math.sqrt(1 + self._ratios[levels, shape].expected / _SETTLED)
 
     def expected(self, levels: int, shape: int) -> float:
-        """Expected tokens of one verification of such a tree, the one that it adds included."""
+        """Returns the expected tokens of one verification of such a tree, with the bonus token."""
         most = float(len(self._shapes[shape].widths))
         return 1 + min(most, self.ratio(levels, shape) * self._tokens[shape])
 
@@ -362,7 +363,7 @@ class MatchAcceptance:
         return accepted / judged
 
     def count(self, common: int, most: int) -> int:
-        """How many tokens to propose after a match with so many tokens in common."""
+        """Returns how many tokens to propose after a match with so many tokens in common."""
         if not common:
             return 0
         return min(most, max(1, int(math.log(_LEAST) / math.log(min(self.of(common), 0.9999)))))
@@ -377,12 +378,12 @@ class MatchAcceptance:
 
 
 def _class_of(common: int) -> int:
-    """The class of a match's length: the fewest tokens in common."""
+    """Returns the class of a match's length: the fewest tokens in common."""
     return max(least for least in _MATCHED if least <= max(common, min(_MATCHED)))
 
 
 def tokens_of(acceptance: float, chain: float) -> float:
-    """Expected tokens of a verification of a chain of so many tokens, the bonus token included.
+    """Returns the expected tokens of a verification of a chain of this length, with the bonus token.
 
     With acceptance a per token, a chain of n tokens yields (1 - a^(n+1)) / (1 - a) tokens (Leviathan et al.,
     arXiv 2211.17192, equation 1).
@@ -392,7 +393,7 @@ def tokens_of(acceptance: float, chain: float) -> float:
 
 
 def acceptance_of(tokens: float, depth: int) -> float:
-    """The acceptance at which a verification of ``depth`` tokens yields so many in the mean."""
+    """Returns the acceptance at which a verification of ``depth`` tokens yields so many on average."""
     # Newton's method on the convex sum of a^n, from above: each step stays above the root.
     a, step = 1.0, 1.0
     while depth and a > 0 and step > 1e-7:

@@ -1,4 +1,4 @@
-"""The choice of each pass: one, two or three levels, how many rounds of drafting, and with which tree.
+"""Chooses each pass: one, two or three levels, the number of drafting rounds, and the tree.
 
 The kind of pass with the most tokens per second is chosen: tokens from running estimates of acceptance
 (``estimates.py``), seconds from the costs of its stages (``costs.py``). Three rules bound what a choice may
@@ -60,7 +60,7 @@ class PassLevels:
 
     @property
     def grown(self) -> Sequence[DeviceTreeShape]:
-        """The shapes of trees, without chains of matched tokens."""
+        """Returns the shapes of trees, without chains of matched tokens."""
         return [shape for shape in self.shapes if not shape.matched]
 
     @property
@@ -71,10 +71,10 @@ class PassLevels:
 
 @dataclass(frozen=True)
 class LearntChoice:
-    """What a request leaves to the next one.
+    """Holds the estimates and budgets that a request leaves to the next one.
 
     Attributes:
-        estimates: as last made.
+        estimates: the last estimates.
         budget: the loss budget, in plain passes.
         missed: seconds that trees of shapes without stages would have saved, by shape.
     """
@@ -125,12 +125,12 @@ class PassPolicy:
         self._gained, self._last_plain = 0.0, False
 
     def learnt(self) -> LearntChoice:
-        """What a later request may begin from."""
+        """Returns the estimates and budgets that a later request may begin with."""
         estimates = self.estimates.learnt(bool(self._passes))
         return LearntChoice(estimates, self.budget.kept, dict(self.preparation.missed))
 
     def matched(self, kind: PassKind) -> bool:
-        """Whether a pass verifies matched tokens."""
+        """Returns whether a pass verifies matched tokens."""
         return kind.levels == 2 and self._shapes[kind.shape].matched
 
     def choose(self, remaining: float = math.inf, common: Sequence[int | None] = ()) -> PassKind:
@@ -155,7 +155,7 @@ class PassPolicy:
         return self._drafting_pass(options or self.options())
 
     def options(self) -> list[Option]:
-        """What is expected of each kind of pass up to the best number of rounds, plain decoding first."""
+        """Returns the options up to the best number of rounds of each kind of pass, plain decoding first."""
         found = [Option(PLAIN, 1.0, 1.0, self._costs.of(PLAIN))]
         for shape in self._known:
             if 2 in self._kinds:
@@ -178,10 +178,10 @@ class PassPolicy:
         tails: Tails | None = None,
         matched: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        """Update the estimates after a pass. Counts are sums over the sequences that were still running.
+        """Updates the estimates after a pass. Counts are sums over the sequences that were still running.
 
         Args:
-            kind: of the pass; for a plain one the other counts are ignored.
+            kind: the kind of the pass; for a plain pass the other counts are ignored.
             sequences: at least 1.
             gathered: draft tokens that its rounds added (3 levels).
             accepted: draft tokens that the target accepted.
@@ -204,7 +204,7 @@ class PassPolicy:
     # The choice
 
     def _drafting_pass(self, options: Sequence[Option]) -> PassKind:
-        """A pass with trees, or a plain one."""
+        """Returns a pass with trees, or a plain pass."""
         plain = _MARGIN / options[0].seconds
         if self._passes and all(option.highest_rate <= plain for option in options[1:]):
             self.preparation.count(options)
@@ -312,7 +312,7 @@ class PassPolicy:
         return any(self._remaining * share >= self._worst_loss(kind) for kind, share in saved)
 
     def _worst_loss(self, kind: PassKind) -> float:
-        """Plain passes that a pass loses if it yields a single token."""
+        """Returns the plain passes that a pass loses if it yields a single token."""
         most = kind.rounds * (self._shapes[kind.shape].depth + 1)
         return self._seconds(kind, self._filled(kind, most)) / self._costs.of(PLAIN) - 1
 
@@ -325,7 +325,7 @@ class PassPolicy:
         return self._worst_loss(kind) / (1.0 if self._passes else _FIRST_PASS)
 
     def _charge(self, kind: PassKind, tokens: float, gathered: float) -> None:
-        """Charge or credit the budgets with a pass that yielded so many tokens per sequence."""
+        """Charges or credits the budgets with a pass that yielded so many tokens per sequence."""
         tokens = min(tokens, self._remaining)
         self._made += tokens
         self._trials.charge(kind, tokens)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class PassKind(NamedTuple):
-    """What one pass runs.
+    """Describes what one pass runs.
 
     Attributes:
         levels: 1: the target alone decodes a token. 2: the target verifies the drafter's tree. 3: the

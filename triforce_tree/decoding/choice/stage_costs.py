@@ -57,7 +57,7 @@ _OWN_DRAFTER = 0.05
 
 
 class _Device(NamedTuple):
-    """Holds a device's costs: seconds per layer, bytes per second, and the cost share of each further token."""
+    """Holds a device's costs: seconds per layer, bytes per second, and the share of each further token."""
 
     layer: float
     bandwidth: float
@@ -407,7 +407,7 @@ def settings_of(program: DecodingProgram, to_probs: ProbsFromLogits) -> dict[str
 def _rounded(
     lengths: Sequence[int], lowest: Mapping[str, float], target: Sequence[Mapping[str, float]]
 ) -> StageCosts:
-    """Returns the value rounded to two significant digits, so that measuring again seldom changes a choice."""
+    """Returns costs rounded to two significant digits, so that measuring again seldom changes a choice."""
 
     def rounded(seconds: float) -> float:
         return float(f"{seconds:.1e}")
@@ -431,5 +431,5 @@ def _drafter(drafter: Drafter | None) -> str | None:
 
 
 def _model(model: PreTrainedModel) -> str:
-    """Returns the model's shape and bytes; the bytes distinguish quantised and sharded models of one shape."""
+    """Returns the model's shape and bytes; the bytes distinguish quantised and sharded models."""
     return f"{shape_of(model)}, {parameter_bytes(model)} bytes"

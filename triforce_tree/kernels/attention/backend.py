@@ -30,11 +30,11 @@ _DEFAULTS = {"cuda": "triton"}
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do.
+    """Describes what a backend can do.
 
     Attributes:
-        devices: types of torch devices.
-        dtypes: of queries; and of keys and values, where they are not in 8 bits.
+        devices: the types of torch devices.
+        dtypes: the dtypes of queries, and of keys and values that are not in 8 bits.
         kv_bits: bits of keys and values.
         head_dims: elements of a query and a value that it serves, which must be equal; None for any.
         tree_mask: whether each query may see another selection of the tail. A backend without it computes
@@ -69,7 +69,7 @@ class Attention(Protocol):
     def plan(self) -> Plan: ...
 
     def over(self, plan: Plan) -> Self:
-        """The same for another plan of the same sizes, in other buffers; workspace may be shared."""
+        """Returns this attention for another plan of the same sizes; the two may share workspace."""
 
     def begin(self) -> None:
         """Called before the first layer of each forward, when the plan's buffers have been written."""
@@ -90,11 +90,14 @@ class Attention(Protocol):
     def states(
         self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same with natural-log lse fp32 ``[queries, H_q]``; (0, -inf) for a query that sees nothing."""
+        """Returns the output of :meth:`run`, and its natural-log lse, fp32 ``[queries, H_q]``.
+
+        A query that sees nothing has the output 0 and the lse -inf.
+        """
 
 
 class AttentionBackend:
-    """One implementation of attention. :meth:`trees` is all that a backend must have.
+    """Is one implementation of attention; only :meth:`trees` is required.
 
     Attributes:
         name: as in the option ``attention_backend``.

@@ -244,6 +244,6 @@ def config_for(
 
 
 def slices_for(query_rows: int, device: torch.device | str, config: KernelConfig) -> int:
-    """One slice for each resident program of the device, divided by the sibling tiles of a slice."""
+    """Returns the number of slices: resident programs divided by the sibling tiles of a slice."""
     programs = describe(device).processors * config.programs_per_sm
     return max(1, programs // -(-query_rows // config.block_m))

@@ -45,7 +45,7 @@ def unavailable() -> str | None:
 
 
 def offered(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether flash-attn 4 may serve ``causal_attention`` of these, without a window."""
+    """Returns whether flash-attn 4 may serve ``causal_attention`` of these tensors, without a window."""
     if _setting() == "0" or _failures or _function() is None:
         return False
     return q.shape[2] >= _QUERIES and k.shape[2] >= _POSITIONS and _suits(q, k, v)
@@ -61,7 +61,7 @@ def faster(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What ``own`` returns, or the same by flash-attn 4, whichever is faster for calls of this kind."""
+    """Returns the result of ``own`` or of flash-attn 4, whichever is faster for calls of this kind."""
 
     def other() -> Tensor:
         return causal(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
@@ -156,12 +156,12 @@ def _suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether rows begin at multiples of 16 bytes: flash-attn 4 would copy all of another tensor."""
+    """Returns whether rows begin at multiples of 16 bytes; flash-attn 4 would copy other tensors."""
     return t.stride(3) == 1 and t.data_ptr() % 16 == 0 and all(size % 8 == 0 for size in t.stride()[:3])
 
 
 def _kind(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None) -> Kind:
-    """Calls of a kind are alike but for lengths, which differ by less than a factor of two."""
+    """Returns a key that calls share if they differ in lengths alone, by less than a factor of two."""
     lengths = q.shape[2].bit_length(), k.shape[2].bit_length()
     heads = *q.shape[:2], k.shape[1], k.shape[3], v.shape[3]
     # Whether a head's positions lie together.
@@ -170,7 +170,7 @@ def _kind(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor 
 
 
 def _wins(own: Callable[[], Tensor], other: Callable[[], Tensor], q: Tensor) -> bool:
-    """Whether the other way gives the same result, and in less time."""
+    """Returns whether ``other`` gives the same result as ``own`` in less time."""
     # Before anything is timed: cuDNN makes its plans, flash-attn 4 compiles.
     expected = own()
     try:
@@ -196,7 +196,7 @@ def _wins(own: Callable[[], Tensor], other: Callable[[], Tensor], q: Tensor) -> 
 
 
 def _check(found: Tensor, expected: Tensor) -> None:
-    """The same result, by queries from all over the chunk."""
+    """Raises ArithmeticError if the two results differ, compared at queries from the whole chunk."""
     some = slice(None, None, max(1, expected.shape[2] // _COMPARED))
     found, expected = found[:, :, some].float(), expected[:, :, some].float()
     difference, size = (found - expected).norm().item(), expected.norm().item()

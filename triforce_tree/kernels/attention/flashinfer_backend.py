@@ -334,5 +334,5 @@ def _wrapper(device: torch.device) -> Any:
 
 @cache
 def _workspace(device: torch.device) -> Tensor:
-    """One for all plans of a device, whose calls follow each other on one stream."""
+    """Returns the workspace of all plans of a device, whose calls follow each other on one stream."""
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)

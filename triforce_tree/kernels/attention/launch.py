@@ -52,7 +52,7 @@ class TritonAttention:
     bounds: Tensor
 
     def over(self, plan: Plan) -> "TritonAttention":
-        """The same tiles and workspace for another plan of the same sizes."""
+        """Returns the same tiles and workspace for another plan of the same sizes."""
         return replace(self, plan=plan)
 
     def begin(self) -> None:

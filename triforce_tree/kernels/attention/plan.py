@@ -1,4 +1,4 @@
-"""What the queries of a forward see: lengths and masks in device buffers that captured graphs read.
+"""Describes what the queries of a forward see, in device buffers that captured graphs read.
 
 A *segment* is a range of KV positions with the queries that see it: ``length`` positions visible to all of
 them, then ``tail`` positions under the mask. One long prefix with a token tree is one segment; a ragged
@@ -59,7 +59,9 @@ class Heads:
 
 @dataclass(frozen=True)
 class Plan:
-    """One topology, in device buffers. Their addresses never change, so a captured graph may hold them.
+    """Holds one topology in device buffers.
+
+    Their addresses never change, so a captured graph may hold them.
 
     Attributes:
         queries: their number in all segments.
@@ -101,7 +103,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """How one layer attends.
+    """Holds the parameters of one layer's attention.
 
     Attributes:
         scale: positive factor on the raw scores.
@@ -121,7 +123,7 @@ class AttentionParams:
 
 
 class KV(NamedTuple):
-    """Keys and values of one layer.
+    """Holds the keys and values of one layer.
 
     Attributes:
         k: ``[B, H_kv, S, D]``, or with a ``table`` pages ``[pages, H_kv, page, D]``; any strides with the
@@ -180,10 +182,10 @@ def unpack_mask(words: Tensor) -> Tensor:
 def plan_trees(
     heads: Heads, masks: Sequence[Tensor], lengths: Sequence[int] | Tensor, *, device: torch.device | str
 ) -> Plan:
-    """Plan a batch of token trees, each after a prefix of its own.
+    """Plans a batch of token trees, each after its own prefix.
 
     Args:
-        heads: of the attention.
+        heads: the attention's heads.
         masks: per sequence, bool ``[T_b, N_b]`` over the sequence's last N_b positions (T_b may differ).
         lengths: ``[B]`` positions before the tail.
     """

@@ -30,7 +30,7 @@ def causal_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Query t of T attends to positions 0 ... S - T + t of S; with a window, to the last ``window`` of them.
+    """Computes attention of query t of T to positions 0 ... S - T + t of S, or to the last ``window``.
 
     Args:
         q: ``[B, H_q, T, D]``.
@@ -76,7 +76,7 @@ def _causal(
 
 
 def _cudnn_pays(q: Tensor) -> bool:
-    """Whether ``_prefix_and_chunk`` is used: for long chunks on Hopper and on Blackwell of data centres.
+    """Returns whether ``_prefix_and_chunk`` is used: for long chunks on Hopper and data-centre Blackwell.
 
     Without a mask cuDNN's attention has 1.9 times the speed of torch's flash attention there. It makes a plan
     for every new shape, 0.04 s each, which a few queries do not earn.
@@ -115,7 +115,7 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tenso
 
 
 def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The union of parts: ``[B, H_q, T, D]``, and its log-sum-exps ``[B, H_q, T]``."""
+    """Returns the union of partial results, ``[B, H_q, T, D]``, and its log-sum-exps, ``[B, H_q, T]``."""
     if len(parts) == 1:
         return parts[0]
     outs, lses = zip(*parts, strict=True)
@@ -132,7 +132,7 @@ def attention_states(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a part of the positions that queries see, to be merged with that to the others.
+    """Computes attention to some of the visible positions, to be merged with attention to the others.
 
     Args:
         q: ``[B, H_q, T, D]``.
@@ -158,7 +158,7 @@ def attention_states(
 
 
 def _flash_on_host(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether torch's flash attention for CPUs takes these, and its log-sum-exps are of their precision."""
+    """Returns whether torch's flash attention for CPUs takes these, with log-sum-exps of their precision."""
     narrow = q.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return q.device.type == "cpu" and narrow and all(t.stride(-1) == 1 and t.numel() > 0 for t in (q, k, v))
 
@@ -178,7 +178,7 @@ def _prefix_and_chunk_on_host(q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """cuDNN's attention: ``[B, H_q, T, D]``, and the log-sum-exps, fp32 ``[B, H_q, T]``."""
+    """Returns cuDNN's attention, ``[B, H_q, T, D]``, and the log-sum-exps, fp32 ``[B, H_q, T]``."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )

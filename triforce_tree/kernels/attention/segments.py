@@ -146,8 +146,10 @@ class NodePlan:
 
 
 def definition(q: Tensor, kv: KV, made: Plan, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """What a backend's ``segments`` compute, in plain torch: attention over each segment, merged (DeFT,
-    section 3.2)."""
+    """Computes the result of a backend's ``segments`` in plain torch.
+
+    It attends to each segment and merges the results (DeFT, section 3.2).
+    """
     assert kv.table is not None
     page = kv.k.shape[2]
     out = q.new_zeros(*q.shape[:2], kv.v.shape[3], dtype=torch.float32)

@@ -56,7 +56,7 @@ def edge_tile(head, at, columns, valid, inside):
 
 @triton.jit
 def narrow_scores(q_at, k_at, real, valid, REAL: tl.constexpr, DIM: tl.constexpr):
-    """Raw scores ``[BLOCK_M, positions]`` of fp32, multiplied in fp32 and summed in ``REAL``.
+    """Returns raw scores ``[BLOCK_M, positions]``, fp32, multiplied in fp32 and summed in ``REAL``.
 
     Products without tensor cores hold all columns of their operands in registers, so only ``PART`` columns
     are multiplied at a time. Keys that are not ``valid`` read as zero.

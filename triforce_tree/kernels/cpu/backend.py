@@ -67,7 +67,7 @@ class CpuBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class _OnHost:
-    """What is common to the following: nothing is kept beside the plan."""
+    """Is the base of the host's requests, which keep nothing but the plan."""
 
     plan: Plan
 
@@ -166,7 +166,7 @@ def _kv(stored: list[Tensor], slots: slice) -> KV:
 
 
 def _state(q: Tensor, kv: KV, plan: Plan, params: AttentionParams) -> State:
-    """One sequence by the C kernel where it serves, else by the definition."""
+    """Attends for one sequence by the C kernel if it serves the arguments, else by the definition."""
     if kv.scales is None:
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         out = fp32_attention(q, kv, plan, params, lse=lse)

@@ -70,7 +70,7 @@ def shared_library(
 
 
 def _loads(path: Path) -> bool:
-    """Whether a library is there and whole; one that a full disk or a fault has cut off is compiled anew."""
+    """Returns whether a library exists and is complete; a truncated file is compiled again."""
     try:
         ctypes.CDLL(str(path))
     except OSError:

@@ -72,7 +72,7 @@ def fp32_instructions() -> dict[str, tuple[str, ...]]:
 
 
 def supports(dim: int, dtype: torch.dtype) -> bool:
-    """Whether this processor has the instructions, and the kernel supports keys or values so wide, and dtype.
+    """Returns whether this processor and the kernel support keys or values of this width and dtype.
 
     The first call on a processor that has them compiles the kernel; without a working compiler it warns once
     and returns False.

@@ -24,7 +24,7 @@ _TOGETHER = 8
 
 
 def native(heads: Heads, dtype: torch.dtype) -> bool:
-    """Whether this processor runs the C kernel, which is bound by memory for up to dozens of queries."""
+    """Returns whether this processor runs the C kernel, which memory bounds for up to dozens of queries."""
     return supports(heads.dim, dtype) and supports(heads.value_dim, dtype)
 
 

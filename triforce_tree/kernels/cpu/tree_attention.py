@@ -135,7 +135,7 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Output ``[B, H_q, T, D_v]`` only; arguments as in ``reference.tree_attention``.
+    """Returns the output ``[B, H_q, T, D_v]``; arguments are those of ``reference.tree_attention``.
 
     Every query must see at least one position (tree queries see themselves).
     """

@@ -207,7 +207,7 @@ def _launch(
 
 
 def _unpacking(device: Device) -> str:
-    """Which instructions ``unpack`` uses: its ``ASM``."""
+    """Returns which instructions ``unpack`` uses: its ``ASM``."""
     if not device.ptx:
         return "none"
     return "sub" if device.bf16_sub else "fma"
@@ -233,7 +233,7 @@ def _check(x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bi
 
 
 def _has_view(matrix: Tensor) -> bool:
-    """Whether the bulk copy engine can read the matrix: its rows must begin at multiples of 16 bytes."""
+    """Returns whether the bulk copy engine reads the matrix: rows must begin at multiples of 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
 
 

@@ -46,7 +46,7 @@ _BYTES_FP16 = """{
 
 
 def _by_fma(text: str) -> str:
-    """The same with ``a - b`` as ``fma(b, -1, a)``, which is exact as well."""
+    """Returns the assembly with ``a - b`` as ``fma(b, -1, a)``, which is exact as well."""
     text = re.sub(r"sub\.bf16x2 (\S+), \S+, (\S+);", r"fma.rn.bf16x2 \1, \2, n, \1;", text)
     return text.replace("{", "{ .reg .b32 n; mov.b32 n, 0xbf80bf80; ", 1)
 

@@ -85,7 +85,7 @@ def rotary_kernel(
     BLOCK_REST: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """One program a token and ``BLOCK_HEADS`` heads, those of q before those of k."""
+    """Rotates ``BLOCK_HEADS`` heads of one token in each program, the heads of q before those of k."""
     token, sequence = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     cos_ptr += sequence * cos_stride_b + token * cos_stride_t
     sin_ptr += sequence * cos_stride_b + token * cos_stride_t
@@ -150,7 +150,7 @@ def gated_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row and ``BLOCK`` of its elements."""
+    """Computes ``BLOCK`` elements of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

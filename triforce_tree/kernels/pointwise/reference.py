@@ -21,7 +21,7 @@ ACTIVATIONS = {
 
 @operator("rotary", triton=".launch")
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding of halves (RoFormer, arXiv 2104.09864, in the layout of GPT-NeoX).
+    """Applies rotary position embedding to halves (RoFormer, arXiv 2104.09864, in the layout of GPT-NeoX).
 
     The first R elements of a head are rotated, the others copied. Products are rounded to the dtype of q
     where cos and sin have it; with wider ones only the result is.

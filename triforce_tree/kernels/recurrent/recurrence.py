@@ -28,7 +28,7 @@ def linear_recurrence(
     counts: Tensor | None,
     out: Tensor | None,
 ) -> None:
-    """Process T rows of each of B sequences one after the other.
+    """Processes T tokens of each of B sequences one after the other.
 
     Everything is fp32 except ``counts``. H heads of V x K states share G heads of queries and keys, H a
     multiple of G.

@@ -14,7 +14,7 @@ FIXED = -2
 
 @operator("accept_greedy", triton=".accept_kernels", cpu="..cpu.step.traversal")
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Greedy acceptance: follow the target's argmax as long as a child proposes it.
+    """Follows the target's argmax as long as a child proposes it (greedy acceptance).
 
     Args:
         tokens: int64 ``[B, N]``; node 0 is the root, whose token is not read; -1 marks an absent node.
@@ -53,7 +53,7 @@ def _packed(
 
 @operator("second_choice", triton=".accept_kernels")
 def second_choice(probs: Tensor, chosen: Tensor, exponential: Tensor | None) -> Tensor:
-    """The runner-up: the second token of a draw without replacement, or the second most probable token.
+    """Returns the second token of a draw without replacement, or the second most probable token.
 
     Args:
         probs: fp32 ``[B, C, V]``.

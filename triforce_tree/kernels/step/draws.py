@@ -24,7 +24,7 @@ class Draws(Protocol):
         """
 
     def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
-        """``count`` (at most V) draws without replacement from each of ``probs`` ``[B, F, V]``.
+        """Returns ``count`` (at most V) draws without replacement from each of ``probs`` ``[B, F, V]``.
 
         Returns:
             int64 ``[B, F, count]``, in draw order; -1 where no token of positive probability is left.
@@ -58,7 +58,7 @@ class NoiseDraws:
 
 
 def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Child tokens of a tree's frontier ``[B, F, V]``: what ``grow.expand_nodes`` returns.
+    """Returns the child tokens of a tree's frontier ``[B, F, V]``, as ``grow.expand_nodes`` does.
 
     Args:
         draws: None takes the most probable tokens.

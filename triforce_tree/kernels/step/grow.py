@@ -26,7 +26,9 @@ def begin_tree(
     offsets: Tensor,
     ahead: Tensor,
 ) -> None:
-    """Inputs of the draft forwards for a tree rooted at each sequence's token ``end``; writes the first five.
+    """Prepares the draft forwards for a tree rooted at token ``end``.
+
+    The first five arguments are written.
 
     Args:
         ids: int64 ``[B, A]``, the newest tokens of the sequence, the root last.
@@ -104,7 +106,9 @@ def place_nodes(
     first: int,
     before: int,
 ) -> None:
-    """Add W children of the frontier ``first ... first + F - 1``, after its nodes; writes the first six.
+    """Adds W children of the frontier ``first ... first + F - 1`` after its nodes.
+
+    The first six arguments are written.
 
     Which (parent, rank) places they take depends on ``pairs``, or on ``path_probs`` and ``by_rank``: on what
     was known before these draws, as losslessness requires. The i-th largest probability estimates that of the

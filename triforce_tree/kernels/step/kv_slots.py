@@ -48,7 +48,7 @@ def append_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write new keys and values: token t of sequence b goes to position ``start[b] + t``.
+    """Writes new keys and values: token t of sequence b goes to position ``start[b] + t``.
 
     Args:
         k_cache, v_cache: ``[B, H, S, D]`` and ``[B, H, S, D_v]``, changed in place; any strides with the last
@@ -79,7 +79,7 @@ def append_kv(
 
 @operator("move_kv", writes=("k", "v"), triton=".kv_slots_kernels", cpu="..cpu.step.kv_slots")
 def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
-    """Commit accepted paths: position ``start[b] + index[b, i]`` moves to ``start[b] + i``, in place.
+    """Commits accepted paths in place: position ``start[b] + index[b, i]`` moves to ``start[b] + i``.
 
     All sources are read before any target is written, so the two may overlap.
 
@@ -120,7 +120,7 @@ def chunk_means(
     k_scale: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> None:
-    """Recompute the mean keys of chunks ``first[b] ... first[b] + count - 1`` of every layer, in place.
+    """Recomputes the mean keys of chunks ``first[b] ... first[b] + count - 1`` of every layer, in place.
 
     Where ``means`` has twice as many columns as the keys, the others receive the variances of the components.
 

@@ -11,7 +11,7 @@ distribution would have 0.5; the sum over a few keys lies below its expectation 
 
 
 def chunk_scores(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tensor:
-    """Retrieval scores of chunks for each KV head; only their order matters.
+    """Returns retrieval scores of chunks for each KV head; only their order matters.
 
     The score of a query is ``scale * q.mean``, plus ``VARIANCE_WEIGHT * scale**2 * q**2.var`` with variances,
     which estimates the attention that the chunk receives. A KV head takes the maximum over the query heads of
@@ -43,7 +43,7 @@ def chunk_scores(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tenso
 
 @operator("select_chunks", writes=("table",), triton=".select_kernels", cpu="..cpu.step.select")
 def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:
-    """Select the chunks of a retrieval view: chunk 0 and those of the highest scores, per KV head.
+    """Selects the chunks of a retrieval view: chunk 0 and those with the highest scores, per KV head.
 
     Args:
         q, means, limit, scale: see ``chunk_scores``; ``limit >= slots``.

@@ -22,8 +22,9 @@ def traverse_tree(
     exponential: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Traversal verification (Weng et al., arXiv 2505.12398); of a chain, block verification (Sun et al.,
-    arXiv 2403.10444).
+    """Verifies a tree by traversal (Weng et al., arXiv 2505.12398).
+
+    On a chain this is block verification (Sun et al., arXiv 2403.10444).
 
     Every node x has a weight a(x), the probability that the accepted path reaches it; the root's is 1. Nodes
     are judged after all nodes below them, first siblings first. A child x of u, drawn from q, has the weight
@@ -74,7 +75,7 @@ def traverse_drawn(
 
 
 class _Tree:
-    """One tree; the arguments are those of ``traverse_drawn`` for sequence ``b``."""
+    """Verifies one tree; the arguments are those of ``traverse_drawn`` for sequence ``b``."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ def graft_chain(
     own_rows: Tensor,
     chain: Tensor,
 ) -> None:
-    """Write a tree of M nodes and, after them, a chain of L tokens below its root.
+    """Writes a tree of M nodes and, after them, a chain of L tokens below its root.
 
     The chain follows the tree as long as a child has its next token; node M + j, at depth j + 1, is the
     chain's token j where no node of the tree is, else it is unused. So of the siblings of a node the chain's

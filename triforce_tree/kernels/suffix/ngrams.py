@@ -1,4 +1,6 @@
-"""Where the newest tokens of a sequence occurred before: hash tables of n-grams, one for each of C lengths n.
+"""Finds where the newest tokens of a sequence occurred before, by hash tables of n-grams.
+
+There is one table for each of C lengths n.
 
 An entry is the last position at which an n-gram with this hash ends. To extend the tables by a token, and to
 look up a suffix, takes C entries each, however long the sequence is; what an entry points to is compared with
@@ -43,7 +45,7 @@ def _entries(hashes: Tensor, lengths: Tensor, size: int) -> Tensor:
 def index_ngrams(
     table: Tensor, tokens: Tensor, lengths: Tensor, powers: Tensor, first: Tensor, until: Tensor, count: int
 ) -> None:
-    """Enter the n-grams that end at positions ``first[b]`` to ``until[b] - 1``, at most ``count`` of them.
+    """Enters the n-grams that end at positions ``first[b]`` to ``until[b] - 1``, at most ``count`` of them.
 
     Args:
         table: int32 ``[B, C, S]``, written: the last position of each n-gram by its hash, -1 for none; S is a
@@ -82,7 +84,7 @@ def match_suffix(
     end: Tensor,
     least: float,
 ) -> None:
-    """Propose what followed an earlier occurrence of each sequence's suffix.
+    """Proposes the tokens that followed an earlier occurrence of each sequence's suffix.
 
     For every length n the table names the last n-gram before position ``committed[b]`` that equals the suffix
     which ends at ``end[b]``. Of these occurrences the one that agrees with the suffix longest is taken, the

@@ -37,7 +37,7 @@ def check_host_attention(model: HFModel) -> None:
 
 
 def host_attends(model: HFModel, wanted: bool | str) -> bool:
-    """Whether the CPU attends to this model's keys and values in host memory.
+    """Returns whether the CPU attends to this model's keys and values in host memory.
 
     Args:
         wanted: True, False, or "auto": where it is fast (our kernel runs) and possible (no capped scores).

@@ -15,10 +15,10 @@ from triforce_tree.trees.device_shapes import unit_slots
 
 @dataclass(frozen=True)
 class Offload:
-    """How a cache is split between device and host.
+    """Describes how a cache is split between device and host.
 
     Args:
-        resident_bytes: of keys and values that stay on the device.
+        resident_bytes: the bytes of keys and values that stay on the device.
         piece_bytes: of one copy to the device, of a layer and sequence.
         buffers: pieces that are prefetched.
         states_on_host: during prefill hidden states are kept in host memory as well.
@@ -164,7 +164,7 @@ class HostStore:
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory that is allocated."""
+        """Returns the bytes of host memory that are allocated."""
         return self.memory.bytes
 
     @property
@@ -198,12 +198,12 @@ class HostStore:
         return self.on_host[layer][b][start:stop]
 
     def _end(self, layer: int, b: int, share: float) -> int:
-        """Where the pieces end."""
+        """Returns the slot of a layer and sequence before which pieces are streamed to the device."""
         on_host = max(0, self.base[b] - self.resident_slots[layer])
         return self.base[b] - round(share * on_host / self.unit) * self.unit
 
     def streamed_bytes(self, share: float = 0.0) -> int:
-        """What one pass copies to the device where the CPU attends to ``share`` of the slots."""
+        """Returns the bytes that a pass copies to the device if the CPU attends to ``share`` of the slots."""
         ends = (
             self._end(layer, b, share) - self.resident_slots[layer]
             for layer in range(self.layers)

@@ -28,7 +28,7 @@ from triforce_tree.runtime.stats import Progress
 
 
 class Sink(Protocol):
-    """Where the keys and values of a prefill are kept.
+    """Stores the keys and values of a prefill.
 
     Attributes:
         host_layers: of each layer of the model, the index that the sink knows it by; None for one with a

@@ -1,4 +1,4 @@
-"""How an offloaded cache is divided, for the cache itself and for plans of its memory."""
+"""Divides an offloaded cache into parts, for the cache itself and for plans of its memory."""
 
 EVICTED_TOGETHER = 128
 """Tokens that leave the device window at once, rounded up to whole units."""

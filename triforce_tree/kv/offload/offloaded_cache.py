@@ -35,7 +35,8 @@ from triforce_tree.runtime.stats import Progress
 
 
 class OffloadedCache:
-    """Keys and values of B sequences: those before the device window in a :class:`HostStore`.
+    """Keeps the keys and values of B sequences; older ones are in a :class:`HostStore`, recent ones on the
+    device.
 
     Args:
         model: the target.
@@ -200,7 +201,7 @@ class OffloadedCache:
             states.close()
 
     def _base_after(self, length: int) -> int:
-        """Where the window begins after a prefill of ``length`` tokens."""
+        """Returns the first position of the device window after a prefill of ``length`` tokens."""
         unit = self.host.unit
         return max(0, length - self.recent) // unit * unit
 

@@ -1,4 +1,4 @@
-"""Where the keys and values of a prompt go in an offloaded cache."""
+"""Writes the keys and values of a prompt into an offloaded cache."""
 
 from collections.abc import Callable
 from math import prod
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OffloadedPrefill:
-    """Where the keys and values of one sequence's prefill go, layer by layer; see ``layerwise_prefill.Sink``.
+    """Stores the keys and values of one sequence's prefill layer by layer; see ``layerwise_prefill.Sink``.
 
     Each layer's are computed in the memory of gathered chunks and window, so the newest tokens are kept apart
     until the end; where the last layer is resident, in that layer's memory, so that its own need no copy.

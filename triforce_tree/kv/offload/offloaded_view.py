@@ -118,7 +118,9 @@ class StreamedView(OffloadedView):
         self.cache.host.prefetch(self._share)
 
     def _resident_pieces(self) -> tuple[int, ...]:
-        """Of each layer and sequence, the next pass's leading pieces that are whole and on the device."""
+        """Returns, for each layer and sequence, how many leading pieces are whole and on the device in the
+        next pass.
+        """
         host, share = self.cache.host, self.cache.share(self.queries)
         places = product(range(host.layers), range(host.batch))
         return tuple(len(host.resident(layer, b, share)) for layer, b in places)
@@ -208,7 +210,7 @@ class StreamedView(OffloadedView):
         return [self._states(q, run, self._pieces[len(run) - 1], params) for run in runs if len(run)]
 
     def _attend_to_rest(self, host_layer: int, b: int, q: Tensor, params: AttentionParams) -> list[State]:
-        """As :meth:`_attend_to_resident`, to the other pieces, which are streamed or not whole."""
+        """Attends to the pieces that :meth:`_attend_to_resident` leaves out: those streamed or not whole."""
         host = self.cache.host
         states = []
         for piece in host.pieces(host_layer, b, self._share, len(host.resident(host_layer, b, self._share))):

@@ -132,7 +132,7 @@ def _release(blocks: list[tuple[mmap.mmap, int]]) -> None:
 
 
 def _lock_limit() -> str:
-    """What limits locked memory, and how to raise it."""
+    """Returns a text that says what limits locked memory and how to raise it."""
     if on_wsl():
         return (
             "under WSL2 the NVIDIA driver limits page-locked memory to about half of the virtual machine's "
@@ -146,7 +146,7 @@ def _lock_limit() -> str:
 
 
 def on_wsl() -> bool:
-    """Whether this Linux runs under Windows (WSL2)."""
+    """Returns whether this Linux runs under Windows (WSL2)."""
     return any("microsoft" in line.lower() for line in _lines("/proc/version"))
 
 

@@ -33,7 +33,7 @@ class Link:
     bandwidth: float
 
     def seconds(self, ranks: int, sent: float) -> float:
-        """Of a collective in log2(ranks) steps that hands over ``sent`` bytes a rank."""
+        """Returns the estimated seconds of a collective of ``sent`` bytes per rank (log2(ranks) steps)."""
         return math.ceil(math.log2(ranks)) * self.latency + sent / self.bandwidth if ranks > 1 else 0.0
 
 
@@ -59,7 +59,7 @@ class Ranks:
     between: Link = BETWEEN
 
     def link(self, adjacent: int) -> Link:
-        """Of groups that lie within so many ranks next to each other."""
+        """Returns the link that connects groups of so many adjacent ranks."""
         return self.within if self.local % adjacent == 0 else self.between
 
 

@@ -15,13 +15,13 @@ from triforce_tree.kv.recurrent_states import RecurrentStates
 
 
 class SplitPromptCache(PromptCache):
-    """One sequence of a :class:`SplitStore` as a cache that prefill writes into.
+    """Is the cache that a prefill writes into for one sequence of a :class:`SplitStore`.
 
     A chunk's queries see the positions before it on the ranks that keep them, without a mask, and the chunk
     itself on the rank of the tail; the results are merged as those of decoding.
 
     Args:
-        slots: this rank's.
+        slots: this rank's KV slots.
         sequence, states, length: as for :class:`PromptCache`.
     """
 

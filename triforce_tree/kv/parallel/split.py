@@ -1,4 +1,4 @@
-"""Which rank keeps which positions, and the collective that merges the attention of all ranks.
+"""Assigns positions to ranks, and names the collective that merges the attention of all ranks.
 
 Positions go to ranks in blocks, in turn: position p is kept by rank ``p // block % size``. At every length
 each rank holds the same number of positions to within a block, in ascending order, without gaps. Attention is
@@ -28,15 +28,15 @@ class SequenceSplit:
 
     @property
     def has_tail(self) -> bool:
-        """Whether this rank attends to the new tokens of a forward, which all ranks have.
+        """Returns whether this rank attends to the new tokens of a forward, which all ranks have.
 
-        It is the last one, which never has more positions than another. Attention sinks of a model count
-        once, too, and are this rank's.
+        It is the last rank, which never has more positions than another. It also counts the attention sinks
+        of a model, which must count once.
         """
         return self.group.rank == self.group.size - 1
 
     def count(self, length: int) -> int:
-        """How many of the first ``length`` positions this rank keeps: the slot of the next one it does."""
+        """Returns how many of the first ``length`` positions this rank keeps."""
         cycle = self.block * self.group.size
         rest = length % cycle - self.group.rank * self.block
         return length // cycle * self.block + max(0, min(rest, self.block))
@@ -56,7 +56,7 @@ class SequenceSplit:
         return positions // self.block % self.group.size == self.group.rank
 
     def kept(self, index: Tensor, start: Tensor) -> Tensor:
-        """Of the moves of a commit those to positions that this rank keeps.
+        """Returns those moves of a commit whose destinations this rank keeps.
 
         All ranks hold the new tokens of a forward in the slots after their own positions, in the same order.
 

@@ -57,7 +57,7 @@ class SplitStore:
         self._parts = frozenset(layer for layer, own in enumerate(full) if own)
 
     def splits(self, layer: int) -> bool:
-        """Whether the slots of a layer are in ``part``."""
+        """Returns whether the slots of a layer are split over the ranks."""
         return layer in self._parts
 
     @contextmanager

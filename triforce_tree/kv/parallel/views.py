@@ -139,7 +139,7 @@ class SplitRetrievalView(SplitView):
         """See :class:`RetrievalView`; nothing is copied."""
 
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
-        """The same view for another number of new tokens, see :class:`PagedRetrievalView`."""
+        """Returns this view for another number of new tokens, see :class:`PagedRetrievalView`."""
         other = copy.copy(self)
         other._retrieval = self._retrieval.beside(queries, depths)
         other._take(self._slots, other._retrieval, queries, None, depths)
@@ -152,7 +152,7 @@ class SplitRetrievalView(SplitView):
 
 
 def share_of(config: RetrievalConfig, ranks: int) -> RetrievalConfig:
-    """One rank's share of a retrieval, in whole chunks, rounded up."""
+    """Returns the retrieval settings of one rank: its share of the tokens, rounded up to whole chunks."""
     chunk = config.chunk
     recent = -(-config.recent // (ranks * chunk)) * chunk
     selected = -(-(config.budget - config.recent) // (ranks * chunk)) * chunk

@@ -1,4 +1,4 @@
-"""Which KV slots hold which tokens: chunks that prompts begin with once, and each sequence's own slots."""
+"""Records which KV slots hold which tokens: shared chunks of prompts, and each sequence's own slots."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ class Block:
 
     @property
     def run(self) -> Run:
-        """Where the tokens are stored."""
+        """Returns the range of slots that stores the tokens."""
         return Run(self.start, self.stop, self.place)
 
 
@@ -168,7 +168,7 @@ class PrefixPool:
         return count
 
     def forget(self) -> None:
-        """Nothing is stored any more, and no sequence has slots."""
+        """Frees all chunks and all slots of sequences."""
         self._root.children.clear()
         self._own.clear()
         self._paths.clear()
@@ -380,12 +380,14 @@ def _adjacent(run: Run, after: Run) -> bool:
 
 
 def _breaks(path: Sequence[Block]) -> int:
-    """How often the chunks of a path do not follow each other."""
+    """Returns how often consecutive chunks of a path are not adjacent in memory."""
     return sum(block.end != after.place for block, after in pairwise(path))
 
 
 def stops(tokens: int, unit: int, tail: int) -> Iterator[int]:
-    """Where the chunks of a prompt of so many tokens end: see :class:`PrefixPool`."""
+    """Returns the positions at which the chunks of a prompt of so many tokens end.  :class:`PrefixPool` says
+    how they are chosen.
+    """
     last = tokens - 1
     yield from range(unit, (tail or last) + 1, unit)
     if tail % unit:

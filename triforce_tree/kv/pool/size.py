@@ -1,4 +1,4 @@
-"""How many KV slots the prompts of a batch share, and whether sharing pays."""
+"""Computes how many KV slots the prompts of a batch share, and whether sharing saves memory."""
 
 import math
 from collections import Counter

@@ -18,7 +18,7 @@ DEPTH = 4
 
 
 class PooledStore(KVStore):
-    """K and V of B sequences, several of which begin with the same tokens.
+    """Holds K and V of B sequences, several of which may share the slots of a common prefix.
 
     Sequence b begins with P_b tokens in one or more runs of slots that others may read, too, and position
     r >= P_b is slot ``r - P_b`` of its own ones. Both may change between two passes, as far as they fit:
@@ -70,7 +70,7 @@ class PooledStore(KVStore):
         plan.set(self.segments(), self.places)
 
     def segments(self) -> list[PrefixSegment]:
-        """What is read once: a run, for the sequences with it that follow each other."""
+        """Returns the runs of slots that are read once, each with the adjacent sequences that share it."""
         found: list[PrefixSegment] = []
         for depth in range(max(map(len, self.paths))):
             before = None
@@ -105,7 +105,7 @@ class PooledStore(KVStore):
             plan.set(segments, self.places)
 
     def runs(self, b: int, start: int, stop: int) -> list[Run]:
-        """Where positions ``start`` to ``stop`` of a sequence are."""
+        """Returns the runs of slots that hold positions ``start`` to ``stop`` of a sequence."""
         path = self.paths[b]
         end = path[-1].stop if path else 0
         found = []

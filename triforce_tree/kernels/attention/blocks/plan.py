@@ -30,7 +30,7 @@ _COLUMNS = 4
 
 
 class Schedule(NamedTuple):
-    """What the kernels read of a plan: buffers in int32 but for the last two.
+    """Holds the buffers of a plan that the kernels read; all but the last two are int32.
 
     Attributes:
         shares: ``[slices + 1]``, the first tile of each slice in the list of all (block, KV head, tile), and

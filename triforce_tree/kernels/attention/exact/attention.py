@@ -11,7 +11,7 @@ from triforce_tree.kernels.attention.plan import KV, AttentionParams, unpack_mas
 
 
 class Near(NamedTuple):
-    """What all layers of a forward on a GPU need to know of its tree.
+    """Holds what all layers of a forward on a GPU need to know of its tree.
 
     Attributes:
         positions: int32 ``[B * T]``, of the queries.
@@ -24,7 +24,7 @@ class Near(NamedTuple):
 
 @dataclass(frozen=True)
 class ExactAttention:
-    """Attention of T new tokens a sequence to the positions before them and their ancestors.
+    """Requests attention of T new tokens per sequence to the earlier positions and to their ancestors.
 
     What a query gets depends on its own position and on the keys and values that it sees alone, bit for bit:
     not on T or B, on the slots of its ancestors, or on how many of the tokens before it are new ones.
@@ -54,7 +54,7 @@ class ExactAttention:
 
 
 def definition(request: ExactAttention) -> Tensor:
-    """What backends compute, ``[B * T, H_q, D_v]``, in plain torch query by query, without equal bits."""
+    """Computes the result of the backends, ``[B * T, H_q, D_v]``, in plain torch; its bits may differ."""
     outs = []
     for query, (slots, first) in enumerate(seen_slots(request)):
         b = query // request.tokens
@@ -71,7 +71,7 @@ def definition(request: ExactAttention) -> Tensor:
 
 
 def seen_slots(request: ExactAttention) -> list[tuple[Tensor, int]]:
-    """Of each query: the slots of positions 0 to its own, and the first position that it sees."""
+    """Returns for each query the slots of positions 0 to its own, and the first position that it sees."""
     found = []
     for b, length in enumerate(request.lengths.tolist()):
         for t in range(request.tokens):

@@ -111,7 +111,7 @@ _UNSPECIALIZED = [
 
 @triton.jit
 def softmax_step(scores, seen, best, weight, base):
-    """One step of the online softmax over scores ``[M, N]`` of rows that are ``seen``, whole or not at all.
+    """Runs one step of the online softmax over scores ``[M, N]``; rows are ``seen`` as a whole or not at all.
 
     Returns probabilities, the factor on earlier sums, and the new maximum and sum of probabilities.
     """
@@ -179,7 +179,7 @@ def exact_far_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of one KV head, for a tile of the query rows of a sequence."""
+    """Processes one chunk of one KV head for a tile of the query rows of a sequence."""
     wait_for_previous(PDL)
     program = tl.program_id(0)
     heads = KV_HEADS * GROUP

@@ -23,7 +23,7 @@ class Norm(NamedTuple):
 def project(
     x: Tensor, norm: Norm, matrices: tuple[Matrix, Matrix, Matrix], cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Queries, keys and values of a decoder layer.
+    """Computes the queries, keys and values of a decoder layer.
 
     They are products of the normalised input with three matrices; rotary embeddings rotate halves of the
     heads of queries and keys, as ``layers.rotary``.
@@ -61,7 +61,9 @@ def project(
 def finish(
     attended: Tensor, residual: Tensor, norm: Norm, projection: Matrix, gate: Matrix, up: Matrix, down: Matrix
 ) -> Tensor | None:
-    """What follows the attention of a decoder layer: its projection and a gated MLP, each added to its input.
+    """Computes the rest of a decoder layer after its attention.
+
+    It is the output projection and a gated MLP, each added to its input.
 
     Args:
         attended: ``[B, T, H_q * D_v]``.

@@ -13,7 +13,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def attention(request: ExactAttention) -> Tensor:
-    """``[B * T, H_q, D_v]`` in the dtype of ``q``, for fp32, bf16 and fp16 in host memory.
+    """Returns ``[B * T, H_q, D_v]`` in the dtype of ``q``, for fp32, bf16 and fp16 in host memory.
 
     Raises:
         ValueError: there is no C kernel on this machine, or it does not serve the arguments.
