@@ -1,4 +1,5 @@
-"""The hook in transformers' attention: modules of copies of models call the attention of the running forward.
+"""The hook in transformers' attention: attention modules of model copies call the attention of the running
+forward.
 
 There is no model code here: transformers' attention interface calls one function in every layer, which passes
 queries, keys and values on to the KV cache or the view of the forward that runs in this thread.
@@ -38,14 +39,14 @@ class Attend(Protocol):
 class RunningAttention(threading.local):
     """The attention of the forward that runs in this thread.
 
-    It is no keyword of the forward, as some families' layers do not pass keywords on.
+    It is not a keyword of the forward, because some families' layers do not pass keywords on.
 
     Attributes:
         attend: computes it; None outside a forward.
-        layers: indices of the layers with attention, in their order, for layers that do not know their own:
-            compiled ones share code.
+        layers: indices of the layers with attention, in their order, for layers that do not know their own
+            index (compiled layers share code).
         count: calls so far.
-        called: the attention modules that have attended, by layer; compiled layers are not among them.
+        called: the attention modules that have attended, by layer; compiled layers are not included.
     """
 
     attend: Attend | None = None
@@ -56,8 +57,8 @@ class RunningAttention(threading.local):
     def next(
         self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, module: nn.Module | None = None
     ) -> Tensor:
-        """Returns the attention of the forward's next layer, ``module`` where it is known; see
-        :class:`Attend`.
+        """Returns the attention of the forward's next layer; ``module`` is the layer's module if it is known;
+        see :class:`Attend`.
         """
         if self.attend is None:
             raise RuntimeError(
@@ -77,7 +78,9 @@ running_attention = RunningAttention()
 
 @contextmanager
 def attending(attend: Attend, layers: Sequence[int] = ()) -> Iterator[dict[int, nn.Module]]:
-    """Inside, the attention modules of copies of models call ``attend``; yields those that have, by layer."""
+    """A context in which the attention modules of model copies call ``attend``; yields the modules that have
+    called it, by layer.
+    """
     own = running_attention
     before = own.attend, own.layers, own.count, getattr(own, "called", {})
     own.attend, own.layers, own.count, own.called = attend, layers, 0, {}
@@ -91,8 +94,8 @@ def attending(attend: Attend, layers: Sequence[int] = ()) -> Iterator[dict[int, 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Returns as an operator takes plain numbers only, 0 means no window or softcap; chunks are negative
-    windows.
+    """Calls the attention of the running forward. An operator takes plain numbers, so 0 means no window or
+    softcap, and a negative window means chunks.
     """
     params = AttentionParams(scale, abs(window) or None, softcap or None, sinks, window < 0)
     return running_attention.next(q, k, v, params)
@@ -119,7 +122,7 @@ def _attention(
     triforce_positions: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' attention modules call in copies of models that compute for us."""
+    """The attention function that transformers' modules call in copies of models that compute for us."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, chunked = effective_window(module, sliding_window)
     query = scaled_queries(module, query, triforce_positions)
@@ -139,10 +142,11 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def effective_window(module: nn.Module, window: int | None) -> tuple[int | None, bool]:
-    """Returns the window of an attention module, None where it hides nothing, and whether it is a chunk.
+    """Returns the window of an attention module (None if it hides nothing), and whether it is a chunk length.
 
     Args:
-        window: of sliding attention, as the module passes it on. Chunks are in the configuration alone.
+        window: window of sliding attention, as the module passes it on. Chunk lengths are only in the
+            configuration.
     """
     chunk = getattr(module, "triforce_chunk", None)
     if chunk is None:
@@ -166,7 +170,7 @@ def keep_chunks(copy: nn.Module) -> None:
 
 
 def _chunk_of(module: nn.Module) -> int:
-    """Returns the length of the chunks that a module's queries see; 0 where they see no chunks."""
+    """Returns the length of the chunks within which a module's queries attend; 0 without chunks."""
     config: Any = getattr(module, "config", None)
     kinds: Any = getattr(config, "layer_types", None) or ()
     index = getattr(module, "layer_idx", None)
@@ -177,7 +181,7 @@ def _chunk_of(module: nn.Module) -> int:
 
 
 class KVCache(Protocol):
-    """The cache of one forward: stores the new keys and values, and computes attention over them.
+    """The cache of one forward: it stores the new keys and values, and computes attention over them.
 
     Attributes:
         recurrent: the states of recurrent layers; None for models without any.
@@ -193,7 +197,7 @@ class KVCache(Protocol):
         """See :class:`Attend`."""
 
     def advance(self, count: int) -> None:
-        """Called at the end of a forward: its ``count`` tokens are in the cache."""
+        """Count ``count`` tokens as stored. Called at the end of their forward."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ class KVShape:
 
     @property
     def elements(self) -> int:
-        """Returns elements of one token's keys and values."""
+        """Returns the number of elements of one token's keys and values."""
         return self.heads.row
 
 
@@ -223,8 +227,8 @@ def scales_queries(model: nn.Module) -> bool:
 def take_over_query_scales(copy: nn.Module) -> None:
     """Make the attention modules of a copy of a model leave the scale to :func:`scaled_queries`.
 
-    Llama 4 scales the queries of layers without rotary embedding by their positions, which it counts from the
-    length of transformers' cache (attn_temperature_tuning). Nodes of a tree are at other positions.
+    Llama 4 scales the queries of layers without rotary embedding by their positions, which it derives from
+    the length of transformers' cache (attn_temperature_tuning). Nodes of a tree have other positions.
     """
     for module in copy.modules():
         if _scales(module):
@@ -234,8 +238,8 @@ def take_over_query_scales(copy: nn.Module) -> None:
 
 
 def scaled_queries(module: nn.Module, query: Tensor, positions: Tensor | None) -> Tensor:
-    """Returns queries ``[B, H_q, T, D]`` by the scale of their positions ``[B, T]``, where the module has
-    one.
+    """Returns queries ``[B, H_q, T, D]``, scaled by a factor of their positions ``[B, T]`` if the module has
+    such a factor.
 
     The factor is ``1 + attn_scale * log(1 + floor((position + 1) / floor_scale))`` (arXiv 2501.19399).
     """

@@ -39,7 +39,6 @@ class FewRowLinear(nn.Module):
         self.register_buffer("counters", _counters(linear), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         if _fits(x, MOST_PLAIN_ROWS) and self.weight.dtype == x.dtype:
             # Imported at the first use, so that machines without Triton can import the package.
             from triforce_tree.kernels.linear.launch import linear
@@ -76,13 +75,10 @@ class LowBitLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Returns ``[out_features, in_features]``, dequantised: some families read it, or its dtype,
-        themselves.
-        """
+        """Returns the dequantised weight ``[out_features, in_features]``; some families read it or its dtype."""
         return reference.dequantise(self.words, self.scales, self.bits, self.in_features, self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         if _fits(x):
             from triforce_tree.kernels.linear.launch import low_bit_linear
 
@@ -105,7 +101,7 @@ def with_linears(
     Args:
         model: any transformers model; it is not changed.
         make: returns the replacement of a plain ``nn.Linear`` inside a list of layers.
-        make_experts: the same for a module of fused experts; None keeps them.
+        make_experts: returns the replacement of a module of fused experts; None keeps them.
         with_hooks: also replace linear layers that have hooks, which their replacements run; by default these
             layers are kept, as a hook may ask for the class of its module.
 
@@ -133,7 +129,7 @@ def with_linears(
 
 
 def why_not_replaceable(model: nn.Module, with_hooks: bool = False) -> str | None:
-    """Returns the reason why a model's linear layers cannot be replaced; None if they can."""
+    """Returns the reason why a model's linear layers cannot be replaced, or None if they can be."""
     name = type(model).__name__
     if (method := quantisation(model)) is not None:
         return f"{name} is quantised ({method})"
@@ -144,8 +140,8 @@ def why_not_replaceable(model: nn.Module, with_hooks: bool = False) -> str | Non
 
 
 def quantisation(model: nn.Module) -> str | None:
-    """Returns how a model is quantised: the method's name, or the class of a layer or of its weight; None if
-    not.
+    """Returns how a model is quantised (the method's name, or the class of a layer or of its weight), or None
+    if it is not.
     """
     if getattr(model, "is_quantized", False):
         settings = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -169,8 +165,8 @@ def few_row_copy(model: PreTrainedModel) -> PreTrainedModel:
 def low_bit_copy(
     model: PreTrainedModel, bits: int, before: Callable[[Tensor], None] | None = None
 ) -> PreTrainedModel:
-    """Returns a copy with linear layers and experts of 8 or 4 bits, for drafting: close to the model in fewer
-    bytes.
+    """Returns a copy with linear layers and experts of 8 or 4 bits for drafting: nearly the same model in
+    fewer bytes.
 
     Args:
         before: called with each weight before it is read, layer by layer; copies streamed weights in.
@@ -189,7 +185,7 @@ def low_bit_copy(
 
 
 def check_low_bits(model: nn.Module, bits: int) -> None:
-    """Raise ValueError where a model's linear layers cannot be copied in so few bits; 16 is no copy."""
+    """Raise ValueError if a model's linear layers cannot be copied in ``bits`` bits. 16 means no copy."""
     if bits != 16 and (reason := why_not_replaceable(model, with_hooks=True)):
         raise ValueError(
             f"retrieval_weight_bits={bits} copies the target's own linear layers in fewer bits, but "

@@ -1,9 +1,9 @@
-"""What the forwards of a model depend on, recorded so that a later change of any of it is noticed.
+"""Records everything that the forwards of a model depend on, so that a later change is noticed.
 
-Recorded are all attributes of all modules, hooks and replaced forwards with the values that they close over,
+It records all attributes of all modules, hooks and replaced forwards with the values that they close over,
 the classes of the modules with the functions and numbers that their methods read from globals, the settings,
-and which tensors there are, and where. A comparison reads all of that again and compares identities, which
-takes about a millisecond for 450 modules; only where one differs are values compared.
+and the tensors with their addresses. A comparison reads all of that again and compares identities, which
+takes about a millisecond for 450 modules. Values are compared only where an identity differs.
 """
 
 import logging
@@ -61,14 +61,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class Fingerprint:
-    """What forwards of a module depend on, as it is now.
+    """A record of everything that the forwards of a module depend on now.
 
-    Some values are *state*: what hooks, replaced forwards and lists or dicts of modules keep. A forward may
-    change its own state whenever it runs, by counting for example.
+    Some values are *state*: values that are kept by hooks, replaced forwards, and lists or dicts of modules.
+    A forward may change its own state whenever it runs, for example by counting calls.
 
     Args:
         root: a model, or any module.
-        moves: whether weights may move in memory, as streamed ones do.
+        moves: whether weights may move in memory, as streamed weights do.
         left_out: names of state that is not compared.
     """
 
@@ -96,7 +96,7 @@ class Fingerprint:
         self.note_weights()
 
     def same(self) -> bool:
-        """Returns whether all objects are those that were recorded. Weights may have been written to."""
+        """Returns whether all objects are those that were recorded. Weights may have been changed in place."""
         try:
             now = self._now()
         except RuntimeError:  # another thread was changing one of the containers
@@ -106,17 +106,19 @@ class Fingerprint:
         return self._tensor_places() == self._places
 
     def same_writes(self) -> bool:
-        """Returns whether no weight was written to in place, as far as torch counts that: not
-        ``weight.data``.
+        """Returns whether no weight was changed in place, as far as torch counts this (it does not count
+        ``weight.data``).
         """
         return self._weight_writes() == self._writes
 
     def same_weights(self) -> bool:
-        """:meth:`same_writes`, and whether a few elements of each weight have the same bits."""
+        """Returns whether :meth:`same_writes` holds and a few elements of each weight have the same bits as
+        before.
+        """
         return self.same_writes() and all(map(torch.equal, self._samples, self._sampled()))
 
     def again(self, left_out: Collection[str] = ()) -> "Fingerprint":
-        """What the same module depends on now.
+        """Returns a new record of the same module.
 
         Args:
             left_out: names of further state that is not compared.
@@ -124,11 +126,12 @@ class Fingerprint:
         return Fingerprint(self._root, self._moves, self._left_out.union(left_out))
 
     def note_weights(self) -> None:
-        """Take the weights as they are now for those that were recorded."""
+        """Record the present values of the weights in place of the earlier ones."""
         self._writes, self._samples = self._weight_writes(), self._sampled()
 
     def differences(self, later: "Fingerprint", left_out: Collection[str] = ()) -> dict[str, str]:
-        """Returns names of values that are not equal in both, with the state that each is part of.
+        """Returns the names of values that differ between the records, each with the name of the state it
+        belongs to.
 
         Args:
             left_out: names of state that is not compared.
@@ -143,7 +146,7 @@ class Fingerprint:
         return found
 
     def _now(self) -> list[Any]:
-        """Returns every object that was recorded, read again in the same order."""
+        """Returns every recorded object, read again in the same order."""
         read: list[Any] = [*map(len, self._maps)]
         for mapping in self._maps:
             read += mapping.values()
@@ -156,7 +159,9 @@ class Fingerprint:
         return read
 
     def _tensor_places(self) -> list[int]:
-        """Returns addresses of weights; of other tensors also how often they were written to."""
+        """Returns the addresses of weights and of other tensors, and for the latter also how often they were
+        written to.
+        """
         places = [] if self._moves else [*map(_address, self._weights.values())]
         for tensor in self._others.values():
             places += _address(tensor), _writes(tensor)
@@ -166,7 +171,7 @@ class Fingerprint:
         return [] if self._moves else [*map(_writes, self._weights.values())]
 
     def _sampled(self) -> list[Tensor]:
-        """Returns bytes of a few elements of each weight, by device and dtype."""
+        """Returns the bytes of a few elements of each weight, by device and dtype."""
         with torch.inference_mode():
             return [torch.cat(views).view(torch.uint8) for views in self._views]
 
@@ -174,7 +179,7 @@ class Fingerprint:
         self._values[name] = value, state
 
     def _module(self, name: str, module: nn.Module) -> None:
-        """Record a module, what its attributes hold, and its class."""
+        """Record a module, the values of its attributes, and its class."""
         self._seen[id(module)] = module
         self._note(name, module)
         self._class(type(module))
@@ -214,10 +219,10 @@ class Fingerprint:
                 self._note(f"{name}: memory", place, state)
 
     def _add(self, name: str, value: Any, state: str, depth: int) -> None:
-        """Record a value, and what it holds.
+        """Record a value and, up to some depth, its contents.
 
         Args:
-            state: the name of the state that it is part of, if it is.
+            state: the name of the state that the value belongs to; empty if it belongs to none.
         """
         if name in self._left_out:
             return
@@ -280,7 +285,7 @@ class Fingerprint:
             self._add(f"{name}.{key}", held, "" if settings else state or f"{name}.{key}", depth)
 
     def _function(self, name: str, function: types.FunctionType, state: str, depth: int) -> None:
-        """Record a function's code, its defaults, what it closes over, and the globals that it reads."""
+        """Record a function's code, its defaults, its closure, and the globals that it reads."""
         code = function.__code__
         self._functions.append(function)
         self._note(f"{name}: code", code, state)
@@ -314,7 +319,7 @@ class Fingerprint:
                     self._note(at, value)
 
     def _class(self, kind: type) -> None:
-        """Record the attributes of a class and of its bases, and what its methods read."""
+        """Record the attributes of a class and of its bases, and the globals that their methods read."""
         for base in kind.__mro__:
             place = str(base.__module__)
             if base in self._classes or place.startswith(_COMMON):
@@ -334,7 +339,7 @@ _ABSENT = object()
 
 
 def _looks_into(value: Any, function: types.FunctionType) -> bool:
-    """Returns whether what a global of a function holds is recorded, beside which object it is."""
+    """Returns whether the contents of a function's global are recorded, in addition to its identity."""
     if isinstance(value, types.FunctionType):
         return value.__module__ == function.__module__ or _package(value) not in _OPAQUE
     if isinstance(value, type):
@@ -350,7 +355,7 @@ def _package(named: Any) -> str:
 
 @cache
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Global names and names of attributes that a function's code reads, and functions inside of it."""
+    """Returns the names of globals and attributes that a function's code, and functions inside it, read."""
 
     def every(code: types.CodeType) -> Iterator[str]:
         yield from code.co_names
@@ -394,7 +399,7 @@ def _writes(tensor: Tensor) -> int:
 def _views(weights: Iterable[Tensor]) -> list[list[Tensor]]:
     """Returns views of evenly spaced elements of each weight, by device and dtype.
 
-    Left out are tensors of quantisation libraries, and those that are not contiguous.
+    Tensors of quantisation libraries and tensors that are not contiguous are left out.
     """
     found: dict[Any, list[Tensor]] = {}
     for weight in weights:
@@ -412,16 +417,16 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 class Changes:
-    """Counts the changes of a module from call to call.
+    """Counts the changes of a module between calls.
 
-    State that forwards change by themselves, in two calls one after the other, is not compared any more.
+    State that changes between two successive calls is changed by the forwards, and is no longer compared.
 
     Args:
         root, moves: see :class:`Fingerprint`.
 
     Attributes:
-        revision: number of changes that were noticed, but for those of weights in place.
-        weights: number of calls before which weights were written to.
+        revision: number of changes that were noticed, except changes of weights in place.
+        weights: number of calls before which weights were changed in place.
     """
 
     def __init__(self, root: nn.Module, moves: bool = False) -> None:
@@ -441,7 +446,8 @@ class Changes:
         """Notice changes since the last call.
 
         Args:
-            renew: called where there are any, before they count; called again in the next call if it raises.
+            renew: called if there are any, before they are counted. If it raises, the next call calls it
+                again.
         """
         if not self._noticed.same_weights():
             self.weights += 1
@@ -461,7 +467,7 @@ class Changes:
         self._noticed = now
 
     def settle(self) -> None:
-        """Called after forwards: notes which state they have changed by themselves."""
+        """Note which state the forwards have changed by themselves. Called after forwards."""
         if self._failed or self._noticed.same():
             return
         found = set(self._differences(self._noticed.again()).values()) - {""}

@@ -55,12 +55,14 @@ def fused(
 
 
 def mark_lengths(length: int, tensors: Any) -> None:
-    """Let ``torch.compile`` make a kernel for any ``length`` of dimension 1, where its operators allow that.
+    """Let ``torch.compile`` make one kernel for any ``length`` of dimension 1, if the layer's operators allow
+    it.
 
-    Every size of a tree is a length; a version for each would take seconds to compile, and dozens in all.
+    Every tree size is another length. Compiling a version for each would take seconds per version, and there
+    would be dozens of versions.
 
     Args:
-        length: tokens of a sequence; 1 always has a version of its own.
+        length: tokens of a sequence. 1 always has a version of its own.
         tensors: a layer's arguments, in tuples, lists and dictionaries.
     """
     for tensor in tree_leaves(tensors):
@@ -95,7 +97,7 @@ def fuse_linears(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _fusion_key(node: fx.Node) -> Any:
-    """Returns the arguments that linears of one launch must have in common; None if the graph lacks the
+    """Returns the arguments that linears of one launch must have in common, or None if the graph lacks the
     shapes.
     """
     if len(node.args) != 7 or node.kwargs:

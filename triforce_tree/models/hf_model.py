@@ -103,16 +103,16 @@ class HFModel:
         self._probe()
 
     def refresh(self, compare: Callable[["HFModel"], object] | None = None) -> None:
-        """Notice what has changed in the model since the last call, and read it anew.
+        """Notice changes of the model since the last call, and read the model again if there are any.
 
-        Everything that was made of the model is to be made again where :attr:`revision` is another one.
+        If :attr:`revision` has changed, everything that was derived from the model must be made again.
 
         Args:
-            compare: checks a changed model; the change is not accepted where it raises.
+            compare: checks a changed model; the change is not accepted if it raises.
 
         Raises:
-            UnsupportedModelError: the model has become one that cannot be decoded.
-            ValueError: its dtype, device, vocabulary or number of layers is another one.
+            UnsupportedModelError: the changed model cannot be decoded.
+            ValueError: its dtype, device, vocabulary or number of layers has changed.
             RuntimeError: a layer does not attend through our attention function any more.
         """
 
@@ -125,7 +125,7 @@ class HFModel:
         self._changes.refresh(renew)
 
     def settle(self) -> None:
-        """Called after the forwards of a call: notes which state of hooks they have changed."""
+        """Note which state of hooks the forwards have changed. Called after the forwards of a call."""
         self._changes.settle()
 
     @property
@@ -135,18 +135,18 @@ class HFModel:
 
     @property
     def revision(self) -> int:
-        """Returns another number after each change but for those of weights in place: copies are to be made
-        anew.
+        """Returns a number that differs after each change, except changes of weights in place. Copies must
+        then be made again.
         """
         return self._changes.revision
 
     @property
     def weights_revision(self) -> int:
-        """Returns another number after weights were written to in place, which copies share."""
+        """Returns a number that differs after weights were changed in place. Copies share the weights."""
         return self._changes.weights
 
     def check_sizes(self) -> None:
-        """Raise ValueError where the model has another dtype, device or vocabulary, or other layers."""
+        """Raise ValueError if the model now has another dtype, device or vocabulary, or other layers."""
         now = _sizes(self.model)
         for what, size in self._sizes.items():
             if now[what] != size:
@@ -162,7 +162,7 @@ class HFModel:
 
     @property
     def vocab_size(self) -> int:
-        """Raises ValueError where the model has another vocabulary now."""
+        """Returns the size of the vocabulary. Raises ValueError if the model now has another vocabulary."""
         size: int = self._sizes["vocabulary size"]
         if self.model.config.get_text_config(decoder=True).vocab_size != size:
             self.check_sizes()
@@ -178,19 +178,21 @@ class HFModel:
 
     @property
     def learned_positions(self) -> int | None:
-        """Returns size of the position embedding table; None for rotary embeddings, which are defined
-        everywhere.
+        """Returns the size of the position embedding table, or None for rotary embeddings, which have no
+        table.
         """
         rotary = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
         return None if rotary else self.max_positions
 
     def function_key(self) -> object:
-        """Equal as long as the model, as :meth:`refresh` has seen it, computes the same."""
+        """Returns a value that stays equal as long as the model, as :meth:`refresh` has seen it, computes the
+        same function.
+        """
         long = self.length_rope.long if self.length_rope is not None else None
         return long, self.revision, self.weights_revision
 
     def check_length(self, prompt: int, new: int) -> None:
-        """Raise ValueError where prompt and new tokens exceed the positions that the model can take."""
+        """Raise ValueError if prompt and new tokens exceed the positions of the model."""
         check_positions(prompt, new, self.max_positions)
         if self.length_rope is not None:
             self.length_rope.check(prompt, new)
@@ -208,13 +210,13 @@ class HFModel:
 
     @contextmanager
     def active(self, own: bool = False) -> Iterator[None]:
-        """Inside, forwards may run, in one thread at a time.
+        """A context in which forwards may run, in one thread at a time.
 
         They compute in the model's own dtype even under ``torch.autocast``, and outside
-        ``torch.inference_mode``, as a later call could not write to inference tensors.
+        ``torch.inference_mode``, because a later call could not write to inference tensors.
 
         Args:
-            own: :attr:`running` is a copy made for this call, which may be changed for good.
+            own: whether :attr:`running` is a copy made for this call, which may be changed permanently.
 
         Raises:
             RuntimeError: the streamed weights have been released.
@@ -256,7 +258,7 @@ class HFModel:
     def forward(
         self, tokens: list[int], cache: KVCache, last_only: bool = False, whole: bool = True
     ) -> Tensor:
-        """Returns logits of T new tokens, whose keys and values go into the cache.
+        """Returns the logits of T new tokens, and stores their keys and values in the cache.
 
         Args:
             tokens: T ids.
@@ -357,7 +359,7 @@ class HFModel:
 
 
 def _sizes(model: PreTrainedModel) -> dict[str, Any]:
-    """What buffers of keys, values and tokens are made for, by name."""
+    """Returns the properties that buffers of keys, values and tokens depend on, by name."""
     config = model.config.get_text_config(decoder=True)
     return {
         "dtype": model.dtype,

@@ -17,13 +17,14 @@ Keep = Callable[[int, Tensor], None]
 def keep_hidden(
     model: PreTrainedModel, layers: nn.ModuleList, features: Sequence[int], keep: Keep
 ) -> list[RemovableHandle]:
-    """Call ``keep`` with hidden states ``[B, T, hidden_size]`` in every forward of a model from now on.
+    """Register hooks that call ``keep`` with hidden states ``[B, T, hidden_size]`` in every forward of a
+    model.
 
     Args:
-        layers: its decoder layers.
-        features: indices of layers whose outputs are wanted; their number stands for the state after the
-            final norm, which the language model head reads.
-        keep: called with an element of ``features`` and the states.
+        layers: the decoder layers of the model.
+        features: indices of layers whose outputs are kept. The number of layers stands for the state after
+            the final norm, which the language model head reads.
+        keep: called with an element of ``features`` and its hidden states.
     """
     handles = []
     for index in sorted({*features}):
@@ -36,7 +37,9 @@ def keep_hidden(
 def hidden_states(
     model: PreTrainedModel, layers: nn.ModuleList, features: Sequence[int]
 ) -> Iterator[dict[int, Tensor]]:
-    """Yields what holds the hidden states of the last forward inside, by element of ``features``."""
+    """Yields a dict that has the hidden states of the last forward inside the context, by element of
+    ``features``.
+    """
     hidden: dict[int, Tensor] = {}
     handles = keep_hidden(model, layers, features, hidden.__setitem__)
     try:

@@ -56,10 +56,11 @@ class LengthRope:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "LengthRope | None":
-        """Returns the instance for ``model``; None if its frequencies do not depend on the length.
+        """Returns the instance for ``model``, or None if its frequencies do not depend on the sequence
+        length.
 
         Raises:
-            ValueError: its layers have different original lengths, or both kinds.
+            ValueError: the layers have different original lengths, or both kinds.
         """
         found: set[tuple[str, int]] = set()
         names = []
@@ -130,7 +131,7 @@ class LengthRope:
             used.copy_(sets[int(long)])
 
     def choose_for_window(self, positions: int) -> None:
-        """Choose for a draft model, whose positions never exceed those of its window."""
+        """Choose the set for a draft model, whose positions never exceed those of its window."""
         self.choose(self.kind == "longrope" and positions > self.original)
 
     def attach(self, copy: nn.Module) -> None:
@@ -155,7 +156,7 @@ class LengthRope:
         module.register_forward_hook(after)
 
     def _selecting(self, positions: Tensor) -> Tensor:
-        """Returns positions ``[B, T]`` with one more that selects the set, ``[B, T + 1]``."""
+        """Returns positions ``[B, T + 1]``: the positions ``[B, T]`` and one more, which selects the set."""
         beyond = self._beyond.expand(len(positions), 1)
         return torch.cat([torch.minimum(positions, self._limit), beyond], dim=1)
 
@@ -206,7 +207,7 @@ class LengthRope:
         return True
 
     def _tables(self, copy: PreTrainedModel) -> list[Tensor]:
-        """Returns cosines and sines at position 1, of every rotary module and layer type."""
+        """Returns the cosines and sines at position 1 of every rotary module and layer type."""
         position = torch.ones(1, 1, dtype=torch.int64, device=self._beyond.device)
         hidden = torch.zeros(1, 1, 1, dtype=torch.float32, device=position.device)
         tables: list[Tensor] = []

@@ -24,8 +24,8 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def text_decoder(model: nn.Module) -> nn.Module:
-    """Returns the part of a multimodal model that decodes text, without its encoders; else the model
-    itself.
+    """Returns the part of a multimodal model that decodes text, without its encoders. A text-only model is
+    returned itself.
     """
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     # Some call their output layer so (ModernBERT's decoder).
@@ -33,8 +33,8 @@ def text_decoder(model: nn.Module) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Returns the ``ModuleList`` of decoder layers, found by its length. Encoders of images may have one as
-    long.
+    """Returns the ``ModuleList`` of decoder layers, which is found by its length. An image encoder may have
+    one of the same length.
 
     Raises:
         ValueError: there is none.
@@ -49,7 +49,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def listed_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """:func:`decoder_layers`; None without such a list (LongCat attends twice in each of its layers)."""
+    """Returns :func:`decoder_layers`, or None if the model has no such list (a LongCat layer has two
+    attention modules).
+    """
     try:
         return decoder_layers(model)
     except ValueError:
@@ -61,7 +63,9 @@ def _indexed(layer: nn.Module) -> bool:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """``list(model.modules())``, whose nested generators take five times as long for 500 modules."""
+    """Returns ``list(model.modules())``. The nested generators of torch take five times as long for 500
+    modules.
+    """
     found: dict[int, nn.Module] = {}
     pending: list[nn.Module | None] = [model]
     while pending:
@@ -73,7 +77,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """``list(model.parameters())``, which takes thirty times as long."""
+    """Returns ``list(model.parameters())``, which takes thirty times as long in torch."""
     parameters = [p for module in modules_of(model) for p in module._parameters.values() if p is not None]
     return list({id(parameter): parameter for parameter in parameters}.values())
 
@@ -83,7 +87,9 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """What one forward reads of a model: all but an input embedding that is not the head as well."""
+    """Returns the bytes that one forward reads of a model: all weights except an input embedding that is not
+    also the head.
+    """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     read = {id(t): t for t in [*model.parameters(), *model.buffers()]}
@@ -164,14 +170,15 @@ def with_global(forward: FunctionType, name: str, value: Callable[..., Any]) -> 
 
 
 def with_own_code(forward: Callable[..., Any], codes: dict[CodeType, CodeType]) -> Callable[..., Any]:
-    """Returns a function or a bound method over a copy of its code, for which torch.compile has no versions
-    yet.
+    """Returns a function or bound method over a copy of its code, so that torch.compile starts without
+    compiled versions.
 
-    Versions of a layer's code are found by its inputs and modules, but not by hooks, or by methods that were
-    exchanged in a class: versions of another model, or of this one before it changed, may lack these.
+    torch.compile selects a compiled version of a layer's code by its inputs and modules, but not by its hooks
+    or by methods that were replaced in a class. Versions that were compiled for another model, or for this
+    model before it changed, may lack these.
 
     Args:
-        codes: copies by original code; those that are missing are added.
+        codes: copies by original code; missing copies are added.
     """
     if isinstance(forward, MethodType):
         return MethodType(with_own_code(forward.__func__, codes), forward.__self__)

@@ -14,7 +14,7 @@ from triforce_tree.models.recurrent.running import ChunkPass, Rows, StateShapes
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How one layer calls attention: its module, the parameters, and its attention heads."""
+    """The way in which one layer calls attention: its module, the parameters, and its attention heads."""
 
     module: torch.nn.Module
     how: AttentionParams
@@ -36,7 +36,9 @@ class Recorder:
         self.calls: dict[int, tuple[AttentionParams, Heads]] = {}
 
     def watch(self, model: PreTrainedModel) -> None:
-        """Note in forwards of a copy of a model what its decoder layers return; it is changed for good."""
+        """Record what the decoder layers of a model copy return in its forwards; the copy is changed
+        permanently.
+        """
 
         def note(layer: nn.Module, args: Any, out: Any) -> None:
             self.outputs = len(out) if isinstance(out, tuple) else 0
@@ -63,7 +65,7 @@ class StateRecorder:
 
     @property
     def shapes(self) -> StateShapes | None:
-        """None if no layer has a state."""
+        """Returns the recorded shapes, or None if no layer has a state."""
         found = StateShapes(tuple(self._convolutions), tuple(self._recurrences))
         return found if found.convolutions or found.recurrences else None
 

@@ -1,4 +1,4 @@
-"""Settings of the hierarchy that a target may not admit."""
+"""Checks that a target can run with the settings of the hierarchy."""
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.attention.backend import refuse
@@ -8,7 +8,7 @@ from triforce_tree.models.hf_model import HFModel
 
 
 def check_settings(target: HFModel, config: HierarchyConfig) -> None:
-    """Raise ValueError where a target cannot be run so.
+    """Raise ValueError if a target cannot run with these settings.
 
     See ``check_low_bits``, ``check_exact`` and ``kernels.attention.backend.refuse``.
     """

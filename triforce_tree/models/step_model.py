@@ -125,13 +125,13 @@ class StepModel:
         last: int = 0,
         states: RecurrentPass | None = None,
     ) -> Tensor:
-        """Returns logits ``[B, T, V]`` of int64 ``[B, T]``; with ``last`` = n only those of the last n
+        """Returns logits ``[B, T, V]`` for int64 ``[B, T]``; with ``last`` = n > 0 only those of the last n
         tokens.
 
-        With several ranks every rank gets the same, so that all make the same choices.
+        With several ranks every rank gets the same logits, so that all make the same choices.
 
         Args:
-            states: of recurrent layers, if there are any.
+            states: states of the recurrent layers, if there are any.
         """
         if self._max_positions is not None:
             positions = positions.clamp_max(self._max_positions - 1)
@@ -183,12 +183,12 @@ def step_model(
 
 
 def int8_step_model(model: HFModel, features: Sequence[int] = ()) -> StepModel:
-    """Returns the same of an fp32 model on the CPU with weights of 8 bits, for level 1."""
+    """Returns the forwards over fixed buffers of an fp32 model on the CPU with 8-bit weights, for level 1."""
     return _host_step(int8_copy(model.model), model, features)
 
 
 def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence[int]) -> StepModel:
-    """Returns the target on a copy of its weights in ``bits`` 8 or 4, for level 1."""
+    """Returns the forwards of the target on a copy of its weights with ``bits`` 8 or 4, for level 1."""
     if bits == 8 and target.streamed is None and has_int8_kernel(target.model):
         return int8_step_model(target, features)
     bring = target.streamed.bring if target.streamed is not None else None
@@ -199,7 +199,7 @@ def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence
 
 
 def _host_step(clone: PreTrainedModel, model: HFModel, features: Sequence[int]) -> StepModel:
-    """Returns a copy of a model on the CPU, with layers by our kernels where these give the same numbers."""
+    """Returns a copy of a model on the CPU that uses our kernels for layers where they give the same results."""
     linears = use_few_row_linears(clone)
     fused_modules = use_fused_layers(clone, linears)
     step = _step(clone, model, False, features)
@@ -222,11 +222,12 @@ def _step(
 
 
 def captures(model: HFModel, replaced: bool) -> bool:
-    """Returns whether CUDA graphs can hold a model's forwards; logs why they cannot.
+    """Returns whether CUDA graphs can capture a model's forwards. Logs the reason if they cannot.
 
     Args:
-        replaced: whether its linear layers are ours. One number of tokens then shows what its other layers
-            do; the compiler, whose kernels take seconds, keeps no layer that waits.
+        replaced: whether its linear layers are ours. Then a forward of one number of tokens shows whether its
+            other layers can be captured. Layers are not compiled for the trial, which would take seconds: a
+            compiled layer waits for the host if the original one does.
     """
     linears = "" if replaced else f" with its linear layers ({why_not_replaceable(model.model)})"
     if replaced and model.states is not None:
@@ -260,9 +261,9 @@ def _streams_experts(model: HFModel) -> bool:
 
 
 def _compiled(forward: Callable[..., Any], backend: Callable[..., Any] = fused) -> Callable[..., Any]:
-    """``forward`` under torch.compile, or ``forward`` itself once compilation has failed.
+    """Returns ``forward`` under torch.compile. Once compilation has failed, ``forward`` itself runs.
 
-    One compiled version serves any number of tokens above one, where the layer allows that.
+    One compiled version serves any number of tokens above one, if the layer allows it.
     """
     fast = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
     failed = False

@@ -14,7 +14,7 @@ _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv"}
 
 
 class UnsupportedModelError(ValueError):
-    """The model cannot be decoded with explicit KV caches; the message has its class and the reason."""
+    """The model cannot be decoded with explicit KV caches; the message names its class and the reason."""
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -32,10 +32,11 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def max_positions(text_config: Any) -> int | None:
-    """Returns positions that a model can take, by its configuration; None where it names none.
+    """Returns the number of positions of a model, by its configuration, or None if the configuration names
+    none.
 
-    Decoders of speech models without their encoder name it ``max_target_positions``. With YaRN they are
-    ``factor`` times the original ones, also where the number before the extension was left in place.
+    Decoders of speech models without their encoder name it ``max_target_positions``. With YaRN the number is
+    ``factor`` times the original one, even if the configuration still has the number before the extension.
     """
     for name in ("max_position_embeddings", "max_target_positions"):
         if (positions := getattr(text_config, name, None)) is not None:
@@ -44,7 +45,7 @@ def max_positions(text_config: Any) -> int | None:
 
 
 def _extended(text_config: Any) -> int:
-    """Returns positions by YaRN's parameters; 0 for other rotary embeddings."""
+    """Returns the number of positions by YaRN's parameters; 0 for other rotary embeddings."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
         return 0
@@ -52,9 +53,11 @@ def _extended(text_config: Any) -> int:
 
 
 def attention_of(config: Any) -> str | None:
-    """Returns how a checkpoint's attention is to be computed by transformers; None leaves it the choice.
+    """Returns the attention implementation that transformers must use for a checkpoint, or None for its
+    default.
 
-    Torch's attention has no capped scores, and some versions of transformers choose it all the same.
+    Torch's attention does not cap scores, and some versions of transformers choose it for such checkpoints
+    too.
     """
     return "eager" if getattr(config.get_text_config(decoder=True), _SOFTCAP, None) else None
 
@@ -111,10 +114,11 @@ def _placement(model: nn.Module) -> str | None:
 
 
 def likely_cause(model: Any, attention: Iterable[nn.Module]) -> str:
-    """Returns why a model's own forward may differ from ours, where it is plain to see; else the empty text.
+    """Returns why a model's own forward may differ from ours, if there is an evident reason; else an empty
+    string.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         attention: modules that called our attention function.
     """
     if any(getattr(module, "is_causal", True) is False for module in attention):

@@ -43,22 +43,26 @@ class RowParallel(nn.Module):
         self.linear, self.bias, self.shards = linear, bias, shards
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., in_features / shards]`` to ``[..., out_features]``, the same on all ranks."""
+        """Returns ``[..., out_features]``, equal on all ranks, for this rank's ``[..., in_features /
+        shards]``.
+        """
         out: Tensor = all_reduce(self.linear(x), self.shards)
         return out if self.bias is None else out + self.bias
 
 
 class VocabularyParallel(nn.Module):
-    """A language model head of which each rank has some rows: its logits, and one all-gather of all ranks'.
+    """A language model head of which each rank has some rows. Each rank computes its logits, and one
+    all-gather joins them.
 
-    Every rank gets the same bytes. All have equally many rows; where the vocabulary is no multiple of the
-    ranks, the last ones begin earlier, and what others have computed too is left out.
+    Every rank gets the same bytes. All ranks have the same number of rows. If the vocabulary is not a
+    multiple of the number of ranks, the last ranks begin earlier, and logits that another rank has computed
+    too are dropped.
 
     Args:
         head: the full head, which becomes this rank's.
         group: all ranks.
-        copied: keep a copy of the rows, so that the full weight can be freed; else a view of it, as for the
-            weight of an embedding.
+        copied: whether the rows are copied, so that the full weight can be freed. Otherwise they are a view,
+            as needed for a weight that is also the embedding.
     """
 
     def __init__(self, head: nn.Linear, group: Group, copied: bool) -> None:
@@ -75,11 +79,11 @@ class VocabularyParallel(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Returns this rank's rows: some families read the dtype of the head's weight."""
+        """Returns this rank's rows of the weight; some families read its dtype."""
         return self.linear.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., in_features]`` to ``[..., out_features]``, the same on all ranks."""
+        """Returns ``[..., out_features]``, equal on all ranks, for ``[..., in_features]``."""
         own: Tensor = self.linear(x)
         group, size = current(), own.shape[-1]
         assert group is not None, "ranks share a head only after they have joined"
@@ -90,7 +94,9 @@ class VocabularyParallel(nn.Module):
 
 
 def agreed_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:
-    """Returns the same logits on all ranks, for all decisions: what the head has gathered, else rank 0's."""
+    """Returns the same logits on all ranks, so that their decisions agree: gathered by the head, or else
+    those of rank 0.
+    """
     if isinstance(model.get_output_embeddings(), VocabularyParallel):
         return logits
     return broadcast_tensor(logits)
@@ -111,7 +117,7 @@ def _shards(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def of_attention(model: nn.Module, path: str) -> bool:
-    """Returns whether a linear layer belongs to attention, by its parent."""
+    """Returns whether a linear layer belongs to attention, judged by its parent module."""
     parent = path.rpartition(".")[0]
     return hasattr(model.get_submodule(parent), "is_causal") or "att" in parent.rpartition(".")[2]
 
@@ -176,8 +182,8 @@ def _share_head(model: PreTrainedModel, group: Group) -> None:
 
 
 def layers_to_shard(model: PreTrainedModel, heads: int, method: str | None) -> list[tuple[str, str]]:
-    """Returns (path, style) of the linear layers of which ranks hold shares; of a sharded model nothing
-    useful.
+    """Returns (path, style) of the linear layers to shard. The result for a model that is already sharded is
+    meaningless.
 
     Args:
         model: its weights are not read.
@@ -256,7 +262,7 @@ def _planned(model: PreTrainedModel, size: int) -> list[tuple[str, str]]:
 
 
 def _split_width(model: nn.Module, path: str, style: str) -> int:
-    """Returns the features of a linear layer that ranks share."""
+    """Returns the number of features of a linear layer that are divided among ranks."""
     linear = model.get_submodule(path)
     assert isinstance(linear, nn.Linear)
     return linear.out_features if style == _COLUMNS else linear.in_features
@@ -268,6 +274,6 @@ def _generic(path: str) -> str:
 
 
 def _shard(full: Tensor, dim: int, group: Group) -> nn.Parameter:
-    """Returns this rank's rows or columns, copied, so that the full tensor can be freed."""
+    """Returns a copy of this rank's rows or columns, so that the full tensor can be freed."""
     part = full.chunk(group.size, dim)[group.rank].clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=full.requires_grad)

@@ -1,4 +1,4 @@
-"""Which models ``exact=True`` serves."""
+"""Checks whether ``exact=True`` supports a model."""
 
 import torch
 
@@ -14,11 +14,11 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def check_exact(target: HFModel) -> None:
-    """Raise where a target's rows cannot be computed with bits that do not depend on their company.
+    """Raise an error if the bits of a target's row would depend on the other rows of a pass.
 
     Raises:
-        UnsupportedModelError: the model, or its device, has operations without such an implementation.
-        ValueError: it runs on several ranks.
+        UnsupportedModelError: the model, or its device, has operations without an exact implementation.
+        ValueError: the model runs on several ranks.
     """
     if distributed.current() is not None:
         raise ValueError(

@@ -28,7 +28,6 @@ class ExactLinear(FewRowLinear):
     """An ``nn.Linear`` of bf16 or fp16 on a GPU, for any number of rows: in parts, with one order of sums."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., in_features]`` to ``[..., out_features]`` in x's dtype."""
         from triforce_tree.kernels.linear.launch import pinned_linear
 
         if x.numel() <= MOST_PLAIN_ROWS * x.shape[-1]:
@@ -40,8 +39,8 @@ class ExactLinear(FewRowLinear):
 
 
 def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy over the same weights; what it cannot replace is left, and found by
-    ``verify.row_bits``.
+    """Returns an exact copy over the same weights. Modules that it cannot replace stay, and
+    ``verify.row_bits`` finds them.
     """
     clone = with_linears(model, ExactLinear)
     head = clone.get_output_embeddings()
@@ -80,7 +79,7 @@ class ExactLayerNorm(nn.LayerNorm):
 
 @torch.no_grad()
 def use_exact_norms(model: nn.Module) -> None:
-    """Replace the norms of a copy of a model whose results ours equal."""
+    """Replace those norms of a model copy whose results our norms reproduce."""
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
             if "forward" in vars(norm) or hooked(norm):
@@ -92,7 +91,7 @@ def use_exact_norms(model: nn.Module) -> None:
 
 
 def norm_epsilon(module: nn.Module) -> float | None:
-    """Returns the epsilon of what may be an RMS norm; None for other modules."""
+    """Returns the epsilon of a module that may be an RMS norm, or None for other modules."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
         return None
@@ -102,8 +101,8 @@ def norm_epsilon(module: nn.Module) -> float | None:
 
 
 def _kind(module: nn.Module, eps: float) -> tuple[float, bool] | None:
-    """Returns how a module multiplies by its weight, by its results on random rows; None for something
-    else.
+    """Returns how a module applies its weight, found from its results on random rows, or None if it is not an
+    RMS norm.
     """
     weight = module._parameters["weight"]
     assert weight is not None

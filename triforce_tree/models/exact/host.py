@@ -29,7 +29,7 @@ _LEFT_ALONE = (nn.Embedding, nn.Identity, nn.Dropout)
 
 
 def why_not_exact_on_host(model: PreTrainedModel) -> str | None:
-    """Returns why rows of a model on the CPU cannot be computed so; None if they can."""
+    """Returns why a row's bits would depend on other rows for a model on the CPU, or None if they do not."""
     if library() is None:
         return "this machine has no AVX2, or no C compiler for our kernels (gcc or clang)"
     if model.dtype not in _DTYPES:
@@ -41,7 +41,7 @@ def why_not_exact_on_host(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def use_exact_modules(model: PreTrainedModel) -> PreTrainedModel:
-    """Let the modules of a copy of a model compute rows so, for good; returns it.
+    """Make the rows of a model copy's modules independent of each other, permanently. Returns the copy.
 
     Args:
         model: from ``shallow_copy``, on the CPU.
@@ -71,7 +71,7 @@ def _linear(layer: nn.Linear, weight: FewRowMatrix | None, x: Tensor) -> Tensor:
 
 
 def _by_rows(own: Callable[..., Any], x: Tensor, *args: Any, **keywords: Any) -> Any:
-    """Returns a module's result for each row ``[..., D]``, or for each position ``[B, T]`` of a rotary
+    """Returns a module's result, computed for each row ``[..., D]``, or each position ``[B, T]`` of a rotary
     embedding.
     """
     positions = args[0] if args else keywords.get("position_ids")

@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers: where their weights are, and forwards of few rows."""
+"""Mixture-of-experts layers: the modules that hold their weights, and forwards over few tokens."""

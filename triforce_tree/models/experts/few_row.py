@@ -82,7 +82,7 @@ ExpertsInterface.register(FEW_ROW_OR_GROUPED, _few_row_or_grouped)
 
 
 def _biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Of the first and the last product."""
+    """Returns the biases of the first and the last product; None for a product without bias."""
     if not module.has_bias:
         return None, None
     return getattr(module, first_name(module) + "_bias"), module.down_proj_bias
@@ -91,7 +91,7 @@ def _biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
 def _combined(
     module: Any, first: _Linear, last: _Linear, hidden: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
-    """Returns the experts' outputs, weighted by the router: ``[R, D]`` of hidden states ``[R, D]``."""
+    """Returns the experts' outputs ``[R, D]``, weighted by the router, for hidden states ``[R, D]``."""
     inner = first(hidden, ids)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     out = last(inner, ids)
@@ -128,7 +128,9 @@ class LowBitExperts(nn.Module):
         self.shell._parameters = {n: p for n, p in module._parameters.items() if n not in names}
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Returns ``[R, D]`` of hidden states ``[R, D]``, experts ``[R, k]`` and their weights ``[R, k]``."""
+        """Returns ``[R, D]`` for hidden states ``[R, D]``, expert ids ``[R, k]`` and their router weights
+        ``[R, k]``.
+        """
 
         def linear(name: str, bias: Tensor | None) -> _Linear:
             words, scales = getattr(self, f"{name}_words"), getattr(self, f"{name}_scales")

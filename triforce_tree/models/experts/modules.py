@@ -11,8 +11,7 @@ _DOWN = "down_proj"
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules below ``model`` whose experts are fused weights, and which are called with the
-    routing.
+    """Returns the modules below ``model`` that hold fused expert weights and are called with the routing.
 
     Families without transformers' experts interface (Llama 4, DBRX, JetMoE) have none.
     """
@@ -20,7 +19,7 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Returns whether a module holds fused weights of experts behind transformers' experts interface."""
+    """Returns whether a module holds fused expert weights and uses transformers' experts interface."""
     own = module._parameters
     return (
         all(hasattr(module, name) for name in _INTERFACE)
@@ -30,7 +29,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def first_name(module: Any) -> str:
-    """Name of the weight that multiplies the hidden states: gate and up together, or up alone."""
+    """Returns the name of the weight that multiplies the hidden states: gate and up together, or up alone."""
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
@@ -41,10 +40,10 @@ def fused_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Returns the experts of each token among the arguments of a call of such a module.
+    """Returns the expert ids of each token, found among the arguments of a call of such a module.
 
     Raises:
-        TypeError: there are none.
+        TypeError: the arguments have no expert ids.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32):
@@ -53,14 +52,12 @@ def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def distinct(experts: int, per_token: int, tokens: int) -> float:
-    """Returns expected number of different experts that ``tokens`` tokens are routed to, each evenly at
-    random.
-    """
+    """Returns the expected number of different experts for ``tokens`` tokens, if routing is uniformly random."""
     return experts * (1 - (1 - per_token / experts) ** tokens)
 
 
 def experts_per_token(config: Any) -> int | None:
-    """Returns how many experts a token is routed to, by a text configuration; None if it does not say."""
+    """Returns how many experts a token is routed to, by a text configuration, or None if it does not say."""
     for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"):
         value = getattr(config, name, None)
         if isinstance(value, int):

@@ -1,4 +1,6 @@
-"""Weights in host memory, linear layers and experts, as models see them; ``kv/offload`` implements it."""
+"""The interface of weights in host memory (linear layers and experts) that models use; ``kv/offload``
+implements it.
+"""
 
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -7,7 +9,8 @@ from torch import Tensor
 
 
 class Streamed(Protocol):
-    """Weights of decoder layers that are kept in host memory, and copied to the device for each layer's call.
+    """Weights of decoder layers that are kept in host memory and copied to the device for each call of a
+    layer.
 
     Attributes:
         bytes: size of these weights.
@@ -19,31 +22,33 @@ class Streamed(Protocol):
 
     @property
     def slot_bytes(self) -> int:
-        """Returns bytes of the device memory that they are copied into."""
+        """Returns the bytes of the device memory that the weights are copied into."""
 
     @property
     def least_slot_bytes(self) -> int:
-        """Returns the same without experts that stay on the device."""
+        """Returns :meth:`slot_bytes` without the experts that stay on the device."""
 
     @property
     def arrangement(self) -> int:
-        """Changes with the addresses of weights on the device, which captured graphs keep."""
+        """Returns a number that changes with the device addresses of the weights, which captured graphs
+        contain.
+        """
 
     def keep_experts(self, layers: int) -> None:
-        """Let the experts of so many layers stay on the device once they were copied."""
+        """Keep the experts of ``layers`` layers on the device after they were first copied."""
 
     @property
     def copied(self) -> int:
-        """Returns bytes copied so far."""
+        """Returns the bytes copied so far."""
 
     def pass_bytes(self, tokens: int) -> int:
-        """Returns expected bytes that a forward of ``tokens`` tokens copies."""
+        """Returns the expected bytes that a forward of ``tokens`` tokens copies."""
 
     def bring(self, weight: Tensor) -> None:
-        """Copy a parameter to the device; called before it is read outside its layer's call."""
+        """Copy a parameter to the device. Called before it is read outside its layer's call."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Returns a context in which calling a layer copies no weights, as it does not compute."""
+        """Returns a context in which calling a layer copies no weights, for calls that do not compute."""
 
     def check(self) -> None:
         """Raise RuntimeError if the weights have been released."""

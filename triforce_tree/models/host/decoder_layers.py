@@ -1,7 +1,7 @@
-"""Decoder layers on the CPU in two calls, one before their attention and one after it, for few tokens.
+"""Decoder layers on the CPU in two calls for few tokens, one before attention and one after it.
 
-With each module a call of its own, Python and torch take longer than the products of a few tokens. What a
-layer computes is not read from its class: ours replaces it only where both give the same numbers.
+If each module is a call of its own, Python and torch take longer than the products of a few tokens. The class
+of a layer does not decide: our functions replace its forward only if both give the same results.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -27,7 +27,7 @@ _FACTORS = 1.0, 1e4
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a layer is made of, where it is a layer of this kind."""
+    """The modules of a layer of this kind."""
 
     norms: tuple[nn.Module, nn.Module]
     eps: tuple[float, float]
@@ -41,7 +41,8 @@ def use_fused_decoder_layers(
     linears: Collection[nn.Linear],
     fused: Collection[nn.Module],
 ) -> None:
-    """Let decoder layers of a copy of a model whose results ours equal compute by the C library, for good.
+    """Let the C library compute those decoder layers of a model copy whose results it reproduces,
+    permanently.
 
     Args:
         layers: after ``use_fused_layers``; their attention is that of a ``StepModel``.
@@ -82,7 +83,7 @@ def _parts(layer: nn.Module, few_row: Collection[nn.Linear], fused: Collection[n
 
 @torch.no_grad()
 def _same(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
-    """Returns how the layer attends, if ours gives the same results; else None."""
+    """Returns how the layer attends if our functions give the same results, else None."""
     weights = [norm._parameters["weight"] for norm in parts.norms]
     params = None
     try:
@@ -99,7 +100,7 @@ def _same(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
 
 
 def _tried(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
-    """Returns how the layer attends, if ours gives the same results for random inputs; else None."""
+    """Returns how the layer attends if our functions give the same results for random inputs, else None."""
     generator = torch.Generator().manual_seed(0)
     heads = [by.matrix().weight.shape[0] for by in parts.projections]
     dim = getattr(layer.self_attn, "head_dim", None)
@@ -139,7 +140,7 @@ def _forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **keywords: Any,
 ) -> Any:
-    """Returns the layer's forward: in two calls for few rows, else its own."""
+    """Computes the layer in two calls for few rows, and by its own forward for more."""
     x, made = hidden_states, None
     if not args and position_embeddings is not None:
         norms = [Norm(norm.weight, eps) for norm, eps in zip(parts.norms, parts.eps, strict=True)]  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Norms, gated MLPs and rotary embeddings of a model on the CPU, each in one call for few tokens.
+"""Norms, gated MLPs and rotary embeddings of a model on the CPU, each computed in one call for few tokens.
 
-A decoder layer of transformers is some 60 calls of torch, which take longer than its products where a pass
-has a few tokens. What a module computes is not read from its class: ours replaces its forward only where both
-give the same numbers.
+A decoder layer of transformers makes about 60 calls of torch, which take longer than its products if a pass
+has few tokens. The class of a module does not decide: our function replaces a forward only if both give the
+same results.
 """
 
 import inspect
@@ -27,15 +27,15 @@ _TOLERANCE = 1e-5
 
 @torch.no_grad()
 def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bool = False) -> set[nn.Module]:
-    """Let the modules of a copy of a model whose results ours equal compute by the C library, for good.
+    """Let the C library compute those modules of a model copy whose results it reproduces, permanently.
 
     Args:
         model: from ``shallow_copy``.
-        linears: those whose forwards ``use_few_row_linears`` has replaced.
-        exact: any number of rows, so that a row's bits do not depend on it.
+        linears: linear layers whose forwards ``use_few_row_linears`` has replaced.
+        exact: whether the C library computes any number of rows, so that a row's bits do not depend on it.
 
     Returns:
-        the modules whose forwards are ours now.
+        The modules whose forwards were replaced.
     """
     if library() is None or torch.get_default_device().type == "meta":
         return set()
@@ -82,7 +82,7 @@ def equal(found: Tensor, expected: Tensor) -> bool:
 
 
 def norm_epsilon(module: nn.Module) -> float | None:
-    """Returns the epsilon of what may be an RMS norm in fp32 on the CPU; None for other modules."""
+    """Returns the epsilon of a module that may be an RMS norm in fp32 on the CPU, or None for other modules."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
         return None
@@ -100,7 +100,9 @@ def _norm(module: Any, eps: float, x: Tensor) -> Tensor:
 def gated_parts(
     module: nn.Module, few_row: Collection[nn.Linear]
 ) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
-    """Returns the gate, up and down projections of what may be a gated MLP; None for other modules."""
+    """Returns the gate, up and down projections of a module that may be a gated MLP, or None for other
+    modules.
+    """
     parts = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(isinstance(part, nn.Linear) and part in few_row and not hooked(part) for part in parts):
         return None
@@ -116,7 +118,9 @@ def gated_parts(
 def _mlp(
     many: Callable[[Tensor], Tensor] | None, down: nn.Linear, gate: FewRowMatrix, up: FewRowMatrix, x: Tensor
 ) -> Tensor:
-    """``many`` computes more than ``MOST_ROWS`` rows; None: ours does too, in parts."""
+    """Computes a gated MLP. More than ``MOST_ROWS`` rows are computed by ``many`` or, if it is None, by our
+    function in parts.
+    """
     if x.numel() > MOST_ROWS * x.shape[-1]:
         if many is not None:
             return many(x)
@@ -127,9 +131,10 @@ def _mlp(
 
 
 def _with_rotary(forward: Callable[..., Any]) -> FunctionType | None:
-    """Returns an attention module's forward that finds our rotary embedding under transformers' name.
+    """Returns an attention module's forward that calls our rotary embedding in place of transformers'
+    function.
 
-    None where the family's own computes something else, or the forward is wrapped.
+    Returns None if the family's own function computes something else, or if the forward is wrapped.
     """
     if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
         return None

@@ -1,9 +1,9 @@
-"""Linear layers for few fp32 rows on the CPU, through our C kernel, or else oneDNN.
+"""Linear layers for few fp32 rows on the CPU, computed by our C kernel or by oneDNN.
 
 A tree forward multiplies 1 to 64 rows by each weight matrix. torch's default GEMM is optimised for more rows,
-and reads the weights at half of the memory's speed. Weights whose values all fit 16 bits, as those of most
-checkpoints do, are read from a copy in 16 bits: the same numbers in half of the bytes. Level 1 may have other
-numbers, of 8 bits (:class:`Int8Linear`).
+and reads the weights at half of the memory's speed. If all values of a weight can be represented in 16 bits,
+as in most checkpoints, it is read from a 16-bit copy: the same numbers in half of the bytes. Level 1 may use
+other numbers, of 8 bits (:class:`Int8Linear`).
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 class FewRowMatrix(Protocol):
-    """A weight as the C kernel reads it."""
+    """A weight in the form that the C kernel reads."""
 
     def matrix(self) -> fp32.Matrix: ...
 
@@ -66,7 +66,7 @@ class Int8Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Returns fp32 ``[out_features, in_features]``: some families read it, or its dtype, themselves."""
+        """Returns the weight in fp32, ``[out_features, in_features]``; some families read it or its dtype."""
         return fp32.widened(self.matrix())
 
     def matrix(self) -> fp32.Matrix:
@@ -74,17 +74,16 @@ class Int8Linear(nn.Linear):
         return fp32.matrix(self.codes, bias, self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., in_features]`` to ``[..., out_features]``."""
         return _linear(self, self, x)
 
 
 def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
-    """Let plain fp32 ``nn.Linear`` layers on the CPU run few rows by our kernel or oneDNN.
+    """Let plain fp32 ``nn.Linear`` layers on the CPU compute few rows by our kernel or oneDNN.
 
-    Layers whose ``forward`` another library has replaced are left alone.
+    Layers whose ``forward`` another library has replaced are left unchanged.
 
     Returns:
-        these layers, and those of 8 bits, which run few rows so in any case.
+        These layers, and the 8-bit layers, which always compute few rows by our kernel.
     """
     native = library() is not None
     replaced = [
@@ -104,11 +103,11 @@ def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
 
 
 class FewRowWeight:
-    """A layer's weight as the C kernel reads it.
+    """A layer's weight in the form that the C kernel reads.
 
     Args:
-        layer: with fp32 weights on the CPU.
-        narrow: use a copy in 16 bits where that has the same values.
+        layer: has fp32 weights on the CPU.
+        narrow: whether to use a 16-bit copy if it has the same values.
     """
 
     def __init__(self, layer: nn.Linear, narrow: bool = True) -> None:
@@ -117,7 +116,9 @@ class FewRowWeight:
         self._made_from: tuple[int, int] | None = None
 
     def matrix(self) -> fp32.Matrix:
-        """Made at the first call, and again after the weight was changed in place or exchanged."""
+        """Returns the matrix, which is made at the first call, and again after the weight was changed or
+        replaced.
+        """
         weight = self._layer.weight
         source = _state(weight)
         if self._matrix is None or source != self._made_from:
@@ -150,7 +151,7 @@ def _in_16_bits(weight: Tensor, state: tuple[int, int]) -> Tensor | None:
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
-    """Differs after every change of a weight's values, as far as torch counts them."""
+    """Returns numbers that differ after every change of a weight's values, as far as torch counts changes."""
     return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
 

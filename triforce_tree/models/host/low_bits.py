@@ -1,7 +1,8 @@
-"""Copies of a model for the CPU whose linear layers have weights of 8 bits, for level 1.
+"""Copies of a model for the CPU whose linear layers have 8-bit weights, for level 1.
 
-A pass of a few tokens takes as long as its weights take to be read: in int8 a quarter of fp32's bytes. The
-head is copied too, which in small models with large vocabularies is a fifth of the weights and more.
+A pass over a few tokens takes as long as reading its weights, and int8 weights have a quarter of fp32's
+bytes. The head is copied too, because it is a fifth of the weights or more in small models with large
+vocabularies.
 """
 
 from typing import Any

@@ -1,1 +1,1 @@
-"""How layers compute the many rows of a prefill on a GPU."""
+"""Computes layers over the many tokens of a prefill on a GPU."""

@@ -1,8 +1,8 @@
-"""Norms, gated MLPs and rotary embeddings of a model in prefill on a GPU, each by one kernel.
+"""Norms, gated MLPs and rotary embeddings of a model in prefill on a GPU, each computed by one kernel.
 
-transformers computes them by some thirty elementwise operations a layer, each of which reads and writes
-device memory. What a module computes is not read from its class: a module is replaced where ours gives the
-same bits on a CPU, for a stand-in of the module with a few weights. Others keep their own forwards.
+transformers computes them by about thirty elementwise operations per layer, each of which reads and writes
+device memory. The class of a module does not decide. A module is replaced if our kernel gives the same bits
+on a CPU for a stand-in: a module of the same class with a few weights. Other modules keep their own forwards.
 """
 
 import inspect
@@ -29,7 +29,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class _Replacement:
-    """How a module of these types, its own and its children's, computes."""
+    """The replacement of a module, found by its own type and the types of its children."""
 
     types: tuple[type, ...]
     make: Callable[[Any], Callable[..., Any]]
@@ -69,8 +69,8 @@ class PrefillLayers:
                 self._found[name] = _Replacement(_types(module), make)
 
     def attach(self, copy: nn.Module) -> None:
-        """Let the modules of a copy compute so, but for those that were exchanged since or have forwards of
-        their own.
+        """Replace the modules of a copy, except modules that were exchanged since or have forwards of their
+        own.
 
         Args:
             copy: from ``shallow_copy`` of the model.
@@ -87,7 +87,7 @@ def _types(module: nn.Module) -> tuple[type, ...]:
 
 
 def _stand_in(module: nn.Module, **changed: Any) -> Any:
-    """Returns a module of the same class and settings, with other parameters and children."""
+    """Returns a module of the same class and settings with other parameters and children."""
     made = object.__new__(type(module))
     children, parameters = dict(module._modules), dict(module._parameters)
     for name, value in changed.items():
@@ -111,7 +111,7 @@ def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def _norm_kind(module: nn.Module) -> tuple[float, bool] | None:
-    """``shift`` and ``late`` of ``row_rms_norm`` for what may be an RMS norm; None for something else."""
+    """Returns ``shift`` and ``late`` of ``row_rms_norm`` if a module computes an RMS norm, else None."""
     weight = module._parameters["weight"]
     assert weight is not None
     dtype, eps = weight.dtype, norm_epsilon(module)
@@ -148,7 +148,9 @@ def _norm_forward(eps: float, kind: tuple[float, bool], module: Any) -> Callable
 
 
 def _layer_maker(layer: nn.Module, structure: Structure) -> Callable[[Any], Callable[..., Any]] | None:
-    """Makes the forward of a decoder layer; None where its middle norm is not ours."""
+    """Returns a function that makes the forward of a decoder layer, or None if its middle norm is not
+    replaced.
+    """
     norm = getattr(layer, structure.middle)
     if "forward" in vars(norm) or (eps := norm_epsilon(norm)) is None or (kind := _norm_kind(norm)) is None:
         return None
@@ -181,7 +183,7 @@ def _alike(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
 
 
 def _activation(module: nn.Module, dtype: torch.dtype) -> str | None:
-    """Returns the activation of what may be a gated MLP, as ``gated`` calls it; None for other modules."""
+    """Returns the activation of a gated MLP by its name in ``gated``, or None for other modules."""
     children = module._modules
     separate = all(name in children for name in _SEPARATE)
     if not separate and not all(name in children for name in _TOGETHER):
@@ -220,7 +222,7 @@ def _mlp(module: Any, separate: bool, gate_by: Callable[[Tensor, Tensor], Tensor
 
 
 def _hooked_activation(module: nn.Module) -> bool:
-    """Returns whether a hook waits for calls of what the kernel computes."""
+    """Returns whether a module that the kernel would compute has a hook or a forward of its own."""
     computed = [child for name, child in module._modules.items() if name not in (*_SEPARATE, *_TOGETHER)]
     return any(child and (hooked(child) or "forward" in vars(child)) for child in computed)
 
@@ -233,9 +235,10 @@ def _mlp_forward(activation: str, module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _with_rotary(forward: Callable[..., Any], dtype: torch.dtype) -> FunctionType | None:
-    """Returns an attention module's forward that finds our rotary embedding under transformers' name.
+    """Returns an attention module's forward that calls our rotary embedding in place of transformers'
+    function.
 
-    None where the family's own computes something else, or the forward is wrapped.
+    Returns None if the family's own function computes something else, or if the forward is wrapped.
     """
     if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
         return None
@@ -258,7 +261,7 @@ def _with_rotary(forward: Callable[..., Any], dtype: torch.dtype) -> FunctionTyp
 
 
 def _rotates(own: Any, dtype: torch.dtype, kind: torch.dtype, width: int) -> bool:
-    """Returns whether a family's rotary embedding of ``width`` elements of a head is ``rotary``."""
+    """Returns whether a family's rotary embedding of ``width`` elements of a head equals ``rotary``."""
     q, k = (_random(2, heads, _ROWS, _HEAD, dtype=dtype, seed=heads) for heads in (2, 1))
     cos, sin = (_random(2, _ROWS, width, dtype=kind, seed=seed) for seed in (3, 4))
     try:

@@ -12,12 +12,12 @@ AddNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Structure(NamedTuple):
-    """Names of a layer's norms beside ``self_attn`` and ``mlp``.
+    """Attribute names of a layer's norms, beside ``self_attn`` and ``mlp``.
 
     Attributes:
-        before: of the input of attention.
-        middle: of the sum of attention and residual.
-        after_attention, after_mlp: of their outputs; None without.
+        before: the norm of attention's input.
+        middle: the norm of the sum of attention and residual.
+        after_attention, after_mlp: the norms of their outputs; None without such a norm.
     """
 
     before: str
@@ -45,7 +45,9 @@ _STRUCTURES = (
 
 
 def forward_by(add_norm: AddNorm, layer: Any, structure: Structure) -> Callable[..., Tensor]:
-    """Returns the layer's forward with ``add_norm``, of attention and residual to their sum and its norm."""
+    """Returns the layer's forward with ``add_norm``, which maps attention and residual to their sum and its
+    norm.
+    """
     before, _, after_attention, after_mlp = structure
 
     def forward(hidden_states: Tensor, **keywords: Any) -> Tensor:
@@ -61,7 +63,7 @@ def forward_by(add_norm: AddNorm, layer: Any, structure: Structure) -> Callable[
 
 
 class _Part(nn.Module):
-    """A part of a stand-in: some function, with what it was given."""
+    """A part of a stand-in: it applies a given function and records its arguments."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -74,10 +76,10 @@ class _Part(nn.Module):
 
 @torch.no_grad()
 def structure_of(module: nn.Module, stand_in: Callable[..., Any]) -> Structure | None:
-    """Returns the structure with which :func:`forward_by` computes what a module does; None for other
-    modules.
+    """Returns the structure with which :func:`forward_by` computes the same as a module, or None if there is
+    none.
 
-    Attention must be told as much as by the module's own forward.
+    Attention must receive the same arguments as from the module's own forward.
 
     Args:
         stand_in: makes a module of the same class with other children.

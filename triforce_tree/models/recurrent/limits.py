@@ -1,4 +1,4 @@
-"""What recurrent layers are limited to: targets of two levels, chains of proposed tokens."""
+"""Limits of models with recurrent layers: two levels, and chains of proposed tokens instead of trees."""
 
 from dataclasses import replace
 from typing import NoReturn
@@ -12,15 +12,15 @@ _CHAIN = "chain:5"
 
 
 def within_limits(name: str, config: HierarchyConfig, draft_model: bool) -> HierarchyConfig:
-    """Settings that a model with recurrent layers can be decoded with.
+    """Returns settings that a model with recurrent layers can be decoded with.
 
     Args:
-        name: of the model, for errors.
-        config: the settings; with a draft model the default tree becomes a chain.
-        draft_model: whether a draft model grows ``config.tree``; else it is the drafter's own.
+        name: name of the model, for error messages.
+        config: the settings. With a draft model the default tree becomes a chain.
+        draft_model: whether a draft model grows ``config.tree``. Otherwise the drafter chooses its own tree.
 
     Raises:
-        ValueError: three levels, or a tree that branches.
+        ValueError: the settings have three levels, or a tree that branches.
     """
     if config.levels == 3:
         raise ValueError(
@@ -45,7 +45,7 @@ def within_limits(name: str, config: HierarchyConfig, draft_model: bool) -> Hier
 
 
 def refuse_draft(name: str) -> NoReturn:
-    """Raise UnsupportedModelError: a draft has recurrent layers."""
+    """Raise UnsupportedModelError, because a draft model has recurrent layers."""
     raise UnsupportedModelError(
         f"{name} keeps recurrent state, and a draft sees a window of the newest tokens, which a state cannot "
         "be cut to; use a draft without such layers, or none (suffix matching)"
@@ -53,7 +53,7 @@ def refuse_draft(name: str) -> NoReturn:
 
 
 def refuse_without_attention(name: str) -> NoReturn:
-    """Raise UnsupportedModelError: a model has recurrent layers alone."""
+    """Raise UnsupportedModelError, because all layers of a model are recurrent."""
     raise UnsupportedModelError(
         f"{name} has recurrent layers alone; hierarchical decoding needs layers with attention"
     )

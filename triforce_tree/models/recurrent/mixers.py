@@ -1,9 +1,9 @@
-"""The recurrent mixers of a model: which modules they are, and copies that use the running forward's states.
+"""Finds the recurrent mixers of a model, and makes copies that use the states of the running forward.
 
-transformers writes all of them to one pattern: projections; a causal convolution over what the cache's
-``update_conv_state`` returns; one function that scans the recurrence; projections. The pass-through cache
-serves the first, and on our copies the forward of a mixer finds another function under the scan's name
-(``scans``). Linear layers, norms and gates run unchanged, over all rows of a pass at once.
+transformers writes all mixers to one pattern: projections; a causal convolution over the result of the
+cache's ``update_conv_state``; one function that scans the recurrence; projections. Our pass-through cache
+provides the convolution's input. In our copies the name of the scan function refers to a function of ours
+(``scans``). Linear layers, norms and gates run unchanged over all tokens of a pass at once.
 """
 
 import inspect
@@ -20,23 +20,24 @@ _STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of a model whose forward has a causal convolution, and a known recurrence or
+    """Returns the modules of a model whose forward has a causal convolution, and either a known recurrence or
     none.
     """
     return [module for module in model.modules() if _known(_names(module))]
 
 
 def unknown_mixers(model: nn.Module) -> set[str]:
-    """Returns names of the classes in a model that keep a recurrent state in some other way."""
+    """Returns the names of the classes in a model that keep a recurrent state in some other way."""
     return {type(m).__name__ for m in model.modules() if _STATES & _names(m) and not _known(_names(m))}
 
 
 def attach(model: nn.Module, in_chunks: bool) -> None:
-    """Let the mixers of a copy of a model use the states of the running forward.
+    """Make the mixers of a copy of a model use the states of the running forward.
 
     Args:
-        model: from ``shallow_copy`` or ``few_row_copy``; its mixers are changed for good.
-        in_chunks: compute recurrences by transformers' own functions (prompts), else row by row.
+        model: from ``shallow_copy`` or ``few_row_copy``; its mixers are changed permanently.
+        in_chunks: whether recurrences are computed by transformers' own functions (for prompts). Otherwise
+            they are computed token by token.
 
     Raises:
         ValueError: another library has replaced a mixer's forward.
@@ -59,7 +60,7 @@ def _forward(module: nn.Module) -> Any:
 
 
 def _names(module: nn.Module) -> set[str]:
-    """Of the functions and attributes that its forward uses."""
+    """Returns the names of functions and attributes that a module's forward uses."""
     code = getattr(_forward(module), "__code__", None)
     return set(code.co_names) if code is not None else set()
 

@@ -1,4 +1,6 @@
-"""The cache that transformers' layers get from us, which stores nothing, and its name as an argument."""
+"""A transformers cache that stores nothing and passes new keys and values through, and its name as an
+argument.
+"""
 
 from typing import Any
 
@@ -15,8 +17,8 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 class PassThrough(Cache):
     """A transformers cache that returns new keys and values to the attention function, which stores them.
 
-    Convolutions get their inputs with those before them. There never is a recurrent state: the functions that
-    scan a recurrence (``models/recurrent``) know where theirs is.
+    A convolution gets its new inputs preceded by earlier ones. The cache never has a recurrent state, because
+    the functions that scan a recurrence (``models/recurrent``) find their state elsewhere.
     """
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ class StateShapes:
     """Shapes of the states of one sequence, in the order of the forward.
 
     Attributes:
-        convolutions: (channels, columns) of each causal convolution; the columns are its newest inputs, one
-            less than its kernel is wide.
+        convolutions: (channels, columns) of each causal convolution. The columns are its newest inputs; there
+            is one column less than the width of the kernel.
         recurrences: (heads, values, keys) of each recurrence.
     """
 
@@ -28,8 +28,8 @@ class StateShapes:
     recurrences: tuple[tuple[int, int, int], ...]
 
     def bytes(self, itemsize: int) -> int:
-        """Returns bytes of one sequence's states; ``itemsize`` is that of the convolutions, recurrences are
-        fp32.
+        """Returns the bytes of one sequence's states; ``itemsize`` is that of the convolutions. Recurrences
+        are fp32.
         """
         convolutions = sum(channels * columns for channels, columns in self.convolutions)
         return convolutions * itemsize + 4 * sum(h * v * k for h, v, k in self.recurrences)
@@ -37,7 +37,7 @@ class StateShapes:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a recurrence reads for T rows (``kernels.recurrent.linear_recurrence``), fp32."""
+    """The inputs of a recurrence for T tokens (see ``kernels.recurrent.linear_recurrence``), fp32."""
 
     q: Tensor
     k: Tensor
@@ -51,17 +51,15 @@ class RecurrentPass(Protocol):
     """The states of one forward over T new tokens of each sequence; ``number`` counts calls from 0."""
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
-        """Returns the inputs of a convolution with those before them.
+        """Returns the inputs of a convolution, preceded by the inputs that it keeps: ``[B, channels, columns
+        + T]``.
 
         Args:
             new: ``[B, channels, T]``.
-
-        Returns:
-            ``[B, channels, columns + T]``.
         """
 
     def recur(self, number: int, rows: Rows) -> Tensor:
-        """Returns outputs fp32 ``[B, T, H, V]`` of a recurrence."""
+        """Returns the outputs of a recurrence, fp32 ``[B, T, H, V]``."""
 
 
 class ChunkPass(RecurrentPass, Protocol):
@@ -71,7 +69,7 @@ class ChunkPass(RecurrentPass, Protocol):
         """Returns the state ``[B, H, V, K]`` that a recurrence starts from; None for zeros."""
 
     def keep(self, number: int, state: Tensor) -> None:
-        """The state ``[B, H, V, K]`` after the last token, where the model's own code has computed it."""
+        """Keep the state ``[B, H, V, K]`` after the last token, which the model's own code has computed."""
 
 
 class _Running(threading.local):
@@ -85,10 +83,10 @@ _running = _Running()
 
 @contextmanager
 def running(states: RecurrentPass | None, first: tuple[int, int] = (0, 0)) -> Iterator[None]:
-    """Inside, the recurrent layers of a forward use these states.
+    """A context in which the recurrent layers of a forward use these states.
 
     Args:
-        first: numbers of the next convolution and recurrence, where a forward does not begin at layer 0.
+        first: numbers of the next convolution and recurrence, for a forward that does not begin at layer 0.
     """
     _running.states, (_running.convolutions, _running.recurrences) = states, first
     try:
@@ -98,7 +96,7 @@ def running(states: RecurrentPass | None, first: tuple[int, int] = (0, 0)) -> It
 
 
 def reached() -> tuple[int, int]:
-    """Returns numbers of the next convolution and recurrence after the layers that ran last in
+    """Returns the numbers of the next convolution and recurrence, after the layers that ran last in
     :func:`running`.
     """
     return _running.convolutions, _running.recurrences
@@ -113,21 +111,22 @@ def _states() -> RecurrentPass:
 
 
 def convolve(new: Tensor, columns: int) -> Tensor:
-    """``RecurrentPass.convolve`` of the forward's next convolution."""
+    """Returns ``RecurrentPass.convolve`` for the forward's next convolution."""
     operator = torch.ops.triforce_tree.recurrent_convolve if torch.compiler.is_compiling() else _convolve_now
     return operator(new, columns)
 
 
 def recur(rows: Rows) -> Tensor:
-    """``RecurrentPass.recur`` of the forward's next recurrence."""
+    """Returns ``RecurrentPass.recur`` for the forward's next recurrence."""
     operator = torch.ops.triforce_tree.recurrent_recur if torch.compiler.is_compiling() else _recur_now
     return operator(rows.q, rows.k, rows.v, rows.decay, rows.rates, rows.beta)
 
 
 def recur_by(own: Callable[[Tensor | None], Tensor]) -> None:
-    """The forward's next recurrence is computed by the model's own code: initial state to final state.
+    """Compute the forward's next recurrence by the model's own code, which maps the initial to the final
+    state.
 
-    Only in forwards over a :class:`ChunkPass`.
+    This is possible only in forwards over a :class:`ChunkPass`.
     """
     number, states = _running.recurrences, cast(ChunkPass, _states())
     _running.recurrences += 1

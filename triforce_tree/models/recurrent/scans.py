@@ -1,9 +1,10 @@
-"""transformers' functions of each kind of recurrence, in two forms that take the running forward's state.
+"""transformers' function for each kind of recurrence, in two forms that use the running forward's state.
 
-In rows, those of a decoding pass are computed one by one (``kernels.recurrent``), as decoding token by token
-does. In chunks, a part of a prompt is computed by transformers' own function, which starts from the given
-state: matrix products over chunks, equal up to rounding. Both return the output as the replaced function
-does, and a second value in place of the final state, which the running forward has kept.
+The form ``rows`` computes the tokens of a decoding pass one by one (``kernels.recurrent``), as decoding token
+by token does. The form ``chunks`` computes a part of a prompt by transformers' own function, which starts
+from the given state and multiplies matrices by chunks; its results are equal up to rounding. Both return the
+output of the replaced function, and a second value in place of the final state, which the running forward
+has kept.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,8 @@ def _mamba2_rows(
     dt_softplus: bool = False,
     **__: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``x`` ``[B, T, H, V]``, ``dt`` ``[B, T, H]``, ``a`` ``[H]``, ``b`` and ``c`` ``[B, T, G, K]``.
+    """Computes Mamba 2 for ``x`` ``[B, T, H, V]``, ``dt`` ``[B, T, H]``, ``a`` ``[H]``, ``b`` and ``c`` ``[B,
+    T, G, K]``.
 
     Like transformers' function for a single token it ignores limits of ``dt``.
     """
@@ -69,7 +71,9 @@ def _delta_rows(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``q``, ``k`` ``[B, T, G, K]``, ``v`` ``[B, T, H, V]``, ``g`` ``[B, T, H]`` or ``[B, T, H, K]``."""
+    """Computes the delta rule for ``q``, ``k`` ``[B, T, G, K]``, ``v`` ``[B, T, H, V]``, ``g`` ``[B, T, H]``
+    or ``[B, T, H, K]``.
+    """
     query, key = q.float(), k.float()
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPSILON) for x in (query, key))
@@ -107,7 +111,9 @@ def _mamba_rows(
     delta_softplus: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``x``, ``dt`` and ``z`` ``[B, V, T]``, ``a`` ``[V, K]``, ``b`` and ``c`` ``[B, K, T]``: one head."""
+    """Computes Mamba (one head) for ``x``, ``dt`` and ``z`` ``[B, V, T]``, ``a`` ``[V, K]``, ``b`` and ``c``
+    ``[B, K, T]``.
+    """
     bias = None if delta_bias is None else delta_bias[:, None]
     step = _step(dt, bias, delta_softplus)
     value, decay, key, query = (
@@ -122,7 +128,7 @@ def _mamba_rows(
 
 
 def _mamba_chunks(own: Callable[..., Any]) -> Scan:
-    """transformers' own function has no initial state, so that rows serve prompts too."""
+    """Returns the form ``rows`` for prompts too, because transformers' own function takes no initial state."""
     return _mamba_rows
 
 
