@@ -57,7 +57,7 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 class Engine:
-    """A target, its draft and their settings, ready to generate. Made by :func:`load`.
+    """A target, its drafter and their settings, ready to generate. It is made by :func:`load`.
 
     Args:
         target: a transformers causal LM.
@@ -98,11 +98,11 @@ class Engine:
         self._hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
 
     def with_options(self, **options: Unpack[Options]) -> "Engine":
-        """Returns an engine over the same models with other options (those of :func:`load`).
+        """Returns an engine over the same models with other options of :func:`load`.
 
         Raises:
-            ValueError: impossible options; another ``offload_weights``; ``tree`` or ``lookup`` where the
-                drafter does not take them.
+            ValueError: the options are impossible; ``offload_weights`` differs; or ``tree`` or ``lookup`` was
+                given although the drafter does not take it.
         """
         given = flat_options(options)
         check_drafter_options(self._hierarchy.own_drafter, self._hierarchy.draft, given)
@@ -118,39 +118,45 @@ class Engine:
         return other
 
     def with_drafter(self, drafter: Drafter | None) -> "Engine":
-        """Returns an engine over the same target and options with another drafter; None: suffix matching."""
+        """Returns an engine over the same target and options with another drafter. None means suffix
+        matching.
+        """
         other = copy.copy(self)
         other._hierarchy = Hierarchy(self.target, drafter, self._config)
         return other
 
     @property
     def target(self) -> HFModel:
-        """Returns the target: levels 1 and 2."""
+        """Returns the target model, which levels 1 and 2 run."""
         return self._hierarchy.target
 
     @property
     def draft(self) -> HFModel | None:
-        """Returns the draft model; None for any other drafter."""
+        """Returns the draft model, or None for any other drafter."""
         return self._hierarchy.draft
 
     @property
     def token_map(self) -> TokenMap | None:
-        """Returns the draft model's token ids for the target's; None where these are the same."""
+        """Returns the map from the draft model's token ids to the target's, or None if they are the same."""
         return self._hierarchy.tokens
 
     @property
     def guard(self) -> GuardReport:
-        """What of the target was compared with transformers' own forward."""
+        """Returns the report of the comparison of our forwards with transformers' own forward of the
+        target.
+        """
         return self._hierarchy.guard
 
     @property
     def config(self) -> HierarchyConfig:
-        """Returns the settings of the last generation, or before one those that were given."""
+        """Returns the settings of the last generation; before the first generation, the settings that were
+        given.
+        """
         return self._hierarchy.config
 
     @property
     def memory(self) -> MemoryPlan | None:
-        """Returns where the last generation kept its KV slots; None if nothing may be offloaded."""
+        """Returns the memory plan of the last generation, or None if nothing may be offloaded."""
         return self._hierarchy.memory
 
     @property
@@ -164,25 +170,23 @@ class Engine:
         return self._hierarchy.last_program
 
     def levels(self, prompt_tokens: int) -> int:
-        """Returns how many levels a prompt of this length gets."""
+        """Returns the number of levels that a prompt of this length gets."""
         return self._hierarchy.levels(prompt_tokens)
 
     def release(self) -> None:
-        """Free the buffers of the last generation; the next one makes new ones."""
+        """Free the buffers of the last generation. The next generation makes new ones."""
         self._hierarchy.release()
 
     def generation(self) -> AbstractContextManager[None]:
-        """Returns a context in which this thread alone generates with these models, in their present
-        state.
-        """
+        """Returns a context in which only this thread generates with these models, as they are now."""
         return self._hierarchy.generation()
 
     def active(self) -> AbstractContextManager[None]:
-        """Returns a context in which both models can compute, for one thread at a time."""
+        """Returns a context in which both models can compute; one thread at a time can be in it."""
         return self._hierarchy.active()
 
     def session(self, document: Inputs | None = None, *, reserve: int = RESERVE) -> Session:
-        """Returns a text or a conversation of which each call prefills the new tokens alone: see
+        """Returns a session: a text or a conversation of which each call prefills only the new tokens; see
         :class:`Session`.
         """
         return Session(self, document, reserve)
@@ -194,8 +198,8 @@ class Engine:
     tree = tree_of
 
     def in_session(self, tokens: int) -> "Engine":
-        """Returns the same engine over the same buffers, made for so many tokens, which keeps all they
-        hold.
+        """Returns an engine over the same buffers, which are made for ``tokens`` tokens and keep their
+        contents.
         """
         other = copy.copy(self)
         other._in_session, other._capacity = True, min(tokens, self.target.max_positions or tokens)
@@ -206,7 +210,9 @@ class Engine:
         return "all" if self._in_session else "chunks" if self._config.prefix_cache else "none"
 
     def close(self) -> None:
-        """Free the last generation's buffers, and weights in host memory: calls then raise RuntimeError."""
+        """Free the last generation's buffers and the weights in host memory. Later calls raise
+        RuntimeError.
+        """
         with self._hierarchy.alone():
             self._hierarchy.release()
             self._hierarchy.prefixes.clear()
@@ -214,11 +220,11 @@ class Engine:
                 self.target.streamed.close()
 
     def memory_plan(self, prompt_tokens: int, new_tokens: int) -> MemoryPlan | None:
-        """Returns where a generation of such a prompt would keep its KV slots; None unless they may be
-        offloaded.
+        """Returns the memory plan of a generation of such a prompt, or None unless KV slots may be offloaded.
 
         Raises:
-            ValueError: memory is short, or what would have to be offloaded cannot be; less than a token.
+            ValueError: memory is too small, the model's data cannot be offloaded as needed, or a number of
+                tokens is less than 1.
         """
         if prompt_tokens < 1 or new_tokens < 1:
             raise ValueError(f"prompt_tokens={prompt_tokens} and new_tokens={new_tokens} must be at least 1")
@@ -227,7 +233,7 @@ class Engine:
             return self._hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
     def _choose_settings(self, prompts: list[list[int]], new_tokens: int, pool_slots: int = 0) -> None:
-        """Plan the memory, and apply the device's defaults for these prompts where it is not short."""
+        """Plan the memory. If it is not limited, apply the device's defaults for these prompts."""
         hierarchy, self._hierarchy.config = self._hierarchy, self._config
         hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given, pool_slots)
         # The defaults are measured with the full cache and all weights on the device.
@@ -240,13 +246,13 @@ class Engine:
     def program(
         self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None
     ) -> Iterator[DecodingProgram]:
-        """Returns a context with the buffers and stages that :meth:`generate` would run for these prompts.
+        """Returns a context with the buffers and stages that :meth:`generate` would use for these prompts.
 
         Args:
-            to_probs: logits to distributions, for the stages; None where only forwards are run.
+            to_probs: maps logits to distributions, for the stages; None if only forwards are run.
 
         Raises:
-            ValueError: a prompt is too long, or memory is short.
+            ValueError: a prompt is too long, or memory is too small.
         """
         for prompt in prompts:
             self.target.check_length(len(prompt), new_tokens)
@@ -290,29 +296,32 @@ class Engine:
             inputs: text, token ids ``[L]`` or ``[B, L]`` (tensor, array, list; rows of a list may differ in
                 length), a list of texts, what a tokenizer returns, or a list of messages (dicts with role and
                 content; a last one of the assistant is continued) or of such lists, by the tokenizer's chat
-                template. Sequences of a batch run together, as many as memory holds, and one that has ended
-                makes room for the next; or one by one where a logits processor reads the tokens so far.
-            input_ids: token ids by transformers' own keyword, instead.
-            attention_mask: of the ids' shape; tokens with mask 0 are padding, on either side, and left out.
+                template. Sequences of a batch run together, as many as memory holds; when one ends, the next
+                one begins. They run one by one if a logits processor reads the previous tokens.
+            input_ids: token ids under transformers' own keyword, instead of ``inputs``.
+            attention_mask: has the shape of the ids; tokens with mask 0 are padding, on either side, and are
+                left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
-                in transformers; ``stop_strings`` needs a tokenizer. Where they keep state, nothing is
-                drafted (``generation/kept_state.py``).
+                in transformers; ``stop_strings`` needs a tokenizer. If they keep state, nothing is drafted
+                (``generation/kept_state.py``).
             streamer: as in transformers, or one for each sequence; see :class:`Streamers`.
-            seed: of all draws, each sequence's own (``verify.draws.sequence_seed``); by default from torch's
-                global generator. A list has the seed of each sequence, or None: its text then depends on its
-                seed, prompt and options alone, and not on the drafter or on what is decoded beside it, but
-                fewer drafted tokens are accepted (``verify/seeded.py``).
+            seed: the seed of all draws, from which each sequence derives its own
+                (``verify.draws.sequence_seed``); by default it is drawn from torch's global generator. A list
+                has the seed of each sequence, or None: its text then depends on its seed, prompt and options
+                alone, and not on the drafter or on what is decoded beside it, but fewer drafted tokens are
+                accepted (``verify/seeded.py``).
             logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
-            progress: called with the number of kept tokens, then with that of each chunk after it.
-            pinned: called with the bytes of host memory that an offloaded cache allocates, as it does.
-            max_batch: most sequences that are decoded together; by default as many as memory holds.
-            joining: where further prompts come from while the batch runs.
+            progress: called with the number of prompt tokens that were kept, then with the number of tokens
+                of each prefilled chunk.
+            pinned: called while an offloaded cache allocates host memory, with the number of bytes.
+            max_batch: the most sequences that are decoded together; by default as many as memory holds.
+            joining: the source of further prompts while the batch runs.
             kwargs: options of ``GenerationConfig``: max_new_tokens, temperature, top_k, top_p, do_sample,
                 num_beams, num_return_sequences, output_scores, ...; one that is not supported raises.
 
         Raises:
-            ValueError: an empty or too long prompt, an unsupported option, NaN logits.
-            RuntimeError: called from a callback of a generation with the same models.
+            ValueError: a prompt is empty or too long, an option is not supported, or logits are NaN.
+            RuntimeError: the call comes from a callback of a generation with the same models.
         """
         self.target.check_sizes()
         request = Request.read(
@@ -349,7 +358,8 @@ class Engine:
         """Returns the ``custom_generate`` callable, which transformers' ``generate`` runs after its
         preparation.
 
-        It returns None where the sequences must be decoded one by one; a single one need not be.
+        The callable returns None if the sequences must be decoded one by one. It decodes a single sequence
+        always.
         """
         return partial(self._run, how)
 
@@ -376,7 +386,7 @@ class Engine:
         return out
 
     def _decode(self, job: Job, how: RunOptions) -> GenerateOutput | None:
-        """Decode the sequences of a job together; None where they must be decoded one by one."""
+        """Decode the sequences of a job together. Returns None if they must be decoded one by one."""
         prompts, to_probs, new_tokens, seed = job.prompts, job.to_probs, job.new_tokens, how.seed
         hierarchy, most = self._hierarchy, min(how.max_batch or len(prompts), len(prompts))
         for prompt in prompts:
@@ -430,5 +440,5 @@ class Engine:
 
 
 def kept_on(hierarchy: Hierarchy, input_ids: Tensor) -> torch.device:
-    """Returns where logits, scores and log-probabilities are kept."""
+    """Returns the device on which logits, scores and log-probabilities are kept."""
     return torch.device("cpu") if hierarchy.offloads else input_ids.device

@@ -75,7 +75,9 @@ class LowBitLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Returns the dequantised weight ``[out_features, in_features]``; some families read it or its dtype."""
+        """Returns the dequantised weight ``[out_features, in_features]``; some families read it or its
+        dtype.
+        """
         return reference.dequantise(self.words, self.scales, self.bits, self.in_features, self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:

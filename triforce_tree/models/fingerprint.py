@@ -96,7 +96,9 @@ class Fingerprint:
         self.note_weights()
 
     def same(self) -> bool:
-        """Returns whether all objects are those that were recorded. Weights may have been changed in place."""
+        """Returns whether all objects are those that were recorded. Weights may have been changed in
+        place.
+        """
         try:
             now = self._now()
         except RuntimeError:  # another thread was changing one of the containers

@@ -199,7 +199,9 @@ def low_bit_model(target: HFModel, bits: int, compiled: bool, features: Sequence
 
 
 def _host_step(clone: PreTrainedModel, model: HFModel, features: Sequence[int]) -> StepModel:
-    """Returns a copy of a model on the CPU that uses our kernels for layers where they give the same results."""
+    """Returns a copy of a model on the CPU that uses our kernels for layers where they give the same
+    results.
+    """
     linears = use_few_row_linears(clone)
     fused_modules = use_fused_layers(clone, linears)
     step = _step(clone, model, False, features)

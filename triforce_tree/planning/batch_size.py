@@ -26,13 +26,14 @@ def fitting_batch(
     pool: int = 0,
     drafter: Drafter | None = None,
 ) -> int:
-    """Returns how many sequences of ``prompt + new_tokens`` tokens fit beside the models: 1 to ``wanted``.
+    """Returns how many sequences of ``prompt + new_tokens`` tokens fit beside the models, from 1 to
+    ``wanted``.
 
     Args:
-        config: nothing of it is offloaded.
-        freed: bytes that are in use, and are given back before new buffers are made.
-        pool: KV slots that all sequences share; 0 where each has its own.
-        drafter: that was given, if any: it may keep more of each sequence.
+        config: the settings; nothing is offloaded.
+        freed: bytes in use that are freed before new buffers are made.
+        pool: KV slots that all sequences share; 0 if each has its own.
+        drafter: the drafter that was given, if any. It may keep further data for each sequence.
     """
     if wanted == 1:
         return 1
@@ -49,7 +50,7 @@ def fitting_batch(
 
 
 def bytes_beside_models(sizes: Sizes, config: HierarchyConfig, workload: Workload) -> int:
-    """Returns bytes of the device that decoding takes beside the loaded models, where nothing is
+    """Returns the device bytes that decoding uses in addition to the loaded models, if nothing is
     offloaded.
     """
     plan = on_device(sizes, Machine(0, 0, 1.0, 1.0), config, workload)
@@ -57,7 +58,7 @@ def bytes_beside_models(sizes: Sizes, config: HierarchyConfig, workload: Workloa
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns bytes that new tensors can take, memory that torch's allocator holds unused included."""
+    """Returns the bytes that new tensors can use, including memory that torch's allocator holds unused."""
     if device.type != "cuda":
         return available()[0]
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -65,7 +66,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Returns bytes of the device's memory."""
     if device.type != "cuda":
         return total()
     return int(torch.cuda.get_device_properties(device).total_memory)

@@ -68,13 +68,13 @@ _WORTH = 1.02
 
 @dataclass(frozen=True)
 class Read:
-    """How many bytes passes read for one sequence.
+    """The bytes that passes read for one sequence.
 
     Attributes:
-        weights: the target's weights, in one of its forwards.
+        weights: the target's weights, in one forward of the target.
         level_one: the weights of level 1, which may have fewer bits.
         slot: the keys and values of one token, in layers without a window.
-        draft: what a round of drafting reads.
+        draft: all that a round of drafting reads.
     """
 
     weights: float
@@ -87,7 +87,7 @@ def missed(budget: int, chunk: int, context: int) -> float:
     """Returns the probability that the target refuses a token of level 1 that follows accepted ones.
 
     The law was fitted to the embedded pair: to the mean of four kinds of text at temperatures of 0.6 and 1
-    (rms error 7 %). Single texts differ from it by a factor of 2 to 41.
+    (rms error 7 %). For single texts it is wrong by a factor of 2 to 41.
 
     Args:
         budget: smaller than ``context``.
@@ -111,7 +111,8 @@ def bytes_of_token(read: Read, context: int, budget: int, chunk: int, gamma: int
 
 
 def retrieval_size(read: Read, context: int, gamma: int) -> dict[str, int]:
-    """Returns ``budget`` and ``chunk`` for prompts of ``context`` tokens; nothing for too short prompts.
+    """Returns ``budget`` and ``chunk`` for prompts of ``context`` tokens; the dict is empty for prompts that
+    are too short.
 
     Args:
         gamma: the most tokens of a chain.
@@ -129,14 +130,14 @@ def retrieval_size(read: Read, context: int, gamma: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the defaults depend on of the models and of their device.
+    """The properties of the models and of their device that the defaults depend on.
 
     Attributes:
         gpu: whether the target is on a GPU.
-        group: query heads of the target for each KV head.
+        group: query heads of the target per KV head.
         grows_trees: whether a draft model grows trees of any shape.
         few_bits: whether level 1 should be faster in 8 bits (:func:`gains_from_few_bits`).
-        weights, drafted: bytes of the target's and of the draft's weights; without a draft 0.
+        weights, drafted: bytes of the target's and of the draft's weights; 0 without a draft.
         slot: bytes of the keys and values of one token, in layers without a window.
     """
 
@@ -150,7 +151,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, target: HFModel, draft: HFModel | None) -> "ModelFacts":
-        """Reads these facts from the models, which visits all their modules."""
+        """Reads the properties of the models, which visits all their modules."""
         elements = sum(shape.elements for shape in target.kv_shapes if shape.window is None)
         return cls(
             gpu=target.device.type == "cuda",
@@ -211,7 +212,9 @@ def resolve(
 
 
 def retrieval_step(prompt: int, group: int) -> tuple[int, int, int]:
-    """Returns a GPU's least prompt, budget and chunk for prompts of so many tokens; ``group`` as above."""
+    """Returns (least prompt, budget, chunk) of a GPU for prompts of so many tokens; ``group`` is query heads
+    per KV head.
+    """
     steps = _GROUPED_RETRIEVAL if group >= _GROUPED else _RETRIEVAL
     return next(step for step in steps if prompt >= step[0])
 
@@ -219,7 +222,9 @@ def retrieval_step(prompt: int, group: int) -> tuple[int, int, int]:
 def _beside(
     shapes: Sequence[str | Shape], config: HierarchyConfig, given: Collection[str]
 ) -> tuple[str | Shape, ...]:
-    """Returns those of ``shapes`` that passes may take in place of the tree, where none are given."""
+    """Returns the shapes among ``shapes`` that passes may use in place of the tree, unless the user gave
+    other trees.
+    """
     # Buffers of more shapes are not in the memory plan; with a chain beside them shapes differ little.
     if config.offloads is not False or config.lookup:
         return ()
@@ -228,10 +233,10 @@ def _beside(
 
 
 def gains_from_few_bits(target: HFModel) -> bool:
-    """Returns whether level 1 should be faster in 8 bits: large linear layers, in half precision on a GPU or
-    in fp32 on a CPU that has our kernel.
+    """Returns whether level 1 should be faster in 8 bits.
 
-    Not measured, and so left out: experts.
+    This is so for large linear layers, in half precision on a GPU or in fp32 on a CPU that has our kernel.
+    Models with experts were not measured, so the result is False for them.
     """
     layers, gpu = listed_layers(target.model), target.device.type == "cuda"
     served = target.dtype.itemsize == 2 if gpu else has_int8_kernel(target.model)
@@ -246,16 +251,16 @@ def gains_from_few_bits(target: HFModel) -> bool:
 def level_one_bits(
     sizes: Sizes, config: HierarchyConfig, workload: Workload, free: int, total: int, held: int
 ) -> int:
-    """``retrieval_weight_bits="auto"``: 8 if the copy leaves enough memory, else 16.
+    """Returns the bits for ``retrieval_weight_bits="auto"``: 8 if the copy leaves enough memory, else 16.
 
     Args:
-        sizes: of the models, which are loaded.
-        config: the other settings; three levels, all on the device.
-        workload: that memory is needed for.
-        free: bytes of the device that new tensors can take.
-        total: bytes of the device.
-        held: bytes of a copy that exists. They count as free, and half of what is else left unused does for
-            it: requests that take turns do not make and drop it in turn.
+        sizes: sizes of the models, which are loaded.
+        config: the other settings: three levels, all on the device.
+        workload: the workload that needs memory beside the copy.
+        free: device bytes that new tensors can use.
+        total: device bytes.
+        held: bytes of an existing copy. They count as free, and half of the usual unused memory is then
+            enough, so that alternating requests do not make and drop the copy in turn.
     """
     needed = bytes_beside_models(sizes, replace(config, retrieval_weight_bits=8), workload)
     unused = max(_LEAST_UNUSED, int(_UNUSED * total))

@@ -1,4 +1,4 @@
-"""Bytes of what drafters other than a draft model allocate: heads, hidden states, the suffix index."""
+"""The memory of drafters other than a draft model, in bytes: heads, hidden states, the suffix index."""
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import drafter_bytes
@@ -7,7 +7,7 @@ from triforce_tree.trees.device_shapes import PassLimits
 
 
 def uses(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, batch: int) -> dict[str, int]:
-    """Returns bytes of heads, their caches, hidden states and the index of suffix matching, by use."""
+    """Returns the bytes of heads, their caches, hidden states and the index of suffix matching, by use."""
     if sizes.drafter is None or levels == 1:
         return {"heads": sizes.heads_bytes} if sizes.heads_bytes else {}
     limits = PassLimits.of(config, levels)

@@ -1,4 +1,4 @@
-"""Bytes of fused experts, and of those that a forward reads or copies to the device."""
+"""The bytes of fused experts, and of the experts that a forward reads or copies to the device."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,9 @@ class ExpertSizes:
     """The experts of a model.
 
     Attributes:
-        layers: with experts.
+        layers: number of layers with experts.
         count: experts of a layer; a token is routed to ``per_token`` of them.
-        bytes: of one expert of one layer.
+        bytes: bytes of one expert of one layer.
         width: elements of one token's activations in one expert.
     """
 
@@ -27,7 +27,9 @@ class ExpertSizes:
 
     @classmethod
     def of(cls, model: nn.Module, text_config: Any) -> "ExpertSizes | None":
-        """Those of a model; None without fused experts. Layers count as if all were alike."""
+        """Returns the expert sizes of a model, or None without fused experts. All layers are assumed to be
+        alike.
+        """
         modules = expert_modules(model)
         if not modules:
             return None
@@ -49,7 +51,8 @@ class ExpertSizes:
         return self.layers * self.layer_bytes
 
     def routed_bytes(self, tokens: int, resident: int = 0) -> int:
-        """Returns expected bytes of the experts that ``tokens`` tokens are routed to, if routing is even.
+        """Returns the expected bytes of the experts that ``tokens`` tokens are routed to, if routing is
+        uniform.
 
         Args:
             resident: layers that are left out.

@@ -32,7 +32,7 @@ def bound_memory(device: torch.device, size: int) -> None:
 
 
 def available_device_bytes(device: torch.device, gpu_bytes: int | None) -> int | None:
-    """Returns bytes of the device that a new engine may use, the least of all ranks; None if there is no
+    """Returns the device bytes that a new engine may use, the minimum over all ranks, or None without a
     limit.
     """
     limits = [gpu_bytes] if gpu_bytes is not None else []
@@ -49,13 +49,13 @@ def measured(
     on_host: int = 0,
     host_bytes: int | None = None,
 ) -> Machine:
-    """Memory and bandwidths, the latter measured once per process; the least of all ranks.
+    """Returns memory and bandwidths, the minimum over all ranks. Bandwidths are measured once per process.
 
     Args:
-        own: bytes of the engine's tensors that are already on the device; ``on_host``: in page-locked memory.
+        own: bytes of the engine's tensors that are already on the device.
         gpu_bytes: device memory that the engine may use; None for all that is free.
-        host_bytes: host memory that all ranks together may use; None for all but what is reserved for the
-            system.
+        on_host: bytes of the engine's tensors that are already in page-locked memory.
+        host_bytes: host memory that all ranks together may use; None for all except a reserve for the system.
     """
     # The ranks of one machine share its memory.
     ranks = distributed.local_size()
@@ -73,7 +73,7 @@ def measured(
 
 
 def _least(machine: Machine) -> Machine:
-    """Returns the least of all ranks, so that all make the same plan."""
+    """Returns the minimum over all ranks, so that all make the same plan."""
     sizes = (machine.device, machine.host, -machine.others, machine.most_device, machine.most_host)
     bus, read, *least_sizes = distributed.all_reduce_min((machine.bus, machine.read, *sizes))
     device, host, others, most_device, most_host = map(int, least_sizes)
@@ -84,7 +84,7 @@ def _least(machine: Machine) -> Machine:
 
 
 def _device(device: torch.device, own: int, host: int) -> tuple[int, str, int]:
-    """Returns (bytes of this rank's device that the engine may use, its name, bytes of them in use by
+    """Returns (device bytes that the engine of this rank may use, name of their limit, bytes used by
     others).
     """
     if device.type != "cuda":
@@ -97,18 +97,17 @@ def _device(device: torch.device, own: int, host: int) -> tuple[int, str, int]:
 
 
 def host_rate(heads: Heads, dtype: torch.dtype, device: torch.device) -> HostRate:
-    """Returns how fast the CPU attends to keys and values in host memory while others are copied to the
-    device.
+    """Returns how fast the CPU attends to keys and values in host memory during copies from host to device.
 
-    Measured once for each combination of these arguments and the number of torch's threads. With several
-    ranks all measure at the same time, each with its own heads, and get the least result.
+    It is measured once for each combination of these arguments and the number of torch's threads. With
+    several ranks all measure at the same time, each with its own heads, and get the slowest result.
 
     Args:
-        heads, dtype: of the attention.
-        device: the copies' destination; without a GPU nothing is copied, and less memory is read.
+        heads, dtype: shape and dtype of the attention.
+        device: destination of the copies. Without a GPU nothing is copied, and less memory is read.
 
     Raises:
-        HostMemoryError: host memory is short.
+        HostMemoryError: there is too little host memory.
     """
     return _host_rate(heads, dtype, device, torch.get_num_threads())
 

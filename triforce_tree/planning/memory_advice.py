@@ -17,7 +17,8 @@ _MEMORY_OPTIONS = ("budget", "chunk", "retrieval_weight_bits", "prefill_chunk", 
 
 
 def refusal(tried: Sequence[MemoryPlan], task: Task) -> str:
-    """Returns the memory that is needed, with its uses, the memory that is available, and what would help.
+    """Returns a message with the memory that is needed, by use, the memory that is available, and changes
+    that would help.
 
     Args:
         tried: plans for the task that do not fit, at least one.
@@ -53,7 +54,7 @@ class _Advice:
         self.task = task
 
     def found(self) -> list[str]:
-        """Returns the first few changes that suffice, the least costly first."""
+        """Returns the first few sufficient changes, beginning with the least costly."""
         changes = (
             self._more_device_memory,
             self._more_host_memory,
@@ -114,9 +115,9 @@ class _Advice:
                 yield f"keep the weights on the host too (offload_weights=True), and {advice}"
 
     def _streamed(self) -> Sizes | None:
-        """Returns the same models with the weights of their layers on the host; None if they already are.
+        """Returns the models with the weights of their layers in host memory, or None if they already are.
 
-        Of a model with experts only those, whose slots hold one layer.
+        If a model has experts, only these are moved, and the device slots hold one layer.
         """
         sizes = self.task.sizes
         if sizes.experts is not None and not sizes.streamed:
@@ -141,7 +142,6 @@ class _Advice:
 
 
 def _fits(task: Task) -> bool:
-    """Returns whether there is a plan."""
     if task.config.offloads == "auto" and not task.sizes.streamed and task.on_device().fits_device:
         return True
     try:
@@ -164,7 +164,9 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def _least_gib(above: int, most: int, fits: Callable[[int], bool]) -> int:
-    """Returns the fewest whole GiB that fit, more than ``above`` and at most ``most`` bytes; 0 if none do."""
+    """Returns the fewest whole GiB for which ``fits`` is true, more than ``above`` and at most ``most``
+    bytes; 0 if there are none.
+    """
     low, high = above // GIB + 1, most // GIB
     if high < low or not fits(high * GIB):
         return 0

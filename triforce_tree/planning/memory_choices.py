@@ -30,7 +30,8 @@ _STREAMED_CHUNKS = (16_384, 8192, _PREFILL_CHUNK, _SMALL_PREFILL_CHUNK)
 
 
 def first_fitting(task: Task) -> tuple[MemoryPlan | None, list[MemoryPlan]]:
-    """Returns the plan of the first choice that fits device and host, or None; and all plans that were tried.
+    """Returns the plan of the first choice that fits device and host (None if none fits), and all plans that
+    were tried.
 
     Raises:
         ValueError: the retrieval model would run on streamed weights.
@@ -72,10 +73,10 @@ def _choices(task: Task) -> Iterator[tuple[Task, Offload]]:
 
 
 def with_level_one(task: Task) -> Iterator[Task]:
-    """For a KV cache on the device: the task with each choice of a prefill's chunks and of level 1's bits.
+    """For a KV cache on the device, yields the task with each choice of prefill chunk and of level 1's bits.
 
-    Every chunk of a prefill goes through all layers, and is routed to nearly all experts, which cross the
-    bus: with streamed experts chunks are as large as fits.
+    Every prefill chunk goes through all layers, and is routed to nearly all experts, which cross the bus.
+    With streamed experts, the chunks are therefore as large as fit.
     """
     config, prompt = task.config, task.workload.prompt
     if not task.sizes.streamed:
@@ -94,7 +95,7 @@ def with_level_one(task: Task) -> Iterator[Task]:
 
 
 def _level_one_bits(task: Task) -> tuple[int, ...]:
-    """Bits of the retrieval model's copy of streamed weights, in the order of preference."""
+    """Returns the bits of the retrieval model's copy of streamed weights, in the order of preference."""
     bits = (task.config.weight_bits,) if "retrieval_weight_bits" in task.given else (8, 4)
     check_level_one(bits[0])
     return bits
@@ -113,7 +114,7 @@ def _of_budget(task: Task, budget: int, chunks: list[int]) -> Iterator[tuple[Tas
 
 
 def _splits() -> Iterator[tuple[Offload, int, int]]:
-    """Returns (split of the cache and hidden states, prefill chunk, how many of the chunk sizes to try)."""
+    """Yields (split of the cache and hidden states, prefill chunk, number of chunk sizes to try)."""
     states_on_host = Offload(states_on_host=True)
     small = replace(states_on_host, piece_bytes=32 * MIB, buffers=2)
     yield Offload(), _PREFILL_CHUNK, 2

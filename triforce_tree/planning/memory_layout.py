@@ -22,9 +22,10 @@ _WEIGHTS = "weights"
 
 @dataclass(frozen=True)
 class Workload:
-    """What memory is planned for: ``batch`` sequences of at most ``prompt`` and ``new`` further tokens.
+    """The sequences that memory is planned for: ``batch`` of them, with at most ``prompt`` and ``new`` tokens
+    each.
 
-    Where all sequences are on the device they share a pool of ``pool`` KV slots; 0 gives each its own.
+    If all sequences are on the device they share a pool of ``pool`` KV slots; 0 gives each its own slots.
     """
 
     batch: int
@@ -34,13 +35,13 @@ class Workload:
 
     @property
     def max_seq_len(self) -> int:
-        """Returns tokens of the longest sequence."""
+        """Returns the number of tokens of the longest sequence."""
         return self.prompt + self.new
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a plan is made from; ``given`` are the names of options that must not be changed."""
+    """The inputs of a memory plan; ``given`` has the names of options that must not be changed."""
 
     sizes: Sizes
     machine: Machine
@@ -49,7 +50,7 @@ class Task:
     workload: Workload
 
     def with_options(self, **options: Any) -> "Task":
-        """Returns the same task with other settings."""
+        """Returns the task with other settings."""
         return replace(self, config=with_options(self.config, **options))
 
     def on_device(self) -> "MemoryPlan":
@@ -86,7 +87,7 @@ class MemoryPlan:
     resident_experts: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; memory in GiB."""
+        """Returns the plan for JSON, with memory in GiB."""
         options = self.config.as_options()
         names = (
             "gamma", "tree", "runner_ups", "budget", "chunk", "retrieval_weight_bits", "prefill_chunk",
@@ -109,8 +110,8 @@ class MemoryPlan:
 
     @property
     def cpu(self) -> float | None:
-        """Returns bytes per second of the CPU's attention in a full-target pass; None if the CPU does not
-        attend.
+        """Returns the bytes per second of the CPU's attention in a full-target pass, or None if the CPU does
+        not attend.
         """
         rate = self.machine.host_attention
         return rate.at(pass_tokens(self.config, self.levels)) if rate is not None and self.offload else None
@@ -125,12 +126,14 @@ class MemoryPlan:
 
     @property
     def coming_bytes(self) -> int:
-        """Host bytes that are not yet allocated: streamed weights already are, since the model was loaded."""
+        """Returns the host bytes that are not allocated yet. Streamed weights were allocated when the model
+        was loaded.
+        """
         return self.host_bytes - self.host.get(_WEIGHTS, 0)
 
     @property
     def peak(self) -> int:
-        """Device bytes that the engine is expected to use."""
+        """Returns the device bytes that the engine is expected to use."""
         return sum(size for name, size in self.device.items() if name != "free")
 
     @property
@@ -143,7 +146,7 @@ class MemoryPlan:
         return self.fits_device and self.host_bytes <= self.machine.host
 
     def with_resident(self, size: int) -> "MemoryPlan":
-        """Returns the same plan with ``size`` bytes of KV slots on the device."""
+        """Returns the plan with ``size`` bytes of KV slots on the device."""
         assert self.offload is not None, "without offloading all KV slots are on the device"
         more = size - self.device["resident KV"]
         device = {"resident KV": size, "free": self.device["free"] - more}
@@ -155,8 +158,8 @@ class MemoryPlan:
         return replace(self, offload=split, device=self.device | device, host=host)
 
     def smaller(self) -> tuple["MemoryPlan", str] | None:
-        """Returns after device memory ran out: a plan that needs less, and what changed; None if there is
-        none.
+        """Returns a plan that needs less memory and a description of the change, or None. Used after device
+        memory ran out.
         """
         split = self.offload
         if kept := self.resident_experts:
@@ -191,8 +194,8 @@ class MemoryPlan:
 
 
 def offloaded(task: Task, split: Offload) -> MemoryPlan:
-    """Returns the plan for one choice: gamma is chosen unless given, and the memory left keeps KV slots
-    resident.
+    """Returns the plan for one choice. Gamma is chosen unless it was given, and remaining memory keeps KV
+    slots resident.
 
     Args:
         split: its ``resident_bytes`` and shares of the CPU are chosen here.
@@ -274,7 +277,7 @@ def offloaded(task: Task, split: Offload) -> MemoryPlan:
 
 
 def _keep_experts(device: dict[str, int], sizes: Sizes, machine: Machine) -> int:
-    """Let streamed experts of some layers stay in the memory that is left; returns how many layers."""
+    """Let the streamed experts of some layers stay in the remaining memory. Returns the number of layers."""
     if not sizes.streamed or sizes.experts is None:
         return 0
     left = machine.device - sum(device.values()) - memory_map.reserve(machine.device)
@@ -287,7 +290,7 @@ def _keep_experts(device: dict[str, int], sizes: Sizes, machine: Machine) -> int
 def _states_and_windows(
     sizes: Sizes, config: HierarchyConfig, levels: int, workload: Workload
 ) -> dict[str, int]:
-    """Returns the map's entries for recurrent layers and for layers with a window, if there are any."""
+    """Returns the memory uses of recurrent layers and of layers with a window, in bytes by name."""
     states = {"recurrent states": sizes.states * workload.batch} if sizes.states else {}
     size = memory_map.rings(sizes, config, levels, workload.max_seq_len, workload.batch)
     return states | ({"layers with windows": size} if sizes.windowed else {})

@@ -33,9 +33,9 @@ class WindowedLayers:
     """Layers with a sliding window.
 
     Attributes:
-        layers: how many.
-        window: positions that a query attends to.
-        row: bytes of one token's keys and values in one of them.
+        layers: number of layers.
+        window: number of positions that a query attends to.
+        row: bytes of one token's keys and values in one of the layers.
     """
 
     layers: int
@@ -45,15 +45,14 @@ class WindowedLayers:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the models that decide memory and time, in bytes and counts; per rank.
+    """The sizes of the models that decide memory and time, in bytes and counts, per rank.
 
-    ``weights`` and ``draft`` are bytes of parameters and buffers, for the draft including its cache;
-    ``streamed`` bytes of the weights are in host memory, and are copied into ``slots`` bytes on the device.
-    ``kv_heads``, ``head_dim`` and ``value_dim`` (0 becomes ``head_dim``) are those of the full-attention
-    layers; ``windowed`` layers have a window; ``states`` are one sequence's in recurrent layers;
-    ``kv_bits`` are those of the target's keys and values.
-    Streamed weights include the experts, if there are any. ``drafter`` proposes the trees; None: nothing but
-    a draft model does.
+    ``weights`` and ``draft`` are bytes of parameters and buffers; the draft's include its cache. ``streamed``
+    bytes of the weights are in host memory, and are copied into ``slots`` bytes on the device; they include
+    the experts, if there are any. ``kv_heads``, ``head_dim`` and ``value_dim`` (0 stands for ``head_dim``)
+    are those of the full-attention layers. ``windowed`` has the layers with a window. ``states`` is the bytes
+    of one sequence's states in recurrent layers. ``kv_bits`` is the number of bits of the target's keys and
+    values. ``drafter`` proposes the trees; with None only a draft model does.
     """
 
     weights: int
@@ -81,11 +80,11 @@ class Sizes:
 
     @property
     def streams_experts_only(self) -> bool:
-        """Returns whether all weights that are in host memory are experts'."""
+        """Returns whether all weights in host memory are experts."""
         return self.experts is not None and 0 < self.streamed <= self.experts.total * 1.01
 
     def copied_weights(self, tokens: int, resident: int = 0) -> int:
-        """Returns expected bytes of weights that a forward of ``tokens`` tokens copies to the device.
+        """Returns the expected bytes of weights that a forward of ``tokens`` tokens copies to the device.
 
         Args:
             resident: layers whose experts stay on the device.
@@ -96,31 +95,33 @@ class Sizes:
         return max(0, self.streamed - self.experts.total) + routed
 
     def read_weights(self, tokens: int) -> int:
-        """Returns expected bytes of weights that a forward of ``tokens`` tokens reads, wherever they are."""
+        """Returns the expected bytes of weights that a forward of ``tokens`` tokens reads, wherever they
+        are.
+        """
         if self.experts is None:
             return self.weights
         return self.weights - self.experts.total + self.experts.routed_bytes(tokens)
 
     @property
     def full_layers(self) -> int:
-        """Returns number of full-attention layers, which keep the keys and values of all tokens."""
+        """Returns the number of full-attention layers, which keep the keys and values of all tokens."""
         return self.layers - sum(group.layers for group in self.windowed)
 
     def window_bytes(self, tokens: int) -> int:
-        """Returns bytes that a query after ``tokens`` tokens reads in all layers with a window."""
+        """Returns the bytes that a query after ``tokens`` tokens reads in all layers with a window."""
         return sum(group.layers * group.row * min(group.window, tokens) for group in self.windowed)
 
     @property
     def row(self) -> int:
-        """Returns bytes of one token's keys and values in one full-attention layer."""
+        """Returns the bytes of one token's keys and values in one full-attention layer."""
         return slot_bytes(self.kv_heads, self.head_dim + self.value_dim, self.itemsize, self.kv_bits)
 
     @property
     def prefill_row(self) -> int:
-        """Returns bytes that prefill attention adds for one token's keys and values.
+        """Returns the bytes that prefill attention needs in addition for one token's keys and values.
 
-        Those in 8 bits are multiplied out. Where keys and values differ in width, the narrower are copied,
-        with zeros appended (``kernels/attention/prefill.py``).
+        Keys and values in 8 bits are dequantised. If keys and values differ in width, the narrower ones are
+        copied with zeros appended (``kernels/attention/prefill.py``).
         """
         elements = 0 if self.kv_bits == 16 else self.head_dim + self.value_dim
         if self.head_dim != self.value_dim:
@@ -129,7 +130,9 @@ class Sizes:
 
     @property
     def prefill_blocks(self) -> int:
-        """Returns bytes that prefill attention over wide heads takes for scores and outputs of its blocks."""
+        """Returns the bytes that prefill attention over wide heads uses for the scores and outputs of its
+        blocks.
+        """
         if max(self.head_dim, self.value_dim) <= FLASH_DIM:
             return 0
         return block_bytes(self.heads, self.head_dim, self.value_dim, self.itemsize)
@@ -173,30 +176,30 @@ class Sizes:
 
     @property
     def heads_bytes(self) -> int:
-        """Of the drafter's own weights, which are on the device."""
+        """Returns the bytes of the drafter's own weights on the device."""
         return self.drafter.weight_bytes if isinstance(self.drafter, CountsBytes) else 0
 
 
 def slot_bytes(kv_heads: int, elements: int, itemsize: int, bits: int) -> int:
-    """Returns bytes of one token's keys and values in one layer.
+    """Returns the bytes of one token's keys and values in one layer.
 
     Args:
-        elements: of a key and a value of one head.
-        itemsize: of the model's dtype, in which 16 ``bits`` store them; with 8 a key and a value of a head
-            have a scale of four bytes each.
+        elements: elements of a key and a value of one head together.
+        itemsize: bytes per element of the model's dtype, which is used if ``bits`` is 16. With 8 bits a key
+            and a value of a head each have a scale of four bytes.
     """
     return kv_heads * (elements * itemsize if bits == 16 else elements + 8)
 
 
 def tensor_bytes(model: PreTrainedModel) -> int:
-    """Returns bytes of parameters and buffers, each counted once, including streamed ones."""
+    """Returns the bytes of parameters and buffers, each counted once, including streamed ones."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     return sum(map(_stored_bytes, tensors.values()))
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """Returns bytes of a tensor; of a subclass, which may be quantised, of the plain tensors that it consists
-    of.
+    """Returns the bytes of a tensor. For a subclass, which may be quantised, these are its plain tensors'
+    bytes.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
@@ -205,7 +208,7 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 
 def device_bytes(model: HFModel) -> int:
-    """Returns bytes of a model's tensors on its device."""
+    """Returns the bytes of a model's tensors on its device."""
     streamed = model.streamed
     on_host = streamed.bytes - streamed.slot_bytes if streamed is not None else 0
     return tensor_bytes(model.model) - on_host
@@ -213,7 +216,7 @@ def device_bytes(model: HFModel) -> int:
 
 @dataclass(frozen=True)
 class HostRate:
-    """How fast the CPU attends to keys and values in host memory.
+    """The speed at which the CPU attends to keys and values in host memory.
 
     Attributes:
         points: measured (queries, bytes of keys and values per second), by ascending queries.
@@ -222,7 +225,7 @@ class HostRate:
     points: tuple[tuple[int, float], ...]
 
     def at(self, queries: int) -> float:
-        """Returns bytes per second for so many queries.
+        """Returns the bytes per second for so many queries.
 
         Between two points the time per byte is interpolated linearly: reading it costs the same for any
         number of queries, and each query adds the same arithmetic. Beyond the last point only the arithmetic
@@ -242,12 +245,12 @@ class Machine:
     """Available memory in bytes, and bandwidths in bytes per second.
 
     Attributes:
-        device: for the whole engine; ``others`` of it is in use by tensors that are not the engine's.
-        host: for page-locked KV slots and weights, including those already allocated.
-        bus: from host to device; ``read``: of the device's own memory.
-        limit, host_limit: what limits device and host memory, for messages.
-        most_device, most_host: memory without the user's limits; 0 if that is not more.
-        ranks: processes that share the machine's host memory; ``host`` is the part of one.
+        device: device memory for the whole engine; ``others`` bytes of it are used by other tensors.
+        host: host memory for page-locked KV slots and weights, including those already allocated.
+        bus: bandwidth from host to device; ``read``: bandwidth of the device's own memory.
+        limit, host_limit: name what limits device and host memory, for messages.
+        most_device, most_host: memory without the user's limits; 0 if they are not larger.
+        ranks: processes that share the machine's host memory; ``host`` is the share of one.
         host_attention: rate of attention on the CPU; None if the CPU must not attend.
     """
 
@@ -265,7 +268,7 @@ class Machine:
 
 
 def reserve(available: int) -> int:
-    """Returns bytes of ``available`` device memory that plans leave unused."""
+    """Returns the bytes of ``available`` device memory that plans leave unused."""
     return max(_LEAST_RESERVE, int(_RESERVE * available))
 
 
@@ -277,7 +280,7 @@ def weights_fit(weights: int, available: int) -> bool:
 def prefill(
     sizes: Sizes, config: HierarchyConfig, prompt: int, store: int, recent_slots: int, split: Offload
 ) -> int:
-    """Returns bytes for the prefill of one sequence, in addition to the retrieval cache and resident KV
+    """Returns the bytes for the prefill of one sequence, in addition to the retrieval cache and resident KV
     slots.
 
     Args:
@@ -299,19 +302,19 @@ def prefill(
 
 
 def hidden_states(sizes: Sizes, prompt: int) -> int:
-    """Returns bytes of the hidden states of one prompt, between two layers."""
+    """Returns the bytes of the hidden states of one prompt between two layers."""
     return prompt * sizes.hidden * sizes.itemsize
 
 
 def activations(sizes: Sizes) -> int:
-    """Returns bytes of one layer's activations per token."""
+    """Returns the bytes of one layer's activations per token."""
     width = 3 * sizes.mlp + 6 * sizes.hidden + 3 * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     return width * sizes.itemsize
 
 
 def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) -> int:
-    """Returns bytes of probs, noise, logits and activations of passes with each shape of tree, and of CUDA
-    graphs.
+    """Returns the bytes of probs, noise, logits and activations of passes with each shape of tree, and of
+    CUDA graphs.
     """
     limits = PassLimits.of(config, levels)
     tokens = limits.chain_nodes() if levels == 3 else limits.nodes
@@ -322,7 +325,7 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
 
 
 def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, batch: int) -> int:
-    """Returns bytes of the ring buffers of all layers with a window (``kv/store.py``)."""
+    """Returns the bytes of the ring buffers of all layers with a window (``kv/store.py``)."""
     scratch_slots = PassLimits.of(config, levels).scratch_slots
     size = 0
     for group in sizes.windowed:
@@ -332,7 +335,7 @@ def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, 
 
 
 def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int) -> int:
-    """Returns bytes of one layer's partial attention outputs by piece, and the workspace of concurrent
+    """Returns the bytes of one layer's partial attention outputs by piece, and of the workspace of concurrent
     pieces.
     """
     pieces = -(-max_seq_len * sizes.row // piece)
@@ -343,8 +346,8 @@ def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int
 
 
 def low_bit(sizes: Sizes, config: HierarchyConfig, levels: int) -> int:
-    """Returns bytes of the retrieval model's copy of the weights in 8 or 4 bits; 0 if it uses the
-    target's.
+    """Returns the bytes of the retrieval model's copy of the weights in 8 or 4 bits; 0 if it uses the
+    target's weights.
     """
     if config.weight_bits == 16 or levels < 3:
         return 0

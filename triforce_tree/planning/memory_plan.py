@@ -28,7 +28,7 @@ __all__ = ["DoesNotFitError", "MemoryPlan", "plan"]
 
 
 class DoesNotFitError(ValueError):
-    """No choice of settings fits; the message has what is needed and available, and what would help."""
+    """No choice of settings fits. The message says what is needed and available, and what would help."""
 
 
 def plan(
@@ -38,13 +38,15 @@ def plan(
     given: Collection[str],
     workload: Workload,
 ) -> MemoryPlan:
-    """Returns where everything lives; ``config`` has ``offloads`` True or "auto", ``given`` options stay as
-    they are.
+    """Returns the memory plan for models and a machine.
 
-    ``retrieval_weight_bits`` "auto" is chosen as if it was not given.
+    Args:
+        config: the settings; ``offloads`` is True or "auto". ``retrieval_weight_bits`` "auto" counts as not
+            given.
+        given: names of options that stay as they are.
 
     Raises:
-        DoesNotFitError: device or host memory is short.
+        DoesNotFitError: device or host memory is too small.
         ValueError: the retrieval model would run on streamed weights.
     """
     if config.retrieval_weight_bits == "auto":

@@ -30,10 +30,10 @@ class HostKV:
     """The host memory that a full-target pass reads.
 
     Attributes:
-        kv_bytes: of keys and values.
-        other_bytes: of other data, which always crosses the bus.
+        kv_bytes: bytes of keys and values.
+        other_bytes: bytes of other data, which always cross the bus.
         bus: bytes per second.
-        cpu: None if the CPU does not attend.
+        cpu: rate of the CPU's attention; None if the CPU does not attend.
     """
 
     kv_bytes: int
@@ -42,8 +42,8 @@ class HostKV:
     cpu: HostRate | None = None
 
     def share(self, queries: int) -> float:
-        """Returns the CPU's share of the keys and values for so many queries; it ends no later than the
-        bus.
+        """Returns the CPU's share of the keys and values for so many queries, with which the CPU ends no
+        later than the bus.
         """
         if self.cpu is None or not self.kv_bytes:
             return 0.0
@@ -52,11 +52,13 @@ class HostKV:
         return math.floor(_SHARE_STEPS * share) / _SHARE_STEPS
 
     def split(self, offload: Offload, queries: int) -> Offload:
-        """``offload`` with the CPU's shares for full-target passes of so many queries per sequence."""
+        """Returns ``offload`` with the CPU's shares for full-target passes of so many queries per
+        sequence.
+        """
         return replace(offload, host_share=self.share(queries), plain_host_share=self.share(1))
 
     def seconds(self, queries: int) -> float:
-        """Returns the time of a pass of so many queries, as far as it is bound by bus and CPU."""
+        """Returns the seconds of a pass of so many queries, as far as bus and CPU limit it."""
         share = self.share(queries)
         on_bus = ((1 - share) * self.kv_bytes + self.other_bytes) / self.bus
         return max(on_bus, share * self.kv_bytes / self._cpu_rate(queries)) if share else on_bus
@@ -67,8 +69,8 @@ class HostKV:
 
 
 def pass_tokens(config: HierarchyConfig, levels: int, gamma: int | None = None) -> int:
-    """Returns tokens per sequence in a full-target pass: the root, the draft, its runner-ups and a tree
-    behind it.
+    """Returns the tokens per sequence in a full-target pass: the root, the draft, its runner-ups and the tree
+    that follows the draft.
     """
     limits = PassLimits.of(config, levels)
     if levels < 3:
@@ -80,11 +82,11 @@ def pass_tokens(config: HierarchyConfig, levels: int, gamma: int | None = None) 
 def best_gamma(
     sizes: Sizes, machine: Machine, config: HierarchyConfig, pass_seconds: Callable[[int], float]
 ) -> int:
-    """Returns the gamma of most expected tokens per second; a round reads the retrieval model's weights and
-    cache.
+    """Returns the gamma with the most expected tokens per second. A round reads the retrieval model's weights
+    and cache.
 
     Args:
-        pass_seconds: the time of a full-target pass by gamma.
+        pass_seconds: returns the seconds of a full-target pass for a gamma.
     """
     depth = PassLimits.of(config, 3).depth
     budget = config.retrieval.budget

@@ -52,7 +52,9 @@ def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def distinct(experts: int, per_token: int, tokens: int) -> float:
-    """Returns the expected number of different experts for ``tokens`` tokens, if routing is uniformly random."""
+    """Returns the expected number of different experts for ``tokens`` tokens, if routing is uniformly
+    random.
+    """
     return experts * (1 - (1 - per_token / experts) ** tokens)
 
 

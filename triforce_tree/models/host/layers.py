@@ -82,7 +82,9 @@ def equal(found: Tensor, expected: Tensor) -> bool:
 
 
 def norm_epsilon(module: nn.Module) -> float | None:
-    """Returns the epsilon of a module that may be an RMS norm in fp32 on the CPU, or None for other modules."""
+    """Returns the epsilon of a module that may be an RMS norm in fp32 on the CPU, or None for other
+    modules.
+    """
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
         return None

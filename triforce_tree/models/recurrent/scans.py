@@ -128,7 +128,9 @@ def _mamba_rows(
 
 
 def _mamba_chunks(own: Callable[..., Any]) -> Scan:
-    """Returns the form ``rows`` for prompts too, because transformers' own function takes no initial state."""
+    """Returns the form ``rows`` for prompts too, because transformers' own function takes no initial
+    state.
+    """
     return _mamba_rows
 
 
