@@ -147,10 +147,11 @@ def load(
 def generate(
     inputs: Inputs | None = None, target: Model | None = None, draft: Model | None = None, **kwargs: Any
 ) -> GenerateOutput:
-    """``load`` and ``generate`` in one call; each keyword goes to the one that takes it.
+    """Load models and generate in one call. Each keyword is passed to :func:`load` or to
+    :meth:`Engine.generate`.
 
     Raises:
-        ValueError, OSError: as these two do.
+        ValueError, OSError: raised by these two.
     """
     names = {"drafter", "tokenizer", "draft_tokenizer", "gguf_file", "device", "dtype"}
     names |= {*SHOWN, *ADVANCED, "advanced"}
@@ -181,7 +182,7 @@ def custom_generate(
     them on to a callable. ``drafter``, ``draft_tokenizer`` and ``options`` are those of :func:`load`.
 
     Raises:
-        ValueError: an option, a tokenizer or a draft that cannot be used.
+        ValueError: an option, a tokenizer or a draft cannot be used.
     """
     engines: dict[int, Engine] = {}
     making = threading.Lock()

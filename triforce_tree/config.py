@@ -200,7 +200,7 @@ class HierarchyConfig:
         """Returns the most tokens that suffix matching proposes in a pass, alone or beside a draft's trees.
 
         Raises:
-            ValueError: there is no draft model, and ``lookup`` is 0, so that nothing would be proposed.
+            ValueError: there is no draft model and ``lookup`` is 0, so that nothing would be proposed.
         """
         if self.lookup == 0 and not draft_model:
             raise ValueError(
@@ -212,15 +212,15 @@ class HierarchyConfig:
 
     @property
     def text_ranks(self) -> int:
-        """Returns how many ranks split each text by position; 1 where "auto" was not decided, as in one
+        """Returns how many ranks split each text by position; 1 while "auto" is undecided, as in one
         process.
         """
         return self.context_parallel if isinstance(self.context_parallel, int) else 1
 
     @property
     def shapes(self) -> tuple[str | Shape, ...]:
-        """Returns the trees that passes may propose, ``tree`` first; ``tree`` alone where ``rounds`` is
-        given.
+        """Returns the trees that passes may propose, ``tree`` first. If ``rounds`` is given this is ``tree``
+        alone.
         """
         if self.rounds is not None or self.levels == 1:
             return self.trees[:1]
@@ -229,12 +229,12 @@ class HierarchyConfig:
 
     @property
     def trees(self) -> tuple[str | Shape, ...]:
-        """``tree`` and ``other_trees``."""
+        """Returns ``tree`` followed by ``other_trees``."""
         return (self.tree, *(self.other_trees or ()))
 
     @property
     def chooses_levels(self) -> bool:
-        """Returns whether passes of two levels may take the place of those of three while decoding."""
+        """Returns whether decoding may choose passes of two levels in place of three."""
         return self.levels == "auto" and self.rounds is None
 
     @property
@@ -252,22 +252,22 @@ class HierarchyConfig:
 
     @property
     def gpu_bytes(self) -> int | None:
-        """Device memory limit; None for all of it."""
+        """Returns the device memory limit in bytes, or None for no limit."""
         return None if self.gpu_memory is None else bytes_of(self.gpu_memory, "gpu_memory")
 
     @property
     def host_bytes(self) -> int | None:
-        """Host memory limit; None for all but what is left to the system."""
+        """Returns the host memory limit in bytes, or None for all memory except a reserve for the system."""
         return None if self.host_memory is None else bytes_of(self.host_memory, "host_memory")
 
     @property
     def prefix_bytes(self) -> int:
-        """Host memory for keys and values of texts before the last ones; 0 for none."""
+        """Returns the bytes of host memory for keys and values of earlier texts; 0 for none."""
         return 0 if isinstance(self.prefix_cache, bool) else bytes_of(self.prefix_cache, "prefix_cache")
 
     @property
     def weight_bits(self) -> int:
-        """Bits of level 1's weights; 16 where "auto" was not decided."""
+        """Returns the bits of level 1's weights; 16 while "auto" is undecided."""
         return self.retrieval_weight_bits if isinstance(self.retrieval_weight_bits, int) else 16
 
     def as_options(self) -> dict[str, Any]:
@@ -328,11 +328,11 @@ ADVANCED = tuple(name for name in HierarchyConfig().as_options() if name not in 
 
 
 def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of :func:`triforce_tree.load` with those in ``advanced`` beside them.
+    """Returns the options of :func:`triforce_tree.load` as one flat dict that includes those in ``advanced``.
 
     Raises:
-        ValueError: an option is unknown, or stands inside ``advanced`` and should stand outside, or the
-            reverse; ``advanced`` is no mapping.
+        ValueError: an option is unknown; an option is inside ``advanced`` and belongs outside, or the
+            reverse; or ``advanced`` is not a mapping.
     """
     advanced = options.get("advanced", {})
     if not isinstance(advanced, Mapping):
@@ -351,7 +351,9 @@ def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns these options as :func:`triforce_tree.load` takes them, some of them inside ``advanced``."""
+    """Returns the options as :func:`triforce_tree.load` takes them, with further options inside
+    ``advanced``.
+    """
     advanced = {name: value for name, value in options.items() if name in ADVANCED}
     shown = {name: value for name, value in options.items() if name not in ADVANCED}
     return {**shown, "advanced": advanced} if advanced else shown

@@ -107,7 +107,7 @@ def shortened(value: object) -> str:
 
 
 def did_you_mean(value: object, allowed: Collection[object]) -> str:
-    """Returns " (did you mean ...?)" with the nearest allowed word, or nothing where none is near."""
+    """Returns " (did you mean ...?)" with the nearest allowed word, or an empty string if none is near."""
     near = get_close_matches(str(value), list(map(str, allowed)), 1)
     return f" (did you mean {near[0]!r}?)" if near and isinstance(value, str) else ""
 
@@ -119,7 +119,7 @@ def within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> Non
 
 
 def one_of(name: str, value: object, *allowed: object) -> None:
-    """Raise ValueError unless an option has one of two values or more; True is not 1."""
+    """Raise ValueError unless an option has one of the allowed values. True does not count as 1."""
     if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in allowed):
         *first, last = map(repr, allowed)
         raise ValueError(
@@ -128,17 +128,17 @@ def one_of(name: str, value: object, *allowed: object) -> None:
 
 
 def alone(option: str, refused: Mapping[str, object]) -> None:
-    """Raise ValueError where any of these is given beside an option.
+    """Raise ValueError if any of ``refused`` is given beside an option.
 
     Args:
-        refused: whether each is given, by its name.
+        refused: whether each other option is given, by its name.
     """
     if named := [name for name, given in refused.items() if given]:
         raise ValueError(f"{option} does not work with {named[0]}; leave one of them out")
 
 
 def check_positions(prompt: int, new: int, positions: int | None) -> None:
-    """Raise ValueError where prompt and new tokens exceed a model's positions; None is without a limit."""
+    """Raise ValueError if prompt and new tokens exceed a model's positions; None means no limit."""
     if positions is not None and prompt + new > positions:
         remedy = f" or set max_new_tokens<={positions - prompt}" if prompt < positions else ""
         raise ValueError(

@@ -21,7 +21,7 @@ the C kernel then takes less time than the calls for each node. Measured on two 
 
 
 class BlockAttention:
-    """By blocks of queries, with the Triton kernels.
+    """Attention by blocks of queries, with the Triton kernels.
 
     Args:
         heads: kinds of attention of the layers.
@@ -37,7 +37,7 @@ class BlockAttention:
         self._plans = {kind: BlockPlan(kind, *sizes, device=device, dtype=dtype) for kind in heads}
 
     def set(self, layout: Layout) -> None:
-        """Describe the coming forward."""
+        """Describe the next forward."""
         pages = [node.pages for node in layout.nodes]
         for plan in self._plans.values():
             plan.set(layout.segments, pages)
@@ -60,7 +60,9 @@ class BlockAttention:
 
 
 class NodeAttention:
-    """By nodes, or in short trees by paths; arguments and methods are :class:`BlockAttention`'s."""
+    """Attention by nodes, or by paths in short trees; arguments and methods are those of
+    :class:`BlockAttention`.
+    """
 
     def __init__(
         self, heads: Iterable[Heads], pool: KVPool, queries: int, segments: int, owners: int, tail: int
@@ -129,7 +131,7 @@ class PathSlots:
         self._attentions = {kind: pool.store.attention.trees(own, dtype) for kind, own in plans.items()}
 
     def set(self, layout: Layout) -> None:
-        """Describe the coming forward."""
+        """Describe the next forward."""
         paths = [
             node.path_slots(row + 1, self._seen(node.start + row), self._page)
             for node, start, count in layout.feeds
@@ -151,13 +153,13 @@ class PathSlots:
             attention.begin()
 
     def _seen(self, position: int) -> int:
-        """Returns how many positions a query at this one sees."""
+        """Returns how many positions a query at this position sees."""
         if self._window is None:
             return position + 1
         return 1 + (position % self._window if self._chunked else min(position, self._window - 1))
 
     def __call__(self, heads: Heads, q: Tensor, kv: KV, params: AttentionParams) -> Tensor:
-        """Returns as of :class:`BlockAttention`."""
+        """Returns the output as described in :class:`BlockAttention`."""
         keys, values = (pages.transpose(1, 2).flatten(0, 1)[:, :, None] for pages in (kv.k, kv.v))
         # The table has what a window shows alone.
         return self._attentions[heads].run(q, KV(keys, values, self._table), params)
@@ -166,7 +168,7 @@ class PathSlots:
 def attention_of(
     heads: Iterable[Heads], pool: KVPool, queries: int, segments: int, owners: int, tail: int
 ) -> BlockAttention | NodeAttention | PathSlots:
-    """Returns as the backend of the pool's store attends to texts; arguments as of
+    """Returns the attention to texts that the backend of the pool's store provides; arguments as of
     :class:`BlockAttention`.
     """
     match pool.store.attention.can.texts:

@@ -18,16 +18,16 @@ from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
 
 @dataclass(eq=False)
 class Leaf:
-    """A leaf while it is generated.
+    """The state of a leaf during generation.
 
     Attributes:
-        node: what it extends.
-        to_probs: logits to distributions.
-        ending: when it ends.
+        node: the node that is extended.
+        to_probs: maps logits to distributions.
+        ending: decides when the leaf ends.
         draws: its random numbers; None takes the most probable tokens.
-        tokens: of the whole text.
-        new: tokens so far; ``logprobs`` theirs by the raw logits.
-        reason: why it ended; None while it goes on.
+        tokens: tokens of the whole text.
+        new: number of new tokens so far; ``logprobs`` are their log-probabilities by the raw logits.
+        reason: why it ended; None while it is running.
     """
 
     node: Node
@@ -41,18 +41,17 @@ class Leaf:
 
     @property
     def most_slots(self) -> int:
-        """KV slots of the node when it has its most tokens, of which the last has none yet."""
+        """Returns the KV slots of the node when it has its most tokens; the last token needs no slot."""
         return len(self.node.tokens) + self.ending.max_new_tokens - 1
 
     @property
     def may_go_on(self) -> bool:
-        """Returns whether a forward after its next token, whatever it is, may be needed and can be computed
-        now.
+        """Returns whether a forward after the next token may be needed, whatever the token is, and can be
+        computed now.
         """
         return self.to_probs.context_free and len(self.new) + 1 < self.ending.max_new_tokens
 
     def add(self, token: int, logprob: float) -> None:
-        """Append a token."""
         self.node.append([token], [logprob])
         self.new.append(token)
         self.logprobs.append(logprob)
@@ -64,8 +63,8 @@ def decode(slots: TreeSlots, leaves: Sequence[Leaf]) -> None:
     """Extend leaves until all have ended.
 
     Raises:
-        TreeFullError: there is no room for their most tokens; nothing was computed.
-        ValueError: NaN logits.
+        TreeFullError: there are too few KV slots for the most tokens of the leaves; nothing was computed.
+        ValueError: logits are NaN.
     """
     needs = needs_before([leaf.node for leaf in leaves])
     tips = {leaf.node.tip: len(leaf.node.tip.tokens) for leaf in leaves}
@@ -98,11 +97,11 @@ def decode(slots: TreeSlots, leaves: Sequence[Leaf]) -> None:
 
 
 class _Chosen:
-    """One token for each of some leaves, on its way from the device to the host.
+    """One chosen token for each of some leaves, on its way from the device to the host.
 
     Args:
-        leaves: of one call.
-        logits: theirs, fp32 ``[N, V]``.
+        leaves: the leaves of one call.
+        logits: their logits, fp32 ``[N, V]``.
 
     Attributes:
         tokens: int64 ``[N]``, on the device.
@@ -137,7 +136,7 @@ class _Chosen:
 
 
 def _scores(leaves: Sequence[Leaf], logits: Tensor) -> Tensor:
-    """Processed logits of leaves, fp32 ``[N, V]``."""
+    """Returns the processed logits of leaves, fp32 ``[N, V]``."""
     if all(leaf.to_probs.context_free for leaf in leaves):
         # The leaves of a call have the same options, of which only processors that read a text depend on its
         # length.

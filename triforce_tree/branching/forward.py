@@ -55,7 +55,8 @@ def _power(number: int, least: int) -> int:
 
 
 class _Buffers:
-    """One forward's inputs, plans and logits; one token a node is captured on a GPU where the model can be.
+    """The inputs, plans and logits of one forward. On a GPU, a forward with one token per node is captured if
+    the model allows it.
 
     Args:
         model: the target's forwards.
@@ -132,10 +133,10 @@ class _Buffers:
 
 
 class Ahead:
-    """What the next forward of a series will probably be: the same nodes with one token more each.
+    """The expected next forward of a series: the same nodes with one more token each.
 
-    On a GPU it is laid out while this forward runs. Between the forwards of a series nothing but their nodes'
-    tokens and pages changes in the tree.
+    On a GPU it is laid out while the present forward runs. Between the forwards of a series, only the nodes'
+    tokens and pages may change in the tree.
     """
 
     def __init__(self) -> None:
@@ -143,13 +144,13 @@ class Ahead:
         self._layout: Layout | None = None
 
     def layout(self, feeds: Sequence[Feed]) -> Layout:
-        """Returns the layout of these feeds, which may be the one that was made ahead."""
+        """Returns the layout of these feeds; it may have been made in advance."""
         if self._layout is not None and self._feeds == list(feeds):
             return self._layout
         return arranged(feeds)
 
     def prepare(self, feeds: Sequence[Feed], buffers: _Buffers) -> None:
-        """Lay out what follows on these feeds."""
+        """Lay out the forward that is expected after these feeds."""
         self._feeds = [Feed(node, start + 1, 1) for node, start, _ in feeds]
         self._layout = arranged(self._feeds)
         buffers.prepare(self._layout)
@@ -175,17 +176,17 @@ class TreeForward:
         ahead: Ahead | None = None,
         tokens: Tensor | None = None,
     ) -> Tensor:
-        """Returns logits ``[T, V]`` of all tokens of the feeds, in the feeds' order.
+        """Returns logits ``[T, V]`` of all tokens of the feeds, in the feeds' order. They are valid until the
+        next call.
 
-        Rows that are not stored yet are stored in the nodes' pages, which must be there. The logits hold
-        until the next call.
+        Tokens that are not stored yet are stored in the nodes' pages, which must have been allocated.
 
         Args:
             pool: keys and values.
-            feeds: what is fed.
-            ahead: of a series of forwards of one token a node, on a GPU.
-            tokens: int64 ``[T]`` on the device, which the nodes do not have yet. The caller gives them to the
-                nodes, and says that they are stored. By default the nodes' own.
+            feeds: the tokens to process.
+            ahead: shared by a series of forwards of one token per node, on a GPU.
+            tokens: int64 ``[T]`` on the device, if the nodes do not have these tokens yet. The caller adds
+                them to the nodes, and counts them as stored. By default the nodes' own tokens are used.
         """
         layout = arranged(feeds) if ahead is None else ahead.layout(feeds)
         on_gpu = pool.store.device.type == "cuda"
@@ -212,7 +213,9 @@ class TreeForward:
 
 
 def _order(arranged: Sequence[Feed], feeds: Sequence[Feed]) -> np.ndarray | None:
-    """For each query of the arranged feeds its number in the given ones; None where they are in one order."""
+    """Returns for each query of the arranged feeds its index in the given feeds, or None if both orders are
+    equal.
+    """
     begins = np.cumsum([0, *(feed.size for feed in feeds)])
     begin = {feed.node: begins[number] for number, feed in enumerate(feeds)}
     order = np.concatenate([begin[feed.node] + np.arange(feed.size) for feed in arranged])

@@ -1,4 +1,6 @@
-"""A forward over a tree of texts: which tokens of which nodes, in which order, and what each sees."""
+"""The layout of a forward over a tree of texts: the tokens of each node, their order, and what each token
+sees.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -42,10 +44,10 @@ class Layout(NamedTuple):
 
 
 def arranged(feeds: Sequence[Feed]) -> Layout:
-    """Returns the layout of a forward. At most one feed a node.
+    """Returns the layout of a forward, with at most one feed per node.
 
-    A token sees all tokens of the nodes before its own, those of this forward too, and those of its own node
-    up to itself.
+    A token sees all tokens of the earlier nodes on its path, including those of this forward, and the tokens
+    of its own node up to itself.
     """
     by_node = {feed.node: feed for feed in feeds}
     below: dict[Node, list[Node]] = {}
@@ -84,8 +86,8 @@ def arranged(feeds: Sequence[Feed]) -> Layout:
 
 
 def _segments(number: int, tokens: int, own: Feed | None, first: int, stop: int) -> list[Segment]:
-    """Returns the segments of a node: ``tokens`` for queries ``first`` to ``stop``, of which the first are
-    its.
+    """Returns the segments of a node with ``tokens`` tokens, for the queries ``first`` to ``stop``. The first
+    of these queries are the node's own.
     """
     count = 0 if own is None else own.size
     if own is not None and count == 1 and own.stop == tokens:

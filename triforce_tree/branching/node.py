@@ -39,7 +39,7 @@ class Node:
 
     @property
     def stop(self) -> int:
-        """Returns tokens of the whole text up to the node's end."""
+        """Returns the number of tokens of the whole text up to the node's end."""
         return self.start + len(self.tokens)
 
     @property
@@ -49,7 +49,7 @@ class Node:
 
     @property
     def text_tokens(self) -> list[int]:
-        """Returns token ids of the whole text up to the node's end."""
+        """Returns the token ids of the whole text up to the node's end."""
         return [token for node in self.path for token in node.tokens]
 
     def _upwards(self) -> "Iterator[Node]":
@@ -60,13 +60,13 @@ class Node:
 
     @property
     def tip(self) -> "Node":
-        """Returns the nearest of this node and those before it that has tokens: its last one precedes what
-        comes.
+        """Returns the nearest node with tokens among this node and its ancestors; its last token precedes the
+        next token of this node.
         """
         return next(node for node in self._upwards() if node.tokens)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float | None] | None = None) -> None:
-        """Add tokens, which are not stored yet."""
+        """Add tokens, whose keys and values are not stored yet."""
         self.tokens += tokens
         self.logprobs += [None] * len(tokens) if logprobs is None else logprobs
 

@@ -23,7 +23,7 @@ from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
 
 
 def check_engine(engine: LoadedEngine) -> None:
-    """Raise where a tree cannot be computed as the engine's settings say."""
+    """Raise an error if the engine's settings do not allow a tree."""
     target, config = engine.target, engine.config
     if target.states is not None:
         raise UnsupportedModelError(
@@ -41,7 +41,7 @@ def check_engine(engine: LoadedEngine) -> None:
 
 @dataclass(frozen=True)
 class LeafOptions:
-    """Of a text of one length.
+    """The options of a leaf, for a text of one length.
 
     Attributes:
         to_probs: logits to distributions.
@@ -54,12 +54,12 @@ class LeafOptions:
     criteria: StoppingCriteriaList
 
     def ending(self, device: torch.device) -> Ending:
-        """When a leaf ends; each needs its own, which follows its text."""
+        """Returns the end condition of a leaf. Each leaf needs its own, which follows its text."""
         return ending_of(self.job.config, self.criteria, self.job.input_ids.shape[1], device)
 
 
 def leaf_options(engine: LoadedEngine, length: int, options: dict[str, Any]) -> LeafOptions:
-    """What transformers' ``generate`` makes of options for a text of ``length`` tokens.
+    """Returns the options that transformers' ``generate`` prepares for a text of ``length`` tokens.
 
     Processors and criteria depend on the length of a text, not on its tokens, when they are made.
 
@@ -115,7 +115,7 @@ class Given:
 
     Attributes:
         ids, mask: int64 ``[B, W]``, padded on the left.
-        rows: the same without padding.
+        rows: the prompts without padding.
         request: the arguments, without those of ``SEVERAL``.
     """
 
@@ -169,14 +169,14 @@ class Draws:
         self._generator = np.random.Generator(np.random.PCG64(derived(seed, Stream.ROW, number)))
 
     def next(self) -> float:
-        """Returns the next one, in [0, 1)."""
+        """Returns the next random number in [0, 1)."""
         # The largest double below 1 times a sum may round to the sum.
         return min(self._generator.random(), 1 - 2.0**-40)
 
 
 def drawn(scores: Tensor, draws: Sequence[Draws] | None) -> Tensor:
-    """Returns one token for each row of processed logits, fp32 ``[N, V]``: the most probable without
-    ``draws``.
+    """Returns one token for each row of processed logits, fp32 ``[N, V]``. Without ``draws`` it is the most
+    probable one.
 
     Returns:
         int64 ``[N]``, on the scores' device.

@@ -16,7 +16,7 @@ SCRATCH = 1
 
 
 class TreeFullError(ValueError):
-    """The KV slots of a tree do not hold what was asked for; nothing of it was done."""
+    """The KV slots of a tree are too few for a call, which has had no effect."""
 
 
 class KVPool:
@@ -51,16 +51,16 @@ class KVPool:
 
     @property
     def page_bytes(self) -> int:
-        """Of one page in all layers."""
+        """Returns the bytes of one page in all layers."""
         return self.page * self._slot_bytes
 
     @property
     def bytes(self) -> int:
-        """Of all pages that nodes can own."""
+        """Returns the bytes of all pages that nodes can own."""
         return self.pages * self.page_bytes
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens of a node take."""
+        """Returns the number of pages for so many tokens of a node."""
         return -(-tokens // self.page)
 
     def check(self, pages: int) -> None:
@@ -75,10 +75,11 @@ class KVPool:
             )
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take ``count`` pages, consecutive where there are so many, from ``after + 1`` on where it is free.
+        """Take ``count`` pages. They are consecutive if possible, and begin at ``after + 1`` if that page is
+        free.
 
         Raises:
-            TreeFullError: so many are not free.
+            TreeFullError: fewer pages are free.
         """
         self.check(count)
         if after is not None and after + count < len(self._free) and self._free[after + 1 :][:count].all():
@@ -91,13 +92,12 @@ class KVPool:
         return found
 
     def _run(self, count: int) -> int:
-        """Returns the first of ``count`` consecutive free pages; -1 where there are none."""
+        """Returns the first of ``count`` consecutive free pages, or -1 if there are none."""
         edges = np.flatnonzero(np.diff(self._free, prepend=False, append=False)).reshape(-1, 2)
         long = edges[edges[:, 1] - edges[:, 0] >= count]
         return int(long[0, 0]) if len(long) else -1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back."""
         self._free[list(pages)] = True
 
     def move(self, source: np.ndarray, target: np.ndarray) -> None:
@@ -109,5 +109,5 @@ class KVPool:
 
 
 def slot_bytes(target: HFModel) -> int:
-    """Returns bytes of one token's keys and values in all layers."""
+    """Returns the bytes of one token's keys and values in all layers."""
     return sum(shape.elements for shape in target.kv_shapes) * target.dtype.itemsize

@@ -12,8 +12,8 @@ from triforce_tree.verify.sampling import NAN_LOGITS
 def fill_logprobs(slots: TreeSlots, nodes: Sequence[Node]) -> None:
     """Compute the log-probabilities of the nodes' own tokens that are not known.
 
-    Nodes of one tree are scored together. What a token depends on is fed again where it is stored already, as
-    its logits were not kept.
+    Nodes of one tree are scored together. Tokens that are already stored are fed again if their logits are
+    needed, because logits are not kept.
 
     Raises:
         ValueError: NaN logits.

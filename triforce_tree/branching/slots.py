@@ -1,4 +1,6 @@
-"""The KV slots of a tree of texts: pages for them, forwards that fill them, logits after them."""
+"""The KV slots of a tree of texts: their pages, the forwards that fill them, and the logits of these
+forwards.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -53,21 +55,21 @@ class NodeCache(PromptCache):
 
 
 def _selection(slots: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Returns the slots as an index, without a copy of what it selects where they are consecutive."""
+    """Returns an index of the slots. For consecutive slots it is a slice, which selects without a copy."""
     if len(slots) and slots[-1] - slots[0] == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return torch.from_numpy(slots).to(device)
 
 
 class TreeSlots:
-    """Keys and values of a tree's nodes, each token's once.
+    """The keys and values of a tree's nodes; each token is stored once.
 
     All methods that compute are called inside ``target.active()``.
 
     Args:
-        target: whose keys and values they are.
-        pool: pages for them.
-        chunk: tokens of a forward of a long run of one node's tokens.
+        target: the model that computes the keys and values.
+        pool: the pages for them.
+        chunk: tokens per forward for a long run of one node's tokens.
 
     Attributes:
         queues: whether :meth:`next_logits` returns before the device has computed anything.
@@ -80,14 +82,16 @@ class TreeSlots:
         self._forward = TreeForward(target)
 
     def missing_pages(self, needs: Mapping[Node, int]) -> int:
-        """Pages that so many tokens of each node take beyond those that it owns."""
+        """Returns the number of pages that so many tokens of each node need beyond those that the node
+        owns.
+        """
         return sum(max(0, self.pool.pages_of(count) - len(node.pages)) for node, count in needs.items())
 
     def reserve(self, needs: Mapping[Node, int]) -> None:
         """Give each node pages for so many tokens.
 
         Raises:
-            TreeFullError: they are not free; no node got any.
+            TreeFullError: too few pages are free; no node has got any.
         """
         self.pool.check(self.missing_pages(needs))
         for node, count in needs.items():
@@ -96,7 +100,7 @@ class TreeSlots:
                 node.pages += self.pool.allocate(missing, node.pages[-1] if node.pages else None)
 
     def fill(self, needs: Mapping[Node, int], progress: Progress | None = None) -> None:
-        """Store the first so many tokens of each node; parents come before their children.
+        """Store the first so many tokens of each node. Parents must precede their children.
 
         Args:
             progress: called with the tokens of each chunk of a long run.
@@ -118,23 +122,24 @@ class TreeSlots:
         self.logits(feeds)
 
     def logits(self, feeds: Sequence[Feed], ahead: Ahead | None = None) -> Tensor:
-        """Returns logits ``[T, V]`` after each token of the feeds, until the next call.
+        """Returns logits ``[T, V]`` after each token of the feeds. They are valid until the next call.
 
-        Tokens that are not stored yet are stored, in pages that the nodes own. At most ``MOST_QUERIES`` are
-        fed, and one run of a node. ``ahead``: see :class:`Ahead`.
+        Tokens that are not stored yet are stored, in pages that the nodes own. At most ``MOST_QUERIES``
+        tokens may be fed, and one run of tokens per node. ``ahead``: see :class:`Ahead`.
         """
         return self._forward(self.pool, feeds, ahead) if feeds else torch.empty(0)
 
     def last_logits(
         self, tips: Sequence[Node], ahead: Ahead | None = None
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Returns logits after the last tokens of nodes, all of whose earlier tokens are stored.
+        """Yields logits after the last tokens of nodes, all of whose earlier tokens are stored.
 
         Args:
-            ahead: of calls for the same nodes, which may become fewer, with one token more each time.
+            ahead: shared by a series of calls for the same nodes (or some of them), with one token more each
+                time.
 
         Yields:
-            numbers of some of the nodes and their logits ``[n, V]``, until the next item.
+            Indices of some of the nodes and their logits ``[n, V]``, which are valid until the next item.
         """
         self.reserve({tip: len(tip.tokens) for tip in tips})
         distinct = list(dict.fromkeys(tips))
@@ -151,27 +156,27 @@ class TreeSlots:
     def next_logits(self, nodes: Sequence[Node], tokens: Tensor, ahead: Ahead) -> Tensor:
         """Returns logits ``[N, V]`` after one more token of each node, all of whose own tokens are stored.
 
-        The nodes do not have these tokens yet: they may be unknown to the host. They are stored, which
-        :meth:`add_stored` says once the nodes have them.
+        The tokens are not in the nodes yet, because the host may not know them. They are stored in KV slots.
+        Call :meth:`add_stored` after they were appended to the nodes.
 
         Args:
             nodes: at most ``MOST_QUERIES``, each once.
             tokens: int64 ``[N]`` on the device.
-            ahead: as of :meth:`last_logits`.
+            ahead: see :meth:`last_logits`.
         """
         self.reserve({node: len(node.tokens) + 1 for node in nodes})
         return self._forward(self.pool, [Feed(node, len(node.tokens), 1) for node in nodes], ahead, tokens)
 
     def add_stored(self, nodes: Sequence[Node]) -> None:
-        """Count the tokens of :meth:`next_logits`, after whose tokens were appended to the nodes."""
+        """Count the tokens of :meth:`next_logits` as stored. Called after they were appended to the nodes."""
         for node in nodes:
             node.stored = len(node.tokens)
 
     def join(self, node: Node) -> None:
-        """Make the only child of a node a part of it; its slots are copied behind the node's own.
+        """Merge the only child of a node into the node; the child's slots are copied after the node's own.
 
         Raises:
-            TreeFullError: there are no slots for the child's tokens beside their own.
+            TreeFullError: there are too few slots for copies of the child's tokens.
         """
         [child] = node.children
         first, page = len(node.tokens), self.pool.page
@@ -187,7 +192,7 @@ class TreeSlots:
         self.release(child)
 
     def release(self, node: Node) -> None:
-        """Take a node and all below it out of the tree, and free their pages."""
+        """Remove a node and its descendants from the tree, and free their pages."""
         if node.parent is not None:
             node.parent.children.remove(node)
         stack = [node]
@@ -200,9 +205,10 @@ class TreeSlots:
 
 
 def needs_before(leaves: Sequence[Node]) -> dict[Node, int]:
-    """Returns how many tokens of each node, parents first, the last tokens of the leaves' texts depend on.
+    """Returns for each node, parents first, how many of its tokens the last tokens of the leaves' texts
+    depend on.
 
-    All but last tokens, and those too where another leaf's text goes on after them.
+    These are all tokens but the last, and also the last token if another leaf's text continues after it.
     """
     needs: dict[Node, int] = {}
     for leaf in leaves:

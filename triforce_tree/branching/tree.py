@@ -31,7 +31,7 @@ RESERVE = 16_384
 
 @dataclass(frozen=True)
 class Branch:
-    """What :meth:`TextTree.generate` added to one leaf.
+    """The result of :meth:`TextTree.generate` for one leaf.
 
     Attributes:
         node: the leaf.
@@ -106,7 +106,7 @@ class TextTree:
             self._slots.fill({self.root: len(tokens) - 1}, progress)
 
     def fork(self, node: Node, n: int = 2) -> list[Node]:
-        """``n`` new children of a node, without tokens yet. A node may be forked again and again.
+        """Returns ``n`` new children of a node, without tokens. A node may be forked several times.
 
         Raises:
             ValueError: ``n`` is less than 1, or the node is not in the tree.
@@ -119,8 +119,7 @@ class TextTree:
         return children
 
     def extend(self, node: Node, tokens: str | Sequence[int]) -> Node:
-        """Returns append tokens, or a text without special tokens, to a node without children; return the
-        node.
+        """Append tokens, or a text without special tokens, to a node without children. Returns the node.
 
         Raises:
             ValueError: it has children, or a token is not in the vocabulary.
@@ -147,7 +146,7 @@ class TextTree:
         seed: int | None = None,
         **options: Any,
     ) -> list[Branch]:
-        """Continue leaves, all together, each by exactly the target's own distribution after its text.
+        """Continue leaves, all together, each by exactly the target's distribution after its text.
 
         Args:
             nodes: leaves, which are extended in place; one token of each is in every forward.
@@ -158,7 +157,7 @@ class TextTree:
                 stop_strings, logits_processor, ...; each means what it does for the leaf's text alone.
 
         Returns:
-            what was added, in the order of ``nodes``.
+            One result per node, in the order of ``nodes``.
 
         Raises:
             ValueError: a node with children, one given twice, an unsupported option, NaN logits.
@@ -190,7 +189,7 @@ class TextTree:
         return [_branch(leaf, vocabulary) for leaf in leaves]
 
     def score(self, nodes: Node | Sequence[Node]) -> list[Tensor]:
-        """Log-probabilities of the nodes' own tokens, each given all tokens before it, by the raw logits.
+        """Returns the log-probabilities of the nodes' own tokens given all earlier tokens, by the raw logits.
 
         Returns:
             fp32 ``[tokens of the node]`` for each, in host memory; 0 for the first token of the whole text,
@@ -209,7 +208,7 @@ class TextTree:
         return [torch.tensor(node.logprobs, dtype=torch.float32) for node in given]
 
     def prune(self, node: Node) -> None:
-        """Remove a node and all below it, and free their keys and values.
+        """Remove a node and its descendants, and free their keys and values.
 
         Raises:
             ValueError: the root, or a node that is not in the tree.
@@ -220,7 +219,7 @@ class TextTree:
         self._slots.release(node)
 
     def text(self, node: Node) -> str:
-        """Returns the whole text up to a node's end, without special tokens.
+        """Returns the whole text up to the end of a node, without special tokens.
 
         Raises:
             ValueError: there is no tokenizer.
@@ -243,7 +242,7 @@ class TextTree:
 
     @property
     def used_bytes(self) -> int:
-        """Of ``max_bytes``, those of pages that nodes own."""
+        """Returns the bytes of the pages that nodes own; at most ``max_bytes``."""
         pool = self._slots.pool
         return (pool.pages - pool.free_pages) * pool.page_bytes
 

@@ -1,4 +1,4 @@
-"""What ``session.json`` says of a session is checked before any of it is used."""
+"""Checks the fields of ``session.json`` before any of them is used."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from triforce_tree.generation.chat import chats_of
 
 
 def check_fields(path: Path, found: Mapping[str, Any], tokens: int) -> None:
-    """Raise ValueError where a ``session.json`` says what cannot be of a session of so many tokens."""
+    """Raise ValueError if the fields of a ``session.json`` are impossible for a session of so many tokens."""
     chunk, whole = (_number(path, name, found.get(name)) for name in ("chunk", "whole"))
     if not chunk or whole >= tokens or whole % chunk:
         raise damaged(path, f"chunk={chunk} and whole={whole} are not of a session of {tokens} tokens")
@@ -40,7 +40,7 @@ def _check_turns(path: Path, turns: Any, messages: int) -> None:
 
 
 def _number(path: Path, name: str, value: Any) -> int:
-    """Returns a number of something."""
+    """Returns a field's value if it is a number, or raises ValueError."""
     if type(value) is not int or value < 0:
         raise damaged(path, f"{name}={value!r} is no number of tokens or messages")
     return value

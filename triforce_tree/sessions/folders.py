@@ -49,7 +49,7 @@ def layer_name(layer: int) -> str:
 
 
 class NewFiles:
-    """The files of one save, which are a session once :meth:`finish` has been called."""
+    """The files of one save. They become a session when :meth:`finish` is called."""
 
     def __init__(self, folder: Path, descriptor: int | None) -> None:
         self.folder, self.save = folder, secrets.token_hex(4)
@@ -60,7 +60,7 @@ class NewFiles:
         self._described[name] = write_tensors(_path(self.folder, name, self.save), tensors)
 
     def finish(self, fields: Mapping[str, Any]) -> None:
-        """Let ``session.json`` name these files, and hold ``fields``."""
+        """Write a ``session.json`` that names these files and has ``fields``."""
         files = {name: described.as_json() for name, described in self._described.items()}
         text = json.dumps({"format": FORMAT, **fields, "save": self.save, "files": files})
         rest = text.encode()[1:]
@@ -80,12 +80,12 @@ class NewFiles:
 
 @contextmanager
 def saving(folder: Path) -> Iterator[NewFiles]:
-    """Returns a context in which a session is written; one that the folder holds stays until the new one is
+    """A context in which a session is written. An existing session in the folder stays until the new one is
     finished.
 
     Raises:
-        OSError: the folder holds something else, another process saves to it, or it cannot be written. The
-            folder then holds the earlier session.
+        OSError: the folder has other files, another process saves to it, or it cannot be written. The folder
+            then still has the earlier session.
     """
     try:
         _check_free(folder)
@@ -112,9 +112,9 @@ class SavedFiles:
     """The open files of a saved session, which another process may replace meanwhile.
 
     Args:
-        folder: of the session.
-        fields: what ``session.json`` holds.
-        described: the other files by name.
+        folder: the folder of the session.
+        fields: the contents of ``session.json``.
+        described: the descriptions of the other files, by name.
         files: these files, open.
     """
 
@@ -136,10 +136,10 @@ class SavedFiles:
         return _path(self.folder, name, self.fields["save"])
 
     def kinds(self, name: str) -> Mapping[str, Kind]:
-        """Returns shapes and dtypes of a file's tensors by name.
+        """Returns the shapes and dtypes of a file's tensors by name.
 
         Raises:
-            ValueError: the file has another size than they take.
+            ValueError: the size of the file is not that of its tensors.
         """
         try:
             check_size(self._files[name], self._described[name])
@@ -148,7 +148,7 @@ class SavedFiles:
         return self._described[name].kinds
 
     def size(self, name: str) -> int:
-        """Returns the bytes of a file."""
+        """Returns the number of bytes of a file."""
         return self._described[name].size
 
     def read(self, name: str, buffer: Tensor | None = None) -> dict[str, Tensor]:
@@ -210,10 +210,10 @@ def _held(folder: Path) -> bytes:
 
 
 def _parsed(path: Path, held: bytes) -> tuple[dict[str, Any], dict[str, Description]]:
-    """What ``session.json`` holds, and the descriptions in it.
+    """Returns the contents of ``session.json``, and the descriptions in it.
 
     Raises:
-        ValueError: it is damaged, or of another version.
+        ValueError: the file is damaged, or of another version.
     """
     head = _HEAD.match(held)
     whole = head is not None and checksum(held[head.end() :]).encode() == head[1]
@@ -238,7 +238,7 @@ def _parsed(path: Path, held: bytes) -> tuple[dict[str, Any], dict[str, Descript
 
 
 def _check_free(folder: Path) -> None:
-    """Raise FileExistsError where ``folder`` is a file, or holds files but no session."""
+    """Raise FileExistsError if ``folder`` is a file, or has files but no session."""
     if folder.is_symlink() and not folder.exists():
         raise FileExistsError(f"{str(folder)!r} is a link to what does not exist; give another path")
     if not folder.exists():
@@ -251,7 +251,7 @@ def _check_free(folder: Path) -> None:
 
 
 def _begins(path: Path) -> bool:
-    """Returns whether a file begins as the ``session.json`` of a session does."""
+    """Returns whether a file begins like the ``session.json`` of a session."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -260,11 +260,11 @@ def _begins(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int | None]:
-    """Returns a context in which no other process saves to ``folder``; yields its descriptor, None on
+    """A context in which no other process saves to ``folder``. Yields the folder's descriptor; None on
     Windows.
 
     Raises:
-        BlockingIOError: another process does.
+        BlockingIOError: another process is saving to it.
     """
     try:
         import fcntl
@@ -288,7 +288,9 @@ def _locked(folder: Path) -> Iterator[int | None]:
 
 
 def _clean(folder: Path) -> None:
-    """Remove files of saves that ``session.json`` does not name; none where it cannot be read."""
+    """Remove files of saves that ``session.json`` does not name. If it cannot be read, no files are
+    removed.
+    """
     try:
         fields, described = _parsed(folder / FILE, _held(folder))
         kept = {_path(folder, name, fields["save"]).name for name in described}

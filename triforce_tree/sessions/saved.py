@@ -1,7 +1,7 @@
-"""Sessions in files: from the engine's buffers to a folder, and back.
+"""Saves sessions from the engine's buffers to a folder, and loads them.
 
-Keys and values are stored as they are in the cache, layer by layer. They do not say where it was: what was
-saved from the device may be loaded into host memory, and the other way round.
+Keys and values are stored as they are in the cache, layer by layer. The files do not depend on where the
+cache was: a session that was saved from the device may be loaded into host memory, and the other way round.
 """
 
 import json
@@ -36,7 +36,7 @@ from triforce_tree.sessions.tensor_files import Kind
 
 
 class Saving(Protocol):
-    """What of a :class:`~triforce_tree.sessions.session.Session` is saved."""
+    """The attributes of a :class:`~triforce_tree.sessions.session.Session` that are saved."""
 
     tokens: list[int]
     messages: list[Message] | None
@@ -50,7 +50,7 @@ class Saving(Protocol):
 
 
 def save(session: Saving, folder: Path) -> None:
-    """See :meth:`Session.save`."""
+    """Write a session into a folder; see :meth:`Session.save`."""
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; save sessions of one process")
     told = {"messages": session.messages, "begun": session.begun, "turns": session.turns}
@@ -69,7 +69,9 @@ def save(session: Saving, folder: Path) -> None:
 
 
 def _check_json(told: dict[str, Any]) -> None:
-    """Raise ValueError where a conversation cannot be written so that it can be read again."""
+    """Raise ValueError if the values of a conversation do not survive being written to JSON and read
+    again.
+    """
     try:
         parse_json(json.dumps(told).encode())
     except (TypeError, ValueError, RecursionError) as error:
@@ -77,7 +79,7 @@ def _check_json(told: dict[str, Any]) -> None:
 
 
 def _write_layers(program: DecodingProgram, count: int, new: NewFiles) -> None:
-    """Write the first ``count`` tokens of each layer; one is written while the next one is copied."""
+    """Write the first ``count`` tokens of each layer. One layer is written while the next one is copied."""
     with ThreadPoolExecutor(1) as writer:
         written: Future[None] | None = None
         for layer in _layers(program):
@@ -96,11 +98,11 @@ def _layers(program: DecodingProgram) -> list[int]:
 
 @contextmanager
 def opened_for(engine: LoadedEngine, folder: Path) -> Iterator[tuple[list[int], SavedFiles]]:
-    """Returns a context with the tokens of a session that :func:`save` wrote, and its files.
+    """A context with the tokens of a session that :func:`save` wrote, and its files.
 
     Raises:
-        ValueError: it was saved with another model, tokenizer or ``kv_bits``, or by another version;
-            a file is damaged.
+        ValueError: the session was saved with another model, tokenizer or ``kv_bits``, or by another version;
+            or a file is damaged.
         OSError: a file is missing.
     """
     if distributed.current() is not None:
@@ -128,9 +130,9 @@ def fill(program: DecodingProgram, tokens: list[int], files: SavedFiles) -> None
     """Write the keys, values and states of a session into a cache made for it.
 
     Raises:
-        ValueError: a file is damaged. The cache is then as before where its size or shapes are wrong, and
-            holds nothing where its contents are.
-        OSError: a file cannot be read; the cache then holds nothing.
+        ValueError: a file is damaged. If its size or shapes are wrong the cache is unchanged. If its contents
+            are damaged the cache is empty.
+        OSError: a file cannot be read. The cache is then empty.
     """
     cache, target, count = program.cache, program.target, len(tokens) - 1
     layers = _layers(program)
@@ -168,7 +170,7 @@ def fill(program: DecodingProgram, tokens: list[int], files: SavedFiles) -> None
 
 
 def _identity(engine: LoadedEngine) -> dict[str, Any]:
-    """What a session's keys and values belong to."""
+    """Returns the properties of an engine that a session's keys and values depend on."""
     target = engine.target
     return {
         "model": f"{target.name} {shape_of(target.model)}",
@@ -179,7 +181,7 @@ def _identity(engine: LoadedEngine) -> dict[str, Any]:
 
 
 def _check(found: Any, own: dict[str, Any], folder: Path) -> None:
-    """Raise ValueError where a session was not saved with what the engine has."""
+    """Raise ValueError if a session was saved with other properties than the engine has."""
     remedies = {
         "model": "load that model",
         "weights": "load the weights that it was saved with",
@@ -197,7 +199,7 @@ def _check(found: Any, own: dict[str, Any], folder: Path) -> None:
 
 
 def _check_kinds(files: SavedFiles, name: str, wanted: Mapping[str, Kind]) -> None:
-    """Raise ValueError where a file does not hold these tensors and no others."""
+    """Raise ValueError unless a file has exactly these tensors."""
     found = files.kinds(name)
     if list(found) != list(wanted):
         raise damaged(files.path(name), f"it holds the tensors {sorted(found)}, not {sorted(wanted)}")
@@ -210,7 +212,7 @@ def _check_kinds(files: SavedFiles, name: str, wanted: Mapping[str, Kind]) -> No
 
 
 def _check_layer(cache: FullCache, layer: int, count: int, files: SavedFiles) -> None:
-    """Raise ValueError where a file does not hold a layer of ``count`` tokens as the cache keeps it."""
+    """Raise ValueError unless a file has a layer of ``count`` tokens in the format of the cache."""
     slots, least = cache.backend.layer_slots(layer, count)
     shape, _ = files.kinds(layer_name(layer)).get("k", ((), None))
     # A layer with a window may have been saved from a cache that keeps all of its positions.

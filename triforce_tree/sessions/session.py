@@ -40,10 +40,11 @@ class Session:
 
     Args:
         engine: its models and settings.
-        document: what the session begins with: text, token ids of one sequence, or messages.
-        reserve: tokens after the first prompt that memory is taken for at once. A longer sequence gets larger
-            buffers with as many tokens in reserve, to which keys and values are copied where the device holds
-            both, and which are prefilled anew where it does not, or where they are offloaded.
+        document: the beginning of the session: text, token ids of one sequence, or messages.
+        reserve: number of tokens after the first prompt for which memory is allocated at once. A longer
+            sequence gets larger buffers with as many tokens in reserve, to which keys and values are copied
+            where the device holds both, and which are prefilled again if the device cannot hold both, or if
+            they are offloaded.
 
     Attributes:
         tokens: all token ids so far. In a conversation that begins with messages they are those of the last
@@ -75,7 +76,7 @@ class Session:
         self.begun = len(self.messages or ())
 
     def generate(self, question: Inputs | None = None, **kwargs: Any) -> GenerateOutput:
-        """Continue the session by what ``question`` says, and by the model's answer to it.
+        """Append ``question`` and the model's answer to the session.
 
         Args:
             question: text or token ids, appended to the tokens as they are, without special tokens; None adds
@@ -121,7 +122,8 @@ class Session:
         return ids
 
     def prefill(self, progress: Progress | None = None) -> int:
-        """Compute keys and values of all tokens but the last now; return how many were there already.
+        """Compute keys and values of all tokens but the last now. Returns how many tokens were in the cache
+        before.
 
         Args:
             progress: called with numbers of tokens.
@@ -147,10 +149,10 @@ class Session:
             del self.messages[self.turns[-1][1] if self.turns else self.begun :]
 
     def fork(self) -> "Session":
-        """Returns another session with the same tokens, which goes on by itself.
+        """Returns another session with the same tokens, which continues independently.
 
-        Both use the engine's buffers in turn: what they have in common is kept once, and what one of them has
-        beyond it is prefilled again when it follows a call of the other. No memory is copied.
+        Both use the engine's buffers in turn. Their common tokens are kept once. The other tokens of a
+        session are prefilled again when it is called after the other one. No memory is copied.
         """
         other = copy.copy(self)
         other._coming = None
@@ -163,7 +165,7 @@ class Session:
 
         Keys and values that are not in the buffers any more are computed first. They are copied layer by
         layer, so that host memory holds two of them at a time. A session that the folder holds is replaced in
-        a single step when the disk holds all files of the new one, so that it has room for both for a while;
+        a single step when the disk holds all files of the new one, so the disk must hold both for a while;
         where this fails, or the process is killed, the earlier one stays.
 
         Raises:
@@ -197,8 +199,8 @@ class Session:
 
     @contextmanager
     def program(self, progress: Progress | None = None) -> Iterator[tuple[DecodingProgram, int]]:
-        """Returns a context with the engine's buffers, which hold the session, and how many tokens they held
-        before.
+        """A context with the engine's buffers, which hold the session, and the number of tokens that they
+        held before.
 
         Raises:
             ValueError: there are no tokens yet, or memory is short.
@@ -209,7 +211,7 @@ class Session:
 
     @contextmanager
     def buffers(self) -> Iterator[DecodingProgram]:
-        """Returns a context with the engine's buffers, made for the session's tokens and those in reserve."""
+        """A context with the engine's buffers, made for the session's tokens and those in reserve."""
         engine = self._continuing(len(self.tokens))
         with engine.program([self.tokens], max(1, self._capacity - len(self.tokens)), None) as program:
             yield program
@@ -229,7 +231,7 @@ class Session:
         return self._engine.in_session(self._capacity)
 
     def _asked(self, question: Inputs | None) -> tuple[list[Message] | None, list[int]]:
-        """Returns the messages, in a conversation, and the token ids that the next call continues."""
+        """Returns the messages of a conversation (or None) and the token ids that the next call continues."""
         chats = chats_of(question)
         begins = self.messages is None and chats is not None and not self.tokens
         before: list[Message] | None = [] if begins else self.messages
@@ -259,7 +261,7 @@ class Session:
         return messages, chat_ids(self._texts, messages)
 
     def _ids(self, given: Inputs) -> list[int]:
-        """Returns token ids of one sequence; special tokens are added to the first text only."""
+        """Returns the token ids of one sequence. Special tokens are added only to the first text."""
         if isinstance(given, str) and self.tokens:
             if self._engine.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer: load(..., tokenizer=...)")
@@ -279,19 +281,21 @@ class Session:
 
 
 def _comparable(question: Inputs | None) -> Any:
-    """What a later question is compared with; for token ids, which are read again, something unlike any."""
+    """Returns the form in which a question is compared with later ones. Token ids, which are read again, get
+    a unique object.
+    """
     if question is None or isinstance(question, str):
         return question
     return object() if chats_of(question) is None else copy.deepcopy(question)
 
 
 def _equal(earlier: Any, question: Inputs | None) -> bool:
-    """Returns whether a question is the one that ``earlier`` is a copy of."""
+    """Returns whether a question equals the earlier one, of which ``earlier`` is a copy."""
     return type(earlier) is type(question) and bool(earlier == question)
 
 
 def _check_continued(message: Message) -> None:
-    """Raise ValueError where the last message is the assistant's and has no text to go on with."""
+    """Raise ValueError if the last message is the assistant's and has no text that could be continued."""
     content = message.get("content")
     # The model goes on with the last part of several.
     text = content[-1].get("text") if content and not isinstance(content, str) else content
@@ -303,7 +307,7 @@ def _check_continued(message: Message) -> None:
 
 
 def _continued(content: Any, text: str) -> Any:
-    """Returns the content of a message, or the parts of one, with the text that the model went on with."""
+    """Returns the content of a message (or its parts) with the model's continuation appended."""
     if isinstance(content, str):
         return f"{content}{text}"
     *before, last = content

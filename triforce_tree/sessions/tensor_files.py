@@ -35,14 +35,14 @@ def checksum(data: bytes | memoryview) -> str:
 
 @dataclass(frozen=True)
 class Description:
-    """What a file must hold: its tensors in their order, and the checksum of all of its bytes."""
+    """A description of a file: its tensors in their order, and the checksum of all of its bytes."""
 
     kinds: Mapping[str, Kind]
     checksum: str
 
     @property
     def head(self) -> bytes:
-        """Returns all that lies before the tensors in the file."""
+        """Returns the bytes of the file that precede the tensors."""
         entries, end = {}, 0
         for name, (shape, dtype) in self.kinds.items():
             start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -53,7 +53,7 @@ class Description:
 
     @property
     def size(self) -> int:
-        """Returns the bytes of the file."""
+        """Returns the number of bytes of the file."""
         return len(self.head) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.kinds.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -62,10 +62,10 @@ class Description:
 
     @classmethod
     def from_json(cls, value: Any) -> "Description":
-        """What :meth:`as_json` returned.
+        """Returns the description of which :meth:`as_json` returned ``value``.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: ``value`` is something else.
         """
         try:
             tensors = value["tensors"].items()
@@ -102,7 +102,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Description:
 
 
 def check_size(file: BinaryIO, described: Description) -> None:
-    """Raise ValueError where an open file does not have as many bytes as it must."""
+    """Raise ValueError if the size of an open file differs from its description."""
     if (size := os.fstat(file.fileno()).st_size) != described.size:
         raise ValueError(f"it has {size:,} bytes and not {described.size:,}")
 
@@ -135,5 +135,5 @@ def read_tensors(file: BinaryIO, described: Description, buffer: Tensor | None =
 
 
 def _bytes_of(data: Tensor) -> memoryview:
-    """Returns the memory of a uint8 tensor [n]."""
+    """Returns the memory of a uint8 tensor ``[n]``."""
     return memoryview(data.numpy())  # type: ignore[arg-type]

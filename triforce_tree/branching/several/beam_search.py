@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 def beam_search(
     engine: LoadedEngine, inputs: Any, beams: int, count: int, kwargs: dict[str, Any]
 ) -> GenerateOutput:
-    """Returns the best ``count`` of ``beams`` texts of each prompt; other arguments as of
+    """Returns the best ``count`` of ``beams`` texts of each prompt. Other arguments are those of
     :meth:`Engine.generate`.
 
     Raises:
@@ -98,7 +98,7 @@ def beam_search(
 
 
 def _setting(engine: LoadedEngine, kwargs: Mapping[str, Any], name: str) -> Any:
-    """Returns an option of beam search: the caller's, else the checkpoint's."""
+    """Returns the value of a beam search option: the caller's, or else the checkpoint's."""
     config = kwargs.get("generation_config")
     given = config if isinstance(config, Mapping) else vars(config) if config is not None else {}
     sources = kwargs, given, vars(engine.target.model.generation_config)

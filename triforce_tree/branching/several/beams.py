@@ -37,7 +37,7 @@ class BeamTree(OwnForward):
         self._beams: list[Node] = []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on from what row ``beam_idx[i]``, int64 ``[rows]``, was."""
+        """Let beam i continue the former beam ``beam_idx[i]``; int64 ``[beams]``."""
         before = self._beams
         self._beams = [before[int(index)] for index in beam_idx.tolist()]
         # All that nobody needs goes first: what is left of a node's children decides what is joined.
@@ -74,7 +74,9 @@ class BeamTree(OwnForward):
             node.append([token])
 
     def _released(self, node: Node) -> Node:
-        """Free what no beam goes through from this node upwards; return the first node that is kept."""
+        """Free the nodes from this one upwards that no beam passes through. Returns the first node that is
+        kept.
+        """
         kept = set(self._beams)
         while node not in kept and not node.children and node.parent is not None:
             parent = node.parent
@@ -83,7 +85,7 @@ class BeamTree(OwnForward):
         return node
 
     def _join(self, node: Node) -> None:
-        """Make a node and its only child one, so that texts do not become chains of short nodes."""
+        """Merge a node with its only child, so that texts do not become chains of short nodes."""
         if not node.alive or node is self._root or node in self._beams:
             return
         while len(node.children) == 1:
@@ -93,7 +95,7 @@ class BeamTree(OwnForward):
 
 
 def beam_pool(target: HFModel, prompts: Sequence[Sequence[int]], width: int, new_tokens: int) -> KVPool:
-    """Pages for ``width`` beams after each prompt, none of which share any new token."""
+    """Returns pages for ``width`` beams after each prompt, if the beams share no new tokens."""
     pool = KVPool(target, 0)
     pages = sum(pool.pages_of(len(prompt)) for prompt in prompts)
     # A beam's tokens lie in up to three nodes whose last page is not full, and one that is being joined.

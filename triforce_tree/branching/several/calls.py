@@ -1,4 +1,6 @@
-"""What ``Engine`` takes from this folder: ``tree``, and several texts of one prompt by ``generate``."""
+"""The features of this folder that ``Engine`` uses: ``tree``, and several texts per prompt in
+``generate``.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -18,7 +20,7 @@ Generate = TypeVar("Generate", bound=Callable[..., GenerateOutput])
 
 
 def with_several(generate: Generate) -> Generate:
-    """``Engine.generate`` that also carries out ``num_beams`` and ``num_return_sequences``.
+    """Returns ``Engine.generate`` with support for ``num_beams`` and ``num_return_sequences``.
 
     Beams are those of transformers' ``generate``, scores included, decoded plainly over one tree. Samples are
     independent sequences of one batch.
@@ -45,7 +47,7 @@ def with_several(generate: Generate) -> Generate:
 def tree_of(
     engine: LoadedEngine, prompt: Inputs, *, max_bytes: int | None = None, progress: Progress | None = None
 ) -> TextTree:
-    """Returns a text that branches, after a prompt that is prefilled now: see :class:`TextTree`."""
+    """Returns a tree of texts whose prompt is prefilled now; see :class:`TextTree`."""
     return TextTree(engine, prompt, max_bytes, progress)
 
 
@@ -56,12 +58,12 @@ def _samples(
     count: int,
     kwargs: dict[str, Any],
 ) -> GenerateOutput:
-    """``count`` texts of each prompt, drawn independently: sequences of one batch, with drafts.
+    """Returns ``count`` texts of each prompt, drawn independently as sequences of one batch, with drafts.
 
-    With one seed the text of sample i depends on the prompt, its number, the seed and i alone.
+    With one seed, the text of sample i depends only on the prompt, its index, the seed and i.
 
     Args:
-        generate: of one text a prompt; other arguments as of :meth:`Engine.generate`.
+        generate: generates one text per prompt; the other arguments are those of :meth:`Engine.generate`.
     """
     prompts, options = given_prompts(engine, inputs, kwargs)
     allowed = options.pop("prefix_allowed_tokens_fn", None)
@@ -84,7 +86,7 @@ def _samples(
 
 
 def _check_sampled(engine: LoadedEngine, width: int, count: int, options: Mapping[str, Any]) -> None:
-    """Raise ValueError where ``count`` texts of a prompt of ``width`` tokens would be equal."""
+    """Raise ValueError if ``count`` texts of a prompt of ``width`` tokens would be equal."""
     left_out = (*OF_ENGINE, "output_scores", "output_logits")
     own = {name: value for name, value in options.items() if name not in left_out}
     if leaf_options(engine, width, own).job.to_probs.greedy:
