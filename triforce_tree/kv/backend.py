@@ -94,13 +94,13 @@ class PromptRun:
 
 
 class KVBackend:
-    """Keys and values of B sequences of the target, in one kind of memory.
+    """Stores the keys and values of B sequences of the target in one kind of memory.
 
     A forward writes after the committed slots, and only :meth:`KVView.move` and :meth:`committed` make
     anything permanent.
 
     Args:
-        spec: what the slots are needed for.
+        spec: describes the KV slots that are needed.
 
     Attributes:
         store: KV slots on the device that hold whole sequences, or the windows of layers with one.
@@ -138,12 +138,12 @@ class KVBackend:
 
     @property
     def least_prompt(self) -> int:
-        """Fewest tokens of a prompt."""
+        """Returns the fewest tokens of a prompt."""
         return 1
 
     @property
     def bytes(self) -> int:
-        """Bytes of keys and values on the device, shared ones counted once."""
+        """Returns the bytes of keys and values on the device; shared slots count once."""
         return self.store.nbytes
 
     def tokens(self) -> tuple[int, int]:
@@ -153,7 +153,7 @@ class KVBackend:
         return self.store.tokens()
 
     def transferred_bytes(self, tokens: int, queries: int) -> int:
-        """Bytes of keys and values that a pass copies to the device.
+        """Returns the bytes of keys and values that a pass copies to the device.
 
         Args:
             tokens: committed tokens of each sequence.
@@ -178,7 +178,7 @@ class KVBackend:
         return [len(prompt) for prompt in prompts]
 
     def prompt_cache(self, b: int, states: RecurrentStates | None, length: int) -> PromptCache:
-        """The cache that a prefill of sequence b continues after ``length`` tokens."""
+        """Returns the cache that a prefill of sequence b continues after ``length`` tokens."""
         return PromptCache(self.store, b, states, length)
 
     def prefill(
@@ -211,7 +211,7 @@ class KVBackend:
             self.retrieval.fill()
 
     def committed(self, counts: Sequence[int]) -> None:
-        """The last pass of the target made each sequence so many tokens longer."""
+        """Records how many tokens the last pass of the target added to each sequence."""
         self.store.grown(counts)
 
     # Sequences that come and go
@@ -265,7 +265,7 @@ class KVBackend:
         return False
 
     def exchange(self, prefixes: KeptPrefixes, means: Means) -> Exchange | None:
-        """What keeps copies of texts in host memory before they are overwritten; None where nothing does.
+        """Returns the object that copies texts to host memory before they are overwritten, or None.
 
         Args:
             means: learns which chunk means are not known.
@@ -295,7 +295,7 @@ class KVBackend:
         return dict(zip(PARTS, group.parts, strict=False)), min(count, group.shape.window or count)
 
     def set_layer(self, layer: int, count: int, parts: Sequence[Tensor]) -> None:
-        """Store what :meth:`layer` returned."""
+        """Stores the result of :meth:`layer`."""
         group, place = self._layer_of(layer)
         # Of a layer with a window, the last positions; both ends know at least a window of them.
         kept = min(parts[0].shape[1], group.slots)
@@ -327,4 +327,4 @@ class KVBackend:
             yield
 
     def close(self) -> None:
-        """Give memory of the host back; the backend cannot be used afterwards."""
+        """Releases host memory; the backend cannot be used afterwards."""

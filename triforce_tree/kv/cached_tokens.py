@@ -12,7 +12,7 @@ _BLOCK = 4096
 
 
 class CachedTokens:
-    """The tokens of B sequences, as the host knows them from prefills and from what passes committed.
+    """Records the tokens of B sequences, as the host knows them from prefills and committed passes.
 
     The last token of a sequence is the root of its next pass, whose keys and values are not cached yet. Where
     the tokens of a pass are not known, the sequence ends before them.
@@ -46,7 +46,7 @@ class CachedTokens:
         self._roots[b] = None
 
     def take(self, kept: "CachedTokens", lengths: Sequence[int]) -> None:
-        """The first sequences are those of another cache, of which so many tokens each were taken over."""
+        """Takes over the first sequences of another cache, with so many tokens of each."""
         for b, length in enumerate(lengths):
             kept.keep(b, length)
             self.held[b], self.whole[b] = kept.held[b], kept.whole[b] if kept.chunk == self.chunk else 0
@@ -109,7 +109,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -
 
 
 def _but_last(prompt: Sequence[int]) -> list[int]:
-    """A list of its own."""
+    """Returns a copy without the last token."""
     tokens = list(prompt)
     tokens.pop()
     return tokens

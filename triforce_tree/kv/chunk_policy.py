@@ -45,7 +45,7 @@ class ChunkPolicy(Protocol):
 
 
 class BoundPolicy:
-    """The policy of some settings, for one layer after the other.
+    """Applies the policy of some settings to one layer after the other.
 
     Args:
         config: the settings.

@@ -1,4 +1,4 @@
-"""The view of a KV store on the device for forwards whose rows have the same bits in any company."""
+"""Is the view of a KV store for forwards whose results have the same bits in any batch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ class ExactView(TreeAttentionView):
     def _packed_attention(
         self, q: Tensor, kv: KV, attention: Attention, params: AttentionParams, window: Window | None
     ) -> Tensor:
-        """As in :class:`TreeAttentionView`, by position."""
+        """Computes the attention of packed queries by position; see :class:`TreeAttentionView`."""
         assert kv.scales is None, "8-bit keys and values are refused before"
         # A window that hides nothing of any sequence is none.
         size, chunked = (window.size, window.chunked) if window is not None else (None, False)

@@ -27,17 +27,17 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The KV slots of one chunk: ``[H_kv, chunk, D]`` of each part of each layer, in ``memory``."""
+    """Holds the KV slots of one chunk in ``memory``: ``[H_kv, chunk, D]`` of each part of each layer."""
 
     slots: list[Tensor]
     memory: HostMemory
 
 
 class KeptPrefixes:
-    """Chunks of earlier texts, up to so many bytes; those used longest ago make room for new ones.
+    """Keeps chunks of earlier texts in host memory; the least recently used are dropped beyond the limit.
 
     Attributes:
-        limit: most bytes of host memory.
+        limit: the most bytes of host memory.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class KeptPrefixes:
 
     @property
     def taken(self) -> int:
-        """Bytes of host memory."""
+        """Returns the bytes of host memory in use."""
         return sum(chunk.memory.bytes for chunk in self._chunks.values())
 
     def bound(self, limit: int) -> None:
-        """Set the limit, and drop what exceeds it."""
+        """Sets the limit, and drops what exceeds it."""
         self.limit = limit
         while self.taken > self.limit:
             self._drop()
@@ -100,7 +100,7 @@ class KeptPrefixes:
                 self._chunks.move_to_end(digest)
 
     def clear(self) -> None:
-        """Give all memory back."""
+        """Releases all memory."""
         while self._chunks:
             self._drop()
 
@@ -151,13 +151,13 @@ class Exchange(Protocol):
 
 
 class PrefixExchange:
-    """The :class:`Exchange` of sequences that have slots of their own on the device, none of which are rings.
+    """Is the :class:`Exchange` of sequences with their own slots on the device, none of which are rings.
 
     Args:
         prefixes: texts of all caches of the same models.
         store: the KV slots.
         cached: the tokens that they hold.
-        means: told which chunk means are not known.
+        means: is notified which chunk means are not known.
     """
 
     def __init__(self, prefixes: KeptPrefixes, store: KVStore, cached: CachedTokens, means: Means) -> None:
@@ -215,20 +215,20 @@ class PrefixExchange:
                 features.begin(b, 0)
 
     def _find(self, prompt: Sequence[int], function: object) -> list[bytes]:
-        """The digests of kept chunks that all but the last token of a prompt begins with."""
+        """Returns the digests of the kept chunks that a prompt begins with, its last token excluded."""
         own = digests_of(prompt[:-1], self._cached.chunk, function, self._store)
         found = list(takewhile(self.prefixes.__contains__, own))
         self.prefixes.use(found)
         return found
 
     def _parts(self, b: int, at: int) -> list[Tensor]:
-        """The slots of a chunk of sequence b."""
+        """Returns the slots of a chunk of sequence b."""
         chunk = self._cached.chunk
         return chunk_parts(self._store.groups, b, at * chunk, (at + 1) * chunk)
 
 
 def digests_of(tokens: Sequence[int], chunk: int, function: object, store: KVStore) -> Iterator[bytes]:
-    """The digest of each whole chunk of a text: of all tokens up to its end, the model and the slots."""
+    """Returns the digest of each whole chunk: a hash of all tokens up to its end, the model and the slots."""
     shapes = [(group.layers, group.shape) for group in store.groups]
     digest = hashlib.sha256(repr((function, store.bits, store.dtype, chunk, shapes)).encode())
     for stop in range(chunk, len(tokens) + 1, chunk):

@@ -44,7 +44,7 @@ class Marks:
         return max((at for at, _ in self._copies[b] if at <= length and copies), default=0)
 
     def restore(self, b: int, length: int) -> None:
-        """Let sequence b be continued from a length that :meth:`start` found, and forget later copies."""
+        """Lets sequence b continue from a length that :meth:`start` found, and drops later copies."""
         if not length:
             self._store.begin(b)
         if length and not self._continues(b, length):
@@ -57,7 +57,7 @@ class Marks:
         self.prune(b, length)
 
     def prune(self, b: int, length: int) -> None:
-        """Forget copies after ``length``: other tokens follow."""
+        """Drops the copies after ``length``, because other tokens follow."""
         self._copies[b] = [copy for copy in self._copies[b] if copy[0] <= length]
 
     def add(self, b: int, length: int) -> None:

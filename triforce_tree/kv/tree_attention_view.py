@@ -220,7 +220,7 @@ class PagedRetrievalView(TreeAttentionView):
         depths: as for ``TreeAttentionView``.
 
     Attributes:
-        refreshing: whether the next forward selects chunks anew.
+        refreshing: whether the next forward selects chunks.
         slots: chunks that are selected.
         boundary: int64 ``[B]``, the first chunk that is always visible.
         retrieved: for each group of the store; None for layers with a window.

@@ -65,7 +65,7 @@ class RetrievalView(KVView, Protocol):
 
     Attributes:
         config: budget and recent window of the slots of this process.
-        refreshing: whether the next forward selects chunks anew; set before its ``begin``.
+        refreshing: whether the next forward selects chunks; set before its ``begin``.
     """
 
     config: RetrievalConfig

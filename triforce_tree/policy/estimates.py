@@ -44,7 +44,7 @@ class Tails(NamedTuple):
     """Trees at the ends of chains that a pass has judged, summed over sequences.
 
     Attributes:
-        reached: how many: those behind chains of which all tokens were accepted.
+        reached: how many trees follow chains of which all tokens were accepted.
         accepted: tokens of them that the target accepted.
         rejected: how many of them ended in a rejection.
     """

@@ -188,7 +188,7 @@ class PassPolicy:
             rejected: sequences in which it rejected one of the chain, which ends it: accepted / (accepted +
                 rejected) estimates the acceptance.
             ranks: acceptance of the draft's trees by depth and rank, where there are several shapes.
-            tails: trees behind chains; their accepted tokens are in ``accepted`` too.
+            tails: trees at the ends of chains; their accepted tokens are in ``accepted`` too.
             matched: of a pass with matched tokens, for each sequence with any: tokens that its match had in
                 common, proposed tokens, and accepted ones.
         """

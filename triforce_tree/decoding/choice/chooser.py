@@ -187,12 +187,12 @@ def temperature_class(to_probs: ProbsFromLogits) -> str:
 
 
 def judged(report: Sequence[Sequence[int]], chain: int | None, tail: int | None) -> tuple[int, Tails | None]:
-    """Sequences in which the target rejected a token of a tree or chain, and the trees behind chains.
+    """Counts the sequences in which the target rejected a token, and the trees after chains that it judged.
 
     Args:
         report: of each sequence: committed tokens, verified draft tokens, tokens that level 1 emitted.
         chain: most tokens of a chain; None for passes without chains.
-        tail: depth of the trees behind chains; None where there are none.
+        tail: depth of the trees at the ends of chains; None if there are none.
     """
     proposed = [row[1] if chain is None else min(row[2], chain) for row in report]
     beyond = [row[0] - 1 - tokens for row, tokens in zip(report, proposed, strict=True)]

@@ -1,4 +1,4 @@
-"""Attention backends: implementations of attention over KV slots, behind one protocol.
+"""Defines attention backends: implementations of attention over KV slots, under one protocol.
 
 A KV view makes an :class:`Attention` for each kind of heads, once. Its ``begin`` is called before the first
 layer of each forward, for what a backend has to plan by the forward's lengths and masks, and ``run`` in each

@@ -1,7 +1,7 @@
 """Tile shapes of the tree-attention kernel: a table and the device's limits, no autotuning at the first call.
 
 A launch under CUDA-graph capture or in serving must not stop to time configurations, so the choice
-is a pure function of problem and device. The measurements behind the table are in
+is a pure function of problem and device. The measurements for the table are in
 `docs/log/2026-11-22-tiles-of-tree-attention.md`.
 """
 

@@ -68,7 +68,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-# Not compiled anew for other lengths.
+# It is not compiled again for other lengths.
 @triton.jit(do_not_specialize=["parts", "rows", "tokens"])
 def _merge_parts_kernel(
     out_ptr,  # [B, T, H, D]
@@ -119,7 +119,7 @@ def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor,
     parts = [out.transpose(1, 2).contiguous() for out in outs[:count]]
     weights = [lse.float().contiguous() for lse in lses[:count]]
     out, lse = torch.empty_like(parts[0]), torch.empty_like(weights[0])
-    # One number of arguments: others would be compiled anew. What repeats the last part is not read.
+    # The number of arguments is fixed: others would be compiled again. Repeats of a part are not read.
     parts += parts[-1:] * (_MOST_PARTS - count)
     weights += weights[-1:] * (_MOST_PARTS - count)
     block = max(4, 2048 // triton.next_power_of_2(dim))

@@ -71,7 +71,7 @@ def fetch_chunks(
 
 @operator("fetch_words", writes=("target",), triton=".chunks_kernels")
 def fetch_words(target: Tensor, source: Tensor) -> None:
-    """Copy from host memory that the device can read, without queueing behind the copy engine's transfers.
+    """Copy from host memory that the device can read, without waiting for the copy engine's transfers.
 
     Args:
         target: int32 ``[n]``, on the device; changed in place.

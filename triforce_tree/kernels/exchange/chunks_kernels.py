@@ -1,7 +1,7 @@
 """Triton kernels of ``exchange``: one program per KV head assigns slots, many programs fetch chunks.
 
 Fetching kernels read page-locked host memory over the bus: chunks are too small for the copy engine, where a
-few bytes would also queue behind large copies.
+few bytes would also wait for large copies.
 """
 
 import torch

@@ -33,7 +33,7 @@ _BYTES_BF16 = """{
     lop3.b32 s, t, 0x00800080, m, 0xea;
     sub.bf16x2 $1, $1, s;
 }"""
-# fp16 mantissas have room for the byte itself, made unsigned by flipping its sign bit.
+# fp16 mantissas hold the byte itself, made unsigned by flipping its sign bit.
 _BYTES_FP16 = """{
     .reg .b32 t, m;
     mov.b32 m, 0x64806480;

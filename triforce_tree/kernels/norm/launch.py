@@ -9,7 +9,7 @@ from triforce_tree.kernels.launching import launched_early, wait_for_previous, w
 from triforce_tree.kernels.norm.reference import MOST_COLUMNS
 
 
-# Not compiled anew for other numbers of rows.
+# It is not compiled again for other numbers of rows.
 @triton.jit(do_not_specialize=["rows"])
 def row_rms_norm_kernel(
     out_ptr,  # [rows, columns]

@@ -58,7 +58,7 @@ def _rotate(
         tl.store(target + rest, tl.load(source + rest, mask=kept, other=0.0), mask=kept)
 
 
-# Not compiled anew for other lengths.
+# It is not compiled again for other lengths.
 @triton.jit(do_not_specialize=["tokens"])
 def rotary_kernel(
     q_out_ptr,

@@ -1,1 +1,1 @@
-"""KV caches and weights in host memory, and the copies between host and device."""
+"""Keeps KV caches and weights in host memory, and copies them between host and device."""

@@ -19,7 +19,7 @@ _BLOCK_UNITS = 256
 
 
 class OffloadedBackend(KVBackend):
-    """Keys and values of an :class:`OffloadedCache`; windows and recurrent states stay on the device.
+    """Stores keys and values in an :class:`OffloadedCache`, but windows and recurrent states on the device.
 
     Args:
         spec: what the slots are needed for.

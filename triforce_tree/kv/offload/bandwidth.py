@@ -1,4 +1,4 @@
-"""Measured bandwidths: from host memory to the device, and of reading the device's memory."""
+"""Measures the bandwidths of copies from host memory to the device and of reads of device memory."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _REPEATS = 3
 
 @cache
 def bandwidths(device: torch.device) -> tuple[float, float]:
-    """Bytes a second from page-locked host memory to the device, and of reading the device's memory."""
+    """Returns the bytes per second of copies from page-locked memory, and of reads of device memory."""
     on_gpu = device.type == "cuda"
     size, piece = (_PROBE, _PIECE) if on_gpu else (_PROBE >> 4, _PIECE >> 4)
     memory = HostMemory(locked=on_gpu)
@@ -39,7 +39,7 @@ def bandwidths(device: torch.device) -> tuple[float, float]:
 
 @cache
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second of reading the device's memory."""
+    """Returns the bytes per second of reads of device memory."""
     size = _PROBE if device.type == "cuda" else _PROBE >> 4
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     return size / _shortest(lambda: data.sum(), device)

@@ -25,7 +25,7 @@ class CopyStream:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: Tensor, source: Tensor) -> "CopyEvent":
-        """Copy after all work queued on the current stream so far; returns the event of its end."""
+        """Copies after all work queued on the current stream so far; returns the event of its end."""
         if self.stream is None:
             target.copy_(source)
             return CopyEvent(None)
@@ -41,7 +41,7 @@ class CopyStream:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def record_event(self) -> "CopyEvent":
-        """An event after all copies issued so far."""
+        """Returns an event after all copies issued so far."""
         if self.stream is None:
             return CopyEvent(None)
         event = torch.cuda.Event()
@@ -70,7 +70,7 @@ class CopyStream:
             waiting.wait_stream(self.stream)
 
     def synchronize(self) -> None:
-        """Wait on the host."""
+        """Waits on the host for all copies issued so far."""
         if self.stream is not None:
             self.stream.synchronize()
 
@@ -96,7 +96,7 @@ class CopyEvent:
 
 
 class BufferRing:
-    """Device buffers through which a schedule of pieces in host memory is streamed, in order.
+    """Streams a schedule of pieces in host memory through device buffers, in order.
 
     As many pieces as there are buffers are prefetched, across layers and, once the next schedule is given,
     across passes. A buffer may be read between ``acquire`` and ``release``; its next piece is copied when the
@@ -125,7 +125,7 @@ class BufferRing:
         self._issued = self._released = 0
 
     def start(self, schedule: Sequence[Tensor]) -> None:
-        """Begin a schedule of pieces ``[n, row]`` in host memory.
+        """Begins a schedule of pieces ``[n, row]`` in host memory.
 
         Prefetched pieces are kept where the new schedule begins with the very same memory.
         """
@@ -163,7 +163,7 @@ class BufferRing:
         self._issued += 1
 
     def acquire(self) -> Tensor:
-        """The next piece of the schedule, on the device."""
+        """Returns the next piece of the schedule, on the device."""
         slot = self._released % len(self.buffers)
         if self._ready:
             self._ready[slot].wait()

@@ -27,7 +27,7 @@ as much is accepted."""
 
 
 class GatheredRetrievalView(OffloadedView):
-    """New tokens see gathered chunks and the window: the ``RetrievalView`` of an offloaded cache.
+    """Is the ``RetrievalView`` of an offloaded cache: new tokens see gathered chunks and the window.
 
     Args:
         cache: with slots for chunks; its chunk is ``config.chunk``.

@@ -22,7 +22,7 @@ from triforce_tree.models.hf_model import HFModel
 
 
 def check_host_attention(model: HFModel) -> None:
-    """Raise ValueError where the CPU cannot attend for this model."""
+    """Raises ValueError if the CPU cannot attend for this model."""
     if model.has_softcap:
         raise ValueError(
             f"{model.name} caps its attention scores, which attention on the CPU cannot do; leave "
@@ -53,7 +53,7 @@ def host_attends(model: HFModel, wanted: bool | str) -> bool:
 
 
 class _Buffers(NamedTuple):
-    """Page-locked memory for the queries of one shape and their states, and the states on the device.
+    """Holds page-locked memory for queries of one shape and for their states, and the states on the device.
 
     ``out`` and ``lse`` are views of ``state``, ``device_out`` and ``device_lse`` those of ``device_state``.
     """
@@ -101,7 +101,7 @@ class HostAttention:
         return self._torch_seconds if self._kernel is None else self._kernel.seconds
 
     def submit(self, q: Tensor, kv: Sequence[Tensor], scale: float) -> None:
-        """Copy queries to the host, after all work queued on the device so far, and attend there.
+        """Copies queries to the host after all work queued on the device so far, and attends there.
 
         The next layer's queries are computed from these states, so by the time they are submitted the device
         no longer reads the memory that is used here.
@@ -135,7 +135,7 @@ class HostAttention:
         self._torch_seconds += time.perf_counter() - start
 
     def states(self) -> State:
-        """The result of the last request.
+        """Returns the result of the last request.
 
         Returns:
             on the device, until the next request: out ``[B, T, H_q, D_v]`` and lse ``[B, T, H_q]`` in fp32,
@@ -162,7 +162,7 @@ class HostAttention:
         return _Buffers(q, state, *parts(state), on_device, *parts(on_device))
 
     def close(self) -> None:
-        """Free the host memory, after requests that an interrupted pass left in the queue."""
+        """Frees the host memory after the requests that an interrupted pass left in the queue."""
         self._copy_stream.synchronize()
         self._by_shape = {}
         self.memory.release()

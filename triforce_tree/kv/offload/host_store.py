@@ -1,4 +1,4 @@
-"""Committed keys and values of a cache larger than the device, split between device and host memory."""
+"""Splits the committed keys and values of a cache between device and host memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,13 +49,13 @@ class Offload:
                 raise ValueError(f"{name}={getattr(self, name)!r} must lie between 0 and 1")
 
     def share(self, queries: int) -> float:
-        """The share of the slots in host memory that the CPU attends to in a pass of ``queries`` tokens."""
+        """Returns the share of host slots that the CPU attends to in a pass of ``queries`` tokens."""
         return self.host_share if queries > 1 else self.plain_host_share
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Slots ``[start, stop)`` of one sequence in one layer; ``kv`` has their rows ``[stop - start, row]``."""
+    """Is a run of slots ``[start, stop)`` of a sequence in one layer; ``kv`` is ``[stop - start, row]``."""
 
     start: int
     stop: int
@@ -64,7 +64,9 @@ class Piece:
 
 
 class HostStore:
-    """Keys and values of every layer of B sequences, written in order; what a shorter prefix keeps stays.
+    """Stores the keys and values of every layer of B sequences.
+
+    When a sequence is cut to a shorter prefix, the slots of that prefix stay where they are.
 
     A slot is a row of the keys of all heads and then their values (``Heads.split``), so that any run of slots
     is one copy, whatever the widths of keys and values. A layer is cut
@@ -172,13 +174,13 @@ class HostStore:
         return sum(t.nbytes for layer in self.on_device for t in layer)
 
     def resident(self, layer: int, b: int, share: float = 0.0) -> Tensor:
-        """The leading ones of :meth:`pieces` that are whole and on the device, ``[n, piece, row]``."""
+        """Returns the leading whole pieces of :meth:`pieces` that are on the device, ``[n, piece, row]``."""
         count = min(self.resident_slots[layer], self._end(layer, b, share)) // self.piece
         leading: Tensor = self.on_device[layer][b][: count * self.piece]
         return leading.view(count, self.piece, self.heads.row)
 
     def pieces(self, layer: int, b: int, share: float = 0.0, first: int = 0) -> Iterator[Piece]:
-        """The slots before ``base[b]`` without those of :meth:`cpu_part`, cut at multiples of ``piece``.
+        """Returns the slots before ``base[b]`` without :meth:`cpu_part`, cut at multiples of ``piece``.
 
         Args:
             first: index of the piece to begin with.
@@ -192,7 +194,7 @@ class HostStore:
                 yield Piece(start, stop, self.on_host[layer][b][start - resident : stop - resident], False)
 
     def cpu_part(self, layer: int, b: int, share: float) -> Tensor:
-        """The last slots before ``base[b]``, in host memory: ``share`` of those there, in whole units."""
+        """Returns the last slots before ``base[b]`` in host memory: a ``share`` of them, in whole units."""
         resident = self.resident_slots[layer]
         start, stop = (max(0, slot - resident) for slot in (self._end(layer, b, share), self.base[b]))
         return self.on_host[layer][b][start:stop]
@@ -232,7 +234,7 @@ class HostStore:
         self.ring.start(self._schedule)
 
     def write(self, layer: int, b: int, start: int, kv: Tensor) -> CopyEvent:
-        """Store the rows ``[n, row]`` on the device from slot ``start`` on.
+        """Stores ``[n, row]`` of slots on the device from slot ``start`` on.
 
         Returns:
             the event after which ``kv`` may be overwritten.
@@ -259,7 +261,7 @@ class HostStore:
         out[resident.shape[0] :].copy_(on_host, non_blocking=True)
 
     def read(self, layer: int, b: int, start: int, stop: int) -> Tensor:
-        """The rows ``[stop - start, row]`` of slots ``[start, stop)``, on the device."""
+        """Returns ``[stop - start, row]`` of slots ``[start, stop)``, on the device."""
         self.to_host.join()
         resident = self.resident_slots[layer]
         parts = []

@@ -1,4 +1,4 @@
-"""Prefill layer by layer: all of a prompt through one decoder layer, then through the next.
+"""Prefills layer by layer: all of a prompt passes through one decoder layer, then through the next.
 
 Chunk by chunk through all layers, the usual order, every chunk would read all earlier keys and values of
 every layer, and with an offloaded cache each of these reads is a copy from the host. Layer by layer, keys and
@@ -59,7 +59,7 @@ class Sink(Protocol):
 
 
 class States(Protocol):
-    """The hidden states between two layers: ``[1, n, hidden]`` of each chunk of the prompt."""
+    """Holds the hidden states between two layers: ``[1, n, hidden]`` of each chunk of the prompt."""
 
     def put(self, chunk: int, hidden: Tensor) -> None: ...
 
@@ -67,7 +67,7 @@ class States(Protocol):
 
 
 class DeviceStates:
-    """Hidden states on the device."""
+    """Keeps the hidden states on the device."""
 
     def __init__(self) -> None:
         self._hidden: dict[int, Tensor] = {}
@@ -105,7 +105,7 @@ class ReservedStates:
 
 
 class HostStates:
-    """Hidden states in host memory, copied beside the computation: the next chunk's in, the last one's out.
+    """Keeps the hidden states in host memory, and copies chunks in and out during computation.
 
     Args:
         tokens: of the whole prompt.
@@ -151,7 +151,7 @@ class HostStates:
 
 
 class _LayerKV:
-    """The KV cache of one layer at a time, for the attention of a chunk.
+    """Is the KV cache of one layer at a time, for the attention of a chunk.
 
     Args:
         buffer: of layers without a window.
@@ -184,7 +184,7 @@ class _LayerKV:
 
 
 class _Calls:
-    """The arguments with which the model calls its layers for each chunk, and the first layer's input.
+    """Holds the arguments with which the model calls its layers for each chunk, and the first layer's input.
 
     Args:
         outputs: length of the tuples that layers return; 0 for the hidden state alone.
@@ -199,7 +199,7 @@ class _Calls:
         return self._replaced(self._recorder)
 
     def returning(self, hidden: Tensor) -> AbstractContextManager[None]:
-        """Inside, layers compute nothing, and the model goes on with ``hidden`` after the last."""
+        """Is a context in which layers compute nothing and the model continues with ``hidden``."""
         return self._replaced(lambda index: lambda *args, **kwargs: self._output(hidden))
 
     @contextmanager
@@ -230,7 +230,7 @@ class _Calls:
         return forward
 
     def run(self, index: int, chunk: int) -> Tensor:
-        """Layer ``index`` on one chunk; its output replaces its input in ``states``."""
+        """Runs layer ``index`` on one chunk; its output replaces its input in ``states``."""
         args, kwargs = self._calls[chunk][index]
         out = self.layers[index](self.states.take(chunk), *args, **kwargs)
         hidden: Tensor = out if isinstance(out, Tensor) else out[0]
@@ -239,7 +239,7 @@ class _Calls:
 
 
 def _normed(model: HFModel, calls: _Calls, tokens: list[int], cache: _LayerKV, hidden: Tensor) -> Tensor:
-    """The state after the final norm, by the model's own forward from the last layer's output on."""
+    """Returns the state after the final norm, by the model's own forward from the last layer's output on."""
     paused = model.streamed.paused() if model.streamed is not None else nullcontext()
     with (
         hidden_states(model.running, calls.layers, (model.layers,)) as found,
@@ -262,7 +262,7 @@ def prefill_by_layers(
     features: Sequence[int] = (),
     keep: Callable[[int, int, Tensor], None] | None = None,
 ) -> None:
-    """Compute keys and values of ``tokens`` in all layers, into ``sink``.
+    """Computes keys and values of ``tokens`` in all layers, into ``sink``.
 
     Args:
         model: inside its ``active()``.

@@ -118,11 +118,11 @@ class OffloadedCache:
             self.means = torch.zeros(layers, batch, heads.kv, count, columns, device=device, dtype=dtype)
 
     def share(self, queries: int) -> float:
-        """The share of the slots in host memory that the CPU attends to in a pass of ``queries`` tokens."""
+        """Returns the share of host slots that the CPU attends to in a pass of ``queries`` tokens."""
         return self.settings.share(queries) if self.attention is not None else 0.0
 
     def transferred_bytes(self, tokens: int, queries: int) -> int:
-        """Bytes of keys and values that a pass over ``queries`` tokens of each sequence copies to the device.
+        """Returns the bytes of keys and values that a pass of ``queries`` tokens per sequence copies.
 
         ``tokens`` are committed before it.
         """
@@ -225,7 +225,7 @@ class OffloadedCache:
             self.host.prefetch()
 
     def _evict(self, b: int, count: int) -> None:
-        """Copy the window's first ``count`` slots to the host, and move the others to its front."""
+        """Copies the window's first ``count`` slots to the host, and moves the others to its front."""
         base = self.host.base[b]
         left = self.lengths[b] - base - count
         for layer in range(self.host.layers):
@@ -235,7 +235,7 @@ class OffloadedCache:
         self.host.base[b] = base + count
 
     def _write_window(self, layer: int, b: int, count: int) -> Tensor:
-        """Copy the window's first ``count`` slots to the host too; return the rows."""
+        """Copies the window's first ``count`` slots to the host too, and returns them."""
         rows = torch.empty(count, self.host.heads.row, device=self.host.device, dtype=self.window.dtype)
         for part, slots in zip(self.host.heads.split(rows), self.window.kv, strict=True):
             part.copy_(slots[layer, b, :, :count].transpose(0, 1))
@@ -319,7 +319,7 @@ class OffloadedCache:
 def _by_window(
     shapes: Sequence[KVShape | None],
 ) -> tuple[list[KVShape | None], list[KVShape | None]]:
-    """The layers without a window, and those with one, each list with None in place of all other layers."""
+    """Returns the layers without a window and those with one, each list with None for the other layers."""
     whole = [None if shape is None or shape.window is not None else shape for shape in shapes]
     return whole, [None if shape is None or shape.window is None else shape for shape in shapes]
 

@@ -81,7 +81,7 @@ class OffloadedView(TreeAttentionView):
 
 
 class StreamedView(OffloadedView):
-    """The target's view: each of T new tokens a sequence sees all committed tokens and its ancestors.
+    """Is the target's view: each of T new tokens per sequence sees all committed tokens and its ancestors.
 
     A forward is captured in pieces on a GPU: graphs hold the layers with attention to the window and to the
     leading resident pieces, and what depends on the lengths in the host store is done between them. With
@@ -161,7 +161,7 @@ class StreamedView(OffloadedView):
         return self._kept[key]
 
     def _submit(self, host_layer: int, q: Tensor, scale: float) -> None:
-        """Let the CPU begin to attend to its share of a layer's slots for queries ``[B, T, H_q, D]``."""
+        """Lets the CPU begin to attend to its share of a layer's slots for queries ``[B, T, H_q, D]``."""
         if self._share:
             host, attention = self.cache.host, self.cache.attention
             assert attention is not None
@@ -200,7 +200,7 @@ class StreamedView(OffloadedView):
             merged[b] = merge_states(torch.cat(outs), torch.cat(lses))[0]
 
     def _attend_to_resident(self, host_layer: int, b: int, q: Tensor, params: AttentionParams) -> list[State]:
-        """Attention of ``q`` ``[T, H_q, D]`` to the leading resident pieces of the host store.
+        """Returns the attention of ``q`` ``[T, H_q, D]`` to the leading resident pieces of the host store.
 
         Returns:
             states of one or several pieces, ``[n, T, H_q, D_v]`` and ``[n, T, H_q]``, in the pieces' order.
@@ -224,7 +224,7 @@ class StreamedView(OffloadedView):
         return states
 
     def _states(self, q: Tensor, kv: Tensor, attention: Attention, params: AttentionParams) -> State:
-        """Attention to pieces ``[n, slots, row]``."""
+        """Returns the attention to pieces ``[n, slots, row]``."""
         queries = q if len(kv) == 1 else q.repeat(len(kv), 1, 1)
         k, v = (part.transpose(1, 2) for part in self.cache.host.heads.split(kv))
         out, lse = attention.states(queries, KV(k, v), replace(params, sinks=None))

@@ -78,7 +78,7 @@ class HostMemory:
             )
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a zeroed tensor in a block of its own.
+        """Allocates a zeroed tensor in its own block.
 
         Raises:
             HostMemoryError: the system refuses the memory, or to lock it. Earlier blocks stay allocated.
@@ -171,7 +171,7 @@ def available() -> tuple[int, str]:
 
 
 def total() -> int:
-    """Bytes of memory of the machine, or of the control group of this process."""
+    """Returns the bytes of memory of the machine, or of this process's control group."""
     limits = [_number(f"{folder}/{limit}") for folder, limit, _, _ in _cgroups()]
     return min([int(psutil.virtual_memory().total), *(size for size in limits if size is not None)])
 

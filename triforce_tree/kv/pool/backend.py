@@ -177,7 +177,7 @@ class PooledBackend(KVBackend):
         return False
 
     def _take_sequences(self, kept: KVBackend) -> None:
-        """Take up whole chunks of the sequences of slots of their own, as far as there is room."""
+        """Copies whole chunks of sequences with their own slots into the pool while slots are free."""
         unit = self.pool.unit
         spare = (
             self.store.total_slots

@@ -274,7 +274,7 @@ class PrefixPool:
     def take(
         self, other: "PrefixPool", sequences: int, alike: bool
     ) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """Begin with what another pool holds, as far as there is room.
+        """Begins with the chunks of another pool, as far as this one has free slots.
 
         Args:
             sequences: of this pool, none of which has begun.
@@ -292,7 +292,7 @@ class PrefixPool:
             going_on = []
         left = self.slots - (used if going_on else sequences * empty)
         made, copies, place = {other._root: self._root}, list[tuple[int, int, int]](), 0
-        # What is in use first, so that the rest is left out where there is no room.
+        # Chunks in use come first, so that the others are left out if slots are short.
         for in_use in (True, False):
             for block in other.blocks() if self.unit == other.unit else ():
                 needs_room, size = not (in_use and going_on), len(block.tokens)

@@ -37,7 +37,7 @@ class ExactAttention:
         mask: int64 ``[B, planned, words]``, planned at least T; bit j of word w of query t: it sees new token
             ``64 w + j``, which is itself or an ancestor; a token comes after its ancestors. The number of new
             tokens that a query sees is thus one more than its depth.
-        near: from ``launch.near``, once for all layers; None to compute it anew. Not read on the CPU.
+        near: from ``launch.near``, once for all layers; None to compute it. It is not read on the CPU.
     """
 
     q: Tensor
