@@ -105,7 +105,7 @@ _told: Device | None = None
 
 
 def describe(device: torch.device | str) -> Device:
-    """The GPU of a torch device, or an emulated one; the interpreter for a CPU.
+    """Returns the GPU of a torch device, an emulated GPU, or the interpreter for a CPU.
 
     Raises:
         ValueError: ``TRIFORCE_TREE_DEVICE`` names a GPU that is not in ``KNOWN``.

@@ -19,7 +19,7 @@ MOST_ROWS = 128
 
 
 class ExactView(TreeAttentionView):
-    """:class:`TreeAttentionView` by exact attention; arguments as there, for a tail that is all new.
+    """Is a :class:`TreeAttentionView` with exact attention; all slots of its tail are new tokens.
 
     Raises:
         ValueError: a tree is deeper than ``MOST_DEPTH``, or on a GPU larger than ``MOST_ROWS``.

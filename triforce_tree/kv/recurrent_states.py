@@ -1,4 +1,4 @@
-"""States of recurrent layers: buffers made once, and what forwards read and write of them.
+"""Holds the states of recurrent layers: buffers made once, and what forwards read and write of them.
 
 A layer of a hybrid model keeps the newest inputs of a convolution and a matrix per head (Mamba, gated delta
 rule), which hold everything that it knows of a sequence. Unlike KV slots they cannot be cut: a pass that
@@ -49,11 +49,11 @@ class RecurrentStates:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All of them."""
+        """Returns all buffers."""
         return [*self.convolutions, *self.recurrences]
 
     def clear(self, sequence: int) -> None:
-        """The state of a sequence without tokens."""
+        """Sets the state of a sequence without tokens."""
         for state in self.buffers:
             state[sequence] = 0
 
@@ -78,7 +78,7 @@ class RecurrentStates:
             own.copy_(state)
 
     def take(self, kept: "RecurrentStates") -> None:
-        """Copy the states of the first sequences from those of as many sequences, or fewer."""
+        """Copies the states of the first sequences from another cache with at most as many sequences."""
         for own, state in zip(self.buffers, kept.buffers, strict=True):
             own[: kept.batch].copy_(state)
         self.lengths[: kept.batch] = kept.lengths

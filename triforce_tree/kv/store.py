@@ -1,4 +1,4 @@
-"""Keys and values on the device: KV slots of every layer, in groups of layers of the same shape and window.
+"""Stores keys and values on the device: the KV slots of every layer, grouped by shape and window.
 
 Slot r of a sequence holds position r. A layer with a window (``AttentionParams``) keeps no more slots than
 forwards may still see, in a *ring*: position r is in slot ``r % ring``, and older positions are overwritten.
@@ -81,7 +81,7 @@ class KVGroup:
         return self.shape.heads.kv * (self.slots // self.page)
 
     def paged(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of the group's layer ``index`` as pages ``[pages, H_kv, page, D]``, without a copy."""
+        """Returns K and V of the group's layer ``index`` as pages ``[pages, H_kv, page, D]``, uncopied."""
         return self._pages(self.k[index]), self._pages(self.v[index])
 
     def _pages(self, slots: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class KVGroup:
 
 
 class KVStore:
-    """K and V of B sequences.
+    """Stores K and V of B sequences.
 
     Args:
         layers: what each layer keeps; None for a layer whose keys and values are elsewhere.
@@ -231,7 +231,7 @@ class KVStore:
         return enough and self.bits == bits and (self.scratch is None or self.scratch >= scratch)
 
     def take(self, source: "KVStore", sequence: int, length: int) -> bool:
-        """Copy the first ``length`` positions of a sequence from a store of the same layers and bits.
+        """Copies the first ``length`` positions of a sequence from a store of the same layers and bits.
 
         Returns:
             whether ``source`` still had all that the next token needs; otherwise nothing was copied.
@@ -280,7 +280,7 @@ class KVStore:
             )
 
     def in_pages(self, page: int) -> "KVStore":
-        """Returns a store on the same memory whose tables use another page size, in layers without a window.
+        """Returns a store on the same memory whose tables have another page size, in layers without a window.
 
         Raises:
             ValueError: their slots are not a whole number of such pages.
@@ -311,16 +311,16 @@ class KVStore:
 
     @property
     def heads(self) -> Heads:
-        """Of a store whose layers are all alike."""
+        """Returns the heads of a store whose layers are all alike."""
         [group] = self.groups
         return group.shape.heads
 
     def _effective_window(self, window: int | None) -> int | None:
-        """A window, or None where it hides nothing of any sequence."""
+        """Returns the window, or None if it hides no position of any sequence."""
         return None if window is None or window >= self._most_tokens else window
 
     def check(self, layer: int, window: int | None) -> KVGroup:
-        """The group of a layer that attends within ``window``.
+        """Returns the group of a layer that attends within ``window``.
 
         Raises:
             RuntimeError: its KV slots were made for another window.
@@ -334,11 +334,11 @@ class KVStore:
         return group
 
     def place(self, layer: int) -> tuple[int, int]:
-        """The index of a layer's group, and the layer's index in it."""
+        """Returns the index of a layer's group, and the layer's index in it."""
         return self._places[layer]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """K ``[B, H_kv, S, D]`` and V ``[B, H_kv, S, D_v]``."""
+        """Returns K ``[B, H_kv, S, D]`` and V ``[B, H_kv, S, D_v]``."""
         number, place = self._places[index]
         group = self.groups[number]
         return group.k[place], group.v[place]
@@ -350,7 +350,7 @@ class KVStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values, and of their scales."""
+        """Returns the bytes of all keys and values, and of their scales."""
         return sum(part.nbytes for group in self._memory_of for part in group.parts)
 
     def append(
@@ -390,7 +390,7 @@ class KVStore:
         return as_numbers(seen, k.dtype)
 
     def move(self, index: Tensor, start: Tensor) -> None:
-        """In all layers, move slot ``start[b] + index[b, i]`` to ``start[b] + i``; -1 moves nothing."""
+        """Moves slot ``start[b] + index[b, i]`` to ``start[b] + i`` in all layers; -1 moves nothing."""
         for group in self.groups:
             step.move_kv(group.k, group.v, index, start, group.ring)
             if group.scales is not None:
@@ -441,7 +441,7 @@ class KVStore:
 
 
 def in_int8(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values ``[1, H_kv, T, D]`` in int8, then the scales of both ``[1, H_kv, T, 1]``."""
+    """Returns keys and values ``[1, H_kv, T, D]`` in int8, then their scales ``[1, H_kv, T, 1]``."""
     stored = [torch.empty(t.shape, dtype=torch.int8, device=t.device) for t in (k, v)]
     scales = torch.empty(2, *k.shape[:3], 1, dtype=torch.float32, device=k.device)
     # By the operator that decoding stores them with, so that both round alike.

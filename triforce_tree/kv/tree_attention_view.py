@@ -1,4 +1,4 @@
-"""Views of a KV store on the device: all committed KV slots, or those that a retrieval selected.
+"""Defines views of a KV store on the device: all committed KV slots, or those that a retrieval selected.
 
 A forward writes its keys and values after the committed slots. :meth:`TreeAttentionView.move` keeps the
 accepted ones; the next forward overwrites the others.
@@ -94,7 +94,7 @@ class TreeAttentionView:
         self._first_layer = min((group.layers[0] for group in store.groups), default=0)
 
     def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Attention:
-        """The attention of layers with such heads, over ``self.lengths`` and ``self.mask``."""
+        """Returns the attention of layers with such heads, over ``self.lengths`` and ``self.mask``."""
         batch, device, dtype = self.store.batch, self.store.device, self.store.dtype
         plan = plan_trees(heads, [mask] * batch, [0] * batch, device=device)
         plan = replace(plan, lengths=self.lengths, mask=self.mask)
@@ -140,7 +140,7 @@ class TreeAttentionView:
         return self._attend(q, kv, self._attentions[number], params, window)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, params: AttentionParams) -> None:
-        """Store the new keys and values of one layer."""
+        """Stores the new keys and values of one layer."""
         if layer == self._first_layer:
             # Not in ``begin``: buffers given to ``follow`` may be filled as late as before the first layer.
             for window in self._windows.values():
@@ -173,7 +173,7 @@ class TreeAttentionView:
     def _packed_attention(
         self, q: Tensor, kv: KV, attention: Attention, params: AttentionParams, window: Window | None
     ) -> Tensor:
-        """Attention of packed queries ``[B * T, H_q, D]``: ``[B * T, H_q, D_v]``.
+        """Returns the attention of packed queries ``[B * T, H_q, D]``: ``[B * T, H_q, D_v]``.
 
         Args:
             window: of the layer.
@@ -206,7 +206,7 @@ class _Retrieved:
 
 
 class PagedRetrievalView(TreeAttentionView):
-    """The retrieval view of a cache on the device: new tokens see the selected chunks and the recent tokens.
+    """Is the retrieval view of a cache on the device: new tokens see selected chunks and recent tokens.
 
     A table of chunks for each layer and KV head refers to slots of the full cache, and nothing is copied. New
     keys and values go to the next slots of the full cache; the target's next forward overwrites them. Layers
@@ -330,7 +330,7 @@ class PagedRetrievalView(TreeAttentionView):
         return self._attend(q, kv, retrieved.attention, params)
 
     def _to_pages(self, chunks: Tensor, first_page: Tensor) -> None:
-        """Replace chunks of the sequences, int32 ``[..., B, H_kv, n]``, by their pages."""
+        """Replaces chunks of the sequences, int32 ``[..., B, H_kv, n]``, by their pages."""
         if self.store.batch > 1:
             chunks += first_page
 
@@ -344,7 +344,7 @@ class PagedRetrievalView(TreeAttentionView):
         return keys if scales is None else (keys * scales[0]).to(self.store.dtype)
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
-        """Recompute the mean keys of ``count`` chunks from chunk ``first[b]`` on, after a commit."""
+        """Recomputes the mean keys of ``count`` chunks from chunk ``first[b]`` on, after a commit."""
         for group, retrieved in zip(self.store.groups, self.retrieved, strict=True):
             if retrieved is not None:
                 scale = None if group.scales is None else group.scales[0]

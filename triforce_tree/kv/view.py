@@ -1,4 +1,4 @@
-"""The contract of a KV view: where attention layers store new keys and values, and what they attend to.
+"""Defines KV views: they store the new keys and values of attention layers, and attend.
 
 A view is made for T new tokens a sequence, the nodes of a token tree. ``begin`` sets their positions, each
 attention layer then calls the view, and ``move`` keeps the accepted nodes. Views differ in which committed KV
@@ -18,7 +18,7 @@ from triforce_tree.runtime.executor import Cuts
 
 
 class KVView(Protocol):
-    """KV slots as one kind of forward sees them.
+    """Lets one kind of forward see and write the KV slots.
 
     Attributes:
         capturable: whether a CUDA graph can hold a forward over them: it never waits for the device. Or where
@@ -34,7 +34,7 @@ class KVView(Protocol):
     def recurrent(self) -> RecurrentPass | None: ...
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
-        """Before each forward.
+        """Prepares the view for a forward; it is called before each one.
 
         Args:
             start: int64 ``[B]``, committed tokens of each sequence: the position of the first new one.
@@ -61,7 +61,7 @@ class KVView(Protocol):
 
 
 class RetrievalView(KVView, Protocol):
-    """The view of the retrieval model, which selects the chunks that its layers see by their mean keys.
+    """Is the view of the retrieval model, which selects chunks by their mean keys.
 
     Attributes:
         config: budget and recent window of the slots of this process.
@@ -72,7 +72,7 @@ class RetrievalView(KVView, Protocol):
     refreshing: bool
 
     def refresh(self, root: Tensor, committed: Tensor) -> None:
-        """Before ``begin`` of a forward that selects chunks by its root's queries.
+        """Prepares a forward that selects chunks by its root's queries; called before ``begin``.
 
         Args:
             root: int64 ``[B]``, position of the root.
@@ -89,7 +89,7 @@ class RetrievalView(KVView, Protocol):
         """
 
     def fill(self) -> None:
-        """After a prefill or a rewind, before the first forward."""
+        """Prepares the view after a prefill or a rewind, before the first forward."""
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recompute the mean keys of chunks of the text; what lies beyond the KV slots is not read.

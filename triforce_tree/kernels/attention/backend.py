@@ -63,7 +63,7 @@ class Capabilities:
 
 
 class Attention(Protocol):
-    """Attention of the queries of one plan."""
+    """Computes the attention of the queries of one plan."""
 
     @property
     def plan(self) -> Plan: ...
@@ -75,7 +75,7 @@ class Attention(Protocol):
         """Called before the first layer of each forward, when the plan's buffers have been written."""
 
     def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
-        """Attention of all queries in one layer.
+        """Computes the attention of all queries in one layer.
 
         Args:
             q: ``[queries, H_q, D]``, rotated, last dimension dense.
@@ -114,7 +114,7 @@ class AttentionBackend:
     def trees(
         self, plan: Plan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, page: int = 0
     ) -> Attention:
-        """Attention with a plan from ``plan_trees``.
+        """Returns attention with a plan from ``plan_trees``.
 
         Args:
             dtype: of queries and KV.
@@ -124,13 +124,15 @@ class AttentionBackend:
         raise NotImplementedError
 
     def segments(self, plan: Plan, dtype: torch.dtype) -> Attention:
-        """Attention with the plan of a ``NodePlan``, over pages and a table; not of "paths"."""
+        """Returns attention with the plan of a ``NodePlan``, over pages and a table; not of "paths"."""
         raise NotImplementedError
 
     def prefixes(
         self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> Attention:
-        """Attention of sequences with common prefixes over ``[1, H_kv, S, D]``; arguments as for trees."""
+        """Returns attention of sequences with common prefixes over ``[1, H_kv, S, D]``; arguments as for
+        trees.
+        """
         return _PrefixesInPages(self, plan, dtype, kv_dtype)
 
     def pieces(
@@ -142,7 +144,7 @@ class AttentionBackend:
 
     @property
     def exact(self) -> Any:
-        """A module with ``attention(ExactAttention)`` and ``near(lengths, mask, tokens)``."""
+        """Returns a module with ``attention(ExactAttention)`` and ``near(lengths, mask, tokens)``."""
         raise NotImplementedError
 
 
@@ -192,7 +194,7 @@ class _PrefixesInPages:
         return self._trees.states(q, self._in_pages(kv), params, first)
 
     def _in_pages(self, kv: KV) -> KV:
-        """Each slot as a page."""
+        """Returns each slot as a page."""
         k, v, *scales = (t[0].transpose(0, 1)[:, :, None] for t in (kv.k, kv.v, *(kv.scales or ())))
         return KV(k, v, self._table, (scales[0], scales[1]) if scales else None)
 
@@ -209,7 +211,7 @@ def names() -> list[str]:
 
 @cache
 def backend(name: str) -> AttentionBackend:
-    """The backend of this name."""
+    """Returns the backend of this name."""
     module, kind = _REGISTERED[name]
     made: Callable[[], AttentionBackend] = getattr(import_module(module), kind)
     return made()
@@ -221,7 +223,7 @@ def default(device: torch.device) -> AttentionBackend:
 
 
 def chosen(name: str, device: torch.device) -> AttentionBackend:
-    """The backend of this name, or the device's for "auto"."""
+    """Returns the backend of this name, or the device's for "auto"."""
     return default(device) if name == "auto" else backend(name)
 
 

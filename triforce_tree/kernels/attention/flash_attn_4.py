@@ -139,7 +139,7 @@ def _setting() -> str | None:
 
 
 def _suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """By device, dtype, widths of heads and layout.
+    """Returns whether device, dtype, widths of heads and layout suit flash-attn 4.
 
     Several ranks may find another way faster each; those that compute the same must have the same bits.
     """

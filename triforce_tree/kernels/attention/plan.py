@@ -49,7 +49,7 @@ class Heads:
         return self.kv * (self.dim + self.value_dim)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[..., H_kv, D]`` and values ``[..., H_kv, D_v]`` of rows ``[..., row]``, without a copy.
+        """Returns keys ``[..., H_kv, D]`` and values ``[..., H_kv, D_v]`` of ``[..., row]``, without a copy.
 
         A row holds the keys of all heads of a token, then their values.
         """
@@ -154,7 +154,7 @@ class FirstVisible(NamedTuple):
 
 
 def pack_mask(mask: Tensor, words: int | None = None) -> Tensor:
-    """Pack bool ``[T, N]`` into int64 mask words ``[T, words]`` on its device; ceil(N / 64) words if None."""
+    """Packs bool ``[T, N]`` into int64 mask words ``[T, words]``; ``words`` is ceil(N / 64) if None."""
     queries, tail = mask.shape
     needed = max(1, -(-tail // 64))
     words = words or needed
@@ -175,7 +175,7 @@ def pack_mask(mask: Tensor, words: int | None = None) -> Tensor:
 
 
 def unpack_mask(words: Tensor) -> Tensor:
-    """The bits of int64 mask words ``[..., W]``: bool ``[..., 64 W]``."""
+    """Returns the bits of int64 mask words ``[..., W]``, bool ``[..., 64 W]``."""
     return (words[..., None] >> torch.arange(64, device=words.device) & 1).flatten(-2).bool()
 
 
@@ -216,7 +216,7 @@ def planned(
     mask: Tensor,
     device: torch.device | str,
 ) -> Plan:
-    """A plan of any segments.
+    """Returns a plan of any segments.
 
     Args:
         columns: of ``Plan.segments``, as lists.

@@ -1,4 +1,4 @@
-"""Causal attention of a prefill chunk over the preceding positions and itself."""
+"""Computes causal attention of a prefill chunk to the preceding positions and itself."""
 
 from functools import partial
 
@@ -98,7 +98,7 @@ def _prefix_and_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tensor, Tensor]]:
-    """Attention to all of k, in parts, by cuDNN and torch's flash attention.
+    """Computes attention to all of k, in parts, by cuDNN and torch's flash attention.
 
     The positions go in blocks of ``_BLOCK`` times a power of two, so that all lengths are made of a few
     shapes; what is left of them goes to flash attention.
@@ -272,7 +272,7 @@ def _in_blocks(
 
 
 def block_bytes(q_heads: int, dim: int, value_dim: int, itemsize: int) -> int:
-    """Bytes of the blocks of :func:`attention_in_blocks`, for one sequence."""
+    """Returns the bytes of the blocks of :func:`attention_in_blocks`, for one sequence."""
     outs = q_heads * _QUERIES * (dim * itemsize + 2 * value_dim * 4)
     return _SCORES * (4 + itemsize) + outs
 
@@ -299,7 +299,7 @@ def _of_equal_widths(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
 
 
 def _band(queries: int, positions: int, window: int, like: Tensor) -> Tensor:
-    """bool ``[T, S]``: the causal band of ``window`` positions."""
+    """Returns the causal band of ``window`` positions, bool ``[T, S]``."""
     query_position = torch.arange(queries, device=like.device)[:, None] + positions - queries
     kv_position = torch.arange(positions, device=like.device)
     return (kv_position <= query_position) & (kv_position > query_position - window)

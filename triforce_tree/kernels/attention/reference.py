@@ -65,7 +65,7 @@ def tree_attention(
 
 @operator("merge_states", triton=".merge")
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over a union of disjoint KV sets, from the attention over each (DeFT, section 3.2).
+    """Computes attention over a union of disjoint KV sets from the attention over each (DeFT, section 3.2).
 
     Args:
         outs: ``[P, ..., D]`` partial outputs.

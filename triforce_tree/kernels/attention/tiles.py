@@ -23,7 +23,7 @@ def prefetch(pointer):
 
 @triton.jit
 def softcapped(scores, scale, softcap, SOFTCAP: tl.constexpr):
-    """Softcap of the scaled scores; without one they stay raw, and the caller scales the exponents."""
+    """Returns softcapped scores; without softcap they stay raw, and the caller scales the exponents."""
     if SOFTCAP:
         exp_2x = tl.exp2(scores * (scale / softcap) * (2.0 * LOG2E))
         scores = softcap * (1.0 - 2.0 / (exp_2x + 1.0))
@@ -32,7 +32,7 @@ def softcapped(scores, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def kv_offsets(positions, table_at, first_kv, stride_block, stride_slot, PAGE: tl.constexpr, valid):
-    """Element offsets of KV positions: through the page table, or directly."""
+    """Returns the element offsets of KV positions, through the page table or directly."""
     if PAGE == 0:
         return (first_kv + positions).to(tl.int64) * stride_slot
     logical = first_kv + positions
@@ -90,7 +90,7 @@ def slot_scales(at, valid, REAL: tl.constexpr):
 
 @triton.jit
 def add_values(acc, p, v, v_scale, Kind: tl.constexpr, REAL: tl.constexpr):
-    """``acc + p v``, multiplied in ``Kind`` and summed in ``REAL``.
+    """Returns ``acc + p v``, multiplied in ``Kind`` and summed in ``REAL``.
 
     ``v_scale``: of each position, for values in int8; else None. It is applied to the probabilities, which
     takes fewer products, but not in fp16, whose range a probability times a scale may leave.

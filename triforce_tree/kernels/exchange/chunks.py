@@ -81,7 +81,7 @@ def fetch_words(target: Tensor, source: Tensor) -> None:
 
 
 def place_of(held: Tensor, chunks: int) -> Tensor:
-    """int32 ``[..., chunks]``: the slot of each chunk, -1 for none, of held chunks ``[..., S]``."""
+    """Returns the slot of each chunk, int32 ``[..., chunks]``, or -1; ``held`` is ``[..., S]``."""
     place = torch.full((*held.shape[:-1], chunks), -1, dtype=torch.int32, device=held.device)
     slots = torch.arange(held.shape[-1], dtype=torch.int32, device=held.device).expand_as(held)
     return place.scatter_(-1, held.long(), slots)

@@ -1,1 +1,1 @@
-"""The KV slots of one sequence split over ranks by position (context parallelism)."""
+"""Splits the KV slots of one sequence over ranks by position (context parallelism)."""

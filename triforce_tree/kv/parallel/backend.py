@@ -15,7 +15,7 @@ from triforce_tree.kv.recurrent_states import RecurrentStates
 
 
 class SplitBackend(KVBackend):
-    """This rank's positions in layers that see all of them, and the windows of the others.
+    """Stores this rank's positions in layers that see all of them, and the windows of the others.
 
     Args:
         spec: what the slots of all ranks together are needed for.

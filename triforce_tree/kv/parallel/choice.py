@@ -27,7 +27,7 @@ _POSITIONS = 1 << 15
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds of a small collective of two ranks, and bytes a second of larger ones."""
+    """Holds the seconds of a small collective of two ranks, and the bytes per second of larger ones."""
 
     latency: float
     bandwidth: float
@@ -44,7 +44,7 @@ WITHIN, BETWEEN, HOSTS = Link(4e-6, 75e9), Link(30e-6, 25e9), Link(150e-6, 1e9)
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that decode together.
+    """Describes the processes that decode together.
 
     Attributes:
         size: their number; ``local`` of them, next to each other, are on each machine.
@@ -160,5 +160,5 @@ def _refuse_recurrent(model: nn.Module, context: int) -> None:
 
 
 def _all_reduced(ranks: int, size: int) -> float:
-    """Bytes that a rank hands over to reduce ``size`` bytes."""
+    """Returns the bytes that a rank sends to reduce ``size`` bytes."""
     return 2 * (ranks - 1) / ranks * size

@@ -16,7 +16,7 @@ from triforce_tree.runtime.distributed import Group
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The positions of one rank of a context group.
+    """Holds the positions of one rank of a context group.
 
     Attributes:
         group: the ranks.

@@ -16,7 +16,7 @@ from triforce_tree.runtime import distributed
 
 
 class SplitStore:
-    """K and V of B sequences, split over the ranks of a context group.
+    """Stores K and V of B sequences, split over the ranks of a context group.
 
     Args:
         layers: what each layer keeps; None for a layer without attention.

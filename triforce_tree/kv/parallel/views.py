@@ -43,7 +43,7 @@ class _PartView(TreeAttentionView):
 
 
 class _PartRetrievalView(_PartView, PagedRetrievalView):
-    """The retrieval of this rank, among its own chunks."""
+    """Is this rank's retrieval view, which selects among its own chunks."""
 
 
 class SplitView:

@@ -1,4 +1,4 @@
-"""Records which KV slots hold which tokens: shared chunks of prompts, and each sequence's own slots."""
+"""Records which KV slots hold which tokens: chunks that prompts share, and each sequence's own slots."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,12 +43,12 @@ class Block:
 
     @property
     def stop(self) -> int:
-        """The position after the last token."""
+        """Returns the position after the last token."""
         return self.start + len(self.tokens)
 
     @property
     def end(self) -> int:
-        """The slot after the last token's."""
+        """Returns the slot after the last token."""
         return self.place + len(self.tokens)
 
     @property
@@ -59,14 +59,14 @@ class Block:
 
 @dataclass
 class Own:
-    """The slots of one sequence alone: for what follows its chunks."""
+    """Holds the slots that one sequence uses alone, after its shared chunks."""
 
     place: int
     size: int
 
     @property
     def end(self) -> int:
-        """The slot after the last one."""
+        """Returns the slot after the last one."""
         return self.place + self.size
 
 
@@ -75,7 +75,7 @@ class PoolFullError(ValueError):
 
 
 class PrefixPool:
-    """Slots of the chunks that prompts begin with, each stored once, and of what follows in each sequence.
+    """Assigns slots to the chunks that prompts share, and to the tokens of each sequence alone.
 
     Sequences are numbered by their places in the batch. Chunks that none uses any more stay until their slots
     are needed; those used longest ago are dropped first, a text from its end. Chunks of one text follow each
@@ -117,23 +117,23 @@ class PrefixPool:
         self._paths: dict[int, list[Block]] = {}
 
     def tail(self, prompt: Sequence[int]) -> int:
-        """The tokens of the longest of ``tails`` that a prompt begins with; 0 for none."""
+        """Returns the number of tokens of the longest of ``tails`` that a prompt begins with, or 0."""
         return tail_of(self.tails, prompt)
 
     def chunks(self, prompt: Sequence[int]) -> Iterator[Chunk]:
-        """The chunks that a prompt begins with; its last token is the root of the first pass."""
+        """Yields the chunks that a prompt begins with; its last token is the root of the first pass."""
         start = 0
         for stop in stops(len(prompt), self.unit, self.tail(prompt)):
             yield tuple(prompt[start:stop])
             start = stop
 
     def own_size(self, prompt: Sequence[int], new_tokens: int) -> int:
-        """Own slots of a sequence with such a prompt and so many tokens to come."""
+        """Returns the own slots of a sequence with such a prompt and so many new tokens."""
         end = max(stops(len(prompt), self.unit, self.tail(prompt)), default=0)
         return own_slots(len(prompt) - end + new_tokens, self._scratch, self._page)
 
     def blocks(self) -> Iterator[Block]:
-        """All chunks in the order of the tree: parents first, and of siblings that of most sequences."""
+        """Returns all chunks, parents before children; the sibling that most sequences use comes first."""
         waiting = [self._root]
         while waiting:
             now = waiting.pop()
@@ -142,24 +142,24 @@ class PrefixPool:
             waiting += sorted(now.children.values(), key=lambda child: (len(child.users), child.used))
 
     def path(self, sequence: int) -> list[Block]:
-        """The chunks that a sequence begins with."""
+        """Returns the chunks that a sequence begins with."""
         return self._paths.get(sequence, [])
 
     def place(self, sequence: int) -> int:
-        """The first of a sequence's own slots."""
+        """Returns the first of a sequence's own slots."""
         return self._own[sequence].place if sequence in self._own else 0
 
     def size(self, sequence: int) -> int:
-        """A sequence's own slots."""
+        """Returns the number of a sequence's own slots."""
         return self._own[sequence].size if sequence in self._own else 0
 
     def written(self, sequence: int) -> None:
-        """The slots of a sequence's chunks hold their keys and values."""
+        """Marks the slots of a sequence's chunks as holding their keys and values."""
         for block in self.path(sequence):
             block.written = True
 
     def held(self, sequence: int) -> int:
-        """How many tokens of a sequence's chunks were written, from the first one on."""
+        """Returns how many tokens of a sequence's chunks were written, counted from the first chunk."""
         count = 0
         for block in self.path(sequence):
             if not block.written:
@@ -204,7 +204,7 @@ class PrefixPool:
         del block.parent.children[block.tokens]
 
     def matched(self, prompt: Sequence[int]) -> list[Block]:
-        """The chunks here that a prompt begins with."""
+        """Returns the chunks of the pool that a prompt begins with."""
         found, now = [], self._root
         for chunk in self.chunks(prompt):
             after = now.children.get(chunk)
@@ -217,7 +217,7 @@ class PrefixPool:
     def needed(
         self, sequences: Collection[int], coming: Sequence[tuple[Sequence[int], int]], empty: int
     ) -> int:
-        """Slots of some sequences and of prompts to come, chunks that they share counted once.
+        """Returns the slots that some sequences and new prompts need; chunks that they share count once.
 
         Args:
             sequences: those that go on.
@@ -233,7 +233,7 @@ class PrefixPool:
         return used
 
     def admit(self, sequence: int, prompt: Sequence[int], new_tokens: int) -> None:
-        """Give a sequence, which has no slots, those of a prompt and of so many tokens to come.
+        """Gives slots for a prompt and so many new tokens to a sequence that has no slots.
 
         Raises:
             PoolFullError: the other sequences leave too few slots; nothing has changed.
@@ -397,10 +397,10 @@ def stops(tokens: int, unit: int, tail: int) -> Iterator[int]:
 
 
 def tail_of(tails: Sequence[list[int]], prompt: Sequence[int]) -> int:
-    """The tokens of the longest of ``tails`` that a prompt begins with, its last token not counted."""
+    """Returns the number of tokens of the longest of ``tails`` that is a proper prefix of a prompt."""
     return max((len(t) for t in tails if len(t) < len(prompt) and list(prompt[: len(t)]) == t), default=0)
 
 
 def own_slots(tokens: int, scratch: int, page: int) -> int:
-    """KV slots of whole pages for so many tokens of a sequence alone, and the scratch slots after them."""
+    """Returns the KV slots, in whole pages, of so many tokens of one sequence and its scratch slots."""
     return -(-(tokens + scratch) // page) * page

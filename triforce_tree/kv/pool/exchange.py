@@ -11,7 +11,9 @@ from triforce_tree.runtime.features import Features
 
 
 class PoolExchange:
-    """The :class:`Exchange` of a pool: its host tier. Chunks after a tail are not those of a prompt alone.
+    """Is the :class:`Exchange` of a pool.
+
+    Chunks after a tail are not kept, because they do not begin at a multiple of the chunk size.
 
     Args:
         prefixes: texts of all caches of the same models.
@@ -37,7 +39,7 @@ class PoolExchange:
             self._keep(block)
 
     def _keep(self, block: Block) -> None:
-        """Copy a chunk whose text consists of whole chunks."""
+        """Copies a chunk whose text consists of whole chunks."""
         if not block.written or block.stop % self._pool.unit or self._function is None:
             return
         tokens, now = list[int](), block

@@ -56,7 +56,7 @@ def page_of(unit: int, config: HierarchyConfig, levels: int) -> int:
 
 
 class SharedChunks:
-    """The chunks that known prompts begin with.
+    """Counts the chunks that known prompts share.
 
     Args:
         prompts: token ids.
@@ -84,12 +84,12 @@ class SharedChunks:
             self._rest.append(len(prompt) - start)
 
     def order(self) -> list[int]:
-        """Numbers of the prompts such that those which share a chunk follow the first of them."""
+        """Returns the numbers of the prompts, such that prompts that share a chunk are adjacent."""
         numbers = range(len(self._paths))
         return sorted(numbers, key=lambda n: [*self._paths[n], len(self._sizes) + n])
 
     def slots(self, sequences: int, new_tokens: int, scratch: int, page: int) -> tuple[int, int]:
-        """KV slots of so many of the prompts at a time with what they share stored once, and with copies."""
+        """Returns the KV slots of ``sequences`` prompts: with shared chunks stored once, and with copies."""
         users = Counter(number for path in self._paths for number in path)
         own = [own_slots(rest + new_tokens, scratch, page) for rest in self._rest]
         alone, copied = (
@@ -107,9 +107,9 @@ class SharedChunks:
 
 
 def common_tails(prompts: Sequence[Sequence[int]], unit: int, page: int) -> tuple[list[int], ...] | None:
-    """What at least two of the prompts begin with, in whole pages, where it is no number of whole chunks.
+    """Returns the prefixes, in whole pages, that two prompts share and that are not whole chunks.
 
-    None where no two of them have ``LEAST`` tokens in common.
+    It returns None if no two of them share ``LEAST`` tokens.
     """
     ordered = sorted(map(list, prompts))
     # Of all pairs, neighbours have most in common.

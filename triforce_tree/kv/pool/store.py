@@ -1,4 +1,4 @@
-"""KV slots of a batch whose sequences begin alike: those of common prefixes once, and each one's own."""
+"""Stores the KV slots of a batch whose sequences share prefixes, each of which is stored once."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,7 +65,7 @@ class PooledStore(KVStore):
         return self.whole
 
     def tell(self, plan: PrefixPlan) -> None:
-        """Let a plan know the prefixes from now on, whenever they change."""
+        """Gives a plan the prefixes now and whenever they change."""
         self._plans.add(plan)
         plan.set(self.segments(), self.places)
 
@@ -86,7 +86,7 @@ class PooledStore(KVStore):
         return found
 
     def set(self, paths: Sequence[Sequence[Run]], places: Sequence[int]) -> None:
-        """From now on sequence b begins with the positions of ``paths[b]``, and goes on at ``places[b]``."""
+        """Sets that sequence b begins with the positions of ``paths[b]`` and continues at ``places[b]``."""
         self.paths, self.places = [list(path) for path in paths], list(places)
         ends = [path[-1].stop if path else 0 for path in paths]
         self.prefix.copy_(torch.tensor(ends))
@@ -198,7 +198,7 @@ class PooledStore(KVStore):
 
 
 def _for_each(group: KVGroup, batch: int) -> KVGroup:
-    """The slots of a group as those of each sequence, without a copy."""
+    """Returns a group's slots as those of each sequence, without a copy."""
 
     def seen(slots: Tensor) -> Tensor:
         return slots.expand(-1, batch, -1, -1, -1)

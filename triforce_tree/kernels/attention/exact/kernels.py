@@ -40,19 +40,19 @@ _BEFORE_THIRD = tl.constexpr(20)
 
 @triton.jit
 def near_start(position):
-    """The first near position of a query; a multiple of TILE."""
+    """Returns the first near position of a query, a multiple of TILE."""
     return tl.maximum(position - DEPTH, 0) // TILE * TILE
 
 
 @triton.jit
 def shared_start(length):
-    """The first position of the last whole tile of committed ones, the first near one of most queries."""
+    """Returns the first position of the last whole committed tile, the first near one of most queries."""
     return length // TILE * TILE - TILE
 
 
 @triton.jit
 def chunk_start(chunk):
-    """The first position of a chunk."""
+    """Returns the first position of a chunk."""
     second = _FIRST + (chunk - _BEFORE_SECOND) * _MIDDLE
     third = _SECOND + (chunk - _BEFORE_THIRD) * _LONG
     return tl.where(chunk < _BEFORE_SECOND, chunk * _SHORT, tl.where(chunk < _BEFORE_THIRD, second, third))
@@ -60,7 +60,7 @@ def chunk_start(chunk):
 
 @triton.jit
 def chunk_of(position):
-    """The chunk of a position."""
+    """Returns the chunk of a position."""
     second = _BEFORE_SECOND + (position - _FIRST) // _MIDDLE
     third = _BEFORE_THIRD + (position - _SECOND) // _LONG
     return tl.where(position < _FIRST, position // _SHORT, tl.where(position < _SECOND, second, third))
@@ -68,7 +68,7 @@ def chunk_of(position):
 
 @triton.jit
 def first_seen(position, window, CHUNKED: tl.constexpr):
-    """The first position that a query sees within a window."""
+    """Returns the first position that a query sees within a window."""
     if CHUNKED:
         return position // window * window
     return tl.maximum(position - window + 1, 0)
