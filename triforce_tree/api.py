@@ -70,15 +70,15 @@ def load(
     get the same output.
 
     Args:
-        target: a transformers model (a compiled one runs uncompiled), a hub id, a folder, or a path that ends
-            in .gguf; by default the embedded pair's target. A model that accelerate has spread over several
-            places is gathered on its first GPU, where it fits. A model is not changed, but for
+        target: a transformers model (a compiled model runs uncompiled), a hub id, a folder, or a path that
+            ends in .gguf; by default the embedded pair's target. A model that accelerate has spread over
+            several places is gathered on its first GPU, where it fits. A model is not changed, but for
             ``offload_weights=True``, which moves its layers' weights to page-locked host memory and all else
             to ``device``, and torchrun, under which it is sharded in place.
         draft: likewise; by default the embedded draft for the embedded target, and suffix matching for
             any other.
-        drafter: what proposes token trees: ``"model"``, the draft; ``"lookup"``, suffix matching; a folder or
-            hub id with Medusa heads or an EAGLE-3 head for the target, recognised from its files; or an
+        drafter: the proposer of token trees: ``"model"``, the draft; ``"lookup"``, suffix matching; a folder
+            or hub id with Medusa heads or an EAGLE-3 head for the target, recognised from its files; or an
             object: :class:`Medusa`, :class:`Eagle3`, or one of your own
             (:class:`~triforce_tree.drafters.base.Drafter`). The draft model and folders take ``tree``. By
             default the draft where there is one, and else suffix matching; ``lookup=N`` is both.
@@ -89,7 +89,7 @@ def load(
             tokenizer; its weights are unpacked.
         device: for models named by id or folder; by default CUDA where there is one.
         dtype: likewise; by default float32 on the CPU, and on CUDA the checkpoint's own, bfloat16 for GGUF.
-        pinned: called with the bytes of host memory that offloaded weights allocate, as they do.
+        pinned: called while offloaded weights allocate host memory, with the number of bytes.
         levels: 3 for the whole hierarchy, 2 for the draft under the target, 1 for autoregressive decoding;
             by default 2 or 3, by the length of the prompt.
         tree: the shape of the draft model's token trees, such as ``"chain:4"`` or ``"best-first:4,4,4,3"``.
@@ -99,15 +99,15 @@ def load(
             default 8 where it is faster and memory is to spare.
         offload: True keeps keys and values in host memory as far as the GPU does not hold them, "auto" only
             where they do not fit.
-        gpu_memory, host_memory: the most that is used of each, such as ``"24GiB"``.
-        exact: True makes greedy text that of plain decoding bit by bit, in 16 bits too.
+        gpu_memory, host_memory: the most memory of each kind that is used, such as ``"24GiB"``.
+        exact: True makes greedy text equal to plain decoding bit by bit, also in 16 bits.
         advanced: further options by name, which docs/advanced.md lists: ``advanced={"rounds": 2}``.
 
     Raises:
-        ValueError: an option or a pair of models that cannot work;
-            :class:`UnsupportedModelError` for a model family that cannot.
-        TypeError: a model or a tokenizer that is neither an object of transformers nor a path.
-        OSError: a model folder without its files, or not in safetensors; too little host memory.
+        ValueError: an option or a pair of models cannot work;
+            :class:`UnsupportedModelError` is raised for a model family that cannot.
+        TypeError: a model or a tokenizer is neither an object of transformers nor a path.
+        OSError: a model folder lacks files or is not in safetensors; or there is too little host memory.
     """
     given = flat_options(options)
     config = HierarchyConfig.from_options(**given)

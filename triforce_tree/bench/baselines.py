@@ -44,7 +44,7 @@ class Job:
     progress: Progress | None = None
 
     def sampling(self, engine: Engine) -> dict[str, Any]:
-        """Returns options of ``generate``: temperature alone, and no early end."""
+        """Returns options of ``generate`` that set only the temperature, and disable the end token."""
         options: dict[str, Any] = {"max_new_tokens": self.new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             options |= {"temperature": self.temperature, "top_k": 0, "top_p": 1.0}
@@ -96,10 +96,11 @@ def ours(**options: object) -> Method:
 
 
 def transformers_generate(assisted: bool = False, **options: Any) -> Method:
-    """transformers' own ``generate``; the first pass, which is prefill, is not timed.
+    """Returns a method that runs transformers' own ``generate``. The first pass, which is prefill, is not
+    timed.
 
     Args:
-        assisted: with our draft as ``assistant_model``.
+        assisted: whether our draft is its ``assistant_model``.
         options: further options of ``generate``.
     """
 
@@ -160,6 +161,8 @@ BASELINES = frozenset({"transformers-static", "transformers-dynamic", "transform
 
 
 def usable_methods(engine: Engine) -> list[str]:
-    """Returns the usual methods, or without a draft model of the target's vocabulary those that need none."""
+    """Returns the usual methods. Without a draft model of the target's vocabulary, these are the methods that
+    need none.
+    """
     assists = engine.draft is not None and engine.token_map is None
     return [n for n in METHODS if assists or n != "transformers-assistant"]

@@ -1,4 +1,4 @@
-"""Needle in a haystack: a six-digit number planted at some depth of a long text, asked for at its end."""
+"""Measures retrieval accuracy: a six-digit number is planted in a long text and asked for at its end."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -49,12 +49,12 @@ class Needle:
 
 
 class Haystack:
-    """Prompts of any length from one text.
+    """Makes prompts of any length from one text.
 
     Args:
-        text: what surrounds the needle.
-        tokenizer: of the model under test.
-        longest: most tokens of a prompt.
+        text: the text that surrounds the needle.
+        tokenizer: the tokenizer of the model under test.
+        longest: the most tokens of a prompt.
     """
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
@@ -96,15 +96,15 @@ def measure(
     through: Sequence[str] = ("hierarchy",),
     progress: Callable[[Record, int], Progress | None] = lambda key, tokens: None,
 ) -> None:
-    """Measure the needles that the series lacks; its seed is that of names, numbers and positions.
+    """Measure the needles that the series lacks. The series' seed decides their names, numbers and positions.
 
     Args:
         engine: our models and settings.
-        haystack: where prompts come from.
-        lengths: of prompts, in tokens.
-        depths: of the needles, 0 ... 1.
+        haystack: makes the prompts.
+        lengths: tokens of the prompts.
+        depths: depths of the needles, 0 to 1.
         trials: needles for each length and depth.
-        through: what answers: ``hierarchy``, all levels, or ``target``, the target alone.
+        through: ``hierarchy`` answers by all levels, ``target`` by the target alone.
         progress: makes a prefill callback for a key and a number of tokens.
     """
     answers = {by: answer_by(engine, by) for by in through}
@@ -120,7 +120,9 @@ def measure(
 
 
 def accuracy(records: Sequence[Record], **key: object) -> float | None:
-    """Share of needles found among the records with these values."""
+    """Returns the share of needles found among the records with these values, or None if there are no such
+    records.
+    """
     hits = [r["found"] for r in records if all(r[k] == v for k, v in key.items())]
     return sum(hits) / len(hits) if hits else None
 
@@ -149,7 +151,7 @@ def draw(
     depths: Sequence[float],
     model: str = "",
 ) -> None:
-    """The heat map on axes of matplotlib; the title names the model and the trials of a cell."""
+    """Draw the heat map on axes of matplotlib. The title names the model and the trials per cell."""
     cells = [[accuracy(records, through=through, length=n, depth=d) for n in lengths] for d in depths]
     values = [[float("nan") if c is None else c for c in row] for row in cells]
     image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")

@@ -58,7 +58,7 @@ class Records:
             self._append(self.path, {"settings": self.settings, **about})
 
     def find(self, **key: Any) -> Record | None:
-        """Returns the record with these values, or None."""
+        """Returns the record with these values, or None if there is none."""
         return next((r for r in self.all if all(r.get(k) == v for k, v in key.items())), None)
 
     def add(self, record: Record) -> None:
@@ -88,14 +88,14 @@ class Records:
 
 @dataclass(frozen=True)
 class Series:
-    """Measurements that are made one after the other, until all are there or the user has had enough.
+    """A series of measurements, which runs until all are made or ``wanted`` is False.
 
     Attributes:
-        records: earlier ones, and where new ones are added.
-        seed: of all draws.
+        records: earlier records; new ones are added.
+        seed: seed of all draws.
         stop: ends a generation early.
-        wanted: whether to continue, called before and after each measurement; one after which it is False is
-            discarded.
+        wanted: returns whether to continue. It is called before and after each measurement; if it is False
+            after one, that measurement is discarded.
         done: called with every record, earlier ones included.
     """
 
@@ -107,15 +107,15 @@ class Series:
 
     @property
     def criteria(self) -> StoppingCriteriaList:
-        """``stop``, as ``generate`` takes it."""
+        """Returns ``stop`` in the form that ``generate`` takes."""
         return StoppingCriteriaList([self.stop] if self.stop else [])
 
     def fill(self, keys: Iterable[Record], measure: Callable[[Record], Record]) -> None:
-        """Measure what the records lack.
+        """Measure the records that are missing.
 
         Args:
-            keys: of all records, in the order of the measurements.
-            measure: the values for a key.
+            keys: the keys of all records, in the order of the measurements.
+            measure: returns the values for a key.
         """
         for key in keys:
             if not self.wanted():
@@ -130,10 +130,10 @@ class Series:
 
 
 def read(path: str | Path) -> Records:
-    """Returns a results file to look at: nothing is written to it.
+    """Returns the records of a results file, for reading only.
 
     Raises:
-        ValueError: it is no results file.
+        ValueError: it is not a results file.
         OSError: it cannot be read.
     """
     head, rest, _ = _read_lines(Path(path))
@@ -143,7 +143,7 @@ def read(path: str | Path) -> Records:
 
 
 def _read_lines(path: Path) -> tuple[Record, list[Record], int]:
-    """Returns the first line, the others, and the bytes of all that are complete."""
+    """Returns the first line, the other lines, and the number of bytes of all complete lines."""
     try:
         whole, _, _ = path.read_text(encoding="utf-8-sig").rpartition("\n")
         head, *rest = [json.loads(line) for line in whole.splitlines()]
@@ -155,7 +155,7 @@ def _read_lines(path: Path) -> tuple[Record, list[Record], int]:
 
 
 def header(seed: int) -> Record:
-    """Command, commit, machine and versions of a result."""
+    """Returns the command, commit, machine and versions that a result belongs to."""
     return {
         "command": " ".join([_program(), *sys.argv[1:]]),
         "commit": commit(),
@@ -198,7 +198,9 @@ def commit() -> str | None:
 
 
 def repeated_share(tokens: Sequence[int], n: int = 8) -> float:
-    """Share of a text's n-grams that occur earlier in it: 0 without repetition, near 1 in a loop."""
+    """Returns the share of a text's n-grams that occur earlier in it: 0 without repetition, nearly 1 in a
+    loop.
+    """
     seen: set[tuple[int, ...]] = set()
     repeated = 0
     for start in range(len(tokens) - n + 1):

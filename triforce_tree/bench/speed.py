@@ -1,4 +1,6 @@
-"""Speed of every method on the same prompts, in turns, so that load on the machine affects all alike."""
+"""Measures the speed of every method on the same prompts, in turns, so that load on the machine affects all
+alike.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +24,7 @@ def check_methods(engine: Engine, methods: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Timing:
-    """Which generations are timed after each prompt.
+    """The generations that are timed after each prompt.
 
     Attributes:
         methods: names from ``METHODS``.
@@ -75,8 +77,8 @@ def measure(
 
 
 def _warm_up(engine: Engine, method: str, job: Job) -> Job:
-    """Returns a short generation; on a GPU transformers' static decoding compiles for the size of its
-    cache.
+    """Returns a short generation. On a GPU it has the full length, if transformers' static decoding compiles
+    for its cache size.
     """
     if method in COMPILED and engine.target.device.type == "cuda":
         return job

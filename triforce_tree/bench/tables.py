@@ -135,7 +135,7 @@ def _accepted(row: Record) -> str:
 
 
 def _needle(records: Records) -> Table:
-    """Mean accuracy by depth and levels downwards, by prompt tokens to the right."""
+    """Returns the mean accuracy by depth and levels (downwards) and by prompt tokens (to the right)."""
     chosen = [r for r in records.all if "depth" in r]
     lengths = [length for (length,) in _distinct(chosen, "length")]
     rows = []

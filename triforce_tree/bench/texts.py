@@ -15,22 +15,22 @@ ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def pydoc_text() -> str:
-    """CPython's own help topics: half a megabyte of English prose and examples."""
+    """Returns CPython's own help topics: half a megabyte of English prose and examples."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def dataset_texts(name: str, split: str = "test", column: str = "text") -> Iterator[str]:
-    """Documents of a Hugging Face data set, streamed.
+    """Yields the documents of a Hugging Face data set.
 
     Args:
-        name: on the hub, or a folder, or a single file (:data:`ROWS`), for which ``split`` has no effect.
-        split, column: of the data set.
+        name: a name on the hub, a folder, or a single file (:data:`ROWS`), for which ``split`` has no effect.
+        split, column: the split and the column to read.
 
     Raises:
-        ValueError: the column is not there or holds no text, or the file cannot be read.
-        FileNotFoundError: there is no such file.
+        ValueError: the column is missing or has no text, or the file cannot be read.
+        FileNotFoundError: the file does not exist.
     """
     for row in dataset_rows(name, split):
         if column not in row:
@@ -45,7 +45,7 @@ def dataset_texts(name: str, split: str = "test", column: str = "text") -> Itera
 
 
 def dataset_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
-    """Rows of a data set, streamed; arguments and errors as of :func:`dataset_texts`."""
+    """Yields the records of a data set; arguments and errors are those of :func:`dataset_texts`."""
     import datasets
 
     # It would report errors a second time.
@@ -67,10 +67,11 @@ def dataset_rows(name: str, split: str) -> Iterator[dict[str, Any]]:
 
 
 def surrounding(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int, what: str) -> list[int]:
-    """Returns ids of a text, repeated where it is short, to cut prompts of up to ``longest`` tokens from.
+    """Returns the ids of a text from which prompts of up to ``longest`` tokens are cut. A short text is
+    repeated.
 
     Args:
-        what: is planted into them.
+        what: the text that is planted into the prompts.
 
     Raises:
         ValueError: the text is empty.
@@ -82,7 +83,7 @@ def surrounding(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int, w
 
 
 def token_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Returns ids of a text of any length, without the warning that it exceeds the model."""
+    """Returns the ids of a text of any length, without the warning that it exceeds the model."""
     # Imported here: the command line reads texts before torch is imported.
     from triforce_tree.generation.chat import encoded
 
@@ -92,9 +93,10 @@ def token_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 def prompts(
     documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase", context: int, count: int
 ) -> list[list[int]]:
-    """``count`` prompts of ``context`` tokens each: one of each document, or evenly spaced in a single one.
+    """Returns ``count`` prompts of ``context`` tokens each: one per document, or evenly spaced in a single
+    document.
 
-    Prompts overlap where a single document is shorter than all of them together.
+    Prompts overlap if a single document is shorter than all of them together.
 
     Raises:
         ValueError: there is not enough text.

@@ -14,13 +14,15 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 def token_count(out: GenerateOutput) -> int:
-    """New tokens of a single sequence."""
+    """Returns the number of new tokens of a single sequence."""
     assert not isinstance(out.new_tokens, list), "one prompt was continued"
     return out.new_tokens or 0
 
 
 def ms_per_token(out: GenerateOutput) -> float | None:
-    """Decode time of one token, without prefill; None where there is no new token."""
+    """Returns the decode time per token in milliseconds, without prefill, or None if there is no new
+    token.
+    """
     count = token_count(out)
     return 1e3 * (out.decode_seconds or 0.0) / count if count else None
 
@@ -51,12 +53,14 @@ class Comparison:
 
     @property
     def identical(self) -> bool | None:
-        """None when sampling: the distribution is the same, the draws are not."""
+        """Returns whether the texts are equal; None when sampling, where the draws differ but not the
+        distribution.
+        """
         return new_ids(self.ours) == new_ids(self.baseline) if self.greedy else None
 
     @property
     def first_difference(self) -> int | None:
-        """Returns the first new token, counted from 0, that differs."""
+        """Returns the index of the first new token that differs, counted from 0, or None if none does."""
         return (
             None
             if self.identical in (True, None)
@@ -65,7 +69,7 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Greedy texts differ, and no tie explains it; False where that could not be judged."""
+        """Returns whether greedy texts differ and no tie explains it; False if that could not be judged."""
         return self.difference is not None and not self.difference.tie
 
     def verdict(self) -> str:
@@ -85,7 +89,9 @@ class Comparison:
 
 
 def difference_verdict(token: int, found: Difference | None) -> str:
-    """What is said of greedy texts that differ from this new token on; None: memory was short for judging."""
+    """Returns a sentence about greedy texts that differ from this new token on. None means that memory was
+    too small for judging.
+    """
     text = f"texts differ from token {token} on"
     if found is None:
         return f"{text}; too little memory to tell a tie from a failure"
@@ -126,7 +132,7 @@ def judged(
     baseline: Sequence[int],
     to_scores: ProbsFromLogits | None = None,
 ) -> Difference | None:
-    """Returns the first difference of two texts; None where there is none, and where memory was short for
+    """Returns the first difference of two texts, or None if there is none or memory was too small for
     judging.
     """
     try:

@@ -29,7 +29,7 @@ def chi_square(counts: Counter[int], probs: Tensor) -> tuple[float, int]:
 
 
 def chi_square_p(statistic: float, freedom: int) -> float:
-    """Probability of a chi-square at least this large; 1 where there are no degrees of freedom."""
+    """Returns the probability of a chi-square at least this large; 1 if there are no degrees of freedom."""
     if freedom == 0:
         return 1.0
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Whether the output follows the target's own distribution, tested on any pair of models.
+"""Tests on any pair of models whether the output follows the target's own distribution.
 
 Logits after a prompt, prefilled as generation does it, must equal those of transformers' own forward. Greedy
 decoding must give the target's own tokens. Sampling is tested level by level: after one prefilled context
@@ -261,7 +261,7 @@ def _first_tokens(
     generator: torch.Generator,
     each: Callable[[], None],
 ) -> dict[str, _FirstTokens]:
-    """First tokens of each verifying level after a prompt that was prefilled, by level.
+    """Returns the first tokens of each verifying level after a prefilled prompt, by level.
 
     Each pass starts from the same state; KV slots that it writes after the prompt are not committed.
     """

@@ -1,4 +1,5 @@
-"""How close each level is to the next: overlap of distributions, acceptance by sibling rank.
+"""Measures how close each level is to the next: the overlap of distributions, and the acceptance by sibling
+rank.
 
 Everything is measured through the levels and KV slots that generation uses, on a given text
 (teacher forcing): every pass feeds the next tokens of that text to all levels, then commits them.
@@ -43,7 +44,7 @@ def teacher_forced(
     progress: Progress | None = None,
     seed: int = 0,
 ) -> Iterator[LevelProbs]:
-    """Distributions of all three levels over ``tokens[prompt_tokens:]``, one pass at a time.
+    """Yields the distributions of all three levels over ``tokens[prompt_tokens:]``, one pass at a time.
 
     Args:
         engine: models and settings; with three levels, whatever its ``levels`` is.
@@ -69,7 +70,8 @@ def forced_passes(
     to_probs: ProbsFromLogits,
     generator: torch.Generator | None = None,
 ) -> Iterator[LevelProbs]:
-    """Returns the same in a program of three levels that holds the first ``at`` tokens of the text.
+    """Yields the distributions as :func:`teacher_forced` does, in a program of three levels that holds the
+    first ``at`` tokens of the text.
 
     Args:
         generator: of the drafter's draws; None leaves the drafter out.
@@ -87,7 +89,9 @@ def forced_passes(
 
 
 def overlap(p: Tensor, q: Tensor) -> float:
-    """Mean sum of min(p, q), ``[T, V]`` each: the probability that a draw from q is accepted under p."""
+    """Returns the mean sum of min(p, q), for p and q ``[T, V]``: the probability that a draw from q is
+    accepted under p.
+    """
     return float(torch.minimum(p, q).sum(-1).mean())
 
 
@@ -126,7 +130,9 @@ def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator)
 def acceptance_by_rank(
     steps: Sequence[LevelProbs], ranks: int, greedy: bool, seed: int = 0
 ) -> dict[str, list[float]]:
-    """Sequoia's acceptance vectors, for a draft's tree under level 1 and for level 1's under level 2."""
+    """Returns Sequoia's acceptance vectors, for a draft's tree under level 1 and for level 1's under level
+    2.
+    """
     generator = torch.Generator(steps[0].target.device)
     generator.manual_seed(seed)
 

@@ -1,4 +1,4 @@
-"""Forwards and greedy decoding of the target by transformers: what ours are compared with.
+"""Forwards and greedy decoding of the target by transformers, with which ours are compared.
 
 With ``kv_bits=8`` they attend to keys and values that are rounded as our cache stores them.
 """
@@ -32,8 +32,8 @@ class RoundedCache(DynamicCache):
 
 
 def own_cache(engine: Engine) -> DynamicCache | None:
-    """Returns an empty cache for forwards of the target by transformers; None for the one that it makes
-    itself.
+    """Returns an empty cache for transformers' forwards of the target, or None if transformers makes its
+    own.
     """
     if engine.config.kv_bits == 16:
         return None
@@ -41,7 +41,7 @@ def own_cache(engine: Engine) -> DynamicCache | None:
 
 
 def last_logits(engine: Engine, tokens: Sequence[int]) -> Tensor:
-    """Returns fp32 ``[V]`` after the last token, by the target's own forward of it alone."""
+    """Returns the logits fp32 ``[V]`` after the last token, by the target's own forward of it alone."""
     model: Any = engine.target.model
     with torch.no_grad():
         cache = prefilled(engine, tokens[:-1])
@@ -56,7 +56,9 @@ def as_ids(model: Any, tokens: Sequence[int]) -> Tensor:
 
 
 def prefilled(engine: Engine, tokens: Sequence[int]) -> Any:
-    """transformers' KV cache of these tokens; where it makes its own, None for none."""
+    """Returns transformers' KV cache of these tokens. It is None for no tokens, if transformers makes its own
+    cache.
+    """
     model: Any = engine.target.model
     cache: Any = own_cache(engine)
     # Where rotary frequencies depend on the length, transformers chooses them by the tokens of each forward.
@@ -87,8 +89,8 @@ def own_decoding(
 
 
 def greedy_scores(engine: Engine, prompt: Sequence[int], new_tokens: int, **options: Any) -> ProbsFromLogits:
-    """Returns logits to the scores whose largest a greedy generation takes, by processors that transformers
-    makes.
+    """Returns the map from logits to the scores whose largest a greedy generation takes, by transformers'
+    processors.
 
     Args:
         options: of :meth:`Engine.generate`; without any, the model's ``generation_config`` decides alone.
@@ -112,8 +114,8 @@ def greedy_scores(engine: Engine, prompt: Sequence[int], new_tokens: int, **opti
 
 
 def last_position_logits(engine: Engine, tokens: Sequence[int], positions: int) -> Tensor:
-    """Returns fp32 ``[positions, V]`` of the last tokens, by one forward of transformers' over all of
-    them.
+    """Returns the logits fp32 ``[positions, V]`` of the last tokens, by one forward of transformers over all
+    tokens.
     """
     model: Any = engine.target.model
     cache = own_cache(engine)

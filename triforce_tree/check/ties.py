@@ -1,4 +1,4 @@
-"""Where two greedy texts of one model differ: a tie between scores, or a failure.
+"""Judges where two greedy texts of one model differ: a tie between scores, or a failure.
 
 A forward over many positions rounds otherwise than one over a single position. Where the two best scores are
 closer together than that difference, either token is the argmax of a correct computation. Scores are logits
@@ -24,7 +24,7 @@ NOISE_POSITIONS = 16
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two texts differ for the first time.
+    """The first position at which two texts differ.
 
     Attributes:
         gap: between the best score and the lower one of the two tokens.
@@ -69,12 +69,13 @@ def first_difference(
 
 
 def scores_after(to_scores: ProbsFromLogits, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Returns the scores fp32 ``[V]`` of the token after ``tokens``, of its logits ``[V]``."""
+    """Returns the scores fp32 ``[V]`` of the token after ``tokens``, for its logits ``[V]``."""
     return to_scores.scores(logits[None], lambda: [tokens])[0]
 
 
 def forward_noise(engine: Engine, tokens: Sequence[int], to_scores: ProbsFromLogits) -> float:
-    """Largest difference of a score between one forward over many positions and the model's own one by one.
+    """Returns the largest difference of a score between one forward over many positions and the model's
+    forwards of single positions.
 
     Measured on the last positions of ``tokens``, at most ``NOISE_POSITIONS``; 0 for a single token.
     Tokens that a processor forbids do not count.
@@ -101,8 +102,8 @@ def forward_noise(engine: Engine, tokens: Sequence[int], to_scores: ProbsFromLog
 
 
 def chain_logits(engine: Engine, prompt: Sequence[int], more: Sequence[int]) -> Tensor:
-    """Returns ``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the engine's
-    level 2.
+    """Returns logits ``[T + 1, V]`` after a prompt, and after each of T more tokens, by one pass of the
+    engine's level 2.
     """
     with engine.program([list(prompt)], len(more) + 1, None) as program:
         program.prefill([prompt])

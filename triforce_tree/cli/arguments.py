@@ -1,4 +1,4 @@
-"""What the command line accepts: commands, their options, and the text of ``--help``.
+"""The commands of the command line, their options, and the text of ``--help``.
 
 Nothing here imports torch or transformers, which take seconds, so that ``--help``, ``--version`` and a
 misspelt option answer at once. Each command names the module whose ``run(args)`` executes it.

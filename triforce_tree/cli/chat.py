@@ -53,7 +53,7 @@ class Chat:
     """A conversation about a document, by the tokenizer's chat template if it has one, else as plain text.
 
     Attributes:
-        session: what was said so far.
+        session: the conversation so far.
     """
 
     def __init__(self, engine: Engine, document: str, system: str | None) -> None:
@@ -62,14 +62,14 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all but the document, whose keys and values stay in the buffers."""
+        """Forget everything except the document, whose keys and values stay in the buffers."""
         if _has_template(self._engine):
             self.session: Session = self._engine.session(self._system or None)
         else:
             self.session = self._engine.session(self._document or None)
 
     def ask(self, question: str, **more: Any) -> tuple[GenerateOutput, bool]:
-        """Stream the answer to stdout; returns it, and whether Ctrl-C has ended it."""
+        """Stream the answer to stdout. Returns the answer, and whether Ctrl-C has ended it."""
         assert self._engine.tokenizer is not None
         asked: Any = f"\n\n{question}\n" if self.session.tokens else f"{question}\n"
         if self.session.messages is not None or _has_template(self._engine):
@@ -94,12 +94,12 @@ class Chat:
 
 
 class _Talk:
-    """What the lines of a chat say, one after the other.
+    """Executes the lines of a chat, one after the other.
 
     Args:
-        chat: whose questions these are.
-        seed: of the first answer.
-        more: of :meth:`Chat.ask`.
+        chat: the conversation.
+        seed: seed of the first answer.
+        more: arguments of :meth:`Chat.ask`.
 
     Attributes:
         turns: the answers so far.
@@ -110,7 +110,9 @@ class _Talk:
         self.turns: list[dict[str, Any]] = []
 
     def answer(self, line: str) -> int:
-        """Do what a line says, or say in one sentence why not; returns 0, or the exit code of the failure."""
+        """Execute a line, or print one sentence that says why this is impossible. Returns 0, or the exit code
+        of the failure.
+        """
         try:
             self._do(line)
             return 0
@@ -161,7 +163,7 @@ def _has_template(engine: Engine) -> bool:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, or the lines of stdin where it is no terminal, without empty ones."""
+    """Yields the lines that are typed, or those of stdin if it is not a terminal, without empty lines."""
     if not sys.stdin.isatty():
         # The first one may begin with a byte order mark.
         lines = (line.strip().removeprefix("\ufeff") for line in sys.stdin)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _power(done: Sequence[check.Forward | check.Greedy | check.Sampling]) -> str:
-    """What the sampling test could not have missed, at the level where it is weakest."""
+    """Returns a sentence about the error that the sampling test would have found, at its weakest level."""
     least = [result.detectable for result in done if isinstance(result, check.Sampling)]
     if not least:
         return ""
@@ -134,7 +134,7 @@ def _greedy(
 
 
 def _levels(args: argparse.Namespace, engine: Engine) -> list[int]:
-    """Returns the numbers of levels to check: all that ``auto`` may choose."""
+    """Returns the numbers of levels to check, which are all that ``auto`` may choose."""
     if args.levels != "auto":
         return [args.levels]
     return [2] if engine.target.states is not None else [2, 3]

@@ -46,7 +46,7 @@ _SHORT = 24
 
 
 class _Console(Console):
-    """Text is shown as it is: paths and prompts may hold what rich takes for markup."""
+    """Shows text without markup, because paths and prompts may contain what rich takes for markup."""
 
     def __init__(self, stderr: bool) -> None:
         width = None if (sys.stderr if stderr else sys.stdout).isatty() else LOG_WIDTH
@@ -54,18 +54,18 @@ class _Console(Console):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, width=width, quiet=quiet)
 
     def on_broken_pipe(self) -> None:
-        """The reader has closed it: the command line ends as it does for any other output."""
+        """Let the command line end as it does for any other output whose reader has closed it."""
         raise BrokenPipeError
 
 
 def screen() -> Console:
-    """Returns the console of progress and notes, on stderr; quiet on all ranks but the first."""
+    """Returns the console for progress and notes, on stderr. It is quiet on all ranks but the first."""
     return _Console(stderr=True)
 
 
 def results(args: argparse.Namespace) -> Console:
-    """Returns the console of a command's results, on stdout; with ``--json``, which stdout is for, on
-    stderr.
+    """Returns the console for a command's results: stdout, or stderr with ``--json``, which writes its line
+    to stdout.
     """
     if not args.json:
         with suppress(AttributeError):
@@ -76,7 +76,7 @@ def results(args: argparse.Namespace) -> Console:
 
 @contextmanager
 def first_rank_stdout() -> Iterator[None]:
-    """Inside, only the first rank writes to stdout."""
+    """Returns a context in which only the first rank writes to stdout."""
     if distributed.is_first_rank():
         yield
         return
@@ -85,7 +85,7 @@ def first_rank_stdout() -> Iterator[None]:
 
 
 class _Bar(Progress):
-    """A progress bar; where it goes to no terminal, a line every ``every`` seconds, and one at the end."""
+    """A progress bar. Without a terminal it prints a line every ``every`` seconds, and one at the end."""
 
     def __init__(self, *columns: ProgressColumn, unit: str, every: float) -> None:
         super().__init__(*columns, console=screen())
@@ -114,8 +114,8 @@ class _Bar(Progress):
 
 
 def bar(unit: str, every: float = 10.0) -> Progress:
-    """Returns a progress bar on stderr; where that is no terminal, lines ``every`` so many seconds and at the
-    end.
+    """Returns a progress bar on stderr. Without a terminal it prints a line every ``every`` seconds and at
+    the end.
     """
     return _Bar(
         TextColumn("{task.description}", markup=False),
@@ -130,21 +130,24 @@ def bar(unit: str, every: float = 10.0) -> Progress:
 
 
 def step(progress: Progress, task: TaskID, what: str) -> None:
-    """One unit of a bar is done; without a terminal, where no bar is shown before the end, a line says so."""
+    """Advance a bar by one unit. Without a terminal, where no bar is shown before the end, a line is
+    printed.
+    """
     progress.update(task, advance=1, description=what)
     if not progress.console.is_terminal:
         progress.console.print(what)
 
 
 def earlier_step(progress: Progress, task: TaskID) -> None:
-    """One unit was done by an earlier run: the bar begins behind it, and it has no part in the speed."""
+    """Advance a bar by one unit that an earlier run completed. It is not part of the shown speed."""
     progress.reset(task, completed=int(progress.tasks[task].completed) + 1)
 
 
 class Interrupt(StoppingCriteria):
-    """Ctrl-C: the first press ends the generation after the current pass, a second one at once.
+    """Handles Ctrl-C: the first press ends the generation after the current pass, a second press ends it at
+    once.
 
-    A context manager around the work, and a stopping criterion inside it.
+    It is a context manager around the work, and a stopping criterion inside it.
     """
 
     # Its flag is no state of a text: it may be asked about any token.
@@ -164,7 +167,7 @@ class Interrupt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was pressed: there is nothing yet to keep."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed while there is no text to keep yet."""
         if self.requested:
             raise KeyboardInterrupt
 
@@ -200,7 +203,7 @@ class PrefillBar:
 
 
 class _Speed(TextColumn):
-    """Units a second, over the last half minute; after the end over all of the time."""
+    """Shows units per second, over the last half minute; after the end over the whole time."""
 
     def __init__(self, unit: str) -> None:
         super().__init__("")
@@ -274,12 +277,12 @@ class TextOut(TokenStreamer):
 
 
 class LevelText:
-    """Writes new text to stdout, on a terminal each token in the colour of what proposed it.
+    """Writes new text to stdout. On a terminal each token has the colour of the level that proposed it.
 
     Args:
-        tokenizer: of the target.
-        names: as of ``SideBySide.origins``, the target's last.
-        prompt: token ids that the text goes on from.
+        tokenizer: the target's tokenizer.
+        names: names of the levels as in ``SideBySide.origins``, the target's last.
+        prompt: token ids that the text continues.
     """
 
     def __init__(
@@ -293,7 +296,7 @@ class LevelText:
 
     @property
     def legend(self) -> Text:
-        """What the colours stand for; empty where there are none."""
+        """Returns the meaning of the colours; the text is empty without colours."""
         if not self._console.is_terminal or self._console.no_color:
             return Text()
         parts = Text("tokens proposed by: ")
@@ -302,7 +305,7 @@ class LevelText:
         return parts
 
     def put(self, tokens: Sequence[int], origins: Sequence[str]) -> None:
-        """Write tokens, each in the colour of what proposed it."""
+        """Write tokens, each in the colour of the level that proposed it."""
         for token, origin in zip(tokens, origins, strict=True):
             self._write(self._new.put(token), self._styles.get(origin))
 
@@ -413,7 +416,7 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def json_line(result: dict[str, Any]) -> None:
-    """One object on one line: always the last line of stdout."""
+    """Print one object on one line, which is always the last line of stdout."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     line = json.dumps(result, ensure_ascii=False)
     try:

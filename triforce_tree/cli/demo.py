@@ -178,9 +178,10 @@ def _continued(
 
 
 def _show_tree(engine: Engine, trees: Sequences[Sequences[Node]], show: Console) -> None:
-    """Show the tree that shows most.
+    """Show the most instructive tree.
 
-    It has branches, if any has, then a long accepted path that leaves first choices, then most nodes.
+    Trees with branches come first, then trees with a long accepted path that leaves first choices, then trees
+    with most nodes.
     """
     if not trees:
         return

@@ -1,7 +1,9 @@
-"""What each command refuses before torch is imported and weights are read: by its options and small files.
+"""Checks of options and small files, by which a command is refused before torch is imported and weights are
+read.
 
-Nothing here imports torch or transformers, which take seconds. What these checks let pass is checked again
-where it is used: they know the least that is certain, such as a prompt's tokens without special ones.
+Nothing here imports torch or transformers, which take seconds. Values that pass these checks are checked
+again where they are used, because the checks use only what is certain, such as a prompt's tokens without
+special ones.
 """
 
 import argparse
@@ -104,16 +106,17 @@ def demo(args: argparse.Namespace) -> None:
 
 
 def bench(args: argparse.Namespace) -> None:
-    """For the benchmarks: ``text`` and ``pg19`` cut prompts from a text, ``needle`` plants needles into it.
+    """Check the options of the benchmarks: ``text`` and ``pg19`` cut prompts from a text, ``needle`` plants
+    needles.
 
-    The text around a needle is repeated where it is short.
+    The text around a needle is repeated if it is short.
     """
     _measured(args)
     (_fit if hasattr(args, "depths") else _cut)(args, args.lengths, getattr(args, "new_tokens", 1))
 
 
 def _prompt(args: argparse.Namespace) -> None:
-    """Read the prompt, which stdin has only once, into ``args.given_prompt``."""
+    """Read the prompt into ``args.given_prompt``, because stdin can be read only once."""
     _engine(args)
     args.given_prompt = prompt_of(args)
     _fits(args, characters(args.given_prompt), args.max_new_tokens)
@@ -185,7 +188,9 @@ def _device(name: str | None) -> None:
 
 
 def _torch_without_cuda() -> str | None:
-    """Returns the version of a torch that is built without CUDA; None for others, or where it is unknown."""
+    """Returns the version of torch if it is built without CUDA; None for other builds, or if this is
+    unknown.
+    """
     found = importlib.util.find_spec("torch")
     places = list(found.submodule_search_locations or ()) if found is not None else []
     path = Path(places[0]) / "version.py" if places else None
@@ -206,7 +211,7 @@ def _torch_without_cuda() -> str | None:
 
 
 def _model_positions(args: argparse.Namespace) -> int | None:
-    """Returns at least the positions of the target; None where its small files do not tell them."""
+    """Returns an upper bound of the target's positions, or None if its small files do not have it."""
     source = gguf_header.gguf_path(_target(args), args.gguf_file)
     if gguf_header.is_gguf(source):
         return gguf_header.named_positions(Path(source))
@@ -259,7 +264,9 @@ def _fits(args: argparse.Namespace, text: str, new: int) -> None:
 
 
 def _counter(args: argparse.Namespace) -> Callable[[str], int] | None:
-    """Counts the tokens of a text, without special ones; None where no tokenizer.json is at hand."""
+    """Returns a function that counts the tokens of a text without special ones, or None if there is no
+    tokenizer.json.
+    """
     source = args.tokenizer or gguf_header.gguf_path(_target(args), args.gguf_file)
     if gguf_header.is_gguf(source):
         # A first load has yet to make it; the digest of a large file takes longer than a refusal may.
@@ -284,7 +291,7 @@ def _counter(args: argparse.Namespace) -> Callable[[str], int] | None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Returns a socket that has the address; until it listens, clients are refused and do not wait."""
+    """Returns a socket bound to the address. Until it listens, clients are refused and do not wait."""
     found = None
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -303,6 +310,6 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def no_listening(host: str, port: int, error: Exception) -> ValueError:
-    """Returns the error about an address that cannot be had."""
+    """Returns the error about an address that the server cannot use."""
     reason = getattr(error, "strerror", None) or str(error)
     return ValueError(f"the server cannot listen at {host}:{port} ({reason}); give another --port or --host")

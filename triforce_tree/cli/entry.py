@@ -50,10 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what options and small files tell, before libraries are imported, which takes seconds.
+    """Refuse what options and small files reveal to be wrong, before libraries are imported, which takes
+    seconds.
 
     Raises:
-        ValueError, OSError: naming the option or the file.
+        ValueError, OSError: the message names the option or the file.
     """
     if said := missing(args):
         raise FileNotFoundError(said)

@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
 def _several(
     args: argparse.Namespace, engine: Engine, prompt: list[int], seed: int, sampling: dict[str, Any]
 ) -> int:
-    """Returns several texts of one prompt: to stdout, each after a line on the screen that numbers it."""
+    """Generates several texts of one prompt. Each is written to stdout after a numbered line on the screen.
+    Returns the exit code.
+    """
     more = {"num_beams": args.num_beams, "num_return_sequences": args.num_return_sequences}
     if args.length_penalty is not None:
         more["length_penalty"] = args.length_penalty
@@ -117,7 +119,7 @@ def _several(
 
 
 def reused(out: GenerateOutput) -> str:
-    """Returns how many tokens of the prompt an earlier call had prefilled, in words; nothing where there are
+    """Returns a phrase with the number of prompt tokens that an earlier call had prefilled; it is empty for
     none.
     """
     return f" ({out.reused_tokens:,} of them kept)" if out.reused_tokens else ""
@@ -126,7 +128,7 @@ def reused(out: GenerateOutput) -> str:
 def generate(
     engine: Engine, prompt: list[int], interrupt: Interrupt, *, show: bool, **more: Any
 ) -> GenerateOutput:
-    """Returns one generation with progress bars and Ctrl-C handling, its text shown or not."""
+    """Runs one generation with progress bars and Ctrl-C handling. Its text is printed if ``show`` is set."""
     assert engine.tokenizer is not None
     plan = engine.memory_plan(len(prompt), more["max_new_tokens"])
     if plan is not None:

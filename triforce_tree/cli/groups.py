@@ -29,11 +29,11 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def add_parser(
     subparsers: Any, name: str, module: str, summary: str, early: str | None = None
 ) -> argparse.ArgumentParser:
-    """Returns a command.
+    """Returns the parser of a command.
 
     Args:
-        module: its ``run(args)`` carries the command out.
-        early: the function of ``cli.early`` that checks its options; by default that of the command's name.
+        module: its ``run(args)`` executes the command.
+        early: the function of ``cli.early`` that checks its options; by default it has the command's name.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, help=summary, description=summary, formatter_class=HelpFormatter
@@ -47,7 +47,7 @@ def add_parser(
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options of ``load`` that were given, those of ``--advanced`` among them."""
+    """Returns the options of ``load`` that were given, including those in ``--advanced``."""
     return {**{name: getattr(args, name) for name in SHOWN if name in args.given}, **args.advanced}
 
 
@@ -88,7 +88,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def add_hierarchy(parser: argparse.ArgumentParser) -> None:
-    """Options of the engine."""
+    """Add the options of the engine."""
     group = parser.add_argument_group("hierarchy")
     add = partial(group.add_argument, action=Given)
     add(
@@ -169,7 +169,7 @@ def add_hierarchy(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
-    """A text to continue, or a chat."""
+    """Add the options for a text to continue or a chat."""
     parser.add_argument(
         "prompt",
         nargs="?",
@@ -229,7 +229,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def add_seed_and_out(parser: argparse.ArgumentParser, drawn: str = "all draws") -> None:
-    """The seed of what is drawn, and the results file of a benchmark."""
+    """Add the options for the seed of the draws and for the results file of a benchmark."""
     parser.add_argument("--seed", type=int, default=0, help=f"of {drawn}")
     parser.add_argument(
         "--out",

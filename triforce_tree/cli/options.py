@@ -1,4 +1,4 @@
-"""From parsed options that several commands share to engines and arguments of ``generate``."""
+"""Makes engines and arguments of ``generate`` from parsed options that several commands share."""
 
 import argparse
 import secrets
@@ -26,8 +26,8 @@ def engine_of(args: argparse.Namespace, prompt: Prompt | None = None, new_tokens
     """Returns the engine that the options describe.
 
     Args:
-        prompt: what it will continue by so many new tokens: refused, where it is too long, before weights are
-            read.
+        prompt: the prompt that it will continue by ``new_tokens`` tokens. If this is too long it is refused
+            before weights are read.
     """
     options = engine_options(args)
     if args.device is not None:
@@ -72,7 +72,7 @@ def _check_messages(args: argparse.Namespace, prompt: Prompt) -> None:
 
 
 def sampling_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """Sampling options and stop strings for ``generate``: as given, else the checkpoint's own.
+    """Returns sampling options and stop strings for ``generate``: the given ones, else the checkpoint's own.
 
     Temperature 0 is greedy.
     """
@@ -107,12 +107,12 @@ def seed_of(args: argparse.Namespace) -> int:
 
 
 def pair_names(args: argparse.Namespace) -> dict[str, str]:
-    """Target and drafter as the command line names them, for a benchmark's settings."""
+    """Returns target and drafter as the command line names them, for a benchmark's settings."""
     return {"target": args.target or "embedded", "draft": args.draft or args.drafter or "default"}
 
 
 def recorded(args: argparse.Namespace, *omitted: str) -> dict[str, Any]:
-    """What a benchmark keeps of its options: the engine's but ``omitted``, and tokenizers."""
+    """Returns the options that a benchmark records: the engine's without ``omitted``, and tokenizers."""
     shown = {name: getattr(args, name) for name in SHOWN if name not in omitted}
     settings: dict[str, Any] = {"options": {**shown, **args.advanced}}
     for name in ("tokenizer", "draft_tokenizer"):

@@ -26,14 +26,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Returns as argparse's, but what is not known is an error of the command that it was given to."""
+        """Returns argparse's result. An unknown option is an error of the command that it was given to."""
         found, left = super().parse_known_args(args, namespace)
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}{self._instead_of(left[0])}")
         return found, left
 
     def _instead_of(self, word: str) -> str:
-        """What an unknown option may mean, to put behind it."""
+        """Returns a suggestion for an unknown option, to append to the message."""
         flag = word.partition("=")[0].replace("_", "-")
         known = self._option_string_actions
         name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
@@ -99,7 +99,7 @@ class GivenAdvanced(Given):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults other than None and False, where the text does not tell them."""
+    """Shows defaults other than None and False, unless the help text has them already."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or "by default" in (action.help or ""):

@@ -43,7 +43,7 @@ def prompt_of(args: argparse.Namespace) -> Prompt:
 
 
 def missing(args: argparse.Namespace) -> str | None:
-    """What to say of a file to read that there is not; None where all are there."""
+    """Returns the error message for a file to read that does not exist, or None if all exist."""
     given = {name: getattr(args, name, None) for name in ("prompt", "file", "messages", "mine", "results")}
     for name, path in given.items():
         if path in (None, "-") or _exists(path):

@@ -26,22 +26,22 @@ from triforce_tree.server.text_stream import TextStream
 
 
 class QueueFullError(Exception):
-    """As many requests wait as the server allows."""
+    """The server's queue has its most requests."""
 
 
 class ClosedError(Exception):
-    """The scheduler takes no more requests."""
+    """The scheduler accepts no more requests."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes on.
+    """The limits of a server.
 
     Attributes:
-        waiting: most requests in the queue.
-        batch: most sequences that are decoded together.
-        batch_tokens: most tokens of all prompts of a batch of several sequences.
-        new_tokens: most new tokens of a sequence, and as many as a chat gets that names no limit.
+        waiting: the most requests in the queue.
+        batch: the most sequences that are decoded together.
+        batch_tokens: the most tokens of all prompts of a batch of several sequences.
+        new_tokens: the most new tokens of a sequence; a chat that names no limit gets this many.
     """
 
     waiting: int = 64
@@ -52,24 +52,25 @@ class Limits:
 
 @dataclass
 class ServedText:
-    """One text that a request waits for: its prompt, the settings that a batch shares, its results.
+    """One text of a request: its prompt, the settings that a batch shares, and its results.
 
     While it is decoded, its tokens are those of the ``Sequence`` that the decoding loop makes of it.
 
     Attributes:
         prompt: token ids.
-        settings: options of ``generate``; where all but ``max_new_tokens`` are equal, sequences can be
-            decoded together.
+        settings: options of ``generate``. Sequences can be decoded together if all options except
+            ``max_new_tokens`` are equal.
         stop: strings before which its text ends.
-        alternatives: most probable tokens to report in the place of each new one.
-        seed: of its draws, which are then the same whatever it is decoded with; None for any.
-        emit: called with pieces of text while it is decoded, then once with None; in the scheduler's thread,
-            or where it was cancelled before it began, in that of a later :meth:`Scheduler.submit`.
-        cancelled: set by anyone, when nobody waits for it any more, or the server ends.
+        alternatives: number of most probable tokens to report for each new token.
+        seed: seed of its draws, which then do not depend on the batch; None for any.
+        emit: called with pieces of text while it is decoded, then once with None. It is called in the
+            scheduler's thread or, if the text was cancelled before it began, in that of a later
+            :meth:`Scheduler.submit`.
+        cancelled: may be set by any thread, when nobody waits for the text any more or the server ends.
         stream: its text so far; set when decoding begins.
-        output: its own, once it has ended.
+        output: its output, once it has ended.
         cut: whether it was cancelled before its end.
-        error: why it could not be decoded.
+        error: the reason why it could not be decoded.
         alone: whether it is decoded by itself, after a batch with it has failed.
     """
 
@@ -89,20 +90,20 @@ class ServedText:
     waited: float = 0.0
 
     def left(self) -> bool:
-        """Returns whether nobody waits for it any more."""
+        """Returns whether nobody waits for the text any more."""
         return self.cancelled
 
     @property
     def complete(self) -> bool:
-        """Returns whether it has ended as its request asks."""
+        """Returns whether the text has ended as its request demands."""
         return self.output is not None and not self.cut and self.error is None
 
     def end_waiting(self) -> None:
-        """It leaves the queue."""
+        """Record the seconds that the text has waited in the queue."""
         self.waited = time.monotonic() - self.began
 
     def result(self, name: str) -> Any:
-        """``finish_reason``, ``new_tokens`` or another value of the output."""
+        """Returns ``finish_reason``, ``new_tokens`` or another value of the output."""
         return getattr(self.output, name)
 
 
@@ -112,8 +113,8 @@ def _sampling(sequence: ServedText) -> dict[str, Any]:
 
 
 def _repeatable(sequence: ServedText) -> bool:
-    """Returns whether a sequence of a batch that has failed can be decoded alone: nobody has seen any of its
-    text.
+    """Returns whether a sequence of a failed batch can be decoded again alone, because nobody has seen any of
+    its text.
     """
     seen = sequence.stream is not None and sequence.stream.text
     return not (seen or sequence.alone or sequence.cancelled or sequence.error)
@@ -124,7 +125,7 @@ class _NobodyWaitsError(Exception):
 
 
 class _OwnStream(TokenStreamer):
-    """The stream of a sequence, whose errors end this sequence and no other of its batch."""
+    """The stream of a sequence. Its errors end this sequence and no other of its batch."""
 
     def __init__(self, sequence: ServedText, stream: TextStream) -> None:
         self._sequence, self._stream = sequence, stream
@@ -142,7 +143,9 @@ class _OwnStream(TokenStreamer):
         self._tried(self._stream.end)
 
     def _tried(self, method: Callable[..., Any], *values: Any) -> Any:
-        """What a method of the stream returns; None where it fails, now or before."""
+        """Returns the result of a method of the stream, or None if the stream fails now or has failed
+        before.
+        """
         if self._sequence.error is None:
             try:
                 return method(*values)
@@ -174,7 +177,7 @@ class _Batch:
             self.add(sequence)
 
     def add(self, sequence: ServedText) -> None:
-        """The sequence begins."""
+        """Add a sequence that begins."""
         self.running[next(self._numbers)] = sequence
 
     def wanted(self, fits: Fits) -> int:
@@ -221,7 +224,9 @@ class Scheduler:
         return self._thread.is_alive()
 
     def kv_tokens(self) -> tuple[int, int]:
-        """Of the sequences that are decoded now: see ``KVBackend.tokens``; 0 where host memory has them."""
+        """Returns ``KVBackend.tokens`` of the sequences that are decoded now; 0 if their KV slots are in host
+        memory.
+        """
         program = self.engine.last_program
         if not self.running or program is None:
             return 0, 0
@@ -232,7 +237,7 @@ class Scheduler:
 
         Raises:
             ClosedError: :meth:`stop` was called.
-            QueueFullError: the queue has no room for all of them.
+            QueueFullError: the queue cannot take all of them.
         """
         with self._changed:
             if self._closed:
@@ -393,7 +398,7 @@ class Scheduler:
                 self._queue.appendleft(sequence)
 
     def ended(self, sequence: ServedText) -> None:
-        """A sequence has ended, in whatever way."""
+        """Record that a sequence has ended, in whatever way."""
         self.running -= 1
         sequence.cut = sequence.cancelled
         self._done(sequence)

@@ -1,4 +1,4 @@
-"""What all measurements share: their results file, and the tables at their end."""
+"""The results file of a measurement, and the tables at its end."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from triforce_tree.cli.console import Interrupt, earlier_step, plain_table, resu
 
 
 def records_of(args: argparse.Namespace, settings: Record) -> Records:
-    """Returns the results of this run, or of the one that it continues: same settings, commit and machine.
+    """Returns the records of this run, or of an interrupted run with the same settings, commit and machine.
 
     Raises:
         ValueError: ``--out`` belongs to another run.
@@ -29,11 +29,11 @@ def series_of(
     bar: tuple[Progress, TaskID],
     said: Callable[[Record], str],
 ) -> Series:
-    """Returns the measurements of this run, until Ctrl-C.
+    """Returns the series of measurements of this run, which Ctrl-C ends.
 
     Args:
-        bar: the task whose units the measurements are.
-        said: a few words about one.
+        bar: the task whose units are the measurements.
+        said: returns a few words about a record.
     """
     kept = {id(record) for record in records.all}
 

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _log_config(level: str) -> dict[str, Any]:
-    """Of Python's logging: lines on stderr, with times."""
+    """Returns a configuration of Python's logging that writes lines with times to stderr."""
     line = {"format": "%(asctime)s %(levelname)s %(message)s"}
     # What uvicorn says at its start and end is for those who look for its faults.
     own = "WARNING" if level == "info" else level.upper()
