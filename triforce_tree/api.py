@@ -137,7 +137,7 @@ def load(
     if group is not None:
         device = group.device
     if isinstance(draft, str | Path):
-        # What cannot be used is refused before the target's weights are read.
+        # Unusable arguments are refused before the target's weights are read.
         ModelFiles.find(draft, device_of(device), dtype)
     loaded, streamed = load_target(target, config, device, dtype, grid, pinned)
     small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)

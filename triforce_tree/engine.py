@@ -1,4 +1,4 @@
-"""The engine: a target, its drafter and their settings, behind ``generate``."""
+"""The engine: a target, its drafter and their settings, with the method ``generate``."""
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence

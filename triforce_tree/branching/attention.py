@@ -73,7 +73,7 @@ class NodeAttention:
         backend = pool.store.attention
         self._attentions = {kind: backend.segments(own.plan, dtype) for kind, own in self._plans.items()}
         self._table = torch.zeros(segments, max(1, pool.pages), dtype=torch.int32, device=device)
-        # What each row of the table was written from.
+        # The source from which each row of the table was written.
         self._written: list[tuple[Node, tuple[int, ...]] | None] = [None] * segments
         self._paths = PathSlots(kinds, pool, queries)
         self._short = False
@@ -101,10 +101,10 @@ class NodeAttention:
 
 
 class PathSlots:
-    """What each query sees of its own path, in a table of single slots, which it reads for itself.
+    """Attention in which each query reads the positions of its own path alone, from a table of single slots.
 
-    Of layers with a sliding window, which see few positions, of short trees on a CPU, and of backends that
-    attend to trees of texts in no other way.
+    It is used for layers with a sliding window, which see few positions, for short trees on a CPU, and for
+    backends without another attention to trees of texts.
 
     Args:
         heads: kinds of attention of the layers.

@@ -123,7 +123,7 @@ class Sampling:
 
 @dataclass
 class _FirstTokens:
-    """What the passes of one level emitted first after one context.
+    """The first tokens that the passes of one level emitted after one context.
 
     Attributes:
         probs: the exact distribution, fp32 ``[V]``.
@@ -324,7 +324,7 @@ def _emits_refused(tree: TokenTree, acceptance: Acceptance) -> bool:
 
 
 def _children(tree: TokenTree, node: int) -> Tensor:
-    """Returns tokens of a node's children, int64 ``[n]``."""
+    """Returns the tokens of a node's children, int64 ``[n]``."""
     return tree.tokens[0, (tree.parents[0] == node) & (tree.tokens[0] >= 0)]
 
 

@@ -284,7 +284,7 @@ def _counter(args: argparse.Namespace) -> Callable[[str], int] | None:
         if isinstance(error, KeyboardInterrupt):
             raise
         return None
-    # What it is told to cut or to fill is for training.
+    # Its settings for truncation and padding are for training.
     made.no_truncation()
     made.no_padding()
     return lambda text: len(made.encode(text, add_special_tokens=False).ids)

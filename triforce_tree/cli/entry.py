@@ -110,7 +110,7 @@ def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        # Of a stream, which has no name: files name themselves.
+        # An error of a stream has no file name; errors of files name the file.
         return f"{error.strerror}, where stdout or stderr goes; free some space, or redirect it elsewhere"
     if isinstance(error, ImportError):
         return f"a package is missing or does not load here ({error}); pip install triforce-tree brings all"

@@ -13,7 +13,7 @@ Chat = Sequence[Message]
 
 # More characters than a token of any text has, except in long runs of one character.
 _MANY_CHARACTERS = 16
-# Of names and values in errors.
+# The most characters of names and values in errors.
 _SHOWN_CHARACTERS = 60
 
 

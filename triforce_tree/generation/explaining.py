@@ -1,4 +1,4 @@
-"""``Engine.explain`` continues one prompt, and reports which passes were chosen and why."""
+"""Continues one prompt for ``Engine.explain``, and reports which passes were chosen and why."""
 
 from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.generation.inputs import Inputs, prompt_of

@@ -33,7 +33,7 @@ class Prompts:
     mask: Tensor
 
     def left_padded(self) -> "Prompts":
-        """Returns the same prompts with all padding on the left."""
+        """Returns these prompts with all padding on the left."""
         if bool(self.mask.all()):
             return self
         order = self.mask.argsort(dim=1, stable=True)

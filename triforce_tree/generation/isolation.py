@@ -51,7 +51,7 @@ _CHANGING = frozenset(
     sort reverse rotate subtract
     """.split()  # noqa: SIM905
 )
-# What a class has of its own that is made anew with it.
+# Attributes that Python makes for each new class.
 _MADE_WITH_CLASS = frozenset(
     {"__dict__", "__weakref__", "__module__", "__slots__", "__abstractmethods__", "_abc_impl"}
 )
@@ -369,7 +369,7 @@ def _fill_function(function: types.FunctionType, state: Any) -> None:
 
 
 def _new_class(made: Any, name: str, bases: tuple[type, ...], module: str, slots: Any) -> type:
-    # What the metaclass needs; all other attributes follow.
+    # Attributes that the metaclass needs; all others follow.
     body = {"__module__": module} | ({} if slots is None else {"__slots__": slots})
     created: type = made(name, bases, body)
     return created

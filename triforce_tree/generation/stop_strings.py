@@ -13,7 +13,7 @@ from triforce_tree.text.vocabulary import Vocabulary
 
 # Tokens that a character of a stop string may have.
 _TOKENS_OF_ONE = 4
-# Tokens before those that are searched, which they are decoded behind.
+# Number of tokens before the searched ones that are decoded together with them.
 _BEHIND = 64
 
 

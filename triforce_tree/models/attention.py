@@ -78,8 +78,8 @@ running_attention = RunningAttention()
 
 @contextmanager
 def attending(attend: Attend, layers: Sequence[int] = ()) -> Iterator[dict[int, nn.Module]]:
-    """A context in which the attention modules of model copies call ``attend``; yields the modules that have
-    called it, by layer.
+    """Returns a context in which the attention modules of model copies call ``attend``; yields the modules
+    that have called it, by layer.
     """
     own = running_attention
     before = own.attend, own.layers, own.count, getattr(own, "called", {})

@@ -35,9 +35,9 @@ _WITHOUT_EFFECT = {
     *("_non_persistent_buffers_set", "_compiled_call_impl", "_require_grads_hook", "_require_grads_hooks"),
     *("generation_config", "warnings_issued"),
 }
-# What rotary embeddings whose frequencies depend on the length write in their own forwards.
+# Attributes that length-dependent rotary embeddings write in their own forwards.
 _BY_LENGTH = ("inv_freq", "max_seq_len_cached")
-# Of objects of these packages only the identity is compared: they may make state when it is first needed.
+# For objects of these packages only the identity is compared: they may make state when it is first needed.
 # Modules, functions and configurations are looked into all the same.
 _OPAQUE = {
     *("torch", "transformers", "triforce_tree", "accelerate", "peft"),
@@ -78,7 +78,7 @@ class Fingerprint:
         self._values: dict[str, tuple[Any, str]] = {}
         # By identity: everything that was looked into.
         self._seen: dict[int, Any] = {}
-        # What is read again in each comparison.
+        # These are read again in each comparison.
         self._maps: list[Mapping[Any, Any]] = []
         self._sequences: list[Collection[Any]] = []
         self._empty: list[Collection[Any]] = []

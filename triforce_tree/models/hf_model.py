@@ -210,7 +210,7 @@ class HFModel:
 
     @contextmanager
     def active(self, own: bool = False) -> Iterator[None]:
-        """A context in which forwards may run, in one thread at a time.
+        """Returns a context in which forwards may run, in one thread at a time.
 
         They compute in the model's own dtype even under ``torch.autocast``, and outside
         ``torch.inference_mode``, because a later call could not write to inference tensors.
@@ -354,7 +354,7 @@ class HFModel:
         for index, shape in zip(self.calls, self.kv_shapes, strict=True):
             self.kv_layers[index] = shape
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
-        # Of the full-attention layers, if there are any: they take most of the memory and time.
+        # Shape of the full-attention layers, if there are any: they take most memory and time.
         self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads
 
 

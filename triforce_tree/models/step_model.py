@@ -248,7 +248,7 @@ def captures(model: HFModel, replaced: bool) -> bool:
                 model.name, count, linears, reason,
             )  # fmt: skip
             return False
-    # Of the graphs, before memory is planned.
+    # Free the memory of the graphs before memory is planned.
     free_memory()
     return True
 

@@ -1,4 +1,4 @@
-"""How many sequences the device's memory holds at a time."""
+"""Computes how many sequences the device's memory holds at a time."""
 
 import torch
 

@@ -35,8 +35,8 @@ _RETRIEVAL = ((98_304, 8192, 32), (49_152, 8192, 16), (32_768, 4096, 8), (8192, 
 # The same under grouped-query attention, where 16,384 gain as much with sampling as they lose without.
 _GROUPED_RETRIEVAL = (_RETRIEVAL[0], (49_152, 4096, 16), *_RETRIEVAL[2:])
 _TREE = "best-first:4,4,4,3"
-# What passes may propose instead: trees, and matched tokens where a text repeats itself. On a CPU each
-# verified token has its price: trees of two to five tokens were the best there
+# Proposals that passes may choose instead: trees, and matched tokens where a text repeats itself. On a CPU
+# each verified token has its price: trees of two to five tokens were the best there
 # (``docs/log/2026-11-22-trees-or-chains.md``), and chains of two lengths are for short and for long matches
 # (``docs/log/2026-11-26-matched-tokens.md``). On a GPU a pass over 64 rows costs little more than one over
 # 16, and a chain is drafted fastest; where four query heads and more share a KV head, 32 rows cost little
@@ -46,7 +46,7 @@ _GPU_TREES = ("best-first:16,17,16,14", "chain:6", "lookup:31")
 _GROUPED_TREES = ("best-first:8,8,8,7", *_GPU_TREES[1:])
 _GAMMA, _GROUPED_GAMMA = 20, 15
 # Most tokens of a sequence in a pass over a chain that ends in a tree: more take another tile of attention.
-# Those of a batch are no more than the kernels of few rows take.
+# The trees of a batch have no more tokens than the kernels of few rows take.
 _TAIL_TOKENS = 64
 # From this many query heads for each KV head on a chain of 16 tokens fills a tile of the attention kernel.
 _GROUPED = 4
@@ -58,7 +58,7 @@ _LEAST_LAYER, _LEAST_LAYER_CPU = 64 * MIB, 8 * MIB
 # Device memory that a copy of the weights leaves unused where its bits are chosen.
 _LEAST_UNUSED, _UNUSED = 4 * GIB, 0.15
 
-# What a CPU's budget and chunk are chosen from. They are few, because each needs new buffers.
+# A CPU's budget and chunk are chosen from these. They are few, because each needs new buffers.
 BUDGETS, CHUNKS = (1024, 1536, 2048, 4096, 8192, 16_384, 32_768), (8, 16, 32)
 # Tokens that a round of drafting adds to the chain.
 _GATHERED = 3.0

@@ -93,7 +93,7 @@ def best_gamma(
     kv_bytes = budget * sizes.full_layers * sizes.row + sizes.window_bytes(budget)
     nodes = PassLimits.of(config, 3).nodes
     weights = memory_map.low_bit(sizes, config, 3) or sizes.weights
-    # Of the experts only those that the tree's tokens are routed to are read.
+    # A pass reads only the experts that the tree's tokens are routed to.
     weights = int(weights * sizes.read_weights(nodes) / sizes.weights)
     round_seconds = _ROUND_SECONDS + (weights + kv_bytes) / (_ROUND_BANDWIDTH * machine.read)
 

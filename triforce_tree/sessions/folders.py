@@ -80,8 +80,8 @@ class NewFiles:
 
 @contextmanager
 def saving(folder: Path) -> Iterator[NewFiles]:
-    """A context in which a session is written. An existing session in the folder stays until the new one is
-    finished.
+    """Returns a context in which a session is written. An existing session in the folder stays until the new
+    one is finished.
 
     Raises:
         OSError: the folder has other files, another process saves to it, or it cannot be written. The folder
@@ -91,7 +91,7 @@ def saving(folder: Path) -> Iterator[NewFiles]:
         _check_free(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder) as descriptor:
-            # What was left where an earlier process was killed takes room that the new files may need.
+            # Files of a process that was killed use disk space that the new files may need.
             _clean(folder)
             try:
                 yield NewFiles(folder, descriptor)
@@ -260,8 +260,8 @@ def _begins(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int | None]:
-    """A context in which no other process saves to ``folder``. Yields the folder's descriptor; None on
-    Windows.
+    """Returns a context in which no other process saves to ``folder``. Yields the folder's descriptor; None
+    on Windows.
 
     Raises:
         BlockingIOError: another process is saving to it.

@@ -98,7 +98,7 @@ def _layers(program: DecodingProgram) -> list[int]:
 
 @contextmanager
 def opened_for(engine: LoadedEngine, folder: Path) -> Iterator[tuple[list[int], SavedFiles]]:
-    """A context with the tokens of a session that :func:`save` wrote, and its files.
+    """Returns a context with the tokens of a session that :func:`save` wrote, and its files.
 
     Raises:
         ValueError: the session was saved with another model, tokenizer or ``kv_bits``, or by another version;

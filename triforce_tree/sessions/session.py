@@ -199,8 +199,8 @@ class Session:
 
     @contextmanager
     def program(self, progress: Progress | None = None) -> Iterator[tuple[DecodingProgram, int]]:
-        """A context with the engine's buffers, which hold the session, and the number of tokens that they
-        held before.
+        """Returns a context with the engine's buffers, which hold the session, and the number of tokens that
+        they held before.
 
         Raises:
             ValueError: there are no tokens yet, or memory is short.
@@ -211,7 +211,7 @@ class Session:
 
     @contextmanager
     def buffers(self) -> Iterator[DecodingProgram]:
-        """A context with the engine's buffers, made for the session's tokens and those in reserve."""
+        """Returns a context with the engine's buffers, made for the session's tokens and those in reserve."""
         engine = self._continuing(len(self.tokens))
         with engine.program([self.tokens], max(1, self._capacity - len(self.tokens)), None) as program:
             yield program

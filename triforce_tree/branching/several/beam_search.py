@@ -23,7 +23,7 @@ from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.text.new_text import new_text
 from triforce_tree.text.vocabulary import Vocabulary
 
-# What only beam search reads, and transformers' defaults.
+# Options that only beam search reads, with transformers' defaults.
 _DEFAULTS: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 
 

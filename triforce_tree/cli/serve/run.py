@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr.flush()
             os._exit(130)
     if loaded.done():
-        # What has failed ends the command, as anywhere else.
+        # A failure ends the command, as anywhere else.
         loaded.result()
     if app.state.problem is not None:
         raise app.state.problem

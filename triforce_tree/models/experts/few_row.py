@@ -122,7 +122,7 @@ class LowBitExperts(nn.Module):
             words, scales = quantise_experts(stored.transpose(1, 2) if own.is_transposed else stored, bits)
             self.register_buffer(f"{name}_words", words)
             self.register_buffer(f"{name}_scales", scales)
-        # What computes between the products; never called itself, so its hooks do not matter.
+        # Computes between the products; it is never called itself, so its hooks do not matter.
         self.shell = copy.copy(module)
         names = {first_name(module), "down_proj"}
         self.shell._parameters = {n: p for n, p in module._parameters.items() if n not in names}

@@ -21,7 +21,7 @@ from triforce_tree.kernels.cpu.tree_attention import ONEDNN
 _MOST_ROWS = 64
 # Share of the available memory that copies in 16 bits may take.
 _MOST_MEMORY = 0.25
-# Of eight bits there are floating-point types too, which no product of torch takes without scales.
+# 8-bit floating-point types are left out: no product of torch takes them without scales.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -83,7 +83,7 @@ _running = _Running()
 
 @contextmanager
 def running(states: RecurrentPass | None, first: tuple[int, int] = (0, 0)) -> Iterator[None]:
-    """A context in which the recurrent layers of a forward use these states.
+    """Returns a context in which the recurrent layers of a forward use these states.
 
     Args:
         first: numbers of the next convolution and recurrence, for a forward that does not begin at layer 0.
