@@ -121,8 +121,7 @@ class FullCache:
         features: Features | None = None,
         row: int | None = None,
     ) -> list[int]:
-        """Computes keys and values of all but each prompt's last token; returns how many the cache already
-        held.
+        """Prefills all but each prompt's last token; returns how many tokens the cache already held.
 
         Args:
             progress: called with numbers of tokens; those that are in the cache already come first.
@@ -229,10 +228,9 @@ class FullCache:
         return self.backend.store.holds(lengths)
 
     def begin(self, prompts: Sequence[Sequence[int]], row: int | None = None) -> None:
-        """Continues from the ends of prompts whose keys and values the cache holds.  ``row``: the index in
-        the batch of the only prompt's sequence, while the others go on.
+        """Continues from the ends of prompts whose keys and values the cache holds.
 
-        ``row``: the sequence of the only prompt, where the others go on.
+        ``row`` is the batch index of the only prompt's sequence, while the others go on.
         """
         for b, prompt in enumerate(prompts, row or 0):
             self.cached.begin(b, prompt)

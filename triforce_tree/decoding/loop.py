@@ -65,15 +65,10 @@ def best_row(rows: Sequences[Sequence | None], free: Sequences[int], prompt: Seq
 
     A prefix that neighbouring sequences share is read once. If no neighbour shares a prefix, the index is one
     with few neighbours that have little in common, because a later prompt may share a prefix with them.
-    Args:     rows: the running sequence at each index of the batch.     free: the indices without a running
-    sequence.
-
-    What rows that follow each other share is read once. Where no neighbour begins like it, it is a row with
-    few neighbours that have little in common, as a later prompt may begin like them.
 
     Args:
-        rows: the running sequence in each row.
-        free: rows that have none.
+        rows: the running sequence at each index of the batch.
+        free: the indices without a running sequence.
     """
     if len(free) == 1:
         return free[0]
@@ -204,7 +199,7 @@ class DecodingLoop:
             self._shrink(out_of_memory)
 
     def begin(self, rows: Sequences[Sequence | None], cached: bool = False) -> None:
-        """Begin with other sequences, in these rows, and feed their prompts.
+        """Begins with other sequences at these batch indices, and prefills their prompts.
 
         Args:
             cached: whether the cache holds their keys and values, as for ``DecodingProgram.rewind``.
@@ -492,7 +487,7 @@ class DecodingLoop:
         return kind
 
     def _pass(self, kind: PassKind) -> list[list[int]]:
-        """Run the stages of a pass; returns the rows of ``SequenceState.pass_results``."""
+        """Runs the stages of a pass; returns ``SequenceState.pass_results``."""
         program, clock, draws = self.program, self._clock, self.draws.generators
         stage = program.last_stage(kind.levels, kind.shape)
         for name, timed in self._stages(kind, stage):

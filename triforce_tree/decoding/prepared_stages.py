@@ -101,8 +101,6 @@ def seeded(program: Buffers) -> Seeded:
     """Returns the noise for sequences with their own seeds; the program's later stages use it.
 
     Stages of earlier kinds of sampling are dropped. Sequences without a seed draw as before.
-
-    Those of earlier kinds of sampling are dropped. Sequences without a seed draw as before.
     """
     if program.seeded is None:
         program.seeded = program.noise = Seeded(program.state, program.target.vocab_size)

@@ -96,7 +96,7 @@ class DecodingProgram(Buffers):
         progress: Progress | None = None,
         reuse: Reuse = "none",
     ) -> int:
-        """Put another sequence into a row whose sequence has ended; the others go on. Returns what it reused.
+        """Replaces a sequence that has ended while the others go on; returns how many tokens were reused.
 
         Args:
             sequences: all committed tokens of each sequence; of ``row`` the new prompt.
@@ -222,13 +222,13 @@ class DecodingProgram(Buffers):
         return self.verifier(name).acceptance
 
     def verifier(self, name: str) -> Verifier:
-        """What a verifying stage verifies with."""
+        """Returns the object with which a verifying stage verifies."""
         stage = self.stage(name)
         assert isinstance(stage, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage | PlainStage)
         return stage.verifier
 
     def run(self, name: str, *generators: torch.Generator) -> None:
-        """Run one stage with fresh random numbers, from one generator or one for each sequence."""
+        """Runs one stage with fresh random numbers, from one generator or one for each sequence."""
         for noise in self.selected.stages[name].noise:
             if len(generators) == 1:
                 noise.draw(*generators)

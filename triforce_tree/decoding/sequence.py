@@ -9,7 +9,7 @@ from triforce_tree.runtime.stats import LevelStats
 
 @dataclass(eq=False)
 class Sequence:
-    """One text that is decoded.
+    """Holds one text that is being decoded.
 
     Attributes:
         prompt: token ids.
@@ -42,7 +42,7 @@ class Sequence:
 
     @property
     def new(self) -> list[int]:
-        """The new tokens so far."""
+        """Returns the new tokens so far."""
         return self.tokens[len(self.prompt) :]
 
     @property
@@ -51,7 +51,7 @@ class Sequence:
         return self.ending.max_new_tokens - len(self.tokens) + len(self.prompt)
 
     def append(self, tokens: Sequences[int]) -> list[int]:
-        """Append the tokens of a pass up to the end of the sequence; return those that were appended."""
+        """Appends the tokens of a pass up to the end of the sequence; returns those that were appended."""
         before = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)
@@ -62,12 +62,12 @@ class Sequence:
         return self.tokens[before:]
 
     def take_back(self, tokens: int) -> None:
-        """Undo :meth:`append` of so many tokens."""
+        """Removes the last ``tokens`` tokens that :meth:`append` added."""
         del self.tokens[len(self.tokens) - tokens :]
         self.finish_reason = None
 
     def count(self, new: int, committed: int, proposed: int) -> None:
-        """Count a pass of the target.
+        """Counts a pass of the target.
 
         Args:
             new: tokens of the pass up to the end of the sequence.

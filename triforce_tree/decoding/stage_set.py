@@ -1,4 +1,4 @@
-"""Which stages a program has."""
+"""Makes the stages of a program."""
 
 from triforce_tree.decoding.buffers import Buffers
 from triforce_tree.decoding.stages import (
@@ -15,12 +15,12 @@ from triforce_tree.verify.verifier import Verifier
 
 
 def stage_name(name: str, shape: int) -> str:
-    """A stage of the trees of one shape: ``draft``, ``draft/1`` for shape 1."""
+    """Returns the name of a stage with trees of one shape: ``draft``, or ``draft/1`` for shape 1."""
     return f"{name}/{shape}" if shape else name
 
 
 def chain_nodes(program: Buffers) -> int:
-    """Tokens of a sequence in the target's forward over a chain of full length."""
+    """Returns the tokens per sequence in the target's forward over a chain of full length."""
     return PassLimits.of(program.config, program.levels).chain_nodes(program.runner_ups)
 
 
@@ -41,7 +41,7 @@ def drafted(program: Buffers, levels: int, rounds: int, shape: int) -> tuple[int
 
 
 def stages_of(program: Buffers, to_probs: DeviceProbs) -> dict[str, Stage]:
-    """The stages of a program for one kind of sampling, by name, with those of the first shape of tree."""
+    """Returns the stages of a program for one kind of sampling, by name, with trees of the first shape."""
     state, vocabulary = program.state, program.target.vocab_size
     stages: dict[str, Stage] = {}
     if program.drafter is not None:
@@ -65,7 +65,7 @@ def stages_of(program: Buffers, to_probs: DeviceProbs) -> dict[str, Stage]:
 
 
 def tree_stages(program: Buffers, to_probs: DeviceProbs, shape: int) -> dict[str, Stage]:
-    """The stages that propose and verify trees of one shape."""
+    """Returns the stages that propose and verify trees of one shape."""
     assert program.drafter is not None
     state, vocabulary = program.state, program.target.vocab_size
     draft = DraftStage(program.drafter, to_probs, state, vocabulary, shape)

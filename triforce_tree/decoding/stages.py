@@ -30,7 +30,7 @@ FullView = Callable[[int, Tensor | None, Sequence[int] | None], KVView]
 
 
 class Stage(Protocol):
-    """One part of a pass; ``noise`` holds the random numbers that it reads."""
+    """Is one step of a pass; ``noise`` holds the random numbers that it reads."""
 
     noise: list[Noise]
 
@@ -38,7 +38,7 @@ class Stage(Protocol):
 
 
 class DraftStage:
-    """The drafter proposes a tree for each sequence; ``tree`` holds the last ones.
+    """Lets the drafter propose a tree for each sequence; ``tree`` holds the last ones.
 
     Args:
         number: of the tree's shape among those of the drafter.
@@ -207,7 +207,7 @@ def _commit(state: SequenceState, view: KVView, acceptance: Acceptance) -> None:
 
 
 class PlainStage:
-    """Level 2 alone, one token a pass.
+    """Runs level 2 alone, which adds one token per pass.
 
     Args:
         full: makes views of the full cache.

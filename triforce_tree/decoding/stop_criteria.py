@@ -1,4 +1,4 @@
-"""When a sequence ends."""
+"""Decides when a sequence ends."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ Stop = Callable[[list[int]], bool]
 
 @dataclass(frozen=True)
 class Ending:
-    """When a sequence ends.
+    """Holds the criteria by which a sequence ends.
 
     Attributes:
         max_new_tokens: tokens to emit at most.

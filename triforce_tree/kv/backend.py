@@ -246,9 +246,7 @@ class KVBackend:
     # From one cache to the next
 
     def serves(self, pool: PoolSize | None) -> bool:
-        """Returns whether this backend serves prompts with this pool, or prompts with their own slots if
-        None.
-        """
+        """Returns whether this backend serves prompts that use ``pool``, or their own slots if it is None."""
         return pool is None
 
     def share(self, pool: PoolSize | None) -> None:

@@ -4,10 +4,6 @@ Rings and recurrent states lose what earlier positions need. All other KV slots 
 holds little more than the window of the newest position, and a recurrent state belongs to one length alone.
 Copies at the ends of prompts let a conversation continue from there when its next tokens differ from those
 that were decoded.
-
-All other KV slots keep every position. A ring holds little more than the window of the newest one, and a
-recurrent state belongs to one length alone. Copies at the ends of prompts let a conversation go on from there
-when the tokens that followed are not those that it goes on with.
 """
 
 import torch

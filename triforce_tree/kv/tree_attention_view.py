@@ -262,8 +262,7 @@ class PagedRetrievalView(TreeAttentionView):
         )
 
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
-        """Returns a view for another number of new tokens that shares, and refreshes, the same selected
-        chunks.
+        """Returns a view for another number of new tokens, with the same selection of chunks.
 
         Args:
             queries: T, at most as many as ``max_growth`` of this view allows for.

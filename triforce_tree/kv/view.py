@@ -80,8 +80,7 @@ class RetrievalView(KVView, Protocol):
         """
 
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
-        """Returns a view for another number of new tokens that shares, and refreshes, the same selected
-        chunks.
+        """Returns a view for another number of new tokens, with the same selection of chunks.
 
         Args:
             queries: T.

@@ -358,7 +358,7 @@ class MatchAcceptance:
         self._tokens = {least: (a * _PRIOR_MATCHED, _PRIOR_MATCHED) for least, a in _MATCHED.items()}
 
     def of(self, common: int) -> float:
-        """The probability that a matched token is accepted whose predecessors were."""
+        """Returns the estimated acceptance of tokens after a match with so many tokens in common."""
         accepted, judged = self._tokens[_class_of(common)]
         return accepted / judged
 

@@ -302,8 +302,11 @@ class PassPolicy:
         return gathered / self.max_draft_tokens if kind.levels == 3 else 1.0
 
     def _repays(self, useful: Sequence[Option]) -> bool:
-        """Whether the remaining tokens can repay the first pass of a trial: at the upper end of the intervals
-        of those that may be useful, or, where none is, if the cheapest pass doubles the speed."""
+        """Returns whether the remaining tokens can repay the first pass of a trial.
+
+        The upper ends of the confidence intervals decide for kinds of passes that may be useful. If none may
+        be, the cheapest pass must double the speed.
+        """
         if self._passes or self._remaining == math.inf:
             return True
         plain = self._costs.of(PLAIN)

@@ -107,7 +107,7 @@ def stage_costs(
     table: CostTable | None = None,
     allowance: Allowance = UNLIMITED,
 ) -> StageCosts:
-    """The costs of a program's prepared stages, from the table or measured now; rank 0's on all ranks.
+    """Returns the costs of a program's prepared stages, from the table or measured; all ranks use rank 0's.
 
     Where they are measured, sequences must be fed or rewound afterwards. Where the allowance is too short for
     that, they are guessed, without an entry in the table: the next request guesses the same ones.
@@ -147,10 +147,8 @@ def stage_costs(
 def costs_by_shape(program: DecodingProgram, first: StageCosts) -> list[StageCosts | None]:
     """Returns the costs with trees of each shape; only those of the first shape are measured.
 
-    The others are predicted from them, because making stages takes seconds on a GPU and the request may never
+    The others are predicted from them: making their stages takes seconds on a GPU, and the request may never
     use them.
-
-    A request without these trees is not to wait for their stages, which take seconds to make on a GPU.
     """
     known, *others = program.shapes
     chain, tail = chain_nodes(program), program.tail_tree

@@ -44,9 +44,7 @@ class Node:
 
 @dataclass
 class DepthCounts:
-    """Counts the verifications that reached a depth with proposed tokens, and accepted tokens by sibling
-    rank.
-    """
+    """Counts the verifications that reached a depth, and the accepted tokens by sibling rank."""
 
     tried: int = 0
     accepted: Counter[int] = field(default_factory=Counter)

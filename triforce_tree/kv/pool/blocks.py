@@ -385,8 +385,9 @@ def _breaks(path: Sequence[Block]) -> int:
 
 
 def stops(tokens: int, unit: int, tail: int) -> Iterator[int]:
-    """Returns the positions at which the chunks of a prompt of so many tokens end.  :class:`PrefixPool` says
-    how they are chosen.
+    """Returns the positions at which the chunks of a prompt of so many tokens end.
+
+    :class:`PrefixPool` says how they are chosen.
     """
     last = tokens - 1
     yield from range(unit, (tail or last) + 1, unit)
