@@ -275,9 +275,8 @@ class FullCache:
     def closed(self) -> bool:
         """Returns whether the cache can no longer be used.
 
-        This is so once its memory was released, or streamed experts have moved:
-
-        CUDA graphs keep their addresses.
+        This is so once its memory was released, or once streamed experts have moved, since CUDA graphs hold
+        their addresses.
         """
         return self.backend.closed or self._arrangement != self._weights_at()
 

@@ -118,9 +118,7 @@ class StreamedView(OffloadedView):
         self.cache.host.prefetch(self._share)
 
     def _resident_pieces(self) -> tuple[int, ...]:
-        """Returns, for each layer and sequence, how many leading pieces are whole and on the device in the
-        next pass.
-        """
+        """Returns how many leading pieces are on the device in the next pass, per layer and sequence."""
         host, share = self.cache.host, self.cache.share(self.queries)
         places = product(range(host.layers), range(host.batch))
         return tuple(len(host.resident(layer, b, share)) for layer, b in places)
