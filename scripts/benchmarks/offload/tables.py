@@ -1,4 +1,4 @@
-"""Tables of docs/offloading.md and docs/measurements.md from the results of the offloaded cache."""
+"""Tables of docs/results/ from the results of the offloaded cache."""
 
 import re
 import statistics
@@ -111,7 +111,7 @@ _REFUSED = re.compile(r"\{'cap_gib': ([\d.]+)\}: a prompt of .* needs at least .
 def _origin(content: Record, rows: Sequence[Record]) -> str:
     def said(note: str) -> str:
         found = _REFUSED.fullmatch(note)
-        return f"{float(found[1]):g} GiB are not enough (below)" if found else note
+        return f"{float(found[1]):g} GiB are not enough (docs/offloading.md)" if found else note
 
     parts = {name: part | {"notes": [*map(said, part["notes"])]} for name, part in content["parts"].items()}
     return origin(content | {"parts": parts}, rows, FILE, _bus)
