@@ -12,6 +12,7 @@ from torch import Tensor
 
 from triforce_tree.decoding.choice.chooser import PassChooser
 from triforce_tree.decoding.choice.stage_costs import UNLIMITED, Allowance
+from triforce_tree.decoding.memory.retries import retried
 from triforce_tree.decoding.prepared_stages import seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
@@ -190,13 +191,7 @@ class DecodingLoop:
             ValueError: a prompt is too short for the levels, or too long for the buffers.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        while True:
-            try:
-                self._feed()
-                return
-            except torch.OutOfMemoryError as error:
-                out_of_memory = error
-            self._shrink(out_of_memory)
+        retried(self._feed, self._shrink)
 
     def begin(self, rows: Sequences[Sequence | None], cached: bool = False) -> None:
         """Begins with other sequences at these batch indices, and prefills their prompts.
@@ -241,12 +236,7 @@ class DecodingLoop:
             ValueError: the model returned NaN.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        while True:
-            try:
-                return self._advance(observe)
-            except torch.OutOfMemoryError as error:
-                out_of_memory = error
-            self._shrink(out_of_memory)
+        return retried(lambda: self._advance(observe), self._shrink)
 
     def decode(self) -> Iterator[Fresh]:
         """Yield what each :meth:`step` returns until no sequence runs."""
@@ -275,14 +265,10 @@ class DecodingLoop:
 
     # Programs: the first one, and those after it
 
-    def _shrink(self, error: torch.OutOfMemoryError) -> None:
-        """Drops the program and reduces the memory plan; raises ``error`` if it cannot be reduced."""
+    def _shrink(self) -> bool:
+        """Drops the program; returns whether the memory plan could be reduced."""
         self._drop()
-        # The traceback's frames hold tensors; graphs and their buffers are freed by the collector alone.
-        error.__traceback__ = None
-        if not self._programs.shrink():
-            raise error
-        free_memory()
+        return self._programs.shrink()
 
     def _prepare(self) -> None:
         """Makes a program for the batch if there is none, with its pass chooser and random draws."""

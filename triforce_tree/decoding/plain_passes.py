@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.memory.planned_programs import PlannedPrograms
+from triforce_tree.decoding.memory.retries import retried
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.cached_tokens import Reuse
-from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
@@ -53,17 +53,12 @@ class PlainPasses:
             ValueError: they hold NaN.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        while True:
-            try:
-                return self._passed(with_nan)
-            except torch.OutOfMemoryError as error:
-                out_of_memory = error
-            self._program = None
-            # The traceback's frames hold tensors.
-            out_of_memory.__traceback__ = None
-            if not self._programs.shrink():
-                raise out_of_memory
-            free_memory()
+        return retried(lambda: self._passed(with_nan), self._shrink)
+
+    def _shrink(self) -> bool:
+        """Drops the program; returns whether the memory plan could be reduced."""
+        self._program = None
+        return self._programs.shrink()
 
     def _passed(self, with_nan: bool) -> Tensor:
         program = self._program = self._program or self._begun()

@@ -396,11 +396,6 @@ class KVStore:
             if group.scales is not None:
                 step.move_kv(*group.scales, index, start, group.ring)
 
-    def copy_within(self, source: int, b: int, start: int, stop: int) -> None:
-        """Sequence b takes positions ``start`` to ``stop`` over from another one; not for rings."""
-        for part in (part for group in self.groups for part in group.parts):
-            part[:, b, :, start:stop] = part[:, source, :, start:stop]
-
     def begin(self, sequence: int) -> None:
         """A sequence is prefilled from its first token on."""
         self._lengths[sequence] = self._lost[sequence] = 0

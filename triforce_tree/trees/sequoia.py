@@ -32,11 +32,6 @@ def vectors_by_depth(acceptance: Acceptance) -> list[list[float]]:
     return vectors
 
 
-def at_most_one(acceptance: Sequence[float]) -> list[float]:
-    """Returns acceptance by rank, scaled to a sum of 1 if rounding has raised its sum above 1."""
-    return [a / max(1.0, sum(acceptance)) for a in acceptance]
-
-
 def best_paths(acceptance: Acceptance, size: int, depth: int) -> list[Ranks]:
     """Returns the rank paths of the tree with most expected accepted tokens.
 
