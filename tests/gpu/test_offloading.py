@@ -193,7 +193,7 @@ def test_another_program_takes_device_memory(offloaded: Offloaded, moment: str) 
 
 
 def test_memory_stays_over_many_passes(offloaded: Offloaded) -> None:
-    """Of plain decoding, a pass for each token. Memory is read every twentieth pass: it collects garbage."""
+    """Plain decoding makes a pass per token. Memory is read at every 20th pass, as that collects garbage."""
     readings: list[tuple[int, int]] = []
 
     class Watching(BaseStreamer):  # type: ignore[misc]

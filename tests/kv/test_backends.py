@@ -205,7 +205,7 @@ def test_a_trial_changes_nothing(kind: str, draw: random.Random) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_sequences_come_and_go(kind: str, draw: random.Random) -> None:
-    """Of three sequences one is replaced at a time, at random; the others go on."""
+    """One of three sequences at a time is replaced, at random, while the others go on."""
     cache = Cache(KINDS[kind], 3)
     if not cache.backend.replaces:
         pytest.skip("sequences of this backend end together")

@@ -74,7 +74,7 @@ def test_a_long_match_is_verified_and_a_short_one_is_not() -> None:
 
 
 def test_long_chains_are_verified_where_their_cost_allows() -> None:
-    """As many more tokens as they are expected to yield, and as the budget may lose."""
+    """A long chain must be expected to repay its cost, and the loss budget must cover its worst case."""
     policy = policy_of(long_cost=2.0)
     assert chosen(policy, 64) == LONGER
     assert policy.proposed == [LONG]

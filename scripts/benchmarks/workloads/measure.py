@@ -42,7 +42,7 @@ class Run:
         return self.engine.target.heads
 
     def keys(self) -> list[Record]:
-        """Of all records."""
+        """Returns the keys of all records that the run measures."""
         return [
             {"kind": part, "workload": workload.name, "way": way}
             for part in self.parts

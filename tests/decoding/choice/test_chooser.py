@@ -41,7 +41,7 @@ SECONDS = {"prepare": 0.0, "draft": 0.1, "retrieval": 0.1, "target": 1.2, "plain
 
 
 def table_of(draft: float = 0.1, target: float = 1.2) -> StageCosts:
-    """The same at any length."""
+    """Returns stage costs that are the same at every context length."""
     return StageCosts((100,), (StageSeconds(1.0, draft, 0.1, chain=target, tree=target),))
 
 

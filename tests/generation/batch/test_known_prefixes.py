@@ -223,7 +223,7 @@ def test_what_slots_of_their_own_hold_is_taken_over(fed: list[int]) -> None:
 
 @pytest.mark.parametrize("size", ["1MiB", "1GiB"])
 def test_chunks_that_are_dropped_are_kept_in_host_memory(size: str, fed: list[int]) -> None:
-    """Of a pool, and of a text decoded alone: each finds what the other has computed."""
+    """A batch finds the chunks that a text decoded alone has computed, and the other way round."""
     options = load_arguments({**CHUNKED, "prefix_cache": size})
     engine = triforce_tree.load(TARGET, levels=1, **options)
     other = prompt_of(80)
@@ -279,7 +279,7 @@ COPIED: dict[str, Callable[[], Engine]] = {
 
 @pytest.mark.parametrize("kind", COPIED)
 def test_where_each_sequence_has_slots_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is decided before anything is allocated."""
+    """The KV backend is chosen before anything is allocated, so no pool is made and dropped."""
 
     def refuse(*args: Any, **how: Any) -> None:
         raise AssertionError("a pool was made")

@@ -69,7 +69,7 @@ def case(
 
 
 def of_layer(request: ExactAttention, **how: Any) -> ExactAttention:
-    """The same request in a layer that attends in another way."""
+    """Returns the request with other attention parameters."""
     return replace(request, params=replace(request.params, **how))
 
 
