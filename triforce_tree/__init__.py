@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from triforce_tree.drafters.heads.eagle import Eagle3
     from triforce_tree.drafters.heads.medusa import Medusa
     from triforce_tree.engine import Engine
-    from triforce_tree.generation.output import GenerateOutput
     from triforce_tree.models.supported import UnsupportedModelError
+    from triforce_tree.requests.output import GenerateOutput
     from triforce_tree.runtime.stats import LevelStats
     from triforce_tree.sessions.session import Session
 else:
@@ -46,7 +46,7 @@ _HOMES = {
     **dict.fromkeys(__all__, "triforce_tree.api"),
     "Eagle3": "triforce_tree.drafters.heads.eagle",
     "Engine": "triforce_tree.engine",
-    "GenerateOutput": "triforce_tree.generation.output",
+    "GenerateOutput": "triforce_tree.requests.output",
     "LevelStats": "triforce_tree.runtime.stats",
     "Medusa": "triforce_tree.drafters.heads.medusa",
     "Session": "triforce_tree.sessions.session",

@@ -19,20 +19,6 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree.config import ADVANCED, SHOWN, HierarchyConfig, Options, flat_options
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.engine import Engine
-from triforce_tree.generation.batch.run import RunOptions
-from triforce_tree.generation.batch.streamers import Streamers
-from triforce_tree.generation.drafter_choice import Model, own_drafter
-from triforce_tree.generation.drafter_options import check_drafter_options
-from triforce_tree.generation.inputs import Inputs
-from triforce_tree.generation.keywords import (
-    check_keywords,
-    checked_seed,
-    checked_stop_strings,
-    refuse_dropped,
-)
-from triforce_tree.generation.lengths import check_prompts, texts_of
-from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.generation.stop_strings import StopStrings
 from triforce_tree.loading.checkpoints import (
     PAIR,
     load_model,
@@ -44,6 +30,20 @@ from triforce_tree.loading.checkpoints import (
 from triforce_tree.loading.gguf_header import gguf_path
 from triforce_tree.loading.placement import on_one_device
 from triforce_tree.loading.reading import ModelFiles
+from triforce_tree.requests.batch import RunOptions
+from triforce_tree.requests.drafter_choice import Model, own_drafter
+from triforce_tree.requests.drafter_options import check_drafter_options
+from triforce_tree.requests.inputs import Inputs
+from triforce_tree.requests.keywords import (
+    check_keywords,
+    checked_seed,
+    checked_stop_strings,
+    refuse_dropped,
+)
+from triforce_tree.requests.lengths import check_prompts, texts_of
+from triforce_tree.requests.output import GenerateOutput
+from triforce_tree.requests.stop_strings import StopStrings
+from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 

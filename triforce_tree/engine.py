@@ -30,19 +30,6 @@ from triforce_tree.decoding.plain_passes import PlainPasses
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.token_map import TokenMap
-from triforce_tree.generation.batch.joining import Joining
-from triforce_tree.generation.batch.run import Batch, RunOptions
-from triforce_tree.generation.batch.scores import EmittedScores
-from triforce_tree.generation.batch.streamers import Streamers
-from triforce_tree.generation.checkpoint_settings import without_settings
-from triforce_tree.generation.drafter_options import check_drafter_options
-from triforce_tree.generation.explaining import explanation_of
-from triforce_tree.generation.in_step import check_in_step, decode_in_step
-from triforce_tree.generation.inputs import Ids, Inputs
-from triforce_tree.generation.keywords import checked_count, checked_seeds, checked_switch
-from triforce_tree.generation.notices import CostNotices
-from triforce_tree.generation.output import GenerateOutput, joined, placed
-from triforce_tree.generation.request import Job, Request
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.load_guard import GuardReport
@@ -50,6 +37,19 @@ from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.device_defaults import resolve
 from triforce_tree.planning.memory_plan import MemoryPlan
+from triforce_tree.requests.batch import Batch, RunOptions
+from triforce_tree.requests.checkpoint_settings import without_settings
+from triforce_tree.requests.drafter_options import check_drafter_options
+from triforce_tree.requests.explaining import explanation_of
+from triforce_tree.requests.in_step import check_in_step, decode_in_step
+from triforce_tree.requests.inputs import Ids, Inputs
+from triforce_tree.requests.joining import Joining
+from triforce_tree.requests.keywords import checked_count, checked_seeds, checked_switch
+from triforce_tree.requests.notices import CostNotices
+from triforce_tree.requests.output import GenerateOutput, joined, placed
+from triforce_tree.requests.request import Job, Request
+from triforce_tree.requests.scores import EmittedScores
+from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.sessions.session import RESERVE, Session
@@ -303,7 +303,7 @@ class Engine:
                 left out.
             generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, stop_strings: as
                 in transformers; ``stop_strings`` needs a tokenizer. If they keep state, nothing is drafted
-                (``generation/kept_state.py``).
+                (``requests/kept_state.py``).
             streamer: as in transformers, or one for each sequence; see :class:`Streamers`.
             seed: the seed of all draws, from which each sequence derives its own
                 (``verify.draws.sequence_seed``); by default it is drawn from torch's global generator. A list
@@ -425,7 +425,7 @@ class Engine:
             return batch.decode()
 
     def _decode_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:
-        """Decode by transformers' own loop (``generation/in_step.py``)."""
+        """Decode by transformers' own loop (``requests/in_step.py``)."""
         hierarchy, prompts, longest = self._hierarchy, job.prompts, max(map(len, job.prompts))
         coming = max(job.new_tokens, self._capacity - longest)
         check_in_step(hierarchy.target, prompts, how, why)

@@ -16,7 +16,7 @@ from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.check.compare import compared, summary
 from triforce_tree.cli import console, entry
 from triforce_tree.cli.entry import main
-from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.requests.output import GenerateOutput
 
 
 @pytest.mark.parametrize("command", ["generate", "demo"])

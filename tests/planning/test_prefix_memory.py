@@ -7,12 +7,12 @@ from tests.support.models.api_cases import SMALL, TARGET
 from tests.support.models.families import perturbed, prompt_of
 from tests.support.models.model_sizes import LLAMA_3_1_8B
 from triforce_tree.config import HierarchyConfig, load_arguments
-from triforce_tree.generation.batch.run import RunOptions
 from triforce_tree.kv.pool import size
 from triforce_tree.planning import batch_size
 from triforce_tree.planning.memory_layout import Workload, on_device
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import plan
+from triforce_tree.requests.batch import RunOptions
 
 CONTEXT, PREFIX, NEW = 102_400, 98_304, 256
 SCRATCH = 200

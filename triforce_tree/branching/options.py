@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from triforce_tree.decoding.stop_criteria import Ending
-from triforce_tree.generation.checkpoint_settings import without_settings
-from triforce_tree.generation.inputs import real_rows
-from triforce_tree.generation.loaded import LoadedEngine
-from triforce_tree.generation.options import SEVERAL, ending_of
-from triforce_tree.generation.request import Job, Request
 from triforce_tree.models.supported import UnsupportedModelError
+from triforce_tree.requests.checkpoint_settings import without_settings
+from triforce_tree.requests.inputs import real_rows
+from triforce_tree.requests.loaded import LoadedEngine
+from triforce_tree.requests.options import SEVERAL, ending_of
+from triforce_tree.requests.request import Job, Request
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import sent
 from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived

@@ -15,12 +15,12 @@ from triforce_tree.branching.options import Draws, check_engine, leaf_options
 from triforce_tree.branching.pool import KVPool, slot_bytes
 from triforce_tree.branching.scoring import fill_logprobs
 from triforce_tree.branching.slots import TreeSlots
-from triforce_tree.generation.inputs import Inputs, check_rows, prompt_of
-from triforce_tree.generation.keywords import checked_seed
-from triforce_tree.generation.loaded import LoadedEngine
-from triforce_tree.generation.tokenized_texts import text_ids
 from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kv.prefill import chunk_tokens
+from triforce_tree.requests.inputs import Inputs, check_rows, prompt_of
+from triforce_tree.requests.keywords import checked_seed
+from triforce_tree.requests.loaded import LoadedEngine
+from triforce_tree.requests.tokenized_texts import text_ids
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
 from triforce_tree.text.vocabulary import Vocabulary

@@ -8,8 +8,8 @@ import torch
 
 from triforce_tree.check.ties import Difference, first_difference
 from triforce_tree.engine import Engine
-from triforce_tree.generation.output import GenerateOutput
 from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 

@@ -13,7 +13,7 @@ from triforce_tree.check.compare import ms_per_token, token_count
 from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, PinningBar, PrefillBar, TextOut, json_line, screen
 from triforce_tree.engine import Engine
-from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.runtime.files.text_files import read_text
 from triforce_tree.runtime.stats import rate_text
 from triforce_tree.sessions.session import Session

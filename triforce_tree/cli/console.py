@@ -33,9 +33,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from triforce_tree.decoding.explain.tally import MATCHED
-from triforce_tree.generation.batch.streamers import TokenStreamer
 from triforce_tree.planning.memory_map import GIB
 from triforce_tree.planning.memory_plan import MemoryPlan
+from triforce_tree.requests.streamers import TokenStreamer
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import LevelStats, rate_text
 from triforce_tree.text.new_text import NewText

@@ -8,7 +8,7 @@ from triforce_tree.cli import options
 from triforce_tree.cli.console import Interrupt, PrefillBar, json_line, plain_table, results
 from triforce_tree.decoding.explain.explanation import Explanation, by_rank
 from triforce_tree.decoding.explain.tally import as_lines
-from triforce_tree.generation.chat import encoded
+from triforce_tree.requests.chat import encoded
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,8 +18,8 @@ from triforce_tree.cli.console import (
     screen,
 )
 from triforce_tree.engine import Engine
-from triforce_tree.generation.chat import encoded
-from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.requests.chat import encoded
+from triforce_tree.requests.output import GenerateOutput
 
 # Shorter preparations are not mentioned.
 _NOTABLE_SECONDS = 0.1

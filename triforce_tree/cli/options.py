@@ -12,12 +12,12 @@ from triforce_tree.cli.groups import engine_options
 from triforce_tree.cli.prompt import Prompt
 from triforce_tree.config import SHOWN, load_arguments
 from triforce_tree.engine import Engine
-from triforce_tree.generation.chat import chats_of
-from triforce_tree.generation.lengths import check_prompts
 from triforce_tree.loading.checkpoints import PAIR, tokenizer_of
 from triforce_tree.loading.gguf_header import gguf_path
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.planning.machine import bound_memory
+from triforce_tree.requests.chat import chats_of
+from triforce_tree.requests.lengths import check_prompts
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 

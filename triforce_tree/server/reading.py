@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.generation.chat import check_chat, encoded
-from triforce_tree.generation.tokenized_texts import TokenizedTexts
+from triforce_tree.requests.chat import check_chat, encoded
+from triforce_tree.requests.tokenized_texts import TokenizedTexts
 from triforce_tree.server.protocol import (
     ChatRequest,
     CompletionRequest,

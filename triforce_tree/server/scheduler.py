@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from triforce_tree.engine import Engine
-from triforce_tree.generation.batch.joining import Fits, Joined
-from triforce_tree.generation.batch.streamers import TokenStreamer
-from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.requests.joining import Fits, Joined
+from triforce_tree.requests.output import GenerateOutput
+from triforce_tree.requests.streamers import TokenStreamer
 from triforce_tree.server.text_stream import TextStream
 
 

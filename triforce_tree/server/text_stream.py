@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.generation.batch.streamers import TokenStreamer
+from triforce_tree.requests.streamers import TokenStreamer
 from triforce_tree.text.new_text import NewText
 from triforce_tree.text.vocabulary import Vocabulary
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from triforce_tree.generation.chat import chats_of
+from triforce_tree.requests.chat import chats_of
 
 
 def check_fields(path: Path, found: Mapping[str, Any], tokens: int) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.generation.chat import Message
-from triforce_tree.generation.loaded import LoadedEngine
+from triforce_tree.requests.chat import Message
+from triforce_tree.requests.loaded import LoadedEngine
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.files.json_files import parse_json
 from triforce_tree.runtime.fingerprint import shape_of, tokenizer_digest, weights_digest

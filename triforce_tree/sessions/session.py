@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.generation.chat import Message, chat_ids, chats_of
-from triforce_tree.generation.inputs import Inputs, prompts_of, real_rows
-from triforce_tree.generation.keywords import number_asked
-from triforce_tree.generation.loaded import LoadedEngine
-from triforce_tree.generation.output import GenerateOutput
-from triforce_tree.generation.tokenized_texts import TokenizedTexts, text_ids
+from triforce_tree.requests.chat import Message, chat_ids, chats_of
+from triforce_tree.requests.inputs import Inputs, prompts_of, real_rows
+from triforce_tree.requests.keywords import number_asked
+from triforce_tree.requests.loaded import LoadedEngine
+from triforce_tree.requests.output import GenerateOutput
+from triforce_tree.requests.tokenized_texts import TokenizedTexts, text_ids
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.sessions import saved
 

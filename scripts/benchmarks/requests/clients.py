@@ -23,9 +23,9 @@ from scripts.benchmarks.requests.tables import CLIENTS
 from scripts.benchmarks.sources.registry import Texts, named, prompts
 from triforce_tree import Engine
 from triforce_tree.bench.texts import token_ids
-from triforce_tree.generation.batch import prefixes
-from triforce_tree.generation.batch.joining import Fits, Joined
-from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.requests import batch_pool
+from triforce_tree.requests.joining import Fits, Joined
+from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.runtime.executor import free_memory
 
 TIMES = ("seconds", "decode_seconds")
@@ -65,13 +65,13 @@ class Clients:
 @contextmanager
 def layout(name: str) -> Iterator[None]:
     """Inside, prompts that join store a prefix so."""
-    choice = prefixes.unit_of  # type: ignore[attr-defined]
+    choice = batch_pool.unit_of  # type: ignore[attr-defined]
     if name == "copied":
-        prefixes.unit_of = lambda *_: None  # type: ignore[attr-defined]
+        batch_pool.unit_of = lambda *_: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        prefixes.unit_of = choice  # type: ignore[attr-defined]
+        batch_pool.unit_of = choice  # type: ignore[attr-defined]
 
 
 def measure(engine: Engine, questions: list[list[int]], new: int, tokens: int | None, setup: Setup) -> Record:

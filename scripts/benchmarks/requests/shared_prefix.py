@@ -30,7 +30,7 @@ from scripts.benchmarks.requests.tables import SHARED
 from scripts.benchmarks.sources.registry import Texts, named, prompts
 from triforce_tree import Engine
 from triforce_tree.bench.texts import token_ids
-from triforce_tree.generation.batch import prefixes as batch_prefixes
+from triforce_tree.requests import batch_pool
 from triforce_tree.runtime.executor import free_memory
 
 CASES = ("one document", "two documents behind a header")
@@ -54,13 +54,13 @@ class Steps:
 @contextmanager
 def layout(name: str) -> Iterator[None]:
     """Inside, batches store a common prefix so."""
-    choice = batch_prefixes.for_known  # type: ignore[attr-defined]
+    choice = batch_pool.for_known  # type: ignore[attr-defined]
     if name == "copied":
-        batch_prefixes.for_known = lambda *_: None  # type: ignore[attr-defined]
+        batch_pool.for_known = lambda *_: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        batch_prefixes.for_known = choice  # type: ignore[attr-defined]
+        batch_pool.for_known = choice  # type: ignore[attr-defined]
 
 
 def measure(engine: Engine, questions: list[list[int]], new_tokens: int, setup: Setup) -> Record:

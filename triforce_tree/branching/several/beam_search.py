@@ -11,15 +11,15 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 from triforce_tree.branching.options import check_engine, given_prompts, leaf_options
 from triforce_tree.branching.several.beams import BeamTree, beam_pool
 from triforce_tree.branching.slots import TreeSlots
-from triforce_tree.generation.checkpoint_settings import without_settings
-from triforce_tree.generation.keywords import checked_seed
-from triforce_tree.generation.loaded import LoadedEngine
-from triforce_tree.generation.option_values import checked
-from triforce_tree.generation.output import GenerateOutput, by_row
-from triforce_tree.generation.own_forward import seeded, with_own_forward
 from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.requests.checkpoint_settings import without_settings
+from triforce_tree.requests.keywords import checked_seed
+from triforce_tree.requests.loaded import LoadedEngine
+from triforce_tree.requests.option_values import checked
+from triforce_tree.requests.output import GenerateOutput, by_row
+from triforce_tree.requests.own_forward import seeded, with_own_forward
 from triforce_tree.text.new_text import new_text
 from triforce_tree.text.vocabulary import Vocabulary
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.pool import KVPool
 from triforce_tree.branching.slots import TreeSlots, needs_before
-from triforce_tree.generation.inputs import real_rows
-from triforce_tree.generation.own_forward import OwnForward
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.requests.inputs import real_rows
+from triforce_tree.requests.own_forward import OwnForward
 from triforce_tree.runtime.stats import Progress
 
 

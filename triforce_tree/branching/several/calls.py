@@ -9,10 +9,10 @@ from typing import Any, TypeVar, cast
 from triforce_tree.branching.options import OF_ENGINE, given_prompts, leaf_options
 from triforce_tree.branching.several.beam_search import beam_search
 from triforce_tree.branching.tree import TextTree
-from triforce_tree.generation.inputs import Inputs
-from triforce_tree.generation.keywords import checked_seed, number_asked
-from triforce_tree.generation.loaded import LoadedEngine
-from triforce_tree.generation.output import GenerateOutput
+from triforce_tree.requests.inputs import Inputs
+from triforce_tree.requests.keywords import checked_seed, number_asked
+from triforce_tree.requests.loaded import LoadedEngine
+from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.verify.draws import sequence_seed
 

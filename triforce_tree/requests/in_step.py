@@ -1,0 +1,222 @@
+"""Runs one generation by transformers' own loop over plain passes of the target.
+
+Logits processors and stopping criteria that keep state, or that read all sequences of a batch, are called
+exactly as by ``model.generate``, because transformers' own loop calls them: once per new token, with all
+sequences, their padding, and pad tokens after the end of finished sequences.
+"""
+
+import time
+from collections.abc import Sequence as Sequences
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    InfNanRemoveLogitsProcessor,
+    MaxLengthCriteria,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from triforce_tree.decoding.plain_passes import PlainPasses
+from triforce_tree.decoding.sequence import Sequence
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.requests.batch import RunOptions
+from triforce_tree.requests.output import GenerateOutput, output_of
+from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forward
+from triforce_tree.requests.request import Job
+from triforce_tree.runtime import distributed
+
+
+def decode_in_step(
+    job: Job,
+    how: RunOptions,
+    target: HFModel,
+    passes: PlainPasses,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: torch.device,
+) -> GenerateOutput:
+    """Decode the sequences of a job together, as transformers' ``_sample`` does.
+
+    Args:
+        passes: plain passes of the target over these prompts.
+        tokenizer: decodes the texts of the output.
+        device: the device on which logits, scores and log-probabilities are kept.
+    """
+    sequences = job.sequences
+    forward = _Forward(passes, any(type(p) is InfNanRemoveLogitsProcessor for p in job.processors))
+    names = job.outputs if job.config.return_dict_in_generate else set()
+    names |= {"logprobs"} if how.logprobs else set()
+    followed = _Followed(job, how, sequences, forward, names, device)
+    loop: Any = with_own_forward(target.model)
+    start = time.perf_counter()
+    how.streamers.begin(job.input_ids, sequences)
+    try:
+        with seeded(_seed(job, how), target.device):
+            loop._sample(
+                job.input_ids, logits_processor=job.processors, stopping_criteria=followed,
+                generation_config=job.config, **{**job.model_inputs, CACHE: forward},
+            )  # fmt: skip
+        forward.append(followed.tokens)
+    except BaseException:
+        passes.forget()
+        raise
+    for sequence, reused in zip(sequences, passes.reused or (), strict=True):
+        sequence.reused, sequence.prefill_seconds = reused, passes.prefill_seconds
+        sequence.decode_seconds = time.perf_counter() - start - passes.prefill_seconds
+        if how.joining is not None:
+            ids = job.input_ids.new_tensor([sequence.prompt])
+            alone = output_of(ids, [sequence], job.pad_token, tokenizer, passes.capture_seconds, {})
+            how.joining.ended(sequence.number, alone)
+    return output_of(
+        job.input_ids, sequences, job.pad_token, tokenizer, passes.capture_seconds, followed.results()
+    )
+
+
+def check_in_step(target: HFModel, prompts: Sequences[Sequences[int]], how: RunOptions, why: str) -> None:
+    """Raise ValueError if these prompts cannot be decoded together; ``why`` is the reason that they must
+    be.
+    """
+    count, together = len(prompts), f"{why}: the {len(prompts)} sequences must be decoded together"
+    if how.max_batch is not None and how.max_batch < count:
+        raise ValueError(
+            f"{together}, and max_batch={how.max_batch}; leave it out, or give one prompt a call"
+        )
+    if target.length_rope is not None and target.length_rope.mixed([len(p) for p in prompts]):
+        raise ValueError(f"{together}, and their lengths need different positions; give them one by one")
+
+
+def _seed(job: Job, how: RunOptions) -> int | None:
+    """Returns the seed of torch's global generators for drawing tokens; None leaves the generators
+    unchanged.
+    """
+    if job.to_probs.greedy:
+        return None
+    seed = how.seed
+    if how.seeds is not None and any(each is not None for each in how.seeds):
+        if len(how.seeds) > 1:
+            raise ValueError(
+                f"seed={how.seeds} has a seed for each sequence, and logits processors or stopping criteria "
+                "that keep state need all sequences drawn together; give one seed"
+            )
+        [seed] = how.seeds
+    if seed is None and distributed.current() is not None:
+        seed = distributed.broadcast_object(int(torch.randint(2**62, ())))
+    return seed
+
+
+class _Forward(OwnForward):
+    """Presents plain passes as the forward of a model.
+
+    Args:
+        passes: plain passes over the prompts of the batch.
+        with_nan: whether logits may contain NaN, which a processor removes.
+
+    Attributes:
+        logits: the logits of the last pass, fp32 ``[B, V]``.
+    """
+
+    def __init__(self, passes: PlainPasses, with_nan: bool) -> None:
+        super().__init__()
+        self._passes, self._with_nan, self._begun = passes, with_nan, False
+        self.logits: Tensor
+
+    def step(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """See :class:`OwnForward`."""
+        if self._begun:
+            self.append(input_ids[:, -1].tolist())
+        self._begun = True
+        self.logits = self._passes.logits(self._with_nan)
+        return self.logits
+
+    def append(self, tokens: Sequences[int]) -> None:
+        """Append the newest tokens. All ranks append those of rank 0."""
+        self._passes.append(distributed.broadcast_object(list(tokens)))
+
+
+class _Followed(StoppingCriteriaList):
+    """The stopping criteria of a generation, followed by the processing of each new token.
+
+    Args:
+        job, how: the generation.
+        sequences: receive their new tokens and the reasons why they end.
+        forward: computes the logits of the tokens.
+        names: values that are kept for each new token: some of ``"logits"``, ``"scores"`` and ``"logprobs"``.
+        device: the device on which they are kept.
+
+    Attributes:
+        tokens: the newest token of every sequence, pad tokens included.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        how: RunOptions,
+        sequences: Sequences[Sequence],
+        forward: _Forward,
+        names: set[str],
+        device: torch.device,
+    ) -> None:
+        super().__init__(job.criteria)
+        self._streamers, self._sequences, self._forward, self._device = (
+            how.streamers,
+            sequences,
+            forward,
+            device,
+        )
+        # By name and position, [B, V] or [B] of each.
+        self._kept: dict[str, list[Tensor]] = {name: [] for name in names}
+        self.tokens: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Returns bool ``[B]``: which sequences have ended after one new token each."""
+        ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        stopped = ended
+        for criterion in self:
+            said = criterion(input_ids, scores, **kwargs)
+            ended = ended | said
+            if type(criterion) is not MaxLengthCriteria:
+                stopped = stopped | said
+        self.tokens = input_ids[:, -1].tolist()
+        going = [sequence.finish_reason is None for sequence in self._sequences]
+        self._keep(scores, input_ids[:, -1], torch.tensor(going, device=self._device))
+        found = distributed.broadcast_object((ended.tolist(), stopped.tolist()))
+        for row, (sequence, over, stop) in enumerate(zip(self._sequences, *found, strict=True)):
+            if going[row]:
+                self._add(sequence, self.tokens[row], over, stop)
+        reasons = [sequence.finish_reason is not None for sequence in self._sequences]
+        return torch.tensor(reasons, device=input_ids.device)
+
+    def _keep(self, scores: Any, tokens: Tensor, going: Tensor) -> None:
+        """Keep the requested values of the newest tokens; they are 0 for sequences that had ended before."""
+        logits = self._forward.logits
+        for name, kept in self._kept.items():
+            if name == "logprobs":
+                value = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+            else:
+                value = scores[-1] if name == "scores" else logits
+            value = value.to(self._device)
+            kept.append(value.masked_fill(~going.view(-1, *[1] * (value.ndim - 1)), 0))
+
+    def _add(self, sequence: Sequence, token: int, over: bool, stop: bool) -> None:
+        sequence.tokens.append(token)
+        sequence.count(1, 1, 0)
+        # A streamer may end its sequence.
+        if self._streamers.put(sequence.number, [token], self if self._kept else None):
+            over = stop = True
+        if over:
+            is_end = token in sequence.ending.stop_tokens
+            sequence.finish_reason = "eos" if is_end else "stop" if stop else "length"
+            self._streamers.end(sequence.number)
+
+    def newest(self, b: int, count: int) -> dict[str, list[Tensor]]:
+        """See ``NewestScores``."""
+        return {name: [each[b] for each in kept[-count:]] for name, kept in self._kept.items()}
+
+    def results(self) -> dict[str, Any]:
+        """Returns the requested fields of the output by name."""
+        found: dict[str, Any] = {name: tuple(kept) for name, kept in self._kept.items()}
+        if "logprobs" in found:
+            found["logprobs"] = torch.stack(found["logprobs"], 1)
+        return found

@@ -1,0 +1,234 @@
+"""Reads prompts in every accepted form, and returns padded token ids."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.requests.chat import Chat, chats_of, encoded
+from triforce_tree.requests.tokenized_texts import Tokenizer
+from triforce_tree.runtime.token_ids import left_padded
+
+Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
+Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
+
+_FORMS = "give text, a list of texts, a list of messages, token ids [L] or [B, L], or a tokenizer's output"
+Row = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A batch of prompts.
+
+    Attributes:
+        ids: int64 ``[B, W]``, padding included; the output begins with them.
+        mask: int64 ``[B, W]``, 0 where a token is padding.
+    """
+
+    ids: Tensor
+    mask: Tensor
+
+    def left_padded(self) -> "Prompts":
+        """Returns these prompts with all padding on the left."""
+        if bool(self.mask.all()):
+            return self
+        order = self.mask.argsort(dim=1, stable=True)
+        return Prompts(self.ids.gather(1, order), self.mask.gather(1, order))
+
+
+def prompts_of(
+    target: HFModel,
+    tokenizer: Tokenizer | None,
+    inputs: Inputs | None,
+    input_ids: Ids | None = None,
+    attention_mask: Ids | None = None,
+    padding: int = 0,
+    inferred: int | None = None,
+) -> Prompts:
+    """Read one prompt or several.
+
+    Args:
+        target: gives the vocabulary, and the most tokens of a prompt.
+        tokenizer: needed for text. For chats it needs a chat template.
+        inputs: text or texts; a chat (a list of messages) or chats; token ids ``[L]``, ``[B, L]`` or lists of
+            different lengths; or the output of a tokenizer for any of these.
+        input_ids: token ids under transformers' keyword, instead of ``inputs``.
+        attention_mask: has the shape of the ids; tokens with mask 0 are padding.
+        padding: the token that fills shorter sequences on the left.
+        inferred: the token that transformers treats as padding in tensors ``[B, L]`` without a mask.
+
+    Raises:
+        ValueError: the form is another one; a prompt is empty; an id is outside the vocabulary; a text is too
+            long.
+    """
+    if inputs is not None and input_ids is not None:
+        raise ValueError("the prompt was given twice, as inputs and as input_ids; leave one of them out")
+    given: Any = inputs if input_ids is None else input_ids
+    if given is None:
+        raise ValueError(f"there is no prompt: {_FORMS}")
+    if isinstance(given, Mapping):
+        given, attention_mask = _opened(given, attention_mask)
+    chats = chats_of(given)
+    texts = _texts(given) if chats is None else None
+    if chats is not None or texts is not None:
+        if attention_mask is not None:
+            raise ValueError("attention_mask belongs to token ids, and the prompt is text; leave it out")
+        if tokenizer is None:
+            what = "a text prompt needs" if chats is None else "messages need"
+            raise ValueError(f"{what} a tokenizer: load(..., tokenizer=...)")
+        given = [encoded(tokenizer, each, target.max_positions) for each in chats or texts or ()]
+    rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
+    if attention_mask is None and getattr(given, "ndim", 0) == 2 and inferred is not None:
+        mask = [(row != inferred).astype(np.int64) for row in rows]
+    elif attention_mask is None:
+        mask = [np.ones_like(row) for row in rows]
+    else:
+        mask = [np.array(row, dtype=np.int64) for row in _mask(rows, attention_mask)]
+    check_rows([row[seen != 0] for row, seen in zip(rows, mask, strict=True)], target.vocab_size)
+    device = given.device if isinstance(given, Tensor) else None
+    return Prompts(left_padded(rows, padding, device), left_padded(mask, 0, device))
+
+
+def prompt_of(target: HFModel, tokenizer: Tokenizer | None, inputs: Inputs) -> list[int]:
+    """Returns the token ids of a single prompt; arguments and errors are those of :func:`prompts_of`."""
+    prompts = prompts_of(target, tokenizer, inputs)
+    if len(prompts.ids) > 1:
+        raise ValueError(f"one prompt is needed, and {len(prompts.ids)} were given; leave the others out")
+    return real_rows(prompts.ids, prompts.mask)[0]
+
+
+def real_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Returns, for each row of ``ids`` int64 ``[B, W]``, the tokens whose mask is not 0."""
+    return [row.tolist() for row in real_ids(ids, mask)]
+
+
+def real_ids(ids: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """Returns, for each row of ``ids``, the tokens whose mask is not 0: int64 ``[L]`` in host memory."""
+    ids = ids.cpu()
+    seen = mask.cpu() != 0 if mask is not None else None
+    if seen is None or bool(seen.all()):
+        return list(ids)
+    return [row[own] for row, own in zip(ids, seen, strict=True)]
+
+
+def check_rows(rows: Sequence[Sequence[int] | Row | Tensor], vocabulary: int) -> None:
+    """Raise ValueError if a sequence is empty or an id is outside the vocabulary."""
+    if not len(rows):
+        raise ValueError("the list of prompts is empty; give at least one")
+    for number, row in enumerate(rows, 1):
+        if len(row) == 0:
+            which = "the prompt" if len(rows) == 1 else f"prompt {number} of {len(rows)}"
+            raise ValueError(f"{which} is empty; give at least one token")
+        # Python's own take 30 times as long for 100,000 tokens.
+        if isinstance(row, (np.ndarray, Tensor)):
+            least, most = int(row.min()), int(row.max())
+        else:
+            least, most = min(row), max(row)
+        if least < 0 or most >= vocabulary:
+            worst = most if most >= vocabulary else least
+            raise ValueError(f"token id {worst} lies outside the vocabulary of {vocabulary}")
+
+
+def _opened(batch: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
+    """Returns the ids and the mask of a tokenizer's output."""
+    if "input_ids" not in batch:
+        names = ", ".join(map(repr, batch)) or "nothing"
+        hint = "; put messages into a list" if "role" in batch else ""
+        raise ValueError(f"a prompt of {names} has no input_ids; {_FORMS}{hint}")
+    extra = sorted(set(batch) - {"input_ids", "attention_mask"})
+    if extra:
+        raise ValueError(
+            f"{extra[0]} is not supported by triforce_tree, which continues token ids alone; leave it out of "
+            "the tokenizer's output"
+        )
+    if attention_mask is not None and batch.get("attention_mask") is not None:
+        raise ValueError("attention_mask was given twice, beside and in the prompt; leave one of them out")
+    return batch["input_ids"], batch.get("attention_mask", attention_mask)
+
+
+def _texts(given: Any) -> list[str] | None:
+    """Returns the prompts if they are text, else None."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, (bytes, bytearray)):
+        raise ValueError("the prompt is bytes; decode it: generate(data.decode('utf-8'))")
+    if not isinstance(given, (list, tuple)):
+        return None
+    kinds = set(map(type, given))
+    if not any(issubclass(kind, str) for kind in kinds):
+        return None
+    if len(kinds) > 1:
+        raise ValueError(f"the prompt mixes text with {_named(kinds - {str})}; {_FORMS}")
+    return list(given)
+
+
+def _rows(given: Any, what: str) -> list[Any]:
+    """Returns the given ids as a list of sequences, each a list or a tensor of one dimension."""
+    if isinstance(given, (Tensor, np.ndarray)):
+        if given.ndim not in (1, 2):
+            raise ValueError(f"{what} has shape {list(given.shape)}; give [L], or [B, L] for a batch")
+        return list(given) if given.ndim == 2 else [given]
+    if not isinstance(given, (list, tuple, range)):
+        raise ValueError(f"{what} is of type {type(given).__name__}; {_FORMS}")
+    if set(map(type, given)) == {int}:
+        return [given]
+    nested = [isinstance(item, (list, tuple, range)) or getattr(item, "ndim", 0) > 0 for item in given]
+    if any(nested) and not all(nested):
+        raise ValueError(f"{what} mixes rows and single numbers; give [L], or [B, L] for a batch")
+    return list(given) if any(nested) else [given]
+
+
+def _whole(row: Any, what: str) -> Row:
+    """Returns a copy of one sequence as integers."""
+    if isinstance(row, (Tensor, np.ndarray)):
+        kind = str(row.dtype).removeprefix("torch.")
+        if row.ndim != 1 or not kind.startswith(("int", "uint")):
+            raise ValueError(f"{what}s are {kind} of shape {list(row.shape)}; give integers, such as int64")
+        # Numbers that int64 does not hold would change their signs.
+        row = row.numpy(force=True) if isinstance(row, Tensor) else row
+        numbers: Any = row.tolist() if kind == "uint64" else row
+    else:
+        numbers = row if set(map(type, row)) == {int} else _integers(row, what)
+    try:
+        return np.array(numbers, dtype=np.int64)
+    except OverflowError:
+        raise ValueError(f"{what} {max(numbers, key=abs)} lies outside every vocabulary") from None
+
+
+def _integers(row: Any, what: str) -> list[int]:
+    try:
+        if any(isinstance(item, (bool, np.bool_)) for item in row):
+            raise TypeError
+        return [index(item) for item in row]
+    except TypeError:
+        kinds = {type(item) for item in row if isinstance(item, bool) or not hasattr(item, "__index__")}
+        raise ValueError(f"{what}s must be integers, not {_named(kinds)}; {_FORMS}") from None
+
+
+def _mask(rows: list[Row], attention_mask: Any) -> list[list[int]]:
+    """Returns the mask (1 for a token, 0 for padding) as lists of the same lengths as ``rows``."""
+    mask = [
+        row.tolist() if hasattr(row, "tolist") else list(row) for row in _rows(attention_mask, "the mask")
+    ]
+    shape, wanted = [len(row) for row in mask], [len(row) for row in rows]
+    if shape != wanted:
+        raise ValueError(
+            f"attention_mask has {_shape(shape)} entries, the prompt {_shape(wanted)} tokens; give it the "
+            "shape of the ids"
+        )
+    odd = [m for row in mask for m in row if m not in (0, 1)]
+    if odd:
+        raise ValueError(f"attention_mask holds {odd[0]!r}; give 1 for a token and 0 for padding")
+    return [[int(m) for m in row] for row in mask]
+
+
+def _shape(lengths: list[int]) -> str:
+    return " x ".join(map(str, (len(lengths), *sorted(set(lengths))[-1:])))
+
+
+def _named(kinds: set[type]) -> str:
+    return " and ".join(sorted(kind.__name__ for kind in kinds))
