@@ -27,26 +27,25 @@ from triforce_tree.loading.checkpoints import (
     unwrapped,
     with_text_ranks,
 )
+from triforce_tree.loading.drafter_choice import check_drafter_options, own_drafter
 from triforce_tree.loading.gguf_header import gguf_path
 from triforce_tree.loading.placement import on_one_device
 from triforce_tree.loading.reading import ModelFiles
 from triforce_tree.requests.batch import RunOptions
-from triforce_tree.requests.drafter_choice import Model, own_drafter
-from triforce_tree.requests.drafter_options import check_drafter_options
-from triforce_tree.requests.inputs import Inputs
+from triforce_tree.requests.inputs import Inputs, check_lengths, texts_of
 from triforce_tree.requests.keywords import (
     check_keywords,
     checked_seed,
     checked_stop_strings,
     refuse_dropped,
 )
-from triforce_tree.requests.lengths import check_prompts, texts_of
 from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.requests.stop_strings import StopStrings
 from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 
+Model = PreTrainedModel | str | Path
 Tokenizer = PreTrainedTokenizerBase | str | Path
 
 
@@ -161,7 +160,7 @@ def generate(
         source = gguf_path(PAIR / "target" if target is None else target, loading.get("gguf_file"))
         loading["tokenizer"] = tokenizer_of(loading.get("tokenizer"), source)
         new_tokens = given.get("max_new_tokens")
-        check_prompts(source, loading["tokenizer"], texts_of(inputs), 1 if new_tokens is None else new_tokens)
+        check_lengths(source, loading["tokenizer"], texts_of(inputs), 1 if new_tokens is None else new_tokens)
     return load(target, draft, **loading).generate(inputs, **kwargs)
 
 

@@ -24,6 +24,7 @@ from triforce_tree.branching.several.calls import tree_of, with_several
 from triforce_tree.config import HierarchyConfig, Options, flat_options
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.choice.stage_costs import Allowance
+from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.memory.planned_programs import PlannedPrograms
 from triforce_tree.decoding.plain_passes import PlainPasses
@@ -32,6 +33,7 @@ from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
+from triforce_tree.loading.drafter_choice import check_drafter_options
 from triforce_tree.loading.load_guard import GuardReport
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
@@ -39,10 +41,8 @@ from triforce_tree.planning.device_defaults import resolve
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.requests.batch import Batch, RunOptions
 from triforce_tree.requests.checkpoint_settings import without_settings
-from triforce_tree.requests.drafter_options import check_drafter_options
-from triforce_tree.requests.explaining import explanation_of
 from triforce_tree.requests.in_step import check_in_step, decode_in_step
-from triforce_tree.requests.inputs import Ids, Inputs
+from triforce_tree.requests.inputs import Ids, Inputs, prompt_of
 from triforce_tree.requests.joining import Joining
 from triforce_tree.requests.keywords import checked_count, checked_seeds, checked_switch
 from triforce_tree.requests.notices import CostNotices
@@ -264,7 +264,23 @@ class Engine:
                     program.prepare(to_probs)
                 yield program
 
-    explain = explanation_of
+    def explain(
+        self,
+        inputs: Inputs,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> Explanation:
+        """Continue one prompt, and return which passes were chosen and why.
+
+        Args:
+            progress: called with numbers of prompt tokens as they are prefilled.
+        """
+        to_probs = ProbsFromLogits.at(temperature)
+        prompt = prompt_of(self.target, self.tokenizer, inputs)
+        with self.program([prompt], max_new_tokens, to_probs) as program:
+            return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer, progress)
 
     @with_several
     def generate(

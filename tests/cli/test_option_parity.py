@@ -11,7 +11,7 @@ import triforce_tree
 from tests.support.models.tiny_pair import TinyPair
 from triforce_tree.cli import arguments, groups, options
 from triforce_tree.config import ADVANCED, SHOWN, HierarchyConfig
-from triforce_tree.requests import drafter_choice
+from triforce_tree.loading import drafter_choice
 
 # Functions.
 PYTHON_ONLY = {"select_chunks", "pinned"}

@@ -7,8 +7,7 @@ import pytest
 
 from tests.support.processes.served import NAME, PROMPT, TEMPLATE
 from triforce_tree.engine import Engine
-from triforce_tree.requests.prompt_error import PromptError
-from triforce_tree.requests.tokenized_texts import TokenizedTexts
+from triforce_tree.requests.tokenized_texts import PromptError, TokenizedTexts
 from triforce_tree.server.protocol import RefusedError
 from triforce_tree.server.reading import Read, Reader, Sizes
 

@@ -22,9 +22,9 @@ from triforce_tree.cli.prompt import characters, prompt_of
 from triforce_tree.cli.texts import documents
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.loading import gguf_cache, gguf_header, model_folder
+from triforce_tree.loading.drafter_choice import check_drafter_options, heads_folder, names_heads
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.option_checks import check_positions
-from triforce_tree.requests.drafter_options import check_drafter_options, heads_folder, names_heads
 from triforce_tree.requests.option_values import check_sampling_options
 from triforce_tree.runtime.files.text_files import read_text
 from triforce_tree.runtime.files.writable import check_picture, check_writable

@@ -18,7 +18,7 @@ from triforce_tree.cli.parsing import (
     weight_bits,
 )
 from triforce_tree.config import ADVANCED, SHOWN, HierarchyConfig
-from triforce_tree.requests.drafter_options import DRAFTERS as DRAFTERS
+from triforce_tree.loading.drafter_choice import DRAFTERS as DRAFTERS
 
 DEFAULTS = HierarchyConfig().as_options()
 DTYPES = ("float32", "bfloat16", "float16", "auto")

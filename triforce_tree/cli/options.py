@@ -17,7 +17,7 @@ from triforce_tree.loading.gguf_header import gguf_path
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.requests.chat import chats_of
-from triforce_tree.requests.lengths import check_prompts
+from triforce_tree.requests.inputs import check_lengths
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 
@@ -43,7 +43,7 @@ def engine_of(args: argparse.Namespace, prompt: Prompt | None = None, new_tokens
             _check_messages(args, prompt)
         source = gguf_path(PAIR / "target" if args.target is None else args.target, args.gguf_file)
         tokenizer = tokenizer_of(args.tokenizer, source)
-        check_prompts(source, tokenizer, [prompt], new_tokens)
+        check_lengths(source, tokenizer, [prompt], new_tokens)
     models = {
         "drafter": args.drafter,
         "tokenizer": tokenizer,

@@ -5,8 +5,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from triforce_tree.requests.prompt_error import PASSED_ON, PromptError
-from triforce_tree.requests.tokenized_texts import TokenizedTexts, Tokenizer, check_text, text_ids
+from triforce_tree.requests.tokenized_texts import (
+    PASSED_ON,
+    PromptError,
+    TokenizedTexts,
+    Tokenizer,
+    check_text,
+    text_ids,
+)
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]

@@ -1,14 +1,26 @@
-"""Reads prompts in every accepted form, and returns padded token ids."""
+"""Reads prompts in every accepted form, and returns padded token ids.
 
-from collections.abc import Mapping, Sequence
+Multimodal models continue text alone: their inputs for images, video and sound must be empty.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from triforce_tree.loading.gguf import gguf_configuration
+from triforce_tree.loading.gguf_header import is_gguf
+from triforce_tree.loading.model_files import configuration
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.supported import max_positions
+from triforce_tree.option_checks import check_positions
 from triforce_tree.requests.chat import Chat, chats_of, encoded
 from triforce_tree.requests.tokenized_texts import Tokenizer
 from triforce_tree.runtime.token_ids import left_padded
@@ -18,6 +30,13 @@ Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
 
 _FORMS = "give text, a list of texts, a list of messages, token ids [L] or [B, L], or a tokenizer's output"
 Row = np.ndarray[Any, np.dtype[np.int64]]
+# More tokens than a tokenizer adds to a text.
+_SPECIAL = 16
+_OTHER = re.compile(
+    "pixel|image|video|audio|patch|grid|second_per|input_features|input_values|feature_att|^mm_"
+)
+# 0 for text, others for the tokens that stand for an image. Models of text alone may have other types.
+_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -232,3 +251,86 @@ def _shape(lengths: list[int]) -> str:
 
 def _named(kinds: set[type]) -> str:
     return " and ".join(sorted(kind.__name__ for kind in kinds))
+
+
+def texts_of(inputs: Any) -> list[str | Chat]:
+    """Returns the texts and chats among the prompts of a call; the list is empty if they are token ids.
+
+    Raises:
+        ValueError: the messages cannot be used.
+    """
+    if isinstance(inputs, str):
+        return [inputs]
+    if isinstance(inputs, list | tuple) and inputs and all(isinstance(each, str) for each in inputs):
+        return list(inputs)
+    return list(chats_of(inputs) or ())
+
+
+def check_lengths(
+    source: PreTrainedModel | str | Path,
+    tokenizer: Tokenizer | None,
+    prompts: Iterable[str | Chat],
+    new_tokens: int,
+) -> None:
+    """Raise an error for prompts that are too long for a model, before its weights are read.
+
+    Args:
+        source: the model, its folder or its hub id.
+        tokenizer: the tokenizer; with None nothing is checked.
+        prompts: the texts and chats.
+        new_tokens: number of tokens to generate after each prompt.
+
+    Raises:
+        ValueError: a prompt has too many tokens, or the tokenizer refuses it.
+        OSError: raised by :func:`configuration`.
+    """
+    if tokenizer is None:
+        return
+    config: Any
+    if isinstance(source, PreTrainedModel):
+        config = source.config
+    else:
+        config = gguf_configuration(source) if is_gguf(source) else configuration(source)[1]
+    positions = max_positions(config.get_text_config(decoder=True))
+    if positions is None:
+        return
+    for prompt in prompts:
+        # A token has at least a byte; a chat's template may add any number.
+        most = len(prompt.encode("utf-8", "replace")) + _SPECIAL if isinstance(prompt, str) else positions
+        if most + new_tokens > positions:
+            check_positions(len(encoded(tokenizer, prompt, positions)), new_tokens, positions)
+
+
+def text_alone(given: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    """Returns a model's inputs without the empty inputs of other modalities that processors add for text.
+
+    For text-only models all inputs are returned.
+
+    Raises:
+        ValueError: an input of another modality is not empty; the message names it.
+    """
+    config: Any = model.config
+    if config.get_text_config(decoder=True) is config:
+        return dict(given)
+    kept = {}
+    # The images are named rather than the types of their tokens.
+    for name, value in sorted(given.items(), key=lambda item: item[0] in _TYPES):
+        if name not in _TYPES and not _OTHER.search(name):
+            kept[name] = value
+        elif not _empty(name, value):
+            what = f"{name} ({', '.join(value)})" if isinstance(value, Mapping) else name
+            raise ValueError(
+                f"{what} is not supported by triforce_tree, which continues text alone; leave it out, or use "
+                "the model's own generate()"
+            )
+    return kept
+
+
+def _empty(name: str, value: Any) -> bool:
+    if name in _TYPES and value is not None:
+        return not bool(torch.as_tensor(value).any())
+    if isinstance(value, Mapping):
+        return all(_empty("", part) for part in value.values())
+    if isinstance(value, Tensor):
+        return value.numel() == 0
+    return value is None or (hasattr(value, "__len__") and len(value) == 0)

@@ -16,7 +16,7 @@ from transformers import (
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.requests.checkpoint_settings import refuse_unsupported_settings
-from triforce_tree.requests.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_ids
+from triforce_tree.requests.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_ids, text_alone
 from triforce_tree.requests.kept_state import why_in_step
 from triforce_tree.requests.keywords import (
     as_list,
@@ -25,7 +25,6 @@ from triforce_tree.requests.keywords import (
     inferred_padding,
     pad_token,
 )
-from triforce_tree.requests.modalities import text_alone
 from triforce_tree.requests.options import (
     check_forced_tokens,
     ending_of,

@@ -17,8 +17,6 @@ import numpy as np
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.requests.prompt_error import PASSED_ON, PromptError
-
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 # Characters before the first changed one that are tokenized again: in runs of one character, or of digits,
@@ -28,6 +26,23 @@ _WINDOWS = 2048, 32_768
 _SURE = 16
 # Share of a text's characters that its tokenization by parts may take.
 _MOST = 0.5
+
+
+class PromptError(ValueError):
+    """A prompt cannot be continued. The reason may be shown to the person who sent the prompt.
+
+    Args:
+        sentence: the reason, written by this package or by a chat template.
+        detail: the text of another library's error. Python users see it; a server writes it only to its log.
+    """
+
+    def __init__(self, sentence: str, detail: str = "") -> None:
+        self.sentence = sentence
+        super().__init__(f"{sentence}: {detail}" if detail else sentence)
+
+
+# Exceptions that are not reported as failures of a tokenizer or a template.
+PASSED_ON = (PromptError, ImportError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @dataclass(frozen=True)

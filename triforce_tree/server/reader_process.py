@@ -15,7 +15,7 @@ import struct
 import traceback
 from dataclasses import dataclass
 
-from triforce_tree.requests.prompt_error import PromptError
+from triforce_tree.requests.tokenized_texts import PromptError
 from triforce_tree.server.protocol import RefusedError
 from triforce_tree.server.reading import Read, Reader
 

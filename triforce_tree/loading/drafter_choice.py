@@ -1,5 +1,6 @@
-"""Checks for options that the chosen drafter would ignore. Nothing here imports torch, so the checks run at
-once.
+"""The drafter that ``load`` is asked for by a name, a folder or an object, and the options that it takes.
+
+Importing this module does not import torch, so that wrong options are refused at once.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,12 @@ from triforce_tree.drafters.heads.names import CONFIG, EAGLE, MEDUSA, no_heads
 from triforce_tree.loading.model_folder import downloaded
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from triforce_tree.drafters.base import Drafter
 
 DRAFTERS = ("model", "lookup")
+_CONTRACT = ("name", "tree", "deterministic", "capturable", "features", "bind", "start", "prepare", "propose")
 
 
 def names_heads(drafter: "Drafter | str | Path | None") -> bool:
@@ -42,6 +46,45 @@ def heads_folder(source: str | Path) -> Path:
     if not any((folder / name).is_file() for name in (*MEDUSA, *EAGLE)):
         raise FileNotFoundError(no_heads(folder))
     return folder
+
+
+def own_drafter(
+    drafter: "Drafter | str | Path | None",
+    draft: "PreTrainedModel | str | Path | None",
+    options: Mapping[str, Any],
+) -> "Drafter | None":
+    """Returns the user's drafter object, or the drafter in a folder of heads; None if a name or nothing was
+    given.
+
+    Args:
+        options: the options that the user gave. Heads use ``tree``, ``sinks`` and ``window``.
+
+    Raises:
+        ValueError: the name is unknown, two drafters were given, the object is not a drafter, or the heads
+            cannot be used.
+        OSError: files of the heads are missing.
+    """
+    if names_heads(drafter):
+        if draft is not None:
+            raise ValueError(
+                f"drafter={str(drafter)!r} uses no draft model, and one was given; leave one out"
+            )
+        from triforce_tree.drafters.heads.choice import heads_in  # imports torch
+
+        return heads_in(heads_folder(drafter), options)  # type: ignore[arg-type]
+    if drafter is None or drafter == "model":
+        return None
+    if draft is not None:
+        raise ValueError(f"drafter={drafter!r} uses no draft model, and one was given; leave one out")
+    if isinstance(drafter, str | Path):
+        return None
+    missing = [name for name in _CONTRACT if not hasattr(drafter, name)]
+    if missing:
+        raise ValueError(
+            f"{type(drafter).__name__} is no drafter: it has no {', '.join(missing)} "
+            "(triforce_tree.drafters.base.Drafter describes each)"
+        )
+    return drafter
 
 
 def check_drafter_options(
