@@ -61,7 +61,7 @@ BENCHMARKS = {
     ),
     "seeds": Benchmark(
         "benchmarks.seeds",
-        "accepted tokens and time with noise by position beside fresh noise: docs/server.md",
+        "accepted tokens and time with noise by position beside fresh noise: docs/seeds.md",
         "seeds_{machine}.jsonl",
         to_file=True,
     ),
