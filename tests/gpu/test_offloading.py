@@ -7,7 +7,6 @@ may round to another token, they are the first text of the same split between de
 import gc
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,6 @@ from tests.support.models.pair_on_gpu import OFFLOADED, inflated, long_text
 from triforce_tree import Engine, load
 from triforce_tree.config import load_arguments
 from triforce_tree.kv.offload.copy_stream import BufferRing
-from triforce_tree.planning import memory_plan
 from triforce_tree.planning.machine import bound_memory
 from triforce_tree.planning.memory_map import MIB
 from triforce_tree.runtime.executor import free_memory
