@@ -21,6 +21,12 @@ from triforce_tree.verify.noise import Noise
 from triforce_tree.verify.sampling import Stream, derived
 
 
+def fill_noise(out: Tensor, generator: torch.Generator, seed: int, position: int) -> None:
+    """Fills fp32 ``[V]`` with the noise of a position; the generator's state is replaced."""
+    generator.manual_seed(derived(seed, Stream.POSITION, position))
+    fill_exponential(out, generator)
+
+
 class Seeded:
     """Holds the noise of the next positions of each sequence with a seed, and makes :class:`SeededNoise`.
 
@@ -68,8 +74,7 @@ class Seeded:
             if length is None or seed is None:
                 continue
             for position in range(max(length, self._filled[row]), length + rows):
-                self._generator.manual_seed(derived(seed, Stream.POSITION, position))
-                fill_exponential(self.exponential[row, position % rows], self._generator)
+                fill_noise(self.exponential[row, position % rows], self._generator, seed, position)
             self._filled[row] = length + rows
 
     def at(self, positions: Tensor) -> Tensor:
