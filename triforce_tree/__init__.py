@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from triforce_tree.api import custom_generate, generate, load
-    from triforce_tree.branching.pool import TreeFullError
+    from triforce_tree.branching.pages import TreeFullError
     from triforce_tree.branching.tree import TextTree
     from triforce_tree.drafters.heads.eagle import Eagle3
     from triforce_tree.drafters.heads.medusa import Medusa
@@ -51,7 +51,7 @@ _HOMES = {
     "Medusa": "triforce_tree.drafters.heads.medusa",
     "Session": "triforce_tree.sessions.session",
     "TextTree": "triforce_tree.branching.tree",
-    "TreeFullError": "triforce_tree.branching.pool",
+    "TreeFullError": "triforce_tree.branching.pages",
     "UnsupportedModelError": "triforce_tree.models.supported",
 }
 

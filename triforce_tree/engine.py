@@ -20,7 +20,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from triforce_tree.branching.several.calls import tree_of, with_several
+from triforce_tree.branching.several import with_several
+from triforce_tree.branching.tree import TextTree
 from triforce_tree.config import HierarchyConfig, Options, flat_options
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.choice.stage_costs import Allowance
@@ -195,7 +196,11 @@ class Engine:
         """Returns a session that :meth:`Session.save` wrote; see :meth:`Session.load`."""
         return Session.load(self, Path(folder), reserve)
 
-    tree = tree_of
+    def tree(
+        self, prompt: Inputs, *, max_bytes: int | None = None, progress: Progress | None = None
+    ) -> TextTree:
+        """Returns a tree of texts whose prompt is prefilled now; see :class:`TextTree`."""
+        return TextTree(self, prompt, max_bytes, progress)
 
     def in_session(self, tokens: int) -> "Engine":
         """Returns an engine over the same buffers, which are made for ``tokens`` tokens and keep their

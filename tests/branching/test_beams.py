@@ -12,8 +12,8 @@ import triforce_tree
 from tests.support.models.api_cases import SMALL, TARGET, Collect, characters
 from tests.support.models.families import perturbed, prompt_of, tiny
 from triforce_tree import Engine
-from triforce_tree.branching.node import Node
-from triforce_tree.branching.several import beam_search, beams
+from triforce_tree.branching import slots
+from triforce_tree.branching.pages import KVPages
 from triforce_tree.check.goodness_of_fit import chi_square, chi_square_p
 from triforce_tree.config import load_arguments
 from triforce_tree.verify.draws import sequence_seed
@@ -97,36 +97,21 @@ def test_beam_samples_by_seed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_beams_share_their_rows_and_give_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step the live nodes hold the beams' texts, each row once, and nothing else."""
-    trees: list[Any] = []
-    most = [0]
+def test_beams_share_the_slots_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts are stored once, and each beam has slots for its new tokens alone."""
+    made: list[KVPages] = []
 
-    class Watched(beams.BeamTree):
-        def step(self, *args: Any) -> torch.Tensor:
-            logits = super().step(*args)
-            trees.append(self)
-            nodes: list[Node] = []
-            stack = [self._root]
-            while stack:
-                nodes.append(stack.pop())
-                stack += nodes[-1].children
-            pool = self._slots.pool
-            slots = [slot for node in nodes for slot in node.slots(0, node.stored, pool.page).tolist()]
-            assert len(set(slots)) == len(slots)
-            assert pool.pages - pool.free_pages == sum(len(node.pages) for node in nodes)
-            texts = {
-                (node.path[1], *node.text_tokens[: i + 1]) for node in self._beams for i in range(node.stop)
-            }
-            assert len(slots) == len(texts)
-            most[0] = max(most[0], len(nodes))
-            return logits
+    class Watched(KVPages):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
 
-    monkeypatch.setattr(beam_search, "BeamTree", Watched)
+    monkeypatch.setattr(slots, "KVPages", Watched)
     check(engine(), num_beams=4, max_new_tokens=40)
-    assert len(trees) == 40
-    # Two prompts, an empty root, and less than two nodes for each beam.
-    assert most[0] <= 3 + 2 * 2 * 4
+    [pages] = made
+    # 40 and 33 tokens of the prompts, and eight beams of 40, in pages of 16.
+    assert pages.count == 3 + 3 + 8 * 3
+    assert pages.free == 0
 
 
 def test_several_samples_of_a_prompt() -> None:

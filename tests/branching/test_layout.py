@@ -1,16 +1,13 @@
 """What the queries of a forward over a tree see, and attention over it by the kernel and its definition."""
 
 import random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.kernels import triton_ops
 from tests.support.kernels.kernels_cases import poisoned_memory
-from triforce_tree.branching.forward import Ahead
-from triforce_tree.branching.layout import Feed, Layout, arranged
+from triforce_tree.branching.layout import Feed, arranged
 from triforce_tree.branching.node import Node
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention import segments as node_plans
@@ -58,32 +55,22 @@ def test_a_token_sees_its_text_up_to_itself_once(seed: int) -> None:
         text = [(n, r) for n in node.path for r in range(row + 1 if n is node else len(n.tokens))]
         assert sorted(found, key=repr) == sorted(text, key=repr)
         assert len(set(found)) == len(found)
-    assert layout.owners == sum(segment.queries for segment in layout.segments)
     # A node's rows are described once for those below it, and once for its own queries where these differ.
     assert len(layout.segments) <= len(layout.nodes) + len(feeds)
 
 
-def test_the_next_forward_is_laid_out_ahead() -> None:
-    """It is taken where the same nodes get one token more each, and is what it would be then."""
+def test_the_next_forward_can_be_laid_out_before_its_tokens_are_known() -> None:
     root = Node(None, [0] * 5)
     leaves = [Node(root, [0] * n) for n in (1, 3)]
     root.children += leaves
     for node in (root, *leaves):
         node.stored = len(node.tokens)
-    prepared: list[Layout] = []
-    buffers: Any = SimpleNamespace(prepare=prepared.append)
-    ahead = Ahead()
-    feeds = [Feed(leaf, len(leaf.tokens) - 1, 1) for leaf in leaves[::-1]]
-    assert ahead.layout(feeds) == arranged(feeds)
-    ahead.prepare(feeds, buffers)
+    feeds = [Feed(leaf, len(leaf.tokens), 1) for leaf in leaves[::-1]]
+    before = arranged(feeds)
     for leaf in leaves:
         leaf.append([0], [None])
-    after = [Feed(leaf, len(leaf.tokens) - 1, 1) for leaf in leaves[::-1]]
-    assert ahead.layout(after) is prepared[0]
-    for leaf in leaves:
         leaf.stored += 1
-    assert prepared[0] == arranged(after)
-    assert ahead.layout(after[:1]) == arranged(after[:1])
+    assert before == arranged(feeds)
 
 
 PAGES = 12

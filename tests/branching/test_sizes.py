@@ -2,8 +2,7 @@
 
 import pytest
 
-from triforce_tree.branching.forward import MOST_QUERIES, Sizes
-from triforce_tree.branching.layout import Feed, arranged
+from triforce_tree.branching.layout import MOST_QUERIES, Feed, Sizes, arranged
 from triforce_tree.branching.node import Node
 
 

@@ -12,11 +12,12 @@ from tests.support.models.api_cases import characters, text_of
 from tests.support.models.families import greedy, prompt_of, tiny
 from tests.support.models.recurrent_families import recurrent
 from triforce_tree import Engine, UnsupportedModelError
-from triforce_tree.branching import attention, forward, slots
+from triforce_tree.branching import attention
 from triforce_tree.branching.node import Node
-from triforce_tree.branching.pool import TreeFullError, slot_bytes
+from triforce_tree.branching.pages import TreeFullError, slot_bytes
 from triforce_tree.branching.tree import TextTree
 from triforce_tree.check.goodness_of_fit import chi_square, chi_square_p
+from triforce_tree.verify.draws import sequence_seed
 
 PROMPT = prompt_of(75)
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -69,12 +70,10 @@ def test_scores_are_the_targets(
     family: str, most: int, most_read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in several forwards, of tokens that are stored already and of some that are not."""
-    for module in (forward, slots):
-        monkeypatch.setattr(module, "MOST_QUERIES", most)
-    monkeypatch.setattr("triforce_tree.branching.scoring.MOST_QUERIES", most)
     monkeypatch.setattr(attention, "MOST_READ", most_read)
     made = engine(family)
     tree, leaves = grown(made)
+    tree._slots.most_queries = most
     nodes = [*leaves, tree.root, *tree.root.children]
     tree.extend(leaves[0], prompt_of(30))
     for node, found in zip(nodes, tree.score(nodes), strict=True):
@@ -96,7 +95,7 @@ def test_every_row_is_stored_once() -> None:
     while stack:
         nodes.append(stack.pop())
         stack += nodes[-1].children
-    page = tree._slots.pool.page
+    page = tree._slots.pages.page
     taken = [slot for node in nodes for slot in node.slots(0, node.stored, page).tolist()]
     assert len(set(taken)) == len(taken)
     # All tokens of all nodes but the last one of each leaf, which nothing follows.
@@ -159,6 +158,20 @@ def test_a_leaf_draws_by_its_seed_whatever_its_company() -> None:
     assert [branch.tokens for branch in other] != [branch.tokens for branch in two]
 
 
+@pytest.mark.parametrize("most", [256, 2])
+def test_a_seed_means_what_it_does_for_each_text_alone(most: int) -> None:
+    """Leaf i has the text of ``generate`` with the seed of sequence i, which drafts."""
+    made = engine()
+    tree, leaves = grown(made)
+    tree._slots.most_queries = most
+    texts = [leaf.text_tokens for leaf in leaves]
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.2, "top_p": 0.9}
+    branches = tree.generate(leaves, seed=9, **options)
+    for number, (text, branch) in enumerate(zip(texts, branches, strict=True)):
+        alone = made.generate(text, seed=[sequence_seed(9, number)], **options)
+        assert alone.sequences[0, len(text) :].tolist() == branch.tokens
+
+
 def test_options_mean_what_they_do_for_each_text_alone() -> None:
     """Penalties read each leaf's own text, and lengths are counted from its end."""
     made = engine()
@@ -210,7 +223,7 @@ def test_forwards_may_be_queued_before_their_tokens_are_known(options: dict[str,
         # What follows goes on from slots of such forwards too.
         below = [tree.fork(leaf, 1)[0] for leaf in leaves]
         found[-1] += [branch.tokens for branch in tree.generate(below, max_new_tokens=5, **options)]
-        free.append(tree._slots.pool.free_pages)
+        free.append(tree._slots.pages.free)
         assert bool(queued) == queues
     assert found[0] == found[1]
     torch.testing.assert_close(logprobs[0], logprobs[1], atol=2e-5, rtol=0)
@@ -224,13 +237,13 @@ def test_nan_leaves_a_tree_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     tree._slots.queues = True
     nodes = tree.fork(tree.root, 2)
     tree.generate(nodes, max_new_tokens=3, **GREEDY)
-    forward = tree._slots._forward
-    monkeypatch.setattr(tree._slots, "_forward", lambda *args: forward(*args) * torch.nan)
+    computed = tree._slots.logits
+    monkeypatch.setattr(tree._slots, "logits", lambda *args, **kwargs: computed(*args, **kwargs) * torch.nan)
     texts = [node.text_tokens for node in nodes]
     with pytest.raises(ValueError, match="NaN logits"):
         tree.generate(nodes, max_new_tokens=6, **GREEDY)
     assert [node.text_tokens for node in nodes] == texts
-    monkeypatch.setattr(tree._slots, "_forward", forward)
+    monkeypatch.setattr(tree._slots, "logits", computed)
     for text, branch in zip(texts, tree.generate(nodes, max_new_tokens=6, **GREEDY), strict=True):
         assert branch.tokens == greedy(made.target.model, text, 6)
 

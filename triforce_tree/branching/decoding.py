@@ -1,103 +1,81 @@
-"""Leaves of a tree that are generated together, one token each in a forward."""
+"""Decodes leaves of a tree together, one token of each in a forward."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Sequences
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from triforce_tree.branching.forward import Ahead
 from triforce_tree.branching.node import Node
-from triforce_tree.branching.options import Draws, drawn
 from triforce_tree.branching.slots import TreeSlots, needs_before
-from triforce_tree.decoding.stop_criteria import Ending, finish_reason
+from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.verify.sampling import NAN_LOGITS, ProbsFromLogits
+from triforce_tree.verify.seeded import fill_noise
 
 
-@dataclass(eq=False)
-class Leaf:
-    """The state of a leaf during generation.
+class Leaf(NamedTuple):
+    """A leaf that is decoded.
 
     Attributes:
-        node: the node that is extended.
+        node: is extended by the new tokens.
+        sequence: the whole text, with its stop criteria and its seed.
         to_probs: maps logits to distributions.
-        ending: decides when the leaf ends.
-        draws: its random numbers; None takes the most probable tokens.
-        tokens: tokens of the whole text.
-        new: number of new tokens so far; ``logprobs`` are their log-probabilities by the raw logits.
-        reason: why it ended; None while it is running.
     """
 
     node: Node
+    sequence: Sequence
     to_probs: ProbsFromLogits
-    ending: Ending
-    draws: Draws | None
-    tokens: list[int]
-    new: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reason: str | None = None
-
-    @property
-    def most_slots(self) -> int:
-        """Returns the KV slots of the node when it has its most tokens; the last token needs no slot."""
-        return len(self.node.tokens) + self.ending.max_new_tokens - 1
 
     @property
     def may_go_on(self) -> bool:
-        """Returns whether a forward after the next token may be needed, whatever the token is, and can be
-        computed now.
+        """Returns whether the forward after the next token may be needed, and can be computed without
+        knowing the token on the host.
         """
-        return self.to_probs.context_free and len(self.new) + 1 < self.ending.max_new_tokens
-
-    def add(self, token: int, logprob: float) -> None:
-        self.node.append([token], [logprob])
-        self.new.append(token)
-        self.logprobs.append(logprob)
-        self.tokens.append(token)
-        self.reason = finish_reason(self.tokens, token, len(self.new), self.ending)
+        return self.to_probs.context_free and self.sequence.left > 1
 
 
-def decode(slots: TreeSlots, leaves: Sequence[Leaf]) -> None:
-    """Extend leaves until all have ended.
+def decode(slots: TreeSlots, leaves: Sequences[Leaf]) -> None:
+    """Extends leaves until all have ended.
 
     Raises:
-        TreeFullError: there are too few KV slots for the most tokens of the leaves; nothing was computed.
+        TreeFullError: there are too few KV slots for the most tokens of the leaves. Nothing was computed.
         ValueError: logits are NaN.
     """
     needs = needs_before([leaf.node for leaf in leaves])
     tips = {leaf.node.tip: len(leaf.node.tip.tokens) for leaf in leaves}
-    most = {leaf.node: leaf.most_slots for leaf in leaves}
-    slots.pool.check(slots.missing_pages({**needs, **tips, **most}))
+    # Nothing follows the last token, so it needs no slot.
+    most = {leaf.node: len(leaf.node.tokens) + leaf.sequence.left - 1 for leaf in leaves}
+    slots.pages.check({**needs, **tips, **most})
     slots.fill(needs)
-    ahead, going = Ahead(), list(leaves)
-    # Logits after the last tokens of all leaves that go on, where they were computed already.
-    known: Tensor | None = None
+    for first in range(0, len(leaves), slots.most_queries):
+        _decode(slots, leaves[first : first + slots.most_queries])
+
+
+def _decode(slots: TreeSlots, leaves: Sequences[Leaf]) -> None:
+    going, nodes = list(leaves), [leaf.node for leaf in leaves]
+    logits = slots.last_logits(nodes)
     while going:
-        parts: Iterable[tuple[Sequence[int], Tensor]] = (
-            slots.last_logits([leaf.node.tip for leaf in going], ahead)
-            if known is None
-            else [(range(len(going)), known)]
-        )
-        known = None
-        for numbers, logits in parts:
-            part = [going[number] for number in numbers]
-            chosen = _Chosen(part, logits.float())
-            if len(part) == len(going) and slots.queues and all(leaf.may_go_on for leaf in part):
-                # The device goes on while the host waits for its tokens, and looks whether texts end.
-                known = slots.next_logits([leaf.node for leaf in part], chosen.tokens, ahead)
-            chosen.append()
-            if known is not None:
-                slots.add_stored([leaf.node for leaf in part])
-        kept = [number for number, leaf in enumerate(going) if leaf.reason is None]
-        if known is not None and len(kept) < len(going):
-            known = known[kept]
-        going = [going[number] for number in kept]
+        chosen = _Chosen(going, logits.float())
+        queued = slots.queues and all(leaf.may_go_on for leaf in going)
+        if queued:
+            # The device goes on while the host waits for the tokens, and looks whether texts end.
+            logits = slots.next_logits(nodes, chosen.tokens)
+        chosen.append()
+        if queued:
+            for node in nodes:
+                node.stored = len(node.tokens)
+        kept = [number for number, leaf in enumerate(going) if leaf.sequence.finish_reason is None]
+        going, nodes = [going[number] for number in kept], [nodes[number] for number in kept]
+        if queued:
+            logits = logits if len(kept) == len(logits) else logits[kept]
+        elif going:
+            logits = slots.last_logits(nodes)
 
 
 class _Chosen:
-    """One chosen token for each of some leaves, on its way from the device to the host.
+    """One token for each of some leaves, on its way from the device to the host.
 
     Args:
         leaves: the leaves of one call.
@@ -107,10 +85,12 @@ class _Chosen:
         tokens: int64 ``[N]``, on the device.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], logits: Tensor) -> None:
+    def __init__(self, leaves: Sequences[Leaf], logits: Tensor) -> None:
         self._leaves = leaves
-        draws = [leaf.draws for leaf in leaves if leaf.draws is not None]
-        self.tokens = drawn(_scores(leaves, logits), draws or None)
+        scores = _scores(leaves, logits)
+        if not leaves[0].to_probs.greedy:
+            scores = scores.softmax(-1).div_(_noise(leaves, logits))
+        self.tokens = scores.argmax(-1)
         logprobs = logits.gather(1, self.tokens[:, None])[:, 0] - logits.logsumexp(-1)
         # One transfer: fp64 holds token ids exactly.
         both = torch.stack([self.tokens.double(), logprobs.double()])
@@ -121,10 +101,10 @@ class _Chosen:
             self._copied.record()
 
     def append(self) -> None:
-        """Append the tokens to the leaves; waits for them.
+        """Waits for the tokens, and appends them to the leaves.
 
         Raises:
-            ValueError: NaN logits.
+            ValueError: logits are NaN.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -132,18 +112,27 @@ class _Chosen:
         if any(map(math.isnan, logprobs)):
             raise ValueError(NAN_LOGITS)
         for leaf, token, logprob in zip(self._leaves, tokens, logprobs, strict=True):
-            leaf.add(int(token), logprob)
+            leaf.node.append([int(token)], [logprob])
+            leaf.sequence.append([int(token)])
 
 
-def _scores(leaves: Sequence[Leaf], logits: Tensor) -> Tensor:
+def _noise(leaves: Sequences[Leaf], like: Tensor) -> Tensor:
+    """Returns the noise of the next position of each leaf, fp32 ``[N, V]``; see ``verify/seeded.py``."""
+    noise, generator = torch.empty_like(like), torch.Generator(like.device)
+    for own, leaf in zip(noise, leaves, strict=True):
+        assert leaf.sequence.seed is not None
+        fill_noise(own, generator, leaf.sequence.seed, len(leaf.sequence.tokens))
+    return noise
+
+
+def _scores(leaves: Sequences[Leaf], logits: Tensor) -> Tensor:
     """Returns the processed logits of leaves, fp32 ``[N, V]``."""
     if all(leaf.to_probs.context_free for leaf in leaves):
-        # The leaves of a call have the same options, of which only processors that read a text depend on its
-        # length.
+        # The leaves of a call have the same options. Only processors that read a text depend on its length.
         return leaves[0].to_probs.context_free_scores(logits)
     scores = []
-    for leaf, row in zip(leaves, logits, strict=True):
-        # One by one: their texts differ in length, and so may what a processor makes of the same text.
-        own = torch.tensor(leaf.tokens, device=logits.device)
-        scores.append(leaf.to_probs.scores(row[None], partial(list, [own])))
+    for leaf, own in zip(leaves, logits, strict=True):
+        # What a processor makes of a text may depend on the length that it was made for.
+        text = torch.tensor(leaf.sequence.tokens, device=logits.device)
+        scores.append(leaf.to_probs.scores(own[None], partial(list, [text])))
     return torch.cat(scores)

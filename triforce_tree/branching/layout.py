@@ -1,21 +1,26 @@
-"""The layout of a forward over a tree of texts: the tokens of each node, their order, and what each token
-sees.
-"""
+"""The layout of a forward over a tree of texts: the order of its tokens, and what each token sees."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from triforce_tree.branching.node import Node
 from triforce_tree.kernels.attention.segments import Segment
 
+MOST_QUERIES = 256
+"""Most tokens of one forward."""
+# Least capacities on a GPU. A tree changes a little with every token, and its forward's sizes should not.
+_LEAST_SEGMENTS, _LEAST_DEPTH = 16, 4
+
 
 class Feed(NamedTuple):
-    """Tokens of one node that a forward brings.
+    """Tokens of one node that a forward processes.
 
     Attributes:
-        node: whose tokens they are.
-        start: the first of them, counted in the node; all tokens before it are stored, or the forward's own.
-        size: how many.
+        node: the node.
+        start: index of the first token in the node. All earlier tokens of the text are stored, or are
+            processed by the same forward.
+        size: number of tokens.
     """
 
     node: Node
@@ -28,75 +33,91 @@ class Feed(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Queries of a forward in depth-first order.
+    """The queries of a forward in depth-first order, so that the queries that see a node are a range.
 
     Attributes:
         feeds: in the order of their queries.
         segments: what the queries see; ``Segment.node`` indexes ``nodes``.
-        nodes: that hold tokens which some query sees.
-        owners: pairs of a query and a segment that it sees.
+        nodes: the nodes with tokens that some query sees.
     """
 
     feeds: list[Feed]
     segments: list[Segment]
     nodes: list[Node]
-    owners: int
 
 
 def arranged(feeds: Sequence[Feed]) -> Layout:
     """Returns the layout of a forward, with at most one feed per node.
 
-    A token sees all tokens of the earlier nodes on its path, including those of this forward, and the tokens
+    A token sees all tokens of the earlier nodes of its text, including those of this forward, and the tokens
     of its own node up to itself.
     """
-    by_node = {feed.node: feed for feed in feeds}
-    below: dict[Node, list[Node]] = {}
-    roots: list[Node] = []
-    known: set[Node] = set()
+    rank: dict[Node, int] = {}
     for feed in feeds:
-        node = feed.node
-        while node not in known:
-            known.add(node)
-            if node.parent is None:
-                roots.append(node)
-                break
-            below.setdefault(node.parent, []).append(node)
-            node = node.parent
-    order: list[Feed] = []
+        for node in feed.node.path:
+            rank.setdefault(node, len(rank))
+    order = sorted(feeds, key=lambda feed: [rank[node] for node in feed.node.path])
+    # By node, its own queries and those of the nodes below it: a range that begins with its own.
+    spans: dict[Node, tuple[int, int]] = {}
+    queries = 0
+    for feed in order:
+        stop = queries + feed.size
+        for node in feed.node.path:
+            spans[node] = spans.get(node, (queries, stop))[0], stop
+        queries = stop
+    own = {feed.node: feed for feed in feeds}
     segments: list[Segment] = []
     nodes: list[Node] = []
-    queries = 0
-    # (node, the first of its own queries and of those below it once it has been entered, else -1).
-    stack: list[tuple[Node, int]] = [(root, -1) for root in reversed(roots)]
-    while stack:
-        node, first = stack.pop()
-        own = by_node.get(node)
-        if first < 0:
-            stack.append((node, queries))
-            stack += [(child, -1) for child in reversed(below.get(node, ()))]
-            if own is not None:
-                order.append(own)
-                queries += own.size
-            continue
-        count = max(node.stored, own.stop if own is not None else 0)
-        if count:
-            segments += _segments(len(nodes), count, own, first, queries)
+    for node, span in spans.items():
+        tokens = max(node.stored, own[node].stop if node in own else 0)
+        if tokens:
+            segments += _segments(len(nodes), tokens, own.get(node), *span)
             nodes.append(node)
-    return Layout(order, segments, nodes, sum(segment.queries for segment in segments))
+    return Layout(order, segments, nodes)
 
 
 def _segments(number: int, tokens: int, own: Feed | None, first: int, stop: int) -> list[Segment]:
     """Returns the segments of a node with ``tokens`` tokens, for the queries ``first`` to ``stop``. The first
     of these queries are the node's own.
     """
-    count = 0 if own is None else own.size
-    if own is not None and count == 1 and own.stop == tokens:
-        count = 0  # Its only query sees what those below it see.
     found = []
-    if own is not None and count == 1:
-        found.append(Segment(number, own.stop, 0, first, 1))
-    elif own is not None and count:
-        found.append(Segment(number, own.start, count, first, count))
-    if first + count < stop:
-        found.append(Segment(number, tokens, 0, first + count, stop - first - count))
+    # The query of a node's last token sees what the queries below the node see.
+    if own is not None and not (own.size == 1 and own.stop == tokens):
+        length, tail = (own.stop, 0) if own.size == 1 else (own.start, own.size)
+        found.append(Segment(number, length, tail, first, own.size))
+        first += own.size
+    if first < stop:
+        found.append(Segment(number, tokens, 0, first, stop - first))
     return found
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Capacities of the buffers of a forward. On a GPU they are powers of two, so that few are captured.
+
+    Attributes:
+        queries, segments: most of each.
+        owners: most pairs of a query and a segment that it sees.
+        tail: most positions of a segment's tail.
+    """
+
+    queries: int
+    segments: int
+    owners: int
+    tail: int
+
+    @classmethod
+    def of(cls, layout: Layout, on_gpu: bool) -> "Sizes":
+        queries = sum(feed.size for feed in layout.feeds)
+        segments = max(len(layout.segments), 1)
+        owners = max(sum(segment.queries for segment in layout.segments), 1)
+        tail = max((segment.tail for segment in layout.segments), default=0)
+        if not on_gpu:
+            return cls(queries, segments, owners, tail)
+        queries = _power(queries, 8)
+        tail = tail and (64 if tail <= 64 else MOST_QUERIES)
+        return cls(queries, _power(segments, _LEAST_SEGMENTS), _power(owners, _LEAST_DEPTH * queries), tail)
+
+
+def _power(number: int, least: int) -> int:
+    return max(least, 1 << (number - 1).bit_length())

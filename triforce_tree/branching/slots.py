@@ -1,39 +1,40 @@
-"""The KV slots of a tree of texts: their pages, the forwards that fill them, and the logits of these
-forwards.
-"""
+"""The forwards that fill the KV slots of a tree of texts, and their logits."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from triforce_tree.branching.forward import MOST_QUERIES, Ahead, TreeForward
-from triforce_tree.branching.layout import Feed
+from triforce_tree.branching.forward import TreeForward
+from triforce_tree.branching.layout import MOST_QUERIES, Feed, Layout, Sizes, arranged
 from triforce_tree.branching.node import Node
-from triforce_tree.branching.pool import KVPool
+from triforce_tree.branching.pages import KVPages
+from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kernels.attention.plan import AttentionParams
-from triforce_tree.kv.prefill import PromptCache, prefill, windowed_attention
-from triforce_tree.models.hf_model import HFModel
+from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.kv.prefill import PromptCache, chunk_tokens, prefill, windowed_attention
+from triforce_tree.models.step_model import step_model
+from triforce_tree.requests.loaded import LoadedEngine
 from triforce_tree.runtime.stats import Progress
 
 
 class NodeCache(PromptCache):
-    """The text up to a node, as a cache that a prefill of the node's next tokens continues.
+    """Lets a prefill write the next tokens of a node.
 
     Args:
-        pool: keys and values.
-        node: whose tokens are computed; its pages must hold them, and all tokens before them be stored.
+        pages: keys and values.
+        node: owns pages for its tokens; all tokens before it are stored.
     """
 
-    def __init__(self, pool: KVPool, node: Node) -> None:
-        super().__init__(pool.store, 0, length=node.start + node.stored)
-        self._pool, self._node = pool, node
+    def __init__(self, pages: KVPages, node: Node) -> None:
+        super().__init__(pages.store, 0, length=node.start + node.stored)
+        self._page, self._node = pages.page, node
         # By tokens of the chunk and positions that its layers see, the slots of both.
         self._places: dict[tuple[int, int], tuple[Tensor, slice | Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        node, page, count = self._node, self._pool.page, k.shape[2]
+        node, page, count = self._node, self._page, k.shape[2]
         length = self.length + count
         visible = length if params.window is None else min(length, params.window + count - 1)
         if (count, visible) not in self._places:
@@ -56,157 +57,141 @@ class NodeCache(PromptCache):
 
 def _selection(slots: np.ndarray, device: torch.device) -> slice | Tensor:
     """Returns an index of the slots. For consecutive slots it is a slice, which selects without a copy."""
-    if len(slots) and slots[-1] - slots[0] == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
+    if len(slots) and bool((np.diff(slots) == 1).all()):
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return torch.from_numpy(slots).to(device)
 
 
 class TreeSlots:
-    """The keys and values of a tree's nodes; each token is stored once.
+    """The keys and values of the nodes of a tree. Those of each token are stored once.
 
     All methods that compute are called inside ``target.active()``.
 
     Args:
-        target: the model that computes the keys and values.
-        pool: the pages for them.
-        chunk: tokens per forward for a long run of one node's tokens.
+        engine: its target computes.
+        pages: number of pages that nodes can own, of ``page_slots`` KV slots.
 
     Attributes:
-        queues: whether :meth:`next_logits` returns before the device has computed anything.
+        pages: the KV slots.
+        queues: whether a forward returns before the device has computed it.
+        most_queries: most tokens of a forward.
     """
 
-    def __init__(self, target: HFModel, pool: KVPool, chunk: int) -> None:
-        self._target, self.pool, self._chunk = target, pool, chunk
-        # A CPU computes at once, so a forward for a text that ends there would be time lost.
-        self.queues = target.device.type == "cuda"
-        self._forward = TreeForward(target)
-
-    def missing_pages(self, needs: Mapping[Node, int]) -> int:
-        """Returns the number of pages that so many tokens of each node need beyond those that the node
-        owns.
-        """
-        return sum(max(0, self.pool.pages_of(count) - len(node.pages)) for node, count in needs.items())
-
-    def reserve(self, needs: Mapping[Node, int]) -> None:
-        """Give each node pages for so many tokens.
-
-        Raises:
-            TreeFullError: too few pages are free; no node has got any.
-        """
-        self.pool.check(self.missing_pages(needs))
-        for node, count in needs.items():
-            missing = self.pool.pages_of(count) - len(node.pages)
-            if missing > 0:
-                node.pages += self.pool.allocate(missing, node.pages[-1] if node.pages else None)
+    def __init__(self, engine: LoadedEngine, pages: int) -> None:
+        target, config = engine.target, engine.config
+        self.pages = KVPages(target, pages, chosen(config.attention_backend, target.device))
+        self.queues, self.most_queries = target.device.type == "cuda", MOST_QUERIES
+        self._target, self._chunk = target, chunk_tokens(config.prefill_chunk, target.device)
+        self._on_gpu = target.device.type == "cuda"
+        self._model = step_model(target, compiled=self._on_gpu)
+        self._forwards: dict[Sizes, TreeForward] = {}
+        # The forward that probably comes next. No change of the tree changes the layout of given feeds that
+        # follow stored tokens of their nodes.
+        self._expected: tuple[list[Feed], Layout] | None = None
 
     def fill(self, needs: Mapping[Node, int], progress: Progress | None = None) -> None:
-        """Store the first so many tokens of each node. Parents must precede their children.
+        """Stores the first so many tokens of each node. Parents must precede their children.
 
         Args:
-            progress: called with the tokens of each chunk of a long run.
+            progress: called with the number of tokens of each chunk of a long run.
         """
-        self.reserve(needs)
+        self.pages.reserve(needs)
         feeds: list[Feed] = []
         for node, count in needs.items():
             missing = count - node.stored
-            if missing > MOST_QUERIES:
+            if missing > 0 and sum(feed.size for feed in feeds) + missing > self.most_queries:
                 self.logits(feeds)
                 feeds = []
-                cache = NodeCache(self.pool, node)
+            if missing > self.most_queries:
+                cache = NodeCache(self.pages, node)
                 prefill(self._target, cache, node.tokens[:count], self._chunk, progress, node.stored)
             elif missing > 0:
-                if sum(feed.size for feed in feeds) + missing > MOST_QUERIES:
-                    self.logits(feeds)
-                    feeds = []
                 feeds.append(Feed(node, node.stored, missing))
         self.logits(feeds)
 
-    def logits(self, feeds: Sequence[Feed], ahead: Ahead | None = None) -> Tensor:
-        """Returns logits ``[T, V]`` after each token of the feeds. They are valid until the next call.
+    def logits(self, feeds: Sequence[Feed], tokens: Tensor | None = None, repeated: bool = False) -> Tensor:
+        """Returns logits ``[T, V]`` after each token of the feeds.
 
-        Tokens that are not stored yet are stored, in pages that the nodes own. At most ``MOST_QUERIES``
-        tokens may be fed, and one run of tokens per node. ``ahead``: see :class:`Ahead`.
-        """
-        return self._forward(self.pool, feeds, ahead) if feeds else torch.empty(0)
-
-    def last_logits(
-        self, tips: Sequence[Node], ahead: Ahead | None = None
-    ) -> Iterator[tuple[list[int], Tensor]]:
-        """Yields logits after the last tokens of nodes, all of whose earlier tokens are stored.
+        Tokens that are not stored yet are stored, in pages that the nodes own.
 
         Args:
-            ahead: shared by a series of calls for the same nodes (or some of them), with one token more each
-                time.
-
-        Yields:
-            Indices of some of the nodes and their logits ``[n, V]``, which are valid until the next item.
+            feeds: at most ``most_queries`` tokens, at most one feed per node.
+            tokens: int64 ``[T]`` on the device, if the nodes do not have these tokens yet. The caller appends
+                them, and sets ``Node.stored``.
+            repeated: whether the next forward probably has the next token of each of these nodes. If the
+                device computes while the host goes on, that forward is laid out in the meantime.
         """
-        self.reserve({tip: len(tip.tokens) for tip in tips})
-        distinct = list(dict.fromkeys(tips))
-        for first in range(0, len(distinct), MOST_QUERIES):
-            part = distinct[first : first + MOST_QUERIES]
-            logits = self.logits([Feed(node, len(node.tokens) - 1, 1) for node in part], ahead)
-            if len(part) == len(tips):
-                yield list(range(len(tips))), logits
-                return
-            place = {node: number for number, node in enumerate(part)}
-            numbers = [number for number, tip in enumerate(tips) if tip in place]
-            yield numbers, logits[[place[tips[number]] for number in numbers]]
+        if not feeds:
+            return torch.empty(0)
+        feeds, expected, self._expected = list(feeds), self._expected, None
+        layout = expected[1] if expected is not None and expected[0] == feeds else arranged(feeds)
+        sizes = Sizes.of(layout, self._on_gpu)
+        if sizes not in self._forwards:
+            if not self._on_gpu:
+                self._forwards.clear()
+            made = TreeForward(self._model, self._target.kv_shapes, self.pages, sizes)
+            self._forwards[sizes] = made
+        begins = np.cumsum([0, *(feed.size for feed in layout.feeds)])
+        begin = {feed.node: first for feed, first in zip(layout.feeds, begins, strict=False)}
+        places = np.concatenate([begin[feed.node] + np.arange(feed.size) for feed in feeds])
+        logits = self._forwards[sizes](layout, tokens, places)
+        if tokens is None:
+            for node, start, count in feeds:
+                node.stored = max(node.stored, start + count)
+        if repeated and self.queues:
+            following = [Feed(node, start + 1, 1) for node, start, _ in feeds]
+            self._expected = following, arranged(following)
+            self._forwards[sizes].prepare(self._expected[1])
+        return logits
 
-    def next_logits(self, nodes: Sequence[Node], tokens: Tensor, ahead: Ahead) -> Tensor:
-        """Returns logits ``[N, V]`` after one more token of each node, all of whose own tokens are stored.
+    def last_logits(self, nodes: Sequence[Node]) -> Tensor:
+        """Returns logits ``[N, V]`` after the texts of nodes, all of whose earlier tokens are stored."""
+        tips = [node.tip for node in nodes]
+        place = {tip: number for number, tip in enumerate(dict.fromkeys(tips))}
+        self.pages.reserve({tip: len(tip.tokens) for tip in place})
+        feeds = [Feed(tip, len(tip.tokens) - 1, 1) for tip in place]
+        firsts = range(0, len(feeds), self.most_queries)
+        parts = [self.logits(feeds[first : first + self.most_queries], repeated=True) for first in firsts]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return logits if len(place) == len(tips) else logits[[place[tip] for tip in tips]]
 
-        The tokens are not in the nodes yet, because the host may not know them. They are stored in KV slots.
-        Call :meth:`add_stored` after they were appended to the nodes.
+    def next_logits(self, nodes: Sequence[Node], tokens: Tensor) -> Tensor:
+        """Returns logits ``[N, V]`` after one more token of each node, which the host need not know yet.
+
+        The caller appends the tokens to the nodes, and sets ``Node.stored``.
 
         Args:
-            nodes: at most ``MOST_QUERIES``, each once.
+            nodes: at most ``most_queries``, each once; all their own tokens are stored.
             tokens: int64 ``[N]`` on the device.
-            ahead: see :meth:`last_logits`.
         """
-        self.reserve({node: len(node.tokens) + 1 for node in nodes})
-        return self._forward(self.pool, [Feed(node, len(node.tokens), 1) for node in nodes], ahead, tokens)
+        self.pages.reserve({node: len(node.tokens) + 1 for node in nodes})
+        return self.logits([Feed(node, len(node.tokens), 1) for node in nodes], tokens, repeated=True)
 
-    def add_stored(self, nodes: Sequence[Node]) -> None:
-        """Count the tokens of :meth:`next_logits` as stored. Called after they were appended to the nodes."""
-        for node in nodes:
-            node.stored = len(node.tokens)
-
-    def join(self, node: Node) -> None:
-        """Merge the only child of a node into the node; the child's slots are copied after the node's own.
-
-        Raises:
-            TreeFullError: there are too few slots for copies of the child's tokens.
-        """
-        [child] = node.children
-        first, page = len(node.tokens), self.pool.page
-        assert node.stored == first, "the tokens of a node with children that were computed are stored"
-        self.reserve({node: first + len(child.tokens)})
-        self.pool.move(child.slots(0, child.stored, page), node.slots(first, first + child.stored, page))
-        node.append(child.tokens, child.logprobs)
-        node.stored += child.stored
-        node.children, child.children = child.children, []
-        for below in node.children:
-            below.parent = node
-        child.parent = None
-        self.release(child)
+    def copy(self, source: Node, target: Node) -> None:
+        """Replaces the tokens of a node by those of another node with the same parent."""
+        first = min(common_prefix(target.tokens, source.tokens), target.stored, source.stored)
+        target.tokens, target.logprobs = list(source.tokens), list(source.logprobs)
+        target.stored = source.stored
+        self.pages.reserve({target: source.stored})
+        if first < source.stored:
+            old, new = (node.slots(first, source.stored, self.pages.page) for node in (source, target))
+            self.pages.copy(old, new)
 
     def release(self, node: Node) -> None:
-        """Remove a node and its descendants from the tree, and free their pages."""
+        """Removes a node and its descendants from the tree, and frees their pages."""
         if node.parent is not None:
             node.parent.children.remove(node)
         stack = [node]
         while stack:
             gone = stack.pop()
             stack += gone.children
-            self.pool.release(gone.pages)
-            gone.pages, gone.children, gone.stored, gone.alive = [], [], 0, False
+            self.pages.release(gone)
+            gone.children, gone.alive = [], False
         node.parent = None
 
 
 def needs_before(leaves: Sequence[Node]) -> dict[Node, int]:
-    """Returns for each node, parents first, how many of its tokens the last tokens of the leaves' texts
-    depend on.
+    """Returns how many tokens of each node, parents first, the last tokens of the leaves' texts depend on.
 
     These are all tokens but the last, and also the last token if another leaf's text continues after it.
     """

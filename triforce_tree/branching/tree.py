@@ -11,12 +11,10 @@ from torch import Tensor
 
 from triforce_tree.branching.decoding import Leaf, decode
 from triforce_tree.branching.node import Node
-from triforce_tree.branching.options import Draws, check_engine, leaf_options
-from triforce_tree.branching.pool import KVPool, slot_bytes
+from triforce_tree.branching.options import check_engine, prepared_job
+from triforce_tree.branching.pages import page_slots, slot_bytes
 from triforce_tree.branching.scoring import fill_logprobs
 from triforce_tree.branching.slots import TreeSlots
-from triforce_tree.kernels.attention.backend import chosen
-from triforce_tree.kv.prefill import chunk_tokens
 from triforce_tree.requests.inputs import Inputs, check_rows, prompt_of
 from triforce_tree.requests.keywords import checked_seed
 from triforce_tree.requests.loaded import LoadedEngine
@@ -24,6 +22,7 @@ from triforce_tree.requests.tokenized_texts import text_ids
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
 from triforce_tree.text.vocabulary import Vocabulary
+from triforce_tree.verify.draws import sequence_seed
 
 RESERVE = 16_384
 """KV slots after the prompt that a tree has by default."""
@@ -38,7 +37,7 @@ class Branch:
         tokens: the new token ids, an EOS token included.
         text: what they add to the leaf's text, without special tokens and the EOS token; None without a
             tokenizer.
-        logprobs: of each new token by the target's raw logits, whatever the sampling options.
+        logprobs: of each new token under the target's raw logits, which no sampling option changes.
         finish_reason: "eos", "stop" or "length".
     """
 
@@ -50,30 +49,31 @@ class Branch:
 
 
 class TextTree:
-    """A tree whose root begins with a prompt, and whose nodes continue their parents' texts.
+    """A tree of texts. Its root begins with a prompt, and each node continues its parent's text.
 
-    A node without children can be extended, by given or by generated tokens; :meth:`fork` gives it children.
-    Keys and values of a node's tokens are computed when they are first needed and stored once, for all texts
-    that go through the node; :meth:`prune` frees them. All leaves of a call are decoded together, one token
-    each in a forward, by one attention call a layer that reads every node once (DeFT, arXiv 2404.00242).
-    There is no speculation: each token of a leaf is a token of a plain decoding pass.
+    A node without children can be extended by given or by generated tokens; :meth:`fork` gives it children.
+    The keys and values of a node's tokens are computed when they are first needed, and stored once for all
+    texts that go through the node; :meth:`prune` frees them. All leaves of a call are decoded together: a
+    forward computes one token of each, with one attention call per layer that reads every node once (DeFT,
+    arXiv 2404.00242). Nothing is drafted.
 
     Args:
-        engine: its target and tokenizer.
-        prompt: of one text: text, token ids or messages.
-        max_bytes: memory for keys and values of the whole tree, taken at once; by default for the prompt and
-            ``RESERVE`` more tokens.
-        progress: called with the prompt's tokens of each chunk as they are prefilled.
+        engine: its target and tokenizer are used.
+        prompt: one text: text, token ids or messages.
+        max_bytes: memory for the keys and values of the whole tree, allocated at once; by default enough for
+            the prompt and ``RESERVE`` more tokens.
+        progress: called with the number of prompt tokens of each chunk as it is prefilled.
 
     Attributes:
         root: begins with the prompt.
         max_bytes: memory for keys and values.
-        decode_seconds: of the last :meth:`generate`, without what transformers makes of its options.
+        decode_seconds: of the last :meth:`generate`, without the preparation of its options.
 
     Raises:
         TreeFullError: ``max_bytes`` does not hold the prompt.
-        UnsupportedModelError: a target with recurrent layers, whose states cannot be shared.
-        ValueError: a bad prompt, an engine that offloads its cache or keeps it in 8 bits, several ranks.
+        UnsupportedModelError: the target has recurrent layers, whose states cannot be shared.
+        ValueError: the prompt is bad, the engine offloads its cache or keeps it in 8 bits, or there are
+            several ranks.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class TextTree:
         max_bytes: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        target, config = engine.target, engine.config
         check_engine(engine)
+        target = engine.target
         tokens = prompt_of(target, engine.tokenizer, prompt)
         self._engine, self._target, self._prompt_tokens = engine, target, len(tokens)
         self._check_length(0, 1)
@@ -97,10 +97,8 @@ class TextTree:
         slots = len(tokens) + RESERVE if max_bytes is None else max_bytes // bytes_of_slot
         self.root, self.decode_seconds = Node(None, tokens), 0.0
         with engine.generation(), target.active():
-            pool = KVPool(target, slots)
-            pool.store.attention = chosen(config.attention_backend, target.device)
-            self._slots = TreeSlots(target, pool, chunk_tokens(config.prefill_chunk, target.device))
-            self.max_bytes = pool.bytes
+            self._slots = TreeSlots(engine, slots // page_slots(target))
+            self.max_bytes = self._slots.pages.count * self._slots.pages.page_bytes
             self._choose_rope()
             self._function = target.function_key()
             self._slots.fill({self.root: len(tokens) - 1}, progress)
@@ -119,11 +117,11 @@ class TextTree:
         return children
 
     def extend(self, node: Node, tokens: str | Sequence[int]) -> Node:
-        """Append tokens, or a text without special tokens, to a node without children. Returns the node.
+        """Appends tokens, or a text without special tokens, to a node without children. Returns the node.
 
         Raises:
             ValueError: it has children, or a token is not in the vocabulary.
-            TreeFullError: the budget does not hold them.
+            TreeFullError: there are too few KV slots for the tokens.
         """
         self._check_nodes([node], leaves=True)
         if isinstance(tokens, str):
@@ -134,7 +132,7 @@ class TextTree:
         if new:
             check_rows([new], self._target.vocab_size)
             self._check_length(node.stop, len(new))
-            self._slots.reserve({node: len(node.tokens) + len(new)})
+            self._slots.pages.reserve({node: len(node.tokens) + len(new)})
             node.append(new)
         return node
 
@@ -146,13 +144,14 @@ class TextTree:
         seed: int | None = None,
         **options: Any,
     ) -> list[Branch]:
-        """Continue leaves, all together, each by exactly the target's distribution after its text.
+        """Continues leaves, all together, each by exactly the target's distribution after its text.
 
         Args:
-            nodes: leaves, which are extended in place; one token of each is in every forward.
-            max_new_tokens: of each leaf; by default as of :meth:`Engine.generate`.
-            seed: of all draws. A leaf's depend on the seed and on its place in ``nodes`` alone. By default
-                from torch's global generator.
+            nodes: leaves, which are extended in place.
+            max_new_tokens: most new tokens of each leaf; the default is that of :meth:`Engine.generate`.
+            seed: leaf number i has the text that :meth:`Engine.generate` gives it alone with
+                ``seed=[verify.draws.sequence_seed(seed, i)]``. By default the seed is drawn from torch's
+                global generator.
             options: of :meth:`Engine.generate`: temperature, top_k, top_p, do_sample, eos_token_id,
                 stop_strings, logits_processor, ...; each means what it does for the leaf's text alone.
 
@@ -160,44 +159,52 @@ class TextTree:
             One result per node, in the order of ``nodes``.
 
         Raises:
-            ValueError: a node with children, one given twice, an unsupported option, NaN logits.
-            TreeFullError: the budget does not hold so many tokens of every leaf; nothing was generated.
+            ValueError: a node has children or was given twice, an option is not supported, or logits are NaN.
+            TreeFullError: there are too few KV slots for so many tokens of every leaf. Nothing was generated.
         """
         given = [nodes] if isinstance(nodes, Node) else list(nodes)
         self._check_nodes(given, leaves=True)
-        chosen = checked_seed(seed)
-        if chosen is None:
-            chosen = int(torch.randint(2**62, ()))
+        own_seed = checked_seed(seed)
+        if own_seed is None:
+            own_seed = int(torch.randint(2**62, ()))
         options = {**options, "max_new_tokens": max_new_tokens}
-        by_length = {n: leaf_options(self._engine, n, options) for n in {node.stop for node in given}}
-        leaves = []
-        for number, node in enumerate(given):
-            own = by_length[node.stop]
-            if len(given) > 1 and (why := own.job.why_in_step(self._target.vocab_size)) is not None:
+        jobs = {stop: prepared_job(self._engine, stop, options) for stop in {node.stop for node in given}}
+        for stop, job in jobs.items():
+            if job.outputs:
+                raise ValueError(
+                    "output_scores and output_logits are not supported for leaves of a tree; read the "
+                    "logprobs of nodes, or use score"
+                )
+            if len(given) > 1 and (why := job.why_in_step(self._target.vocab_size)) is not None:
                 raise ValueError(
                     f"{len(given)} leaves cannot be generated in one call: {why}; generate them one by one"
                 )
-            ending = own.ending(self._target.device)
-            self._check_length(node.stop, ending.max_new_tokens)
-            draws = None if own.to_probs.greedy else Draws(chosen, number)
-            leaves.append(Leaf(node, own.to_probs, ending, draws, node.text_tokens))
+            self._check_length(stop, job.new_tokens)
+        leaves = []
+        for number, node in enumerate(given):
+            job = jobs[node.stop]
+            leaf_seed = sequence_seed(own_seed, number)
+            sequence = job.joining(node.text_tokens, job.new_tokens, number, leaf_seed)
+            leaves.append(Leaf(node, sequence, job.to_probs))
         begun = time.perf_counter()
         with self._computing():
             decode(self._slots, leaves)
         self.decode_seconds = time.perf_counter() - begun
-        vocabulary = Vocabulary(self._engine.tokenizer) if self._engine.tokenizer is not None else None
+        tokenizer = self._engine.tokenizer
+        vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
         return [_branch(leaf, vocabulary) for leaf in leaves]
 
     def score(self, nodes: Node | Sequence[Node]) -> list[Tensor]:
-        """Returns the log-probabilities of the nodes' own tokens given all earlier tokens, by the raw logits.
+        """Returns the log-probabilities of the nodes' own tokens after all earlier tokens, under the target's
+        raw logits.
 
         Returns:
             fp32 ``[tokens of the node]`` for each, in host memory; 0 for the first token of the whole text,
             which nothing predicts.
 
         Raises:
-            ValueError: a node that is not in the tree, NaN logits.
-            TreeFullError: the budget does not hold the tokens that the scores depend on.
+            ValueError: a node is not in the tree, or logits are NaN.
+            TreeFullError: there are too few KV slots for the tokens that the scores depend on.
         """
         given = [nodes] if isinstance(nodes, Node) else list(nodes)
         self._check_nodes(given)
@@ -208,10 +215,10 @@ class TextTree:
         return [torch.tensor(node.logprobs, dtype=torch.float32) for node in given]
 
     def prune(self, node: Node) -> None:
-        """Remove a node and its descendants, and free their keys and values.
+        """Removes a node and its descendants, and frees their keys and values.
 
         Raises:
-            ValueError: the root, or a node that is not in the tree.
+            ValueError: the node is the root, or not in the tree.
         """
         self._check_nodes([node])
         if node.parent is None:
@@ -243,8 +250,8 @@ class TextTree:
     @property
     def used_bytes(self) -> int:
         """Returns the bytes of the pages that nodes own; at most ``max_bytes``."""
-        pool = self._slots.pool
-        return (pool.pages - pool.free_pages) * pool.page_bytes
+        pages = self._slots.pages
+        return (pages.count - pages.free) * pages.page_bytes
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -281,7 +288,9 @@ class TextTree:
 
 
 def _branch(leaf: Leaf, vocabulary: Vocabulary | None) -> Branch:
-    text = None
+    sequence = leaf.sequence
+    new, text = sequence.new, None
     if vocabulary is not None:
-        text = new_text(vocabulary, leaf.tokens[: -len(leaf.new)], leaf.new, leaf.ending.stop_tokens)
-    return Branch(leaf.node, leaf.new, text, leaf.logprobs, str(leaf.reason))
+        text = new_text(vocabulary, sequence.prompt, new, sequence.ending.stop_tokens)
+    logprobs = [value for value in leaf.node.logprobs[-len(new) :] if value is not None]
+    return Branch(leaf.node, new, text, logprobs, str(sequence.finish_reason))

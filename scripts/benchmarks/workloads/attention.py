@@ -13,6 +13,7 @@ from scripts.benchmarks.workloads import published
 from scripts.benchmarks.workloads.storage import Problem, in_pages, page_table
 from triforce_tree.bench.results import Record
 from triforce_tree.branching.attention import MOST_READ
+from triforce_tree.branching.layout import Sizes
 from triforce_tree.kernels.attention.backend import default
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.configs import config_for
@@ -71,28 +72,21 @@ def _sequences(
     return [partial(attention.run, q, KV(*stored(seed), table), params) for seed in copies]
 
 
+def _sizes(problem: Problem) -> tuple[int, int, int, int]:
+    sizes = Sizes.of(problem.layout, on_gpu=False)
+    return sizes.queries, sizes.segments, sizes.owners, sizes.tail
+
+
 def flattened(problem: Problem, q: Tensor) -> Calls:
     """Each node stored once and read once for all queries below it (DeFT-Flatten).
 
     The engine's on a CPU in long trees.
     """
-    layout = problem.layout
-    plan = NodePlan(
-        problem.heads,
-        len(layout.feeds),
-        len(layout.segments),
-        layout.owners,
-        0,
-        device=problem.device,
-        dtype=problem.dtype,
-    )
-    plan.set(layout.segments)
-    table = page_table(problem.lengths, problem.page, problem.device)
-
-    attention, params = (
-        default(problem.device).segments(plan.plan, problem.dtype),
-        AttentionParams(problem.scale),
-    )
+    device, dtype = problem.device, problem.dtype
+    plan = NodePlan(problem.heads, *_sizes(problem), device=device, dtype=dtype)
+    plan.set(problem.layout.segments)
+    table = page_table(problem.lengths, problem.page, device)
+    attention, params = default(device).segments(plan.plan, dtype), AttentionParams(problem.scale)
 
     def call(k: Tensor, v: Tensor) -> Tensor:
         return attention.run(q, KV(k, v, table), params)
@@ -110,21 +104,12 @@ def by_blocks(problem: Problem, q: Tensor) -> Calls:
         raise NotImplementedError("a CPU attends by nodes")
     from triforce_tree.kernels.attention.blocks import launch
 
-    layout, page = problem.layout, problem.page
+    device, dtype, page = problem.device, problem.dtype, problem.page
     counts = [-(-length // page) for length in problem.lengths]
-    plan = BlockPlan(
-        problem.heads,
-        len(layout.feeds),
-        len(layout.segments),
-        layout.owners,
-        0,
-        sum(counts),
-        page,
-        device=problem.device,
-        dtype=problem.dtype,
-    )
+    plan = BlockPlan(problem.heads, *_sizes(problem), sum(counts), page, device=device, dtype=dtype)
     firsts = accumulate(counts, initial=0)
-    plan.set(layout.segments, [range(first, first + n) for first, n in zip(firsts, counts, strict=False)])
+    pages = [range(first, first + n) for first, n in zip(firsts, counts, strict=False)]
+    plan.set(problem.layout.segments, pages)
 
     def call(k: Tensor, v: Tensor) -> Tensor:
         return launch.run(q, k, v, plan, scale=problem.scale)[0]

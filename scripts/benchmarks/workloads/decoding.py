@@ -11,7 +11,7 @@ from scripts.benchmarks.workloads.shapes import Workload
 from triforce_tree.bench.results import Record
 from triforce_tree.bench.speed import WARM_UP_PROMPT
 from triforce_tree.branching.node import Node
-from triforce_tree.branching.pool import slot_bytes
+from triforce_tree.branching.pages import slot_bytes
 from triforce_tree.engine import Engine
 from triforce_tree.planning.batch_size import free_bytes
 

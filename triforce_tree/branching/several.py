@@ -1,0 +1,218 @@
+"""Several texts per prompt in ``generate``: beams over a tree of texts, and samples as one batch."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from time import perf_counter
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
+
+from triforce_tree.branching.node import Node
+from triforce_tree.branching.options import OF_ENGINE, check_engine, one_text_each, prepared_job
+from triforce_tree.branching.pages import page_slots
+from triforce_tree.branching.slots import TreeSlots, needs_before
+from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.requests.checkpoint_settings import without_settings
+from triforce_tree.requests.inputs import real_rows
+from triforce_tree.requests.keywords import checked_seed, number_asked
+from triforce_tree.requests.loaded import LoadedEngine
+from triforce_tree.requests.option_values import checked
+from triforce_tree.requests.options import OF_BEAMS
+from triforce_tree.requests.output import GenerateOutput, by_row
+from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forward
+from triforce_tree.runtime.stats import Progress
+from triforce_tree.text.new_text import new_text
+from triforce_tree.text.vocabulary import Vocabulary
+from triforce_tree.verify.draws import sequence_seed
+
+Generate = TypeVar("Generate", bound=Callable[..., GenerateOutput])
+
+_SCORES = ("output_scores", "output_logits")
+
+
+def with_several(generate: Generate) -> Generate:
+    """Returns ``Engine.generate`` with support for ``num_beams`` and ``num_return_sequences``.
+
+    Beams are those of transformers' ``generate``, decoded plainly over one tree. Samples are independent
+    sequences of one batch.
+    """
+
+    @wraps(generate)
+    def run(engine: LoadedEngine, *args: Any, **kwargs: Any) -> GenerateOutput:
+        beams, count = (number_asked(name, kwargs) for name in ("num_beams", "num_return_sequences"))
+        if beams == count == 1:
+            return generate(engine, *args, **kwargs)
+        if args:
+            kwargs["inputs"] = args[0]
+        if beams == 1:
+            return _samples(engine, generate, count, kwargs)
+        if kwargs.get("streamer") is not None:
+            asked = f"num_beams={beams}"
+            raise ValueError(f"a streamer takes one text as it is made, not those of {asked}; leave out one")
+        if count > beams:
+            raise ValueError(f"num_return_sequences={count} exceeds num_beams={beams}; ask for as many beams")
+        return _beams(engine, beams, count, kwargs)
+
+    return cast(Generate, run)
+
+
+def _samples(
+    engine: LoadedEngine, generate: Callable[..., GenerateOutput], count: int, kwargs: dict[str, Any]
+) -> GenerateOutput:
+    """Returns ``count`` texts of each prompt, drawn independently as sequences of one batch, with drafts.
+
+    With one seed, the text of sample i depends only on the prompt, its index, the seed and i.
+
+    Args:
+        generate: generates one text per prompt.
+        kwargs: arguments of :meth:`Engine.generate`.
+    """
+    request, options = one_text_each(engine, kwargs)
+    prompts = request.prompts.left_padded()
+    allowed = options.pop("prefix_allowed_tokens_fn", None)
+    own = {name: value for name, value in options.items() if name not in (*OF_ENGINE, *_SCORES)}
+    if prepared_job(engine, prompts.ids.shape[1], own).to_probs.greedy:
+        raise ValueError(
+            f"num_return_sequences={count} of greedy decoding are {count} equal texts; "
+            "set do_sample=True with a temperature above 0, or num_beams"
+        )
+    seed = options.pop("seed", None)
+    if seed is not None and not isinstance(seed, Sequence):
+        chosen = checked_seed(seed)
+        assert chosen is not None
+        of_prompts = [sequence_seed(chosen, number) for number in range(len(prompts.ids))]
+        seed = [sequence_seed(each, number) for each in of_prompts for number in range(count)]
+    ids, mask = (each.repeat_interleave(count, 0) for each in (prompts.ids, prompts.mask))
+    out = generate(
+        engine, input_ids=ids, attention_mask=mask,
+        prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(n // count, sent)),
+        streamer=kwargs.get("streamer"), pinned=kwargs.get("pinned"), seed=seed, **options,
+    )  # fmt: skip
+    if out.logprobs is not None:
+        out.sequences_scores = out.logprobs.sum(1)
+    return out
+
+
+class BeamTree(OwnForward):
+    """The texts of all beams as one tree, as a cache that transformers reorders.
+
+    Each prompt is a node, which is stored and read once for its beams. Each of its beams has a child with the
+    new tokens.
+
+    Args:
+        slots: keys and values.
+        width: beams of each prompt.
+        progress: called with the number of tokens of each chunk of a long prompt.
+    """
+
+    def __init__(self, slots: TreeSlots, width: int, progress: Progress | None = None) -> None:
+        super().__init__()
+        self._slots, self._width, self._progress = slots, width, progress
+        # In the order of transformers' batch.
+        self._beams: list[Node] = []
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Lets beam i continue the former beam ``beam_idx[i]``; int64 ``[beams]``."""
+        sources = [self._beams[index] for index in beam_idx.tolist()]
+        kept = set(sources)
+        free = [node for node in self._beams if node not in kept]
+        for number, source in enumerate(sources):
+            if source in kept:
+                kept.remove(source)
+            else:
+                # A second beam continues this one, in the place of a beam that none continues.
+                taken = next(node for node in free if node.parent is source.parent)
+                free.remove(taken)
+                self._slots.copy(source, taken)
+                sources[number] = taken
+        self._beams = sources
+
+    def step(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """See :class:`OwnForward`."""
+        if not self._beams:
+            mask = None if attention_mask is None else attention_mask[:: self._width]
+            prompts = [Node(None, prompt) for prompt in real_rows(input_ids[:: self._width], mask)]
+            self._beams = [Node(prompt) for prompt in prompts for _ in range(self._width)]
+            self._slots.fill(needs_before(self._beams), self._progress)
+        else:
+            for node, token in zip(self._beams, input_ids[:, -1].tolist(), strict=True):
+                node.append([token])
+        return self._slots.last_logits(self._beams)
+
+
+def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any]) -> GenerateOutput:
+    """Returns the best ``count`` of ``beams`` texts of each prompt, by transformers' own beam search.
+
+    Args:
+        kwargs: arguments of :meth:`Engine.generate`.
+
+    Raises:
+        ValueError: an option is not supported by beam search.
+    """
+    check_engine(engine)
+    target = engine.target
+    settings = {name: checked(name, _setting(engine, kwargs, name)) for name in OF_BEAMS}
+    request, options = one_text_each(engine, kwargs)
+    if options.pop("logprobs", None):
+        raise ValueError(f"logprobs=True is not supported with num_beams={beams}; use output_scores=True")
+    seed, progress = checked_seed(options.pop("seed", None)), options.pop("progress", None)
+    allowed = options.pop("prefix_allowed_tokens_fn", None)
+    padded = request.prompts.left_padded()
+    prompts, width = real_rows(padded.ids, padded.mask), padded.ids.shape[1]
+    job = prepared_job(engine, width, {k: v for k, v in options.items() if k not in _SCORES})
+    new_tokens, ends = job.new_tokens, job.sequences[0].ending.stop_tokens
+    for prompt in prompts:
+        target.check_length(len(prompt), new_tokens)
+    start = perf_counter()
+    with engine.generation(), target.active(), seeded(seed, target.device):
+        if target.length_rope is not None:
+            target.length_rope.choose_for_texts([len(prompt) for prompt in prompts])
+        lengths = [*map(len, prompts), *[new_tokens] * beams * len(prompts)]
+        page = page_slots(target)
+        slots = TreeSlots(engine, sum(-(-length // page) for length in lengths))
+        out = cast(
+            GenerateBeamDecoderOnlyOutput,
+            cast(Any, with_own_forward(without_settings(target.model))).generate(
+                padded.ids.to(target.device), attention_mask=padded.mask.to(target.device),
+                generation_config=request.config, logits_processor=request.processors,
+                stopping_criteria=request.criteria, prefix_allowed_tokens_fn=allowed,
+                **{
+                    CACHE: BeamTree(slots, beams, progress),
+                    **request.options, **settings, "num_beams": beams, "num_return_sequences": count,
+                    "return_dict_in_generate": True,
+                },
+            ),
+        )  # fmt: skip
+    indices = cast(Tensor, out.beam_indices)
+    lengths = (indices >= 0).sum(1).tolist()
+    fresh = out.sequences[:, width:].to(padded.ids.device)
+    new = [own[:length].tolist() for own, length in zip(fresh, lengths, strict=True)]
+    reasons = [
+        "eos" if tokens and tokens[-1] in ends else "length" if len(tokens) == new_tokens else "stop"
+        for tokens in new
+    ]
+    vocabulary = engine.tokenizer and Vocabulary(engine.tokenizer)
+    texts = vocabulary and [
+        new_text(vocabulary, prompts[number // count], tokens, ends) for number, tokens in enumerate(new)
+    ]
+    return GenerateOutput(
+        sequences=cast(torch.LongTensor, torch.cat([padded.ids.repeat_interleave(count, 0), fresh], 1)),
+        scores=out.scores,
+        logits=out.logits,
+        sequences_scores=out.sequences_scores,
+        beam_indices=indices,
+        finish_reason=by_row(reasons),
+        decode_seconds=perf_counter() - start,
+        new_tokens=by_row(lengths),
+        text=by_row(texts) if texts else None,
+    )
+
+
+def _setting(engine: LoadedEngine, kwargs: dict[str, Any], name: str) -> Any:
+    """Returns an option of beam search: the caller's, or else the checkpoint's, or else the default."""
+    config = kwargs.get("generation_config")
+    given = config if isinstance(config, dict) else vars(config) if config is not None else {}
+    sources = kwargs, given, vars(engine.target.model.generation_config), {"length_penalty": 1.0}
+    return next((value for own in sources if (value := own.get(name)) is not None), False)

@@ -1,1 +1,0 @@
-"""Several texts of one prompt by ``generate``: beams and samples, on a tree."""
