@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -52,6 +53,12 @@ CASES: dict[str, tuple[list[str], str]] = {
     "long to chat about": (["chat", "--file", "LONG", "--target", "TARGET"], "4096 positions"),
     "long with another tokenizer": (
         ["generate", "LONG", "--target", "NAMELESS", "--tokenizer", "TARGET"], "4096 positions",
+    ),
+    "long for a gguf file": (
+        ["generate", "LONG", "--target", "UNREAD"], "tokens + 256 new ones, and the model 4,096",
+    ),
+    "very long for a gguf file": (
+        ["chat", "--file", "HUGE", "--target", "UNREAD"], "4,096 positions; shorten it",
     ),
     "new tokens alone": (
         ["generate", "TEXT", "--target", "NAMELESS", "--max-new-tokens", "9999"], "4096 positions",
@@ -150,7 +157,25 @@ def files(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         (folder / name).write_bytes(content)
         return str(folder / name)
 
+    def gguf(name: str, **metadata: object) -> str:
+        """Writes the header of a GGUF file that no machine has loaded, and returns its path."""
+
+        def packed(value: object) -> tuple[int, bytes]:
+            if isinstance(value, int):
+                return 4, struct.pack("<I", value)
+            if isinstance(value, str):
+                return 8, struct.pack("<Q", len(value.encode())) + value.encode()
+            assert isinstance(value, list)
+            return 9, struct.pack("<IQ", 8, len(value)) + b"".join(packed(each)[1] for each in value)
+
+        content = struct.pack("<4sIQQ", b"GGUF", 3, 0, len(metadata))
+        for key, value in metadata.items():
+            kind, held = packed(value)
+            content += packed(key.replace("__", "."))[1] + struct.pack("<I", kind) + held
+        return file(name, content)
+
     long = text[:30_000]
+    vocabulary = json.loads((target / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     shards = model("shards", {})
     index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     file("shards/model.safetensors.index.json", json.dumps(index).encode())
@@ -180,6 +205,12 @@ def files(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "GGUF": str(folder / "one" / "model.gguf"),
         "ONE": str(folder / "one"),
         "TWO": str(folder / "two"),
+        "UNREAD": gguf(
+            "unread.gguf",
+            llama__context_length=4096,
+            tokenizer__ggml__model="gpt2",
+            tokenizer__ggml__tokens=sorted(vocabulary, key=vocabulary.get),
+        ),
         "NOWHERE": str(folder / "nowhere"),
     }
 

@@ -18,24 +18,18 @@ from typing import Any
 
 from triforce_tree.bench.texts import ROWS, pydoc_text
 from triforce_tree.cli.groups import SAMPLING, engine_options
+from triforce_tree.cli.positions import PAIR, SPECIAL, check_text, check_tokens, target_source
 from triforce_tree.cli.prompt import characters, prompt_of
 from triforce_tree.cli.texts import documents
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.loading import gguf_cache, gguf_header, model_folder
+from triforce_tree.loading import gguf_header, model_folder
 from triforce_tree.loading.drafter_choice import check_drafter_options, heads_folder, names_heads
 from triforce_tree.memory_size import bytes_of
-from triforce_tree.option_checks import check_positions
 from triforce_tree.requests.option_values import check_sampling_options
 from triforce_tree.runtime.files.text_files import read_text
 from triforce_tree.runtime.files.writable import check_picture, check_writable
 
-PAIR = Path(__file__).parents[1] / "pair"
 _DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
-# More characters than a token of any text has, as in ``requests.chat.encoded``.
-_MANY_CHARACTERS = 16
-# Tokens that a tokenizer may add to a text.
-_SPECIAL = 16
-_MOST_DIGESTED = 1 << 29
 _LAST_PORT = 65535
 _SERVER = ("starlette", "uvicorn", "prometheus_client")
 Check = Callable[[argparse.Namespace], None]
@@ -64,7 +58,7 @@ def chat(args: argparse.Namespace) -> None:
         raise FileNotFoundError(f"no such folder: {args.load!r}; give one that /save wrote")
     _sampling(args)
     _engine(args)
-    _fits(args, f"{args.system or ''}{document}", args.max_new_tokens)
+    check_text(args, f"{args.system or ''}{document}", args.max_new_tokens)
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -102,7 +96,7 @@ def demo(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--prompt-tokens {args.prompt_tokens}{after} exceeds the help topics' {size} bytes; use less"
         )
-    _positions(args, args.prompt_tokens, args.new_tokens)
+    check_tokens(args, args.prompt_tokens, args.new_tokens)
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -119,7 +113,7 @@ def _prompt(args: argparse.Namespace) -> None:
     """Read the prompt into ``args.given_prompt``, because stdin can be read only once."""
     _engine(args)
     args.given_prompt = prompt_of(args)
-    _fits(args, characters(args.given_prompt), args.max_new_tokens)
+    check_text(args, characters(args.given_prompt), args.max_new_tokens)
 
 
 def _measured(args: argparse.Namespace) -> None:
@@ -141,7 +135,7 @@ def _engine(args: argparse.Namespace) -> None:
     options = engine_options(args)
     config = HierarchyConfig.from_options(**options)
     _device(args.device)
-    target = gguf_header.gguf_path(_target(args), args.gguf_file)
+    target = target_source(args)
     draft = args.draft
     if args.target is None and draft is None and args.drafter in (None, "model"):
         draft = str(PAIR / "draft")
@@ -167,12 +161,6 @@ def _engine(args: argparse.Namespace) -> None:
     for source in (args.tokenizer, args.draft_tokenizer):
         if source is not None and not gguf_header.is_gguf(source):
             model_folder.folder_of(source)
-
-
-def _target(args: argparse.Namespace) -> str | Path:
-    if args.target is None and args.gguf_file is not None:
-        raise ValueError(f"gguf_file={args.gguf_file!r} needs a target: the folder or hub id that holds it")
-    return args.target if args.target is not None else PAIR / "target"
 
 
 def _device(name: str | None) -> None:
@@ -210,18 +198,6 @@ def _torch_without_cuda() -> str | None:
         return None
 
 
-def _model_positions(args: argparse.Namespace) -> int | None:
-    """Returns an upper bound of the target's positions, or None if its small files do not have it."""
-    source = gguf_header.gguf_path(_target(args), args.gguf_file)
-    if gguf_header.is_gguf(source):
-        return gguf_header.named_positions(Path(source))
-    return model_folder.named_positions(model_folder.settings_of(source)[1])
-
-
-def _positions(args: argparse.Namespace, tokens: int, new: int) -> None:
-    check_positions(tokens, new, _model_positions(args))
-
-
 def _fit(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
     """Check prompts of so many tokens against the model's positions, and that their text can be read."""
     if args.dataset is None:
@@ -229,7 +205,7 @@ def _fit(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
     elif Path(args.dataset).suffix.lower() in ROWS and not Path(args.dataset).exists():
         raise FileNotFoundError(f"no such file: {args.dataset!r}")
     for tokens in lengths:
-        _positions(args, tokens, new)
+        check_tokens(args, tokens, new)
 
 
 def _cut(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
@@ -237,57 +213,12 @@ def _cut(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
     if args.dataset is None and lengths:
         _, texts = documents(args)
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-        if max(lengths) > size + _SPECIAL:
+        if max(lengths) > size + SPECIAL:
             raise ValueError(
                 f"a prompt of {max(lengths)} tokens cannot be cut from a text of {size} bytes; give a longer "
                 "text or shorter prompts"
             )
     _fit(args, lengths, new)
-
-
-def _fits(args: argparse.Namespace, text: str, new: int) -> None:
-    """Refuse a text that has too many tokens for the target, by the tokenizer's file alone."""
-    positions = _model_positions(args)
-    if positions is None or len(text.encode("utf-8", "replace")) + _SPECIAL + new <= positions:
-        return
-    if (count := _counter(args)) is None:
-        check_positions(1, new, positions)
-        return
-    if len(text) > _MANY_CHARACTERS * positions:
-        tokens = count(text[: 3 * _MANY_CHARACTERS * positions // 8])
-        if tokens > positions:
-            raise ValueError(
-                f"the prompt of {len(text):,} characters has more than {tokens:,} tokens, and the model "
-                f"{positions:,} positions; shorten it"
-            )
-    check_positions(count(text), new, positions)
-
-
-def _counter(args: argparse.Namespace) -> Callable[[str], int] | None:
-    """Returns a function that counts the tokens of a text without special ones, or None if there is no
-    tokenizer.json.
-    """
-    source = args.tokenizer or gguf_header.gguf_path(_target(args), args.gguf_file)
-    if gguf_header.is_gguf(source):
-        # A first load has yet to make it; the digest of a large file takes longer than a refusal may.
-        small = Path(source).stat().st_size <= _MOST_DIGESTED
-        folder = gguf_cache.kept(Path(source), gguf_cache.TOKENIZER) if small else None
-    else:
-        folder = model_folder.folder_of(source)
-    if folder is None or not (folder / "tokenizer.json").is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        made = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except BaseException as error:  # the library panics on some files; the refusal then comes later
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return None
-    # Its settings for truncation and padding are for training.
-    made.no_truncation()
-    made.no_padding()
-    return lambda text: len(made.encode(text, add_special_tokens=False).ids)
 
 
 def _bound(host: str, port: int) -> socket.socket:

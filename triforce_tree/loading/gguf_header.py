@@ -2,6 +2,8 @@
 
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ _HEADER = struct.Struct("<4sIQQ")
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_ENTRIES = 1 << 16
+# The errors of reading a header that is cut off, or whose bytes are wrong.
+_DAMAGED = (struct.error, KeyError, ValueError, IndexError)
 
 
 def is_gguf(source: object) -> bool:
@@ -70,15 +74,33 @@ def named_positions(path: Path) -> int | None:
     Raises:
         FileNotFoundError, ValueError: as in :func:`tensor_count`.
     """
-    _, entries = _counts(path)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        try:
-            numbers = _numbers(content, entries)
-        except (struct.error, KeyError, ValueError, IndexError):
-            return None
-    lengths = [value for name, value in numbers.items() if name.endswith(".context_length")]
-    factors = [value for name, value in numbers.items() if name.endswith(".rope.scaling.factor")]
-    return int(max(lengths) * max(1.0, *factors, 1.0)) if lengths else None
+    numbers, entries = dict[str, float](), _counts(path)[1]
+    with suppress(*_DAMAGED):
+        for name, kind, content, at in _metadata(path, entries):
+            if kind in _NUMBERS:
+                (numbers[name],) = struct.unpack_from("<" + _NUMBERS[kind], content, at)
+        lengths = [value for name, value in numbers.items() if name.endswith(".context_length")]
+        factors = [value for name, value in numbers.items() if name.endswith(".rope.scaling.factor")]
+        return int(max(lengths) * max(1.0, *factors, 1.0)) if lengths else None
+    return None
+
+
+def vocabulary_of(path: Path) -> tuple[str, list[str]] | None:
+    """Returns the kind of the tokenizer in a GGUF file (``gpt2``, ``llama`` ...) and its tokens by id.
+
+    The result is None if the file has no tokenizer, or is damaged.
+
+    Raises:
+        FileNotFoundError, ValueError: as in :func:`tensor_count`.
+    """
+    model, entries = None, _counts(path)[1]
+    with suppress(*_DAMAGED):
+        for name, kind, content, at in _metadata(path, entries):
+            if (name, kind) == ("tokenizer.ggml.model", _STRING):
+                model = _string(content, at)[0].decode()
+            elif (name, kind) == ("tokenizer.ggml.tokens", _ARRAY) and model is not None:
+                return model, _strings(content, at)
+    return None
 
 
 def _counts(path: Path) -> tuple[int, int]:
@@ -93,24 +115,36 @@ def _counts(path: Path) -> tuple[int, int]:
     return int(tensors), int(entries)
 
 
-def _numbers(content: mmap.mmap, entries: int) -> dict[str, float]:
-    """Returns the metadata that are single numbers, by name; others are skipped."""
-    numbers: dict[str, float] = {}
-    at = _HEADER.size
-    for _ in range(min(entries, _MOST_ENTRIES)):
-        name, at = _string(content, at)
-        (kind,) = struct.unpack_from("<I", content, at)
-        at += 4
-        if kind in _NUMBERS:
-            (value,) = struct.unpack_from("<" + _NUMBERS[kind], content, at)
-            numbers[name.decode("utf-8", "replace")] = value
-        at = _after(content, at, kind)
-    return numbers
+def _metadata(path: Path, entries: int) -> Iterator[tuple[str, int, mmap.mmap, int]]:
+    """Iterates over the metadata.
+
+    Yields:
+        name, GGUF's number for the type of the value, the file, and the offset of the value in it.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        at = _HEADER.size
+        for _ in range(min(entries, _MOST_ENTRIES)):
+            name, at = _string(content, at)
+            (kind,) = struct.unpack_from("<I", content, at)
+            yield name.decode("utf-8", "replace"), kind, content, at + 4
+            at = _after(content, at + 4, kind)
 
 
 def _string(content: mmap.mmap, at: int) -> tuple[bytes, int]:
     (length,) = struct.unpack_from("<Q", content, at)
     return content[at + 8 : at + 8 + length], at + 8 + length
+
+
+def _strings(content: mmap.mmap, at: int) -> list[str]:
+    """Returns the array of strings at offset ``at``."""
+    of, count = struct.unpack_from("<IQ", content, at)
+    if of != _STRING:
+        raise ValueError(f"type {of}")
+    found, at = [], at + 12
+    for _ in range(count):
+        text, at = _string(content, at)
+        found.append(text.decode("utf-8", "replace"))
+    return found
 
 
 def _after(content: mmap.mmap, at: int, kind: int) -> int:
