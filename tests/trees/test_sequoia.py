@@ -1,4 +1,4 @@
-"""Sequoia's programme and the choice of sizes against brute force; topologies in files."""
+"""Sequoia's programme against brute force; topologies in files."""
 
 import itertools
 import json
@@ -16,13 +16,11 @@ from triforce_tree.trees.shapes import (
     BestFirst,
     Static,
     WithChain,
-    chain_shape,
     expected_acceptances,
     load_shape,
     parse_shape,
     save_shape,
 )
-from triforce_tree.trees.sizes import best_gains, best_size, measured_seconds
 
 MOST = 6
 
@@ -78,7 +76,6 @@ def test_no_small_tree_is_better(seed: int, positional: bool) -> None:
     rng = np.random.default_rng([seed, positional])
     by_depth = vectors(rng, int(rng.integers(2, 5)) if positional else 1)
     acceptance: Any = by_depth if positional else by_depth[0]
-    gains = best_gains(acceptance, MOST, MOST)
     for size, depth in itertools.product(range(1, MOST + 1), range(1, MOST + 1)):
         best = max(
             expectation(tree, by_depth)
@@ -89,10 +86,9 @@ def test_no_small_tree_is_better(seed: int, positional: bool) -> None:
         paths = frozenset(best_paths(acceptance, size, depth))
         assert len(paths) <= size
         assert _depth(paths) <= depth
+        assert expectation(paths, by_depth) == pytest.approx(best)
         if paths:
-            assert expectation(paths, by_depth) == pytest.approx(best)
             assert expected_acceptances(Static(paths), acceptance) == pytest.approx(best)
-        assert gains[depth - 1][size] == pytest.approx(best)
 
 
 def _depth(tree: frozenset[Ranks]) -> int:
@@ -105,83 +101,7 @@ def test_deeper_acceptance_decides_the_shape() -> None:
     assert sorted(best_paths(not_then_sure, 4, 2)) == [(0,), (0, 0), (1,), (1, 0)]
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("positional", [False, True])
-def test_the_size_with_most_tokens_per_second_is_found(seed: int, positional: bool) -> None:
-    """The result is the best of all trees up to the limits, for random seconds of each size."""
-    rng = np.random.default_rng([seed, positional])
-    by_depth = vectors(rng, int(rng.integers(2, 5)) if positional else 1)
-    acceptance: Any = by_depth if positional else by_depth[0]
-    draft, verify, each = rng.uniform(0.01, 1, 3)
-    steps = rng.uniform(0, 2, MOST + 1)
-
-    def seconds(nodes: int, depth: int) -> float:
-        return float(depth * draft + verify + nodes * each + steps[nodes])
-
-    for most_size, most_depth in ((MOST, MOST), (MOST, 2), (4, 3), (1, 1)):
-        best = max(
-            (1 + expectation(tree, by_depth)) / seconds(size, depth)
-            for size in range(1, most_size + 1)
-            for depth in range(1, most_depth + 1)
-            for tree in EVERY[size]
-            if _depth(tree) <= depth
-        )
-        found = best_size(acceptance, seconds, most_size, most_depth)
-        assert found.rate == pytest.approx(best)
-        assert found.seconds == seconds(found.size, found.depth)
-        assert found.size <= most_size
-        assert found.depth <= most_depth
-        paths = best_paths(acceptance, found.size, found.depth)
-        assert (1 + expectation(frozenset(paths), by_depth)) / found.seconds == pytest.approx(best)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_best_size_by_measured_times_is_that_of_brute_force(seed: int) -> None:
-    """Seconds of few sizes are interpolated; a pass verifies three tokens besides the tree."""
-    rng = np.random.default_rng(seed)
-    by_depth = vectors(rng, 3)
-    verified = [(tokens, float(rng.uniform(0.5, 2))) for tokens in (3, 5, 9)]
-    drafted = [(4, float(rng.uniform(0.01, 0.2))), (9, float(rng.uniform(0.2, 0.4)))]
-    tokens = np.array([t for t, _ in verified])
-    ascending = np.maximum.accumulate([s for _, s in verified])
-
-    def took(tree: frozenset[Ranks]) -> float:
-        rows = len(tree) + 3
-        return float(
-            np.interp(rows, tokens, ascending)
-            + _depth(tree) * np.interp(rows, *map(list, zip(*drafted, strict=True)))
-        )
-
-    best = max(
-        (1 + expectation(tree, by_depth)) / took(tree) for size in range(1, MOST + 1) for tree in EVERY[size]
-    )
-    seconds = measured_seconds(verified, drafted, beside=3)
-    assert best_size(by_depth, seconds, MOST, MOST).rate == pytest.approx(best)
-    with pytest.raises(ValueError, match="10 tokens are more than 9, the most that were measured"):
-        seconds(7, 1)
-
-
-def test_measured_times_are_linear_between_sizes_and_never_fall() -> None:
-    points = [(1, 10.0), (2, 12.0), (4, 11.0), (8, 20.0), (32, 40.0)]
-    seconds = measured_seconds(points, [(1, 2.0)])
-    found = [seconds(nodes, depth) for nodes, depth in ((0, 0), (1, 1), (3, 1), (5, 0), (31, 4))]
-    assert found == pytest.approx([10, 14, 14, 16, 48])
-
-
-def test_where_verification_costs_nothing_more_trees_grow_and_else_they_do_not() -> None:
-    vector = [0.6, 0.2, 0.1]
-    flat = best_size(vector, lambda nodes, depth: 1 + 0.1 * depth, 32, 8)
-    dear = best_size(vector, lambda nodes, depth: 1 + 0.1 * depth + 0.5 * nodes, 32, 8)
-    assert (flat.size, dear.size, dear.depth) == (32, 1, 1)
-    chain = 1 + expected_acceptances(chain_shape(flat.depth), vector)
-    assert flat.tokens > 1.5 * chain
-
-
-def test_impossible_costs_and_limits_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"seconds\(1, 1\)=0.0 must be above 0 and finite"):
-        best_size([0.5], lambda nodes, depth: 0.0, 4, 2)
-    with pytest.raises(ValueError, match="most_size=0 and most_depth=2 must be at least 1"):
-        best_size([0.5], lambda nodes, depth: 1.0, 0, 2)
+def test_impossible_acceptances_are_refused() -> None:
     for bad in ([], [[0.5], []], [0.7, 0.6], [0.5, float("nan")], [-0.1]):
         with pytest.raises(ValueError, match="must be probabilities of sum at most 1"):
             sequoia.vectors_by_depth(bad)

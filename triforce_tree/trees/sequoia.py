@@ -44,7 +44,7 @@ def best_paths(acceptance: Acceptance, size: int, depth: int) -> list[Ranks]:
         size: number of nodes without the root.
         depth: most depths.
     """
-    plans = list(plans_by_depth(vectors_by_depth(acceptance), size, depth))
+    plans = list(_plans_by_depth(vectors_by_depth(acceptance), size, depth))
     paths: list[Ranks] = []
 
     def walk(parent: Ranks, nodes: int, below: int) -> None:
@@ -66,12 +66,10 @@ class _Plan:
         children: int ``[size + 1]``, the number of children by m.
         last_sizes: int ``[ranks, size + 1]``, by rank and m: the nodes in the subtree of the last child if
             there are rank + 1 children.
-        gains: float ``[size + 1]``, the expected accepted tokens of at most m nodes.
     """
 
     children: Any
     last_sizes: Any
-    gains: Any
 
     def sizes(self, nodes: int) -> list[int]:
         """Returns the number of nodes in the subtree of each child, including the child.
@@ -86,7 +84,7 @@ class _Plan:
         return sizes[::-1]
 
 
-def plans_by_depth(vectors: Sequence[Sequence[float]], size: int, depth: int) -> Iterator[_Plan]:
+def _plans_by_depth(vectors: Sequence[Sequence[float]], size: int, depth: int) -> Iterator[_Plan]:
     """Yields the best plans for 1, 2, ... depths below a node, beginning with the deepest nodes.
 
     With a single vector the plans hold at every depth of the tree. They then end when one more depth gains
@@ -111,7 +109,7 @@ def plans_by_depth(vectors: Sequence[Sequence[float]], size: int, depth: int) ->
             values = total.max(axis=1)
             children[values > best] = rank + 1
             best = np.maximum(best, values)
-        yield _Plan(children, np.stack(last_sizes), best)
+        yield _Plan(children, np.stack(last_sizes))
         if len(vectors) == 1 and np.array_equal(best, gains):
             break
         gains = best
