@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, TypedDict
 
 from triforce_tree.memory_size import bytes_of
@@ -117,7 +118,7 @@ class HierarchyConfig:
     runner_ups: bool | None = None
     tail_tree: bool = False
     lookup: int | None = None
-    retrieval_weight_bits: int | str = 16
+    retrieval_weight_bits: int | str = "auto"
     rounds: int | None = None
     prefill_chunk: int | None = None
     kv_bits: int = 16
@@ -210,14 +211,14 @@ class HierarchyConfig:
             return 0 if draft_model else _MATCHED_ALONE
         return self.lookup
 
-    @property
+    @cached_property
     def text_ranks(self) -> int:
         """Returns how many ranks split each text by position; 1 while "auto" is undecided, as in one
         process.
         """
         return self.context_parallel if isinstance(self.context_parallel, int) else 1
 
-    @property
+    @cached_property
     def shapes(self) -> tuple[str | Shape, ...]:
         """Returns the trees that passes may propose, ``tree`` first. If ``rounds`` is given this is ``tree``
         alone.
@@ -227,17 +228,17 @@ class HierarchyConfig:
         # Passes of two levels verify matched tokens.
         return self.trees if self.levels != 3 else grown_alone(self.trees)
 
-    @property
+    @cached_property
     def trees(self) -> tuple[str | Shape, ...]:
         """Returns ``tree`` followed by ``other_trees``."""
         return (self.tree, *(self.other_trees or ()))
 
-    @property
+    @cached_property
     def chooses_levels(self) -> bool:
         """Returns whether decoding may choose passes of two levels in place of three."""
         return self.levels == "auto" and self.rounds is None
 
-    @property
+    @cached_property
     def offloads(self) -> bool | str:
         """Returns whether the full cache may live in host memory: True, False or "auto"."""
         if self.offload is None:
@@ -245,27 +246,27 @@ class HierarchyConfig:
             return self.offload_weights is True or ("auto" if bounded else False)
         return self.offload
 
-    @property
+    @cached_property
     def streams(self) -> bool | str:
         """Returns whether weights may live in host memory: True, False or "auto"."""
         return self.offload_weights if self.offloads else False
 
-    @property
+    @cached_property
     def gpu_bytes(self) -> int | None:
         """Returns the device memory limit in bytes, or None for no limit."""
         return None if self.gpu_memory is None else bytes_of(self.gpu_memory, "gpu_memory")
 
-    @property
+    @cached_property
     def host_bytes(self) -> int | None:
         """Returns the host memory limit in bytes, or None for all memory except a reserve for the system."""
         return None if self.host_memory is None else bytes_of(self.host_memory, "host_memory")
 
-    @property
+    @cached_property
     def prefix_bytes(self) -> int:
         """Returns the bytes of host memory for keys and values of earlier texts; 0 for none."""
         return 0 if isinstance(self.prefix_cache, bool) else bytes_of(self.prefix_cache, "prefix_cache")
 
-    @property
+    @cached_property
     def weight_bits(self) -> int:
         """Returns the bits of level 1's weights; 16 while "auto" is undecided."""
         return self.retrieval_weight_bits if isinstance(self.retrieval_weight_bits, int) else 16

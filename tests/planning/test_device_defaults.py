@@ -37,13 +37,15 @@ def settings(
 
 
 def test_a_cpu_keeps_the_defaults() -> None:
-    defaults = HierarchyConfig(retrieval_weight_bits="auto").as_options()
+    defaults = HierarchyConfig().as_options()
     assert settings(gpu=False, grows_trees=False) == defaults
     others = ("best-first:2,2,1", "chain:2", "lookup:12", "lookup:31")
     assert settings(gpu=False) == {**defaults, "other_trees": others}
     without = HierarchyConfig(lookup=0)
     assert settings(without, given=("lookup",), gpu=False)["other_trees"] == others[:2]
-    assert settings(given=("retrieval_weight_bits",), gpu=False)["retrieval_weight_bits"] == 16
+    for bits in (16, 8):
+        given = HierarchyConfig(retrieval_weight_bits=bits)
+        assert settings(given, gpu=False)["retrieval_weight_bits"] == bits
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -117,7 +119,7 @@ def test_given_options_are_kept() -> None:
 
 
 def test_bits_of_level_1_are_numbers_or_auto() -> None:
-    assert HierarchyConfig().retrieval_weight_bits == HierarchyConfig().weight_bits == 16
+    assert HierarchyConfig() == HierarchyConfig(retrieval_weight_bits="auto")
     for given, number in ((16, 16), (8, 8), (4, 4), ("auto", 16)):
         config = HierarchyConfig.from_options(retrieval_weight_bits=given)
         assert (config.as_options()["retrieval_weight_bits"], config.weight_bits) == (given, number)

@@ -24,7 +24,7 @@ from triforce_tree.planning.drafter_memory import uses
 from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes, workspace
 from triforce_tree.planning.memory_plan import plan
-from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.trees.device_shapes import pass_limits
 from triforce_tree.verify.seeded import Seeded
 
 OPTIONS: dict[str, Any] = {"budget": 64, "chunk": 4, "recent": 16, "gamma": 6, "sinks": 2, "window": 24}
@@ -128,7 +128,7 @@ def test_noise_by_position_is_planned_for(levels: int) -> None:
     config = HierarchyConfig.from_options(tree="best-first:4,3", **OPTIONS)
     sizes = Sizes(0, 0, 2, 4, 2, 8, 32, 64, vocabulary=1000)
     own, wider = (workspace(s, config, levels, BATCH) for s in (sizes, replace(sizes, vocabulary=2000)))
-    limits = PassLimits.of(config, levels)
+    limits = pass_limits(config, levels)
     state = SimpleNamespace(
         batch=BATCH, max_draft_tokens=limits.max_draft_tokens, extra=limits.extra, device="cpu"
     )

@@ -246,11 +246,6 @@ class Hierarchy:
         self.memory = self.plan_memory(lengths, new_tokens, given, pool_slots)
         if self.memory is not None:
             self.config = self.memory.config
-        elif self.target.streamed is not None and (
-            self.config.retrieval_weight_bits == "auto" or "retrieval_weight_bits" not in given
-        ):
-            # The retrieval model cannot run on streamed weights, whether or not the cache is offloaded.
-            self.config = replace(self.config, retrieval_weight_bits=8)
 
     def plan_memory(
         self,
@@ -405,7 +400,8 @@ class Hierarchy:
             workload = Workload(1, len(prompts[0]), rounded - len(prompts[0]))
             config = self.level_one.with_bits(config, workload, self.draft, self.own_drafter, kept_cache)
         elif config.retrieval_weight_bits == "auto":
-            config = replace(config, retrieval_weight_bits=16)
+            # The retrieval model cannot run on streamed weights.
+            config = replace(config, retrieval_weight_bits=16 if self.target.streamed is None else 8)
         if config.retrieval_weight_bits == 16 and (batch > 1 or levels == 3):
             # Prompts that are too short for three levels take turns with longer ones, and need little.
             self.level_one.drop()

@@ -18,7 +18,7 @@ from triforce_tree.policy.costs import MeasuredTimes
 from triforce_tree.policy.estimates import MOST_RANKS
 from triforce_tree.policy.pass_policy import LearntChoice
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits
+from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, pass_limits
 from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.seeded import Seeded
@@ -108,7 +108,7 @@ class Buffers:
         if target.streamed is not None and levels == 3:
             check_level_one(config.weight_bits)
         compiled = self.device.type == "cuda"
-        extent = PassLimits.of(config, levels)
+        extent = pass_limits(config, levels)
         self.max_draft_tokens = extent.max_draft_tokens
         self.runner_ups = levels == 3 and (compiled if config.runner_ups is None else config.runner_ups)
         self.tail_tree = levels == 3 and config.tail_tree

@@ -9,7 +9,7 @@ from triforce_tree.decoding.stages import (
     Stage,
     TreeVerifyStage,
 )
-from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.trees.device_shapes import pass_limits
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.verifier import Verifier
 
@@ -21,7 +21,7 @@ def stage_name(name: str, shape: int) -> str:
 
 def chain_nodes(program: Buffers) -> int:
     """Returns the tokens per sequence in the target's forward over a chain of full length."""
-    return PassLimits.of(program.config, program.levels).chain_nodes(program.runner_ups)
+    return pass_limits(program.config, program.levels).chain_nodes(program.runner_ups)
 
 
 def drafted(program: Buffers, levels: int, rounds: int, shape: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from triforce_tree.kv.view import KVView, RetrievalView
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
-from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
+from triforce_tree.trees.device_shapes import PassLimits, pass_limits, tree_shapes
 
 View = TypeVar("View")
 
@@ -52,7 +52,7 @@ class CacheSpec:
 
     @cached_property
     def limits(self) -> PassLimits:
-        return PassLimits.of(self.config, self.levels)
+        return pass_limits(self.config, self.levels)
 
     @property
     def attention(self) -> AttentionBackend:

@@ -165,7 +165,9 @@ class ModelFacts:
 
     def read(self, config: HierarchyConfig, batch: int) -> Read:
         """Returns the bytes that passes read for one of ``batch`` sequences, on a CPU."""
-        few = config.retrieval_weight_bits == 8 or self.few_bits
+        few = config.retrieval_weight_bits == 8 or (
+            config.retrieval_weight_bits == "auto" and self.few_bits
+        )
         weights, depth = self.weights / batch, tree_shapes(config)[0].depth
         return Read(weights, weights / 4 if few else weights, self.slot, depth * self.drafted / batch)
 
@@ -181,13 +183,13 @@ def resolve(
     Args:
         given: names of options that stay as they are, even at their defaults.
         facts: of the models. On a CPU the defaults are those of ``HierarchyConfig``, but for ``other_trees``,
-            ``retrieval_weight_bits``, ``budget`` and ``chunk``.
+            ``budget`` and ``chunk``.
         prompt: tokens of the longest prompt.
         batch: sequences.
     """
     options = config.as_options()
     free = {name for name in options if name not in given and options[name] == _DEFAULTS[name]}
-    chosen: dict[str, Any] = {"retrieval_weight_bits": "auto"}
+    chosen: dict[str, Any] = {}
     grouped = facts.group >= _GROUPED
     shapes = (_GROUPED_TREES if grouped else _GPU_TREES) if facts.gpu else _CPU_TREES
     if facts.grows_trees and "tree" in free and (others := _beside(shapes, config, given)):

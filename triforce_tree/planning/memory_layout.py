@@ -10,7 +10,7 @@ from triforce_tree.kv.offload.layout import piece_slots, round_up, window_slots
 from triforce_tree.planning import drafter_memory, memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, HostKV, best_gamma, pass_tokens
-from triforce_tree.trees.device_shapes import PassLimits, unit_slots
+from triforce_tree.trees.device_shapes import pass_limits, unit_slots
 
 LEAST_BUDGET = 1024
 """The smallest budget that is chosen."""
@@ -217,7 +217,7 @@ def offloaded(task: Task, split: Offload) -> MemoryPlan:
         chunks = max_seq_len // retrieval.chunk * layers * sizes.kv_heads * batch
         # With the slot of each chunk, int32.
         means = chunks * (retrieval.columns(sizes.head_dim) * sizes.itemsize + 4)
-    store_slots = slots + window_slots(recent, unit, PassLimits.of(config, levels).scratch_slots)
+    store_slots = slots + window_slots(recent, unit, pass_limits(config, levels).scratch_slots)
     store = round_up(store_slots, _PAGE) * layers * slot_bytes * batch
     hidden = memory_map.hidden_states(sizes, workload.prompt)
     if split.last_resident:
@@ -303,7 +303,7 @@ def _on_host(host: Mapping[str, int], weight_bytes: int, machine: Machine) -> Ho
 def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload: Workload) -> MemoryPlan:
     """Returns the plan without offloading: everything but streamed weights stays on the device."""
     levels = levels_of(config, workload.prompt)
-    max_seq_len = workload.max_seq_len + PassLimits.of(config, levels).scratch_slots
+    max_seq_len = workload.max_seq_len + pass_limits(config, levels).scratch_slots
     slots = workload.pool or max_seq_len * workload.batch
     layer_bytes = slots * sizes.row
     full = layer_bytes * sizes.full_layers

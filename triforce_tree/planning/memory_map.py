@@ -15,7 +15,7 @@ from triforce_tree.kv.store import RING_PAGE
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.tensor_parallel import mlp_shards_of
 from triforce_tree.planning.expert_sizes import ExpertSizes
-from triforce_tree.trees.device_shapes import PassLimits, tree_shapes
+from triforce_tree.trees.device_shapes import pass_limits, tree_shapes
 
 MIB, GIB = 1 << 20, 1 << 30
 # CUDA graphs, libraries' workspaces, and the allocator's rounding.
@@ -316,7 +316,7 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
     """Returns the bytes of probs, noise, logits and activations of passes with each shape of tree, and of
     CUDA graphs.
     """
-    limits = PassLimits.of(config, levels)
+    limits = pass_limits(config, levels)
     tokens = limits.chain_nodes() if levels == 3 else limits.nodes
     nodes = limits.tail + (sum(shape.nodes for shape in tree_shapes(config)) if levels > 1 else 1)
     # Noise by position, since any request may give seeds: the buffer, and what a pass gathers of it.
@@ -326,7 +326,7 @@ def workspace(sizes: Sizes, config: HierarchyConfig, levels: int, batch: int) ->
 
 def rings(sizes: Sizes, config: HierarchyConfig, levels: int, max_seq_len: int, batch: int) -> int:
     """Returns the bytes of the ring buffers of all layers with a window (``kv/store.py``)."""
-    scratch_slots = PassLimits.of(config, levels).scratch_slots
+    scratch_slots = pass_limits(config, levels).scratch_slots
     size = 0
     for group in sizes.windowed:
         slots = min(group.window, max_seq_len) + scratch_slots
@@ -339,7 +339,7 @@ def partials(sizes: Sizes, config: HierarchyConfig, max_seq_len: int, piece: int
     pieces.
     """
     pieces = -(-max_seq_len * sizes.row // piece)
-    queries = PassLimits.of(config, 3).chain_nodes() * sizes.heads
+    queries = pass_limits(config, 3).chain_nodes() * sizes.heads
     outputs = 3 * pieces * queries * sizes.itemsize
     concurrent = min(pieces, TOGETHER) * (queries + _CONCURRENT_QUERIES) * 4
     return (outputs + concurrent) * (sizes.value_dim + 1)

@@ -8,7 +8,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import MOST_GAMMA, HostRate, Machine, Sizes
-from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.trees.device_shapes import pass_limits
 
 LEAST_GAMMA = 12
 """The smallest gamma that is chosen."""
@@ -72,7 +72,7 @@ def pass_tokens(config: HierarchyConfig, levels: int, gamma: int | None = None) 
     """Returns the tokens per sequence in a full-target pass: the root, the draft, its runner-ups and the tree
     that follows the draft.
     """
-    limits = PassLimits.of(config, levels)
+    limits = pass_limits(config, levels)
     if levels < 3:
         return limits.nodes
     limits = limits if gamma is None else replace(limits, max_draft_tokens=gamma)
@@ -88,10 +88,10 @@ def best_gamma(
     Args:
         pass_seconds: returns the seconds of a full-target pass for a gamma.
     """
-    depth = PassLimits.of(config, 3).depth
+    depth = pass_limits(config, 3).depth
     budget = config.retrieval.budget
     kv_bytes = budget * sizes.full_layers * sizes.row + sizes.window_bytes(budget)
-    nodes = PassLimits.of(config, 3).nodes
+    nodes = pass_limits(config, 3).nodes
     weights = memory_map.low_bit(sizes, config, 3) or sizes.weights
     # A pass reads only the experts that the tree's tokens are routed to.
     weights = int(weights * sizes.read_weights(nodes) / sizes.weights)

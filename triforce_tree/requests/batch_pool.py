@@ -7,7 +7,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.kv.pool.blocks import own_slots
 from triforce_tree.kv.pool.size import PoolSize, SharedChunks, for_known, page_of, unit_of
-from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.trees.device_shapes import pass_limits
 
 
 class BatchPool:
@@ -53,7 +53,7 @@ class BatchPool:
         if unit is None:
             return None
         levels = hierarchy.levels(min(map(len, self._prompts)), longest)
-        scratch, page = PassLimits.of(config, levels).scratch_slots, page_of(unit, config, levels)
+        scratch, page = pass_limits(config, levels).scratch_slots, page_of(unit, config, levels)
         # Trials of stages have sequences of any length, all of which begin with one prefix.
         trial = longest + self._sequences * (scratch + 2 * page + 1)
         if not self._joins:

@@ -9,7 +9,7 @@ and verification by the target (level 2).
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.trees.sequoia import Ranks
@@ -39,28 +39,28 @@ class DeviceTreeShape:
     chain: int = 0
     matched: bool = False
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Depth of the deepest node."""
         return max(len(self.widths), self.chain)
 
-    @property
+    @cached_property
     def tree_nodes(self) -> int:
         """The number of nodes without those of ``chain``, including the root."""
         return 1 + sum(self.widths)
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         """The number of nodes, including the root."""
         return self.tree_nodes + self.chain
 
-    @property
+    @cached_property
     def depths(self) -> list[int]:
         """The depth of each node, the root first."""
         tree = (d + 1 for d, width in enumerate(self.widths) for _ in range(width))
         return [0, *tree, *range(1, self.chain + 1)]
 
-    @property
+    @cached_property
     def parents(self) -> list[int]:
         """The parent of each node, -1 for the root. If parents vary, it is the first node one depth above."""
         parents, first = [-1], 0
@@ -90,14 +90,10 @@ def device_tree_shape(shape: Shape) -> DeviceTreeShape:
     return DeviceTreeShape(tuple(len(pairs) for pairs in places), places, matched=isinstance(shape, Lookup))
 
 
-def tree_shapes(config: HierarchyConfig) -> list[DeviceTreeShape]:
-    """Returns the layouts of ``config.shapes``."""
-    return list(_layouts(config.shapes))
-
-
 @lru_cache(maxsize=256)
-def _layouts(shapes: tuple[str | Shape, ...]) -> tuple[DeviceTreeShape, ...]:
-    return tuple(device_tree_shape(parse_shape(shape)) for shape in shapes)
+def tree_shapes(config: HierarchyConfig) -> tuple[DeviceTreeShape, ...]:
+    """Returns the layouts of ``config.shapes``."""
+    return tuple(device_tree_shape(parse_shape(shape)) for shape in config.shapes)
 
 
 @dataclass(frozen=True)
@@ -118,14 +114,6 @@ class PassLimits:
     chain: int = 0
     tail: int = 0
 
-    @classmethod
-    def of(cls, config: HierarchyConfig, levels: int) -> "PassLimits":
-        shapes = tree_shapes(config) if levels > 1 else [DeviceTreeShape(())]
-        depth, nodes = max(shape.depth for shape in shapes), max(shape.nodes for shape in shapes)
-        chain = config.gamma if levels == 3 else 0
-        tail = shapes[0].nodes - 1 if levels == 3 and config.tail_tree else 0
-        return cls(depth, nodes, chain or depth, chain, tail)
-
     def chain_nodes(self, runner_ups: bool = True) -> int:
         """Returns the most tokens per sequence in a forward of the target that verifies a chain.
 
@@ -143,6 +131,16 @@ class PassLimits:
     def scratch_slots(self) -> int:
         """The most KV slots after a sequence's end that passes, or trial runs for capture, may write."""
         return 4 * (self.max_draft_tokens + self.depth + self.nodes) + 64
+
+
+@lru_cache(maxsize=256)
+def pass_limits(config: HierarchyConfig, levels: int) -> PassLimits:
+    """Returns the most tokens that passes of up to ``levels`` levels draft and write."""
+    shapes = tree_shapes(config) if levels > 1 else (DeviceTreeShape(()),)
+    depth, nodes = max(shape.depth for shape in shapes), max(shape.nodes for shape in shapes)
+    chain = config.gamma if levels == 3 else 0
+    tail = shapes[0].nodes - 1 if levels == 3 and config.tail_tree else 0
+    return PassLimits(depth, nodes, chain or depth, chain, tail)
 
 
 def least_prompt(config: HierarchyConfig, levels: int, offloaded: bool) -> int:

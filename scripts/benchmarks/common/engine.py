@@ -35,7 +35,7 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stage_clock import StageClock
 from triforce_tree.runtime.stats import LevelStats, added
-from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.trees.device_shapes import pass_limits
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 Prompts = Sequences[Sequences[int]]
@@ -171,7 +171,7 @@ class Bench:
         else:
             store = None
             if offload is None:
-                slots = max_seq_len + PassLimits.of(config, levels).scratch_slots
+                slots = max_seq_len + pass_limits(config, levels).scratch_slots
                 store = old.store if fits and old.store.slots >= slots else None
                 if store is None or max(map(len, self._fed), default=0) > max_seq_len:
                     # The slots are new, or the captures' trial runs will have written into them.
@@ -293,7 +293,7 @@ class Bench:
             if max(map(len, run.texts)) >= new:
                 break
         if self.program.drafter is not None and rounds != 0:
-            depth = PassLimits.of(self.program.config, self.program.levels).depth
+            depth = pass_limits(self.program.config, self.program.levels).depth
             run.rounds = run.levels[0].forwards / depth / run.levels[-1].forwards
         return run
 

@@ -14,7 +14,7 @@ from triforce_tree.drafters.base import drafter_bytes
 from triforce_tree.drafters.heads.choice import heads_in
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.policy.passes import PassKind
-from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.trees.device_shapes import pass_limits
 
 OTHERS = "chain:3 best-first:5,4"
 
@@ -40,7 +40,7 @@ def test_passes_take_all_shapes_of_heads(kind: str, levels: int, tmp_path: Path)
     assert {taken.shape for taken in loop.passes} == {0, 1, 2}
     alone = heads_in(folder, {"tree": shapes[0]})
     alone.attach(held)
-    limits = PassLimits.of(config, levels)
+    limits = pass_limits(config, levels)
     several, one = (sum(drafter_bytes(d, 1, 200, limits, 32, 4).values()) for d in (drafter, alone))
     assert several > one, "memory plans count the buffers of all shapes"
 
