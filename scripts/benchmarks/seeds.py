@@ -23,8 +23,8 @@ from triforce_tree import Engine
 from triforce_tree.bench.texts import prompts, pydoc_text
 from triforce_tree.decoding.loop import DecodingLoop, OneProgram
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Ending
 from triforce_tree.decoding.sequence import Sequence as Text
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 SETTINGS: dict[str, Record] = {
@@ -48,7 +48,7 @@ def passes_after(
         known = Text([*prompt, *text[:number]], Ending(_MOST), number, 1000 + number if by_position else None)
         loop.begin([known], cached=True)
         if program.levels == 3:
-            program.resume_retrieval()
+            program.cache.means.catch_up()
         before = loop.decode_seconds
         loop.step()
         yield len(known.new), loop.decode_seconds - before

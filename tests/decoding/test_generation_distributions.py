@@ -10,7 +10,7 @@ from tests.support.distributions.generation_distributions import (
     stranger,
     target_distribution,
 )
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending
 from triforce_tree.kernels.cpu.fp32 import library as fp32_library
 from triforce_tree.models.host import layers as host_layers
 from triforce_tree.models.host import linears as host_linears

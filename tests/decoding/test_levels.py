@@ -233,7 +233,7 @@ def test_a_pass_of_three_levels_selects_among_chunks_of_all_passes() -> None:
     means = program.cache.means
     means._known = [min(48, tokens) for tokens in means._known]
     program.rewind([sequence[:-3] for sequence in sequences])
-    program.resume_retrieval()
+    program.cache.means.catch_up()
     fresh = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)
     fresh.prefill([sequence[:-3] for sequence in sequences])
     for b, sequence in enumerate(sequences):
@@ -261,7 +261,7 @@ def test_the_full_cache_holds_the_targets_own_keys_and_values(switching: bool) -
     target = model("llama-gqa")
     program = program_of(target, draft_of("llama-gqa"), 3, 3, rounds=None if switching else 2)
     new, _ = switched(program, GREEDY) if switching else decoded(program, PROMPTS, NEW)
-    program.resume_retrieval()
+    program.cache.means.catch_up()
     sequences = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, new, strict=True)]
     fresh = program_of(target, draft_of("llama-gqa"), 3, 3)
     fresh.prefill(sequences)

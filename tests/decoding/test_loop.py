@@ -80,6 +80,6 @@ def test_a_sequence_that_joins_takes_the_row_of_one_that_has_ended() -> None:
     loop.add(third)
     for _ in loop.decode():
         pass
-    assert third.row == 0
+    assert third.index == 0
     assert [each.new for each in (first, second, third)] == references(new=[3, NEW[1], NEW[2]])
     assert [each.finish_reason for each in (first, second, third)] == ["length"] * 3

@@ -20,7 +20,7 @@ from tests.support.models.program_cases import (
     sequences_of,
 )
 from triforce_tree.decoding.loop import DecodingLoop
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -34,7 +34,7 @@ def test_an_end_token_cuts_the_block_that_holds_it(levels: int) -> None:
     endings = [Ending(20, frozenset({stop})) for stop in stops]
     new, loop = decoded(program, COVERED, endings)
     assert new == [tokens[: tokens.index(stop) + 1] for tokens, stop in zip(expected, stops, strict=True)]
-    assert [row and row.finish_reason for row in loop.rows] == ["eos"] * 3
+    assert [row and row.finish_reason for row in loop.sequences] == ["eos"] * 3
     target_level = loop.levels[-1]
     assert target_level.emitted == sum(map(len, new))
     if levels > 1:
@@ -53,7 +53,7 @@ def test_stop_criteria_are_called_for_every_token_of_their_own_sequence() -> Non
 
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 3)
     new, loop = decoded(program, PROMPTS, [Ending(n, stop=stop(b)) for b, n in enumerate(NEW)])
-    assert [row and row.finish_reason for row in loop.rows] == ["stop"] * 3
+    assert [row and row.finish_reason for row in loop.sequences] == ["stop"] * 3
     for b, tokens in enumerate(references()):
         assert new[b] == tokens[: 5 + b]
         assert calls[b] == [[*PROMPTS[b], *tokens[: n + 1]] for n in range(5 + b)]

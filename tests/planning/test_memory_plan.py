@@ -239,7 +239,7 @@ def test_planned_bytes_are_those_that_a_program_allocates(variance: bool) -> Non
     assert cache.host.resident_bytes <= made.device["resident KV"]
     full = made.device["resident KV"] + made.host["KV"]
     assert cache.host.resident_bytes + cache.host.host_bytes == full
-    program.close()
+    program.cache.close()
 
 
 def test_planned_bytes_of_a_cache_in_8_bits() -> None:
@@ -301,7 +301,7 @@ def test_planned_bytes_of_layers_with_windows(prompt: int) -> None:
     # Layers that need no ring are rounded to pages of another size.
     slack = sum(len(group.layers) * 128 * 64 * 2 for group in cache.rings.groups if not group.ring)
     assert 0 <= made.device["layers with windows"] - allocated + slack <= 2 * slack
-    program.close()
+    program.cache.close()
 
 
 @pytest.mark.parametrize("name", ["gpu_memory", "host_memory"])

@@ -9,7 +9,7 @@ from tests.support.distributions.generation_cases import Case
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
 from tests.support.models.program_cases import finished, sequences_of
 from triforce_tree.decoding.loop import DecodingLoop
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 GREEDY, VOCABULARY = ProbsFromLogits(greedy=True), 5

@@ -273,10 +273,10 @@ def _first_tokens(
         program.state.restore(start)
         for stage in stages:
             program.run(stage, generator)
-        program.committed([0])
+        program.cache.committed([0])
 
     def root(stage: str) -> Tensor:
-        return program.acceptance(stage).scores[0, 0].clone()
+        return program.verifier(stage).acceptance.scores[0, 0].clone()
 
     run("plain")
     verifying = {1: ["plain"], 2: ["target"], 3: ["retrieval_refresh", "target"]}[program.levels]
@@ -286,7 +286,7 @@ def _first_tokens(
     for _ in range(draws):
         run(*stages)
         for stage, tokens in found.items():
-            acceptance = program.acceptance(stage)
+            acceptance = program.verifier(stage).acceptance
             tokens.counts[int(acceptance.emitted[0, 0])] += 1
             # The same in every pass: level 1 selects its chunks by the root, which no draw has changed.
             if tokens.probs is None:

@@ -33,8 +33,7 @@ from triforce_tree.decoding.explain.side_by_side import Piece, SideBySide, Speed
 from triforce_tree.decoding.explain.tally import Node, as_lines
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.engine import Engine
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.pair import needle as planted

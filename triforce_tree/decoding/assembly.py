@@ -11,9 +11,9 @@ import torch
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.full_cache import FullCache
-from triforce_tree.decoding.memory.level_one_copy import LevelOneCopy
+from triforce_tree.decoding.level_one_copy import LevelOneCopy
 from triforce_tree.decoding.memory.new_plan import new_plan
-from triforce_tree.decoding.memory.retries import with_or_without
+from triforce_tree.decoding.out_of_memory import with_or_without
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.draft_level import DraftLevel
@@ -292,7 +292,7 @@ class Hierarchy:
 
     def _kept_plan(self, key: object, lengths: Sequence[int], new_tokens: int) -> MemoryPlan | None:
         """Returns the last plan if its program serves these prompts too, else None."""
-        if self._planned is None or self._program is None or self._program[1].closed:
+        if self._planned is None or self._program is None or self._program[1].cache.closed:
             return None
         before, plan = self._planned
         held = self._program[1].max_seq_len
@@ -338,7 +338,7 @@ class Hierarchy:
             collect: whether to run the garbage collector too, which takes a few tenths of a second.
         """
         for program in self._offloaded:
-            program.close()
+            program.cache.close()
         self._offloaded.clear()
         self._program = None
         self.level_one.drop()
@@ -375,7 +375,7 @@ class Hierarchy:
             if (
                 kept == wanted
                 and program.cache.fits(max_seq_len, pool)
-                and not program.closed
+                and not program.cache.closed
                 and self._binds(program)
             ):
                 if pool is not None:
@@ -385,7 +385,7 @@ class Hierarchy:
                 kept_cache.append(program.cache)
             else:
                 program.cache.keep_prefixes()
-            program.close()  # The new program needs its memory.
+            program.cache.close()  # The new program needs its memory.
             self._program = None
             del program
             if split is None:

@@ -33,7 +33,7 @@ class PreparedStages:
 
     to_probs: DeviceProbs
     stages: dict[str, Stage]
-    runs: dict[str, Callable[[], None]]
+    runs: dict[str, list[Callable[[], None]]]
     shapes: set[int]
     seconds: float
     timings: MeasuredTimes = field(default_factory=MeasuredTimes)
@@ -62,6 +62,7 @@ class Buffers:
         full: the target, as levels 2 and plain decoding run it.
         retrieval_model: the target as level 1 runs it; only with three levels.
         states, full_view, retrieval: see :class:`FullCache`.
+        store: the KV slots on the device, see :class:`KVBackend`.
         shapes: the shapes of the drafter's trees, the configured one first. Stages of the others are made and
             captured by :meth:`prepare_shape` when a pass first needs them.
         max_draft_tokens: most tokens that are proposed to level 2 in a line.
@@ -115,6 +116,7 @@ class Buffers:
         size = batch, max_seq_len, levels
         self.cache = FullCache(target, config, *size, offload, progress, store, kept, pool)
         self.full_view, self.states, self.retrieval = self.cache.view, self.cache.states, self.cache.retrieval
+        self.store = self.cache.backend.store
         self.two_levels = self._may_choose_levels(config)
         features = self.drafter.features if self.drafter is not None else ()
         self.shapes = grown_shapes(self.drafter) if self.drafter is not None else [DeviceTreeShape(())]
@@ -130,11 +132,6 @@ class Buffers:
             bits = config.weight_bits
             self.retrieval_model = self.full if bits == 16 else level_one(target, bits, compiled, features)
         self.capture_seconds = 0.0
-
-    @property
-    def store(self) -> KVStore:
-        """The KV slots on the device, see :class:`KVBackend`."""
-        return self.cache.backend.store
 
     def _may_choose_levels(self, config: HierarchyConfig) -> bool:
         return self.levels == 3 and not self.cache.backend.fixed_passes and config.chooses_levels

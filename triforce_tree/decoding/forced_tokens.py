@@ -121,7 +121,7 @@ def commit(program: DecodingProgram, count: int) -> None:
     if program.retrieval is not None:
         chunk = program.retrieval.config.chunk
         program.retrieval.update_chunk_means(before // chunk, count // chunk + 2)
-    program.committed([count])
+    program.cache.committed([count], with_means=program.retrieval is not None)
 
 
 def _chain(program: DecodingProgram, count: int) -> TokenTree:

@@ -1,9 +1,9 @@
-"""The decoding loop: sequences join a batch, are prefilled, decoded in passes, and make place for others."""
+"""The decoding loop: sequences join a batch, are prefilled, decoded in passes, and leave it."""
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
 from typing import Protocol
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from triforce_tree.decoding.choice.chooser import PassChooser
 from triforce_tree.decoding.choice.stage_costs import UNLIMITED, Allowance
-from triforce_tree.decoding.memory.retries import retried
+from triforce_tree.decoding.out_of_memory import give_way
 from triforce_tree.decoding.prepared_stages import seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stage_set import drafted, stage_name
+from triforce_tree.decoding.stage_set import drafted
 from triforce_tree.kv.cached_tokens import Reuse, common_prefix
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind
@@ -30,12 +30,12 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 _LOG = logging.getLogger(__name__)
 
 Texts = Sequences[list[int]]
-Rows = list[Sequence | None]
+ByIndex = Sequences[Sequence | None]
+"""The sequence at each batch index; None where there is none."""
 Fresh = list[tuple[Sequence, list[int]]]
 """Sequences, and the new tokens of each."""
-
 Observer = Callable[[Fresh, Callable[[int], Tensor]], None]
-"""Gets what a pass has added, and a function such as :meth:`DecodingLoop.emitted_logits`."""
+"""Receives the new tokens of a pass, and the function :meth:`DecodingLoop.emitted_logits`."""
 
 
 class Programs(Protocol):
@@ -61,19 +61,19 @@ class OneProgram:
         return False
 
 
-def best_row(rows: Sequences[Sequence | None], free: Sequences[int], prompt: Sequences[int]) -> int:
-    """Returns the free index of the batch whose neighbours share the longest prefix with a prompt.
+def best_index(running: ByIndex, free: Sequences[int], prompt: Sequences[int]) -> int:
+    """Returns the free batch index whose neighbours share the longest prefix with a prompt.
 
     A prefix that neighbouring sequences share is read once. If no neighbour shares a prefix, the index is one
     with few neighbours that have little in common, because a later prompt may share a prefix with them.
 
     Args:
-        rows: the running sequence at each index of the batch.
-        free: the indices without a running sequence.
+        running: the running sequences.
+        free: the batch indices without a running sequence.
     """
     if len(free) == 1:
         return free[0]
-    prompts = [[], *(row.prompt if row is not None else [] for row in rows), []]
+    prompts = [[], *(sequence.prompt if sequence is not None else [] for sequence in running), []]
 
     def gain(b: int) -> tuple[int, int, int]:
         before, after = prompts[b], prompts[b + 2]
@@ -84,39 +84,45 @@ def best_row(rows: Sequences[Sequence | None], free: Sequences[int], prompt: Seq
 
 
 class DecodingLoop:
-    """Decodes the sequences of a batch, each :meth:`step` by one pass of the target.
+    """Decodes a batch of sequences; each :meth:`step` makes one pass of the target.
 
-    Prompts may differ in length. A sequence that has ended stays in its row of the batch until another one is
-    prefilled there, between two passes; the others keep their state, and all buffers and CUDA graphs stay as
-    they are. Where device memory runs out, the memory plan is reduced, a smaller program is fed with all
-    tokens so far, and the step is repeated with new random numbers.
+    Prompts may differ in length. A sequence that has ended keeps its batch index until another sequence is
+    prefilled there, between two passes. The others keep their state, and all buffers and CUDA graphs stay as
+    they are. If device memory runs out, the memory plan is reduced, a smaller program is fed with all tokens
+    so far, and the step is repeated with new random numbers.
 
     Args:
-        programs: makes the program, and another one where memory runs out or more rows are wanted.
-        rows: the sequences to begin with, None for a row without one.
-        to_probs: logits to probabilities.
-        seed: of all draws, 0 to 2**63 - 1.
-        repeatable: same seed, same tokens: see :class:`PassChooser`. Each sequence then has draws of its own,
-            those that it has alone with the seed ``draws.sequence_seed``.
+        programs: makes the program, and another one if memory runs out or the batch grows.
+        sequences: the first sequences, by batch index; None for an index without a sequence.
+        to_probs: maps logits to probabilities.
+        seed: the seed of all draws, 0 to 2**63 - 1.
+        repeatable: whether the same seed gives the same tokens, see :class:`PassChooser`. Each sequence then
+            has the draws that it has alone with the seed ``draws.sequence_seed``.
         by_position: whether sequences may have seeds of their own.
-        allowance: what measuring the stages' costs may take, where they are not known.
+        allowance: the time that measuring unknown stage costs may take.
         progress: called with numbers of prompt tokens as they are prefilled.
         reuse: which tokens that the cache holds from earlier generations are kept.
 
     Attributes:
-        rows: the sequence in each row of the batch; one that has ended stays until another one replaces it.
+        sequences: the sequence at each batch index.
         joining: sequences that are not prefilled yet, in the order in which they joined.
-        program: decodes them.
+        program: the program that decodes them.
         chooser: chooses the passes.
-        passes: number of passes by kind.
+        passes: the number of passes by kind.
         prefill_seconds, decode_seconds: host time.
         after_stage: called with the name of each stage after it was started, for measurements.
     """
 
+    program: DecodingProgram
+    chooser: PassChooser
+    draws: Draws
+    _clock: StageClock
+    _last_stage: str
+
     def __init__(
         self,
         programs: Programs,
-        rows: Sequences[Sequence | None],
+        sequences: ByIndex,
         to_probs: ProbsFromLogits,
         seed: int,
         repeatable: bool = False,
@@ -128,20 +134,18 @@ class DecodingLoop:
         self._programs, self._to_probs, self._seed, self._repeatable = programs, to_probs, seed, repeatable
         self._by_position, self._allowance = by_position, allowance
         self._progress, self._reuse = progress, reuse
-        self.rows: Rows = []
+        self.sequences: list[Sequence | None] = []
         self.joining: list[Sequence] = []
         self.passes: Counter[PassKind] = Counter()
         self.prefill_seconds = self.decode_seconds = 0.0
         self.after_stage: Callable[[str], None] | None = None
-        self._attempts, self._is_fed, self._growing, self._after_plain = 0, False, False, False
+        self._attempts, self._after_plain = 0, False
+        # Whether there is a program, whether it was fed with the sequences, and whether the batch grows.
+        self._made = self._fed = self._growing = False
+        # Statistics of earlier programs, and of the present one.
         self._before: list[LevelStats] = []
         self._levels: list[LevelStats] = []
-        self._program: DecodingProgram | None = None
-        self._clock: StageClock
-        self._verified_by: str
-        self.chooser: PassChooser
-        self.draws: Draws
-        self._place(rows)
+        self._place(sequences)
 
     @classmethod
     def over(
@@ -153,15 +157,10 @@ class DecodingLoop:
         progress: Progress | None = None,
     ) -> "DecodingLoop":
         """Returns a loop over a given program; :meth:`begin` then gives it sequences."""
-        rows: Rows = [None] * program.batch
-        loop = cls(OneProgram(program), rows, to_probs, seed, repeatable, progress=progress)
-        loop._prepare()
+        nothing: ByIndex = [None] * program.batch
+        loop = cls(OneProgram(program), nothing, to_probs, seed, repeatable, progress=progress)
+        loop._make_program()
         return loop
-
-    @property
-    def program(self) -> DecodingProgram:
-        assert self._program is not None, "memory ran out"
-        return self._program
 
     @property
     def policy(self) -> PassPolicy:
@@ -175,85 +174,82 @@ class DecodingLoop:
     @property
     def running(self) -> list[Sequence]:
         """Returns the sequences that have not ended."""
-        return [row for row in self.rows if row is not None and row.finish_reason is None]
+        return [s for s in self.sequences if s is not None and s.finish_reason is None]
 
     @property
     def free(self) -> list[int]:
         """Returns the batch indices that a new sequence may take between two passes."""
-        if not self.program.replaces:
+        if not self.program.cache.backend.replaces:
             return []
-        return [b for b, row in enumerate(self.rows) if row is None or row.finish_reason is not None]
+        return [b for b, s in enumerate(self.sequences) if s is None or s.finish_reason is not None]
 
-    def prefill(self) -> None:
-        """Feed the prompts to every level; all but their last tokens, which are the first roots.
-
-        Raises:
-            ValueError: a prompt is too short for the levels, or too long for the buffers.
-            torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
-        """
-        retried(self._feed, self._shrink)
-
-    def begin(self, rows: Sequences[Sequence | None], cached: bool = False) -> None:
+    def begin(self, sequences: ByIndex, cached: bool = False) -> None:
         """Begins with other sequences at these batch indices, and prefills their prompts.
 
         Args:
             cached: whether the cache holds their keys and values, as for ``DecodingProgram.rewind``.
+
+        Raises:
+            ValueError: a prompt is too short for the levels, or too long for the buffers.
         """
-        self._place(rows)
+        self._place(sequences)
         if cached:
             self.program.rewind(self._texts())
-            self._begin_rows()
+            self._begin(range(len(sequences)), time.perf_counter())
         else:
-            self.prefill()
+            self._feed()
 
     def add(self, sequence: Sequence) -> None:
         """Lets a sequence join at one of the :attr:`free` indices; it is prefilled before the next pass."""
-        sequence.row = best_row(self._running_rows(), self.free, sequence.prompt)
-        self.rows[sequence.row] = sequence
+        running = [s if s is not None and s.finish_reason is None else None for s in self.sequences]
+        sequence.index = best_index(running, self.free, sequence.prompt)
+        self.sequences[sequence.index] = sequence
         self.joining.append(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence after its tokens so far, if it has not ended."""
+        """Ends a sequence after its tokens so far, if it has not ended."""
         if sequence.finish_reason is None:
             sequence.finish_reason = "stop"
             self._update_active()
 
-    def grow(self, rows: int) -> None:
-        """Enlarges the batch to ``rows`` sequences from the next pass on, if ``program.replaces``."""
-        self.rows += [None] * (rows - len(self.rows))
+    def grow(self, batch: int) -> None:
+        """Enlarges the batch to ``batch`` sequences from the next pass on, if the backend ``replaces``."""
+        self.sequences += [None] * (batch - len(self.sequences))
         self._growing = True
 
     def step(self, observe: Observer | None = None) -> Fresh:
-        """Prefill the sequences that have joined, make a pass, and append its tokens.
+        """Prefills the sequences that have joined, makes a pass, and appends its tokens.
 
         Args:
-            observe: called after the pass. Where memory runs out in it, the pass is repeated.
+            observe: called after the pass. If memory runs out in it, the pass is repeated.
 
         Returns:
-            the sequences that got new tokens, and these.
+            the sequences that got new tokens, and these tokens.
 
         Raises:
-            ValueError: the model returned NaN.
+            ValueError: a prompt is too short for the levels, or too long for the buffers; or the model
+                returned NaN.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        return retried(lambda: self._advance(observe), self._shrink)
+        while True:
+            try:
+                return self._pass(observe)
+            except torch.OutOfMemoryError as error:
+                out_of_memory = error
+            give_way(out_of_memory, self._shrink)
 
     def decode(self) -> Iterator[Fresh]:
-        """Yield what each :meth:`step` returns until no sequence runs."""
-        with self:
+        """Yields what each :meth:`step` returns until no sequence runs."""
+        try:
             while self.running:
                 yield self.step()
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """Keep what was learnt from the passes for later requests."""
-        if self._program is not None:
+        """Keeps what was learnt from the passes for later requests."""
+        if self._made:
             self.chooser.close()
-
-    def __enter__(self) -> "DecodingLoop":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def emitted_logits(self, count: int) -> Tensor:
         """Returns the logits by which the last pass chose the first ``count`` new tokens of each sequence.
@@ -261,19 +257,12 @@ class DecodingLoop:
         Returns:
             fp32 ``[B, count, V]``; arbitrary for tokens that a sequence did not emit.
         """
-        return self.program.verifier(self._verified_by).emitted_logits(count)
+        return self.program.verifier(self._last_stage).emitted_logits(count)
 
     # Programs: the first one, and those after it
 
-    def _shrink(self) -> bool:
-        """Drops the program; returns whether the memory plan could be reduced."""
-        self._drop()
-        return self._programs.shrink()
-
-    def _prepare(self) -> None:
-        """Makes a program for the batch if there is none, with its pass chooser and random draws."""
-        if self._program is not None:
-            return
+    def _make_program(self) -> None:
+        """Makes a program for the batch, with its pass chooser and random draws."""
         program = self._programs.make(self._texts())
         noise = seeded(program) if self._by_position else program.seeded
         program.prepare(self._to_probs)
@@ -284,149 +273,148 @@ class DecodingLoop:
         count = program.batch if self._repeatable else 1
         self.draws = Draws(self._seed, self._attempts, count, program.device, noise)
         self._clock, self._after_plain = StageClock(program.device), False
-        self._program, self._attempts = program, self._attempts + 1
+        self.program, self._made, self._attempts = program, True, self._attempts + 1
 
-    def _feed(self) -> None:
-        """Feed all tokens so far to every level, of a new program if there is none."""
-        self._prepare()
-        self._expect()
-        start = time.perf_counter()
-        reused = self.program.prefill(self._texts(), self._progress, self._reuse)
-        self._prefilled(start)
-        for sequence in self.joining:
-            assert sequence.row is not None
-            sequence.reused = reused[sequence.row]
-        self._begin_rows()
-
-    def _begin_rows(self) -> None:
-        """Begins the random draws of the sequences after their texts were prefilled."""
-        for b in range(len(self.rows)):
-            self._begin_draws(b)
-        if len(self.running) < len(self.rows):
-            self._update_active()
-        self._is_fed, self.joining = True, []
-
-    def _begin_draws(self, b: int) -> None:
-        row = self.rows[b]
-        seed = row.seed if row is not None and self._by_position else None
-        self.draws.begin(b, b if row is None else row.number, seed)
-
-    def _prefilled(self, start: float) -> None:
-        """Adds up the seconds of a prefill."""
-        self._clock.synchronize()
-        seconds = time.perf_counter() - start
-        self.prefill_seconds += seconds
-        for sequence in self.joining:
-            sequence.prefill_seconds += seconds
-
-    def _drop(self) -> None:
+    def _drop_program(self) -> None:
         """Drops the program and keeps its statistics."""
-        if self._program is not None:
+        if self._made:
             self.chooser.close()
             self._before, self._levels = self.levels, []
-            # They hold the program's buffers, whose memory the next one needs.
-            del self.chooser, self.draws
-        self._program, self._is_fed = None, False
+            # They hold the program's buffers, whose memory the next program needs.
+            del self.program, self.chooser, self.draws
+        self._made = self._fed = False
+
+    def _shrink(self) -> bool:
+        """Drops the program; returns whether the memory plan could be reduced."""
+        self._drop_program()
+        return self._programs.shrink()
 
     def _grow(self) -> None:
         """Continues with a program for a larger batch, which keeps the cache of the running sequences."""
         self._growing = False
         if self.program.cache.backend.reclaims:
-            self._clear_ended()
-        self._drop()
+            self._remove(self._ended)
+        self._drop_program()
         self._reuse, reuse = "all", self._reuse
         try:
             self._feed()
         finally:
             self._reuse = reuse
 
-    # Rows
+    # Sequences
 
-    def _place(self, rows: Sequences[Sequence | None]) -> None:
+    def _place(self, sequences: ByIndex) -> None:
         """Puts sequences into the batch before the first prefill."""
-        self.rows, self._is_fed = list(rows), False
-        self.joining = [sequence for sequence in rows if sequence is not None]
-        for b, sequence in enumerate(rows):
+        self.sequences, self._fed = list(sequences), False
+        self.joining = [sequence for sequence in sequences if sequence is not None]
+        for b, sequence in enumerate(sequences):
             if sequence is not None:
-                sequence.row = b
+                sequence.index = b
 
     def _texts(self) -> list[list[int]]:
         """Returns all tokens at each batch index; an index without a sequence holds a single token."""
-        return [row.tokens if row is not None else [0] for row in self.rows]
+        return [sequence.tokens if sequence is not None else [0] for sequence in self.sequences]
 
-    def _running_rows(self) -> Rows:
-        return [row if row is not None and row.finish_reason is None else None for row in self.rows]
-
-    @property
-    def running_texts(self) -> list[list[int] | None]:
-        """Returns all tokens of the running sequence at each batch index, or None where none is running."""
-        return [None if row is None else row.tokens for row in self._running_rows()]
+    def _feed(self) -> None:
+        """Feeds all tokens so far to every level, of a new program if there is none."""
+        if not self._made:
+            self._make_program()
+        self._expect()
+        start = time.perf_counter()
+        reused = self.program.prefill(self._texts(), self._progress, self._reuse)
+        for sequence in self.joining:
+            assert sequence.index is not None
+            sequence.reused = reused[sequence.index]
+        self._begin(range(len(self.sequences)), start)
 
     def _join(self) -> None:
-        """Prefill the sequences that have joined, each in place of one that has ended."""
+        """Prefills the sequences that have joined, each in place of one that has ended."""
         program, start = self.program, time.perf_counter()
-        backend = program.cache.backend
-        if backend.reclaims:
-            ended = self._clear_ended()
-            rows = [sequence.row for sequence in self.joining if sequence.row is not None]
-            backend.release([*rows, *ended])
+        joining = [sequence.index for sequence in self.joining if sequence.index is not None]
+        ended: list[int] = []
+        if program.cache.backend.reclaims:
+            ended = self._ended
+            self._remove(ended)
+            program.cache.backend.release([*joining, *ended])
             self._expect()
-            for b in ended:
-                program.replace(b, self._texts(), self._progress, self._reuse)
+        for b in (*ended, *joining):
+            reused = program.replace(b, self._texts(), self._progress, self._reuse)
+            if (sequence := self.sequences[b]) is not None:
+                sequence.reused = reused
+        self._begin(joining, start)
+        self.chooser.joined()
+
+    def _begin(self, indices: Iterable[int], start: float) -> None:
+        """Lets sequences run whose prefill began at ``start``."""
+        self._clock.synchronize()
+        seconds = time.perf_counter() - start
+        self.prefill_seconds += seconds
         for sequence in self.joining:
-            assert sequence.row is not None
-            sequence.reused = program.replace(sequence.row, self._texts(), self._progress, self._reuse)
-            self._begin_draws(sequence.row)
-        if self.joining or backend.reclaims:
-            self._prefilled(start)
-            self._update_active()
-            self.chooser.joined()
-        self.joining = []
+            sequence.prefill_seconds += seconds
+        for b in indices:
+            if (begun := self.sequences[b]) is not None:
+                self.draws.begin(b, begun.number, begun.seed if self._by_position else None)
+            else:
+                self.draws.begin(b, b)
+        self._update_active()
+        self._fed, self.joining = True, []
 
-    def _any_ended(self) -> bool:
-        """Returns whether sequences that have ended hold slots that others could use."""
-        ended = (row is not None and row.finish_reason is not None for row in self.rows)
-        return self.program.cache.backend.reclaims and any(ended)
+    @property
+    def _ended(self) -> list[int]:
+        """Returns the batch indices of sequences that have ended."""
+        return [b for b, s in enumerate(self.sequences) if s is not None and s.finish_reason is not None]
 
-    def _clear_ended(self) -> list[int]:
-        """Removes sequences that have ended from the batch; returns their indices."""
-        ended = [b for b, row in enumerate(self.rows) if row is not None and row.finish_reason is not None]
-        for b in ended:
-            self.rows[b] = None
-        return ended
+    def _remove(self, indices: Iterable[int]) -> None:
+        """Removes sequences from the batch."""
+        for b in indices:
+            self.sequences[b] = None
 
     def _expect(self) -> None:
-        """Set how many tokens may follow the sequences that are prefilled next."""
-        new_tokens = [max(1, row.left) if row is not None else 0 for row in self.rows]
+        """Tells the KV backend how many tokens may follow the sequences that are prefilled next."""
+        new_tokens = [max(1, s.left) if s is not None else 0 for s in self.sequences]
         self.program.cache.backend.expect(new_tokens)
 
     def _update_active(self) -> None:
-        running = [row is not None for row in self._running_rows()]
+        """Tells the stages which sequences run."""
+        running = [s is not None and s.finish_reason is None for s in self.sequences]
         self.program.state.active.copy_(torch.tensor(running))
 
     # A pass
 
-    def _advance(self, observe: Observer | None) -> Fresh:
-        """Feed what was not fed, and make one pass."""
+    def _pass(self, observe: Observer | None) -> Fresh:
+        """Feeds what was not fed, makes one pass, and appends its tokens."""
         if self._growing:
             self._grow()
-        elif not self._is_fed:
+        elif not self._fed:
             self._feed()
-        elif self.joining or self._any_ended():
+        elif self.joining or (self.program.cache.backend.reclaims and self._ended):
             self._join()
         program, clock = self.program, self._clock
         try:
             start = time.perf_counter() - program.capture_seconds  # no decoding
-            rows = self._running_rows()
-            texts = self.running_texts
-            longest, left = max(map(len, self._texts())), max(row.left for row in rows if row is not None)
-            kind = self.chooser.choose(texts, longest, left)
+            running = [s if s is not None and s.finish_reason is None else None for s in self.sequences]
+            texts = [s.tokens if s is not None else None for s in running]
+            longest = max(len(s.tokens) for s in self.sequences if s is not None)
+            kind = self.chooser.choose(texts, longest, max(s.left for s in running if s is not None))
             clock.start()
             if kind != PLAIN:
                 kind = self._prepare_levels(kind, texts, self._after_plain)
             self.draws.before_pass([None if text is None else len(text) for text in texts])
-            report = self._pass(kind)
-            fresh = self._append(rows, report, observe)
+            for name, level in program.stages_of_pass(kind):
+                program.run(name, *self.draws.generators)
+                self._last_stage = name
+                if self.after_stage is not None:
+                    self.after_stage(name)
+                clock.mark(level)
+            report: list[list[int]] = program.state.pass_results().tolist()
+            if program.state.rank_counts is not None:
+                program.state.rank_counts.zero_()
+            if kind.levels == 3:
+                program.state.retrieval_emitted.zero_()
+            tokens = [emitted[:count] for count, _, _, _, *emitted in report]
+            program.cache.committed([count for count, *_ in report], tokens, with_means=kind.levels == 3)
+            self.passes[kind] += 1
+            fresh = self._append(running, report, observe)
             seconds = clock.seconds()
             # The drafter catches up with the tokens of passes without its trees.
             without = kind == PLAIN or self.chooser.matched(kind)
@@ -436,28 +424,28 @@ class DecodingLoop:
             taken = time.perf_counter() - program.capture_seconds - start
             self.chooser.took(kind, taken - sum(seconds.values()) + seconds.get("capture", 0.0))
         except BaseException:
-            # What an interrupted or failed pass left is not to be continued.
+            # An interrupted or failed pass may have left anything in the cache.
             program.cache.forget()
             raise
         self.decode_seconds += taken
-        for row in rows:
-            if row is not None:
-                row.decode_seconds += taken
+        for sequence in running:
+            if sequence is not None:
+                sequence.decode_seconds += taken
         if not self.running:
             self.chooser.finish()
         return fresh
 
     def _prepare_levels(self, kind: PassKind, texts: Sequences[list[int] | None], resumed: bool) -> PassKind:
-        """Let the drafter catch up with what was committed, and the retrieval level after other passes.
+        """Lets the drafter process what was committed, and updates the chunk means for the retrieval level.
 
         Returns:
-            the pass to make: with trees of the first shape, where memory is short for another one's stages.
+            the pass to make. It has trees of the first shape if memory is short for the stages of another.
         """
         program, matched = self.program, self.chooser.matched(kind)
         if program.drafter is not None and not matched:
             program.drafter.prepare(texts, resumed)
         if kind.levels == 3:
-            program.resume_retrieval()
+            program.cache.means.catch_up()
         self._clock.mark("prepare")
         if kind.shape:
             try:
@@ -472,72 +460,43 @@ class DecodingLoop:
             self._clock.mark("capture")
         return kind
 
-    def _pass(self, kind: PassKind) -> list[list[int]]:
-        """Runs the stages of a pass; returns ``SequenceState.pass_results``."""
-        program, clock, draws = self.program, self._clock, self.draws.generators
-        stage = program.last_stage(kind.levels, kind.shape)
-        for name, timed in self._stages(kind, stage):
-            program.run(name, *draws)
-            if self.after_stage is not None:
-                self.after_stage(name)
-            clock.mark(timed)
-        self._verified_by = stage
-        report: list[list[int]] = program.state.pass_results().tolist()
-        if program.state.rank_counts is not None:
-            program.state.rank_counts.zero_()
-        tokens = [emitted[:count] for count, _, _, _, *emitted in report]
-        program.committed([count for count, *_ in report], tokens, stage)
-        if kind.levels == 3:
-            program.state.retrieval_emitted.zero_()
-        self.passes[kind] += 1
-        return report
-
-    def _stages(self, kind: PassKind, last: str) -> Iterator[tuple[str, str]]:
-        """The stages of a pass in their order, and under which name the seconds of each are counted."""
-        for done in range(kind.rounds):
-            yield stage_name("draft", kind.shape), "draft"
-            if kind.levels == 3:
-                name = "retrieval_refresh" if self.program.config.retrieval.chooses(done) else "retrieval"
-                yield stage_name(name, kind.shape), "retrieval"
-        yield last, "target"
-
-    def _append(self, rows: Rows, report: list[list[int]], observe: Observer | None) -> Fresh:
+    def _append(self, running: ByIndex, report: list[list[int]], observe: Observer | None) -> Fresh:
         """Appends the tokens of a pass to the running sequences, each up to its end."""
         fresh: Fresh = []
-        for row, (count, _, _, broken, *tokens) in zip(rows, report, strict=True):
-            if broken:
+        for sequence, (count, _, _, has_nan, *tokens) in zip(running, report, strict=True):
+            if has_nan:
                 raise ValueError(self._to_probs.nan_error)
-            if row is not None and count:
-                fresh.append((row, row.append(tokens[:count])))
+            if sequence is not None and count:
+                fresh.append((sequence, sequence.append(tokens[:count])))
         if observe is not None:
             try:
                 observe(fresh, self.emitted_logits)
             except torch.OutOfMemoryError:
-                for row, new in fresh:
-                    row.take_back(len(new))
+                for sequence, new in fresh:
+                    sequence.take_back(len(new))
                 raise
-        if any(row.finish_reason is not None for row, _ in fresh):
+        if any(sequence.finish_reason is not None for sequence, _ in fresh):
             self._update_active()
         return fresh
 
     def _count(
         self, kind: PassKind, report: list[list[int]], fresh: Fresh, seconds: Mapping[str, float]
     ) -> None:
-        """Add up the statistics of the sequences that were running.
+        """Adds a pass to the statistics of its sequences and levels.
 
         Args:
-            seconds: of the stages.
+            seconds: the seconds of its stages.
         """
-        for row, new in fresh:
-            assert row.row is not None
-            committed, proposed, *_ = report[row.row]
-            row.count(len(new), committed, proposed)
-        running = [row for row in report if row[0] > 0]
-        count, proposed, gathered = (sum(row[i] for row in running) for i in range(3))
+        for sequence, new in fresh:
+            assert sequence.index is not None
+            committed, proposed, *_ = report[sequence.index]
+            sequence.target.add(1, proposed, committed - 1, len(new), 0.0)
+        ran = [row for row in report if row[0] > 0]
+        count, proposed, gathered = (sum(row[i] for row in ran) for i in range(3))
         emitted = sum(len(new) for _, new in fresh)
-        self._levels[-1].add(len(running), proposed, count - len(running), emitted, seconds["target"])
-        if trees := kind.rounds * len(running):
-            forwards, tokens = (len(running) * number for number in drafted(self.program, *kind))
+        self._levels[-1].add(len(ran), proposed, count - len(ran), emitted, seconds["target"])
+        if trees := kind.rounds * len(ran):
+            forwards, tokens = (len(ran) * number for number in drafted(self.program, *kind))
             self._levels[0].add(forwards, 0, 0, tokens, seconds["prepare"] + seconds["draft"])
             if kind.levels == 3:
                 verified = trees * self.program.shapes[kind.shape].depth

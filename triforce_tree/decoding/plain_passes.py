@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.memory.planned_programs import PlannedPrograms
-from triforce_tree.decoding.memory.retries import retried
+from triforce_tree.decoding.out_of_memory import give_way
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.runtime.stage_clock import StageClock
@@ -53,14 +53,19 @@ class PlainPasses:
             ValueError: they hold NaN.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
-        return retried(lambda: self._passed(with_nan), self._shrink)
+        while True:
+            try:
+                return self._pass(with_nan)
+            except torch.OutOfMemoryError as error:
+                out_of_memory = error
+            give_way(out_of_memory, self._shrink)
 
     def _shrink(self) -> bool:
         """Drops the program; returns whether the memory plan could be reduced."""
         self._program = None
         return self._programs.shrink()
 
-    def _passed(self, with_nan: bool) -> Tensor:
+    def _pass(self, with_nan: bool) -> Tensor:
         program = self._program = self._program or self._begun()
         program.run("plain", self._unused)
         found = program.verifier("plain").emitted_logits(1)[:, 0]
@@ -75,7 +80,7 @@ class PlainPasses:
         # The pass has appended the most probable tokens.
         given = torch.tensor(tokens, dtype=torch.int64, device=state.device)
         state.tokens.scatter_(1, state.length[:, None], given[:, None])
-        self._program.committed([1] * len(tokens), [[token] for token in tokens], "plain")
+        self._program.cache.committed([1] * len(tokens), [[token] for token in tokens])
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.append(token)
 

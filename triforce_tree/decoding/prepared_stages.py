@@ -10,7 +10,7 @@ from triforce_tree.decoding.buffers import Buffers, PreparedStages
 from triforce_tree.decoding.stage_set import stages_of, tree_stages
 from triforce_tree.decoding.stages import ChainVerifyStage, Stage, TreeVerifyStage
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.executor import Cuts, executor
+from triforce_tree.runtime.executor import Cuts, executed_parts
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.row_bits import check_row_bits
 from triforce_tree.verify.seeded import Seeded
@@ -67,9 +67,9 @@ def prepared(program: Buffers, to_probs: DeviceProbs) -> PreparedStages:
     stages = stages_of(program, to_probs)
     if program.config.exact:
         _check_exact(program, stages)
-    runs: dict[str, Callable[[], None]] = {}
+    runs: dict[str, list[Callable[[], None]]] = {}
     if device.type != "cuda":
-        runs = {name: executor(stage.steps(), device) for name, stage in stages.items()}
+        runs = {name: executed_parts(stage.steps(), device) for name, stage in stages.items()}
         return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
     with program.trial(program.max_seq_len - 1) as begin:
         progress = StageProgress(len(stages))
@@ -77,11 +77,12 @@ def prepared(program: Buffers, to_probs: DeviceProbs) -> PreparedStages:
             progress.next(name)
             begin(False)
             steps = stage.steps()
-            runs[name] = executor(steps, device)
+            runs[name] = executed_parts(steps, device)
             if program.cache.backend.transfers and name in ("target", "plain") and to_probs.capturable:
                 # The first run compiles their kernels now, not while decoding; a second one records pieces.
                 for _ in range(2 if any(isinstance(step.capturable, Cuts) for step in steps) else 1):
-                    runs[name]()
+                    for part in runs[name]:
+                        part()
     seconds = time.perf_counter() - start
     _longest[device] = max(seconds, _longest.get(device, 0.0))
     return PreparedStages(to_probs, stages, runs, {0}, seconds)
@@ -119,13 +120,13 @@ def prepare_shape(program: Buffers, stages: PreparedStages, number: int) -> floa
     start, state = time.perf_counter(), program.state
     made = tree_stages(program, stages.to_probs, number)
     progress = StageProgress(len(made))
-    runs: dict[str, Callable[[], None]] = {}
+    runs: dict[str, list[Callable[[], None]]] = {}
     saved, had_nan = state.save(), state.has_nan.clone()
     try:
         for name, stage in made.items():
             progress.next(name)
             # On a GPU this runs the stage, twice.
-            runs[name] = executor(stage.steps(), program.device)
+            runs[name] = executed_parts(stage.steps(), program.device)
             state.restore(saved)
     finally:
         state.restore(saved)

@@ -18,12 +18,13 @@ from triforce_tree.decoding.stages import (
 )
 from triforce_tree.drafters.base import start_one
 from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.policy.passes import PassKind
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.runtime.token_ids import id_tensor
 from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
-from triforce_tree.verify.verifier import Acceptance, Verifier
+from triforce_tree.verify.verifier import Verifier
 
 # Kinds of sampling whose stages are kept. On a GPU it takes seconds to capture those of another one.
 _MOST_PREPARED = 16
@@ -80,36 +81,35 @@ class DecodingProgram(Buffers):
             if self.drafter is not None:
                 self.drafter.start(prompts)
         except BaseException:
-            self.close()
+            self.cache.close()
             raise
         return reused
 
-    @property
-    def replaces(self) -> bool:
-        """Returns whether :meth:`replace` works, see :class:`KVBackend`."""
-        return self.cache.backend.replaces
-
     def replace(
         self,
-        row: int,
+        index: int,
         sequences: Sequence[Sequence[int]],
         progress: Progress | None = None,
         reuse: Reuse = "none",
     ) -> int:
-        """Replaces a sequence that has ended while the others go on; returns how many tokens were reused.
+        """Replaces a sequence that has ended while the others go on, if the backend ``replaces``.
 
         Args:
-            sequences: all committed tokens of each sequence; of ``row`` the new prompt.
+            index: the batch index of the sequence.
+            sequences: all committed tokens of each sequence, and at ``index`` the new prompt.
+
+        Returns:
+            how many tokens of the prompt were reused.
         """
-        prompt, state = sequences[row], self.state
+        prompt, state = sequences[index], self.state
         self._check([prompt])
-        [reused] = self.cache.prefill([prompt], progress, reuse, state.features, row)
-        state.tokens[row, : len(prompt)] = id_tensor(prompt, self.device)
-        state.length[row], state.active[row] = len(prompt) - 1, 1
-        state.chain[row] = state.retrieval_emitted[row] = 0
+        [reused] = self.cache.prefill([prompt], progress, reuse, state.features, index)
+        state.tokens[index, : len(prompt)] = id_tensor(prompt, self.device)
+        state.length[index], state.active[index] = len(prompt) - 1, 1
+        state.chain[index] = state.retrieval_emitted[index] = 0
         if self.drafter is not None:
-            start_one(self.drafter, row, sequences)
-        self.cache.begin([prompt], row)
+            start_one(self.drafter, index, sequences)
+        self.cache.begin([prompt], index)
         return reused
 
     def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -150,24 +150,6 @@ class DecodingProgram(Buffers):
                 counts.zero_()
         self.cache.begin(prompts)
 
-    def committed(
-        self, counts: Sequence[int], tokens: Sequence[Sequence[int]] | None = None, stage: str = "target"
-    ) -> None:
-        """Records how many tokens the last pass of level 2, which ended with this stage, added to each
-        sequence.
-
-        Args:
-            tokens: these, if they are known.
-        """
-        self.cache.committed(counts, tokens, with_means=self.levels == 3 and stage == "target")
-
-    def resume_retrieval(self) -> None:
-        """Updates the chunk means before a pass of three levels; the other passes do not update them."""
-        self.cache.means.catch_up()
-
-    def update_chunk_means(self) -> None:
-        self.cache.means.update_all()
-
     def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
         """Returns the bytes of keys, values and weights that a pass of level 2 copies to the device.
 
@@ -192,22 +174,19 @@ class DecodingProgram(Buffers):
             config
         )
 
-    def close(self) -> None:
-        """Releases an offloaded cache's host memory; the program cannot be used afterwards."""
-        self.cache.close()
-
-    @property
-    def closed(self) -> bool:
-        """Returns whether memory that its stages use was released."""
-        return self.cache.closed
-
-    def last_stage(self, levels: int, shape: int = 0) -> str:
-        """Returns the target's stage in passes with this number of levels and shape of trees."""
-        if levels == 1:
-            return "plain"
-        if levels == 3:
-            return "target"
-        return stage_name("target_tree" if levels < self.levels else "target", shape)
+    def stages_of_pass(self, kind: PassKind) -> list[tuple[str, str]]:
+        """Returns the stages of a pass in their order, each with the level to which its seconds belong."""
+        stages: list[tuple[str, str]] = []
+        for done in range(kind.rounds):
+            stages.append((stage_name("draft", kind.shape), "draft"))
+            if kind.levels == 3:
+                name = "retrieval_refresh" if self.config.retrieval.chooses(done) else "retrieval"
+                stages.append((stage_name(name, kind.shape), "retrieval"))
+        if kind.levels == 2:
+            last = stage_name("target" if self.levels == 2 else "target_tree", kind.shape)
+        else:
+            last = "target" if kind.levels == 3 else "plain"
+        return [*stages, (last, "target")]
 
     @property
     def stage_names(self) -> Collection[str]:
@@ -216,10 +195,6 @@ class DecodingProgram(Buffers):
 
     def stage(self, name: str) -> Stage:
         return self.selected.stages[name]
-
-    def acceptance(self, name: str) -> Acceptance:
-        """Returns the last acceptance of a verifying stage."""
-        return self.verifier(name).acceptance
 
     def verifier(self, name: str) -> Verifier:
         """Returns the object with which a verifying stage verifies."""
@@ -234,4 +209,5 @@ class DecodingProgram(Buffers):
                 noise.draw(*generators)
             else:
                 noise.draw_rows(generators)
-        self.selected.runs[name]()
+        for part in self.selected.runs[name]:
+            part()

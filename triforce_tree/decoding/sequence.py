@@ -1,10 +1,41 @@
-"""A text that is being decoded: the only place that holds its tokens, stop criteria and statistics."""
+"""A text that is being decoded: its tokens, stop criteria and statistics."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 
-from triforce_tree.decoding.stop_criteria import Ending, finish_reason
 from triforce_tree.runtime.stats import LevelStats
+
+Stop = Callable[[list[int]], bool]
+"""A stop criterion: called with all tokens so far, it returns whether the sequence ends."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Holds the criteria by which a sequence ends.
+
+    Attributes:
+        max_new_tokens: the most new tokens.
+        stop_tokens: ids that end the sequence; the id that was emitted is its last token.
+        stop: a further criterion, called after every token; may be None.
+    """
+
+    max_new_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+    stop: Stop | None = None
+
+    def reason(self, tokens: list[int], new: int) -> str | None:
+        """Returns why a sequence ends after its last token, or None if it does not end.
+
+        Args:
+            tokens: all tokens so far.
+            new: how many of them are new.
+        """
+        if tokens[-1] in self.stop_tokens:
+            return "eos"
+        if self.stop is not None and self.stop(tokens):
+            return "stop"
+        return "length" if new >= self.max_new_tokens else None
 
 
 @dataclass(eq=False)
@@ -13,16 +44,16 @@ class Sequence:
 
     Attributes:
         prompt: token ids.
-        ending: its stop criteria.
-        number: counted from the first sequence of a call. Its random numbers depend on it.
-        seed: of its own random numbers, by position; None for those that the seed of the call gives it.
+        ending: the stop criteria.
+        number: the number of the sequence in its call, from 0. Its random numbers depend on it.
+        seed: the sequence's own seed, see ``verify/seeded.py``; None if it has none.
         tokens: the prompt and the new tokens so far.
         finish_reason: why it has ended; None while it runs.
-        row: its place in the batch, which has its KV slots; None before it has one.
+        index: its batch index, which determines its KV slots; None before it has one.
         reused: tokens of the prompt whose keys and values the cache held before.
         target: statistics of the target's passes over it.
-        prefill_seconds: of all prompts that were prefilled with it.
-        decode_seconds: of the passes from its first to its last one.
+        prefill_seconds: the seconds of its prefill, with all prompts that were prefilled at the same time.
+        decode_seconds: the seconds of the passes from its first to its last one.
     """
 
     prompt: list[int] = field(repr=False)
@@ -31,7 +62,7 @@ class Sequence:
     seed: int | None = None
     tokens: list[int] = field(init=False, repr=False)
     finish_reason: str | None = None
-    row: int | None = None
+    index: int | None = None
     reused: int = 0
     target: LevelStats = field(default_factory=lambda: LevelStats("target"))
     prefill_seconds: float = 0.0
@@ -47,7 +78,7 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """The most tokens that may still follow."""
+        """Returns the most tokens that may still follow."""
         return self.ending.max_new_tokens - len(self.tokens) + len(self.prompt)
 
     def append(self, tokens: Sequences[int]) -> list[int]:
@@ -55,8 +86,7 @@ class Sequence:
         before = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)
-            new = len(self.tokens) - len(self.prompt)
-            self.finish_reason = finish_reason(self.tokens, token, new, self.ending)
+            self.finish_reason = self.ending.reason(self.tokens, len(self.tokens) - len(self.prompt))
             if self.finish_reason is not None:
                 break
         return self.tokens[before:]
@@ -65,16 +95,3 @@ class Sequence:
         """Removes the last ``tokens`` tokens that :meth:`append` added."""
         del self.tokens[len(self.tokens) - tokens :]
         self.finish_reason = None
-
-    def count(self, new: int, committed: int, proposed: int) -> None:
-        """Counts a pass of the target.
-
-        Args:
-            new: tokens of the pass up to the end of the sequence.
-            committed: all tokens of the pass.
-            proposed: draft tokens that it verified.
-        """
-        self.target.forwards += 1
-        self.target.proposed += proposed
-        self.target.accepted += committed - 1
-        self.target.emitted += new

@@ -165,9 +165,7 @@ class ModelFacts:
 
     def read(self, config: HierarchyConfig, batch: int) -> Read:
         """Returns the bytes that passes read for one of ``batch`` sequences, on a CPU."""
-        few = config.retrieval_weight_bits == 8 or (
-            config.retrieval_weight_bits == "auto" and self.few_bits
-        )
+        few = config.retrieval_weight_bits == 8 or (config.retrieval_weight_bits == "auto" and self.few_bits)
         weights, depth = self.weights / batch, tree_shapes(config)[0].depth
         return Read(weights, weights / 4 if few else weights, self.slot, depth * self.drafted / batch)
 

@@ -130,8 +130,7 @@ class Batch:
         streamers, loop, scores = self._how.streamers, self._loop, self._scores
         observe = None if scores is None else scores.add
         streamers.begin(self._job.input_ids, self._job.sequences)
-        loop.prefill()
-        with loop:
+        try:
             while loop.running:
                 fresh = loop.step(observe)
                 for sequence, tokens in fresh:
@@ -144,6 +143,8 @@ class Batch:
                         self._ended(sequence)
                 while loop.free and (following := self._next()) is not None:
                     loop.add(following)
+        finally:
+            loop.close()
         handed_over = self._how.joining is not None
         out = self._output(self._job.input_ids, self._job.sequences, handed_over)
         out.levels, out.prefill_seconds, out.decode_seconds = (
@@ -155,9 +156,13 @@ class Batch:
         """Enlarge the batch to the wanted number of sequences, if it can grow and the memory suffices."""
         program = self._loop.program
         # First, as the question is asked for every prompt that waits, in each pass.
-        if program.device.type != "cpu" or not program.replaces or not self._job.to_probs.context_free:
+        if (
+            program.device.type != "cpu"
+            or not program.cache.backend.replaces
+            or not self._job.to_probs.context_free
+        ):
             return
-        now = len(self._loop.rows)
+        now = len(self._loop.sequences)
         if (wanted := joining.wanted(self._fits)) <= now:
             return
         rows = self._how.rows(self._hierarchy, wanted, program.max_seq_len, 0, self._pool)
@@ -194,7 +199,7 @@ class Batch:
     def _has_slots(self, coming: Sequence) -> bool:
         """Returns whether enough KV slots are free for a new sequence beside the running ones."""
         joining, begun = self._how.joining, self._loop.joining
-        running = {each.row: each.prompt for each in self._loop.running if each not in begun}
+        running = {each.index: each.prompt for each in self._loop.running if each not in begun}
         wanted = [(each.prompt, each.ending.max_new_tokens) for each in (coming, *begun)]
         tokens = joining.tokens if joining is not None else None
         backend = self._loop.program.cache.backend

@@ -201,7 +201,7 @@ class _Followed(StoppingCriteriaList):
 
     def _add(self, sequence: Sequence, token: int, over: bool, stop: bool) -> None:
         sequence.tokens.append(token)
-        sequence.count(1, 1, 0)
+        sequence.target.add(1, 0, 0, 1, 0.0)
         # A streamer may end its sequence.
         if self._streamers.put(sequence.number, [token], self if self._kept else None):
             over = stop = True

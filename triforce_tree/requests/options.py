@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as hf_stop
 
-from triforce_tree.decoding.stop_criteria import Ending, Stop
+from triforce_tree.decoding.sequence import Ending, Stop
 from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.stop_strings import StopStrings

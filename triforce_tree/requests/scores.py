@@ -57,7 +57,7 @@ class EmittedScores:
         parts: list[tuple[list[Tensor], Tensor]] = []
         texts: dict[int, Tensor] = {}
         for sequence, new in fresh:
-            number, own = sequence.number, logits[sequence.row, : len(new)]
+            number, own = sequence.number, logits[sequence.index, : len(new)]
             known = self._texts[number].to(logits.device)
             text = texts[number] = torch.cat([known, torch.tensor(new, device=logits.device)])
             for name, rows in self._rows.items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from triforce_tree.decoding.stop_criteria import Stop
+from triforce_tree.decoding.sequence import Stop
 from triforce_tree.text.new_text import NewText
 from triforce_tree.text.vocabulary import Vocabulary
 

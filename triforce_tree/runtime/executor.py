@@ -122,14 +122,19 @@ class Step(NamedTuple):
 
 
 def executor(steps: Sequence[Step], device: torch.device) -> Callable[[], None]:
-    """Returns a function without arguments that runs ``steps`` in order.
+    """Returns a function without arguments that runs ``steps`` in order, see :func:`executed_parts`."""
+    return _sequence(executed_parts(steps, device))
+
+
+def executed_parts(steps: Sequence[Step], device: torch.device) -> list[Callable[[], None]]:
+    """Returns functions without arguments whose calls in order run ``steps``.
 
     On a GPU consecutive capturable steps become one CUDA graph, consecutive steps with the same cuts become
     one sequence of graphs, and all other steps are called directly. Inputs that a capturable step reads from
     earlier steps must have the same addresses in each call.
     """
     if device.type != "cuda":
-        return _sequence([step.run for step in steps])
+        return [step.run for step in steps]
     parts: list[Callable[[], None]] = []
     for capturable, group in groupby(steps, key=lambda step: step.capturable):
         run = _sequence([step.run for step in group])
@@ -139,7 +144,7 @@ def executor(steps: Sequence[Step], device: torch.device) -> Callable[[], None]:
             # A pool of its own keeps a graph's outputs until its next run.
             run = Captured(run, device, torch.cuda.graph_pool_handle())
         parts.append(run)
-    return _sequence(parts)
+    return parts
 
 
 def _sequence(parts: Sequence[Callable[[], None]]) -> Callable[[], None]:

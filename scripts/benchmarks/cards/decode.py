@@ -9,8 +9,7 @@ from scripts.benchmarks.common.timing import timed
 from triforce_tree import Engine
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.runtime import distributed
 from triforce_tree.verify.sampling import ProbsFromLogits

@@ -19,8 +19,7 @@ from scripts.inflate.pair import inflate_pair
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.kv.offload.backend import OffloadedBackend
 from triforce_tree.kv.offload.host_store import Offload
@@ -196,7 +195,7 @@ class Bench:
     def close(self) -> None:
         """Give the memory of program and cache back."""
         if self._program is not None:
-            self._program.close()
+            self._program.cache.close()
         self._program, self._fed = None, []
         free_memory()
 
@@ -219,7 +218,7 @@ class Bench:
 
     def _update_chunk_means(self) -> None:
         if self._fed:
-            self.program.update_chunk_means()
+            self.program.cache.means.update_all()
 
     @contextmanager
     def shortened(self, prompts: Prompts, new: int) -> Iterator[None]:
@@ -322,7 +321,8 @@ class Bench:
                     clock.synchronize()
                 clock.mark(name)
             if program.cache.backend.transfers:
-                program.committed([counts[0] for counts in program.state.pass_results().tolist()])
+                counts = [row[0] for row in program.state.pass_results().tolist()]
+                program.cache.committed(counts, with_means=program.levels == 3)
             program.state.retrieval_emitted.zero_()
         synchronize(self.device)
         runs = Counter(one_pass)

@@ -15,8 +15,7 @@ from triforce_tree.check import overlap
 from triforce_tree.config import load_arguments
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.engine import Engine
 from triforce_tree.verify.sampling import ProbsFromLogits
 

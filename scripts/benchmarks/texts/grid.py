@@ -26,8 +26,7 @@ from triforce_tree.bench.texts import token_ids
 from triforce_tree.config import load_arguments
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -211,7 +210,7 @@ class GridRun:
         if self._program is program and self._fed[: len(prompt)] == prompt:
             program.rewind([prompt])
             # Passes after a longer prompt have gone into the mean of the chunk that this one ends in.
-            program.update_chunk_means()
+            program.cache.means.update_all()
         else:
             if self._program is not program:
                 self._warm.clear()

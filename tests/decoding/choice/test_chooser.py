@@ -167,9 +167,9 @@ def test_an_interrupted_request_leaves_what_it_learnt() -> None:
     program = adaptive()
     loop = DecodingLoop.over(program, SAMPLED, 0)
     loop.begin(sequences_of(PROMPTS[:1], [60]))
-    with loop:
-        for _ in range(3):
-            loop.step()
+    for _ in range(3):
+        loop.step()
+    loop.close()
     assert acceptance(program, 3) == pytest.approx(loop.policy.estimates.chain)
 
 

@@ -106,16 +106,16 @@ def test_stages_are_made_where_a_pass_first_takes_them() -> None:
 def test_a_capture_between_passes_leaves_no_trace(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where each stage is run twice before it is captured: the tokens are the same."""
     expected = [switched(shaped(levels), to_probs, 2)[0] for to_probs in (GREEDY, SAMPLED)]
-    plain = prepared_stages.executor
+    plain = prepared_stages.executed_parts
 
-    def warmed(steps: object, device: torch.device) -> Callable[[], None]:
-        run = plain(steps, device)
-        if capturing:
-            run(), run()
-        return run
+    def warmed(steps: object, device: torch.device) -> list[Callable[[], None]]:
+        parts = plain(steps, device)
+        for part in 2 * parts if capturing else ():
+            part()
+        return parts
 
     capturing: list[bool] = []
-    monkeypatch.setattr(prepared_stages, "executor", warmed)
+    monkeypatch.setattr(prepared_stages, "executed_parts", warmed)
     program = shaped(levels)
     for to_probs, tokens in zip((GREEDY, SAMPLED), expected, strict=True):
         capturing.clear()
@@ -157,18 +157,19 @@ def test_memory_that_runs_out_in_a_capture_leaves_no_trace(
     levels: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last stage of a shape, which commits, has run twice before there is no memory to capture it."""
-    program, plain, made = shaped(levels), prepared_stages.executor, [0]
+    program, plain, made = shaped(levels), prepared_stages.executed_parts, [0]
     program.prepare(GREEDY)
 
-    def short(steps: object, device: torch.device) -> Callable[[], None]:
-        run = plain(steps, device)
-        run(), run()
+    def short(steps: object, device: torch.device) -> list[Callable[[], None]]:
+        parts = plain(steps, device)
+        for part in 2 * parts:
+            part()
         made[0] += 1
         if made[0] % stages == 0:
             raise torch.OutOfMemoryError("no memory")
-        return run
+        return parts
 
-    monkeypatch.setattr(prepared_stages, "executor", short)
+    monkeypatch.setattr(prepared_stages, "executed_parts", short)
     new, loop = switched(program)
     assert made[0] >= stages
     assert new == references()

@@ -113,7 +113,7 @@ def test_of_a_chain_beside_a_tree_its_own_nodes_are_matched_tokens(
     def counted(self: OriginTally, stage: str) -> None:
         name(self, stage)
         if isinstance(program.stage(stage), RetrievalVerifyStage | TreeVerifyStage):
-            acceptance = program.acceptance(stage)
+            acceptance = program.verifier(stage).acceptance
             nodes = acceptance.path[0, 1 : int(acceptance.counts[0])].tolist()
             own = ["lookup" if node > 6 else "draft" for node in nodes]
             assert (self._chain or self.names)[-1 - len(own) : -1] == own

@@ -242,7 +242,7 @@ def test_an_interrupted_prefill_frees_the_memory(levels: int, error: type[BaseEx
 
     with pytest.raises(error):
         program.prefill(PROMPTS[:1], progress)
-    assert program.closed
+    assert program.cache.closed
     gc.collect()
     assert block() is None
     assert program.cache.backend.cache.host.host_bytes == 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.models.offloaded_engine import NEW, PROMPT, engine, expected
+from triforce_tree.decoding.full_cache import FullCache
 from triforce_tree.decoding.program import DecodingProgram
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
@@ -34,7 +35,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: set[i
 def test_a_smaller_plan_follows_memory_that_runs_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str, times: set[int]
 ) -> None:
-    failing(monkeypatch, DecodingProgram, place, times)
+    failing(monkeypatch, FullCache if place == "committed" else DecodingProgram, place, times)
     streamed: list[int] = []
 
     class Streamer:
@@ -67,7 +68,7 @@ def test_memory_that_keeps_running_out_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_sampling_continues_with_new_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, DecodingProgram, "committed", {2})
+    failing(monkeypatch, FullCache, "committed", {2})
     out = engine().generate(PROMPT, max_new_tokens=NEW, do_sample=True, temperature=0.8, top_k=0, seed=3)
     assert out.new_tokens == NEW
 
@@ -80,7 +81,7 @@ def test_an_interrupt_frees_the_memory(what: str) -> None:
     own = engine()
     with pytest.raises(KeyboardInterrupt):
         own.generate(PROMPT, max_new_tokens=NEW, do_sample=False, **{what: stop})
-    assert all(program.closed for program in own._hierarchy._offloaded)
+    assert all(program.cache.closed for program in own._hierarchy._offloaded)
     gc.collect()
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()

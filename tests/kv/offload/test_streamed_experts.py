@@ -286,11 +286,11 @@ def test_experts_of_layers_that_stay_are_copied_once() -> None:
 def test_a_program_is_made_anew_after_slots_have_moved() -> None:
     model = streamed(linears=False)
     program = program_of(model, 1)
-    assert not program.closed
+    assert not program.cache.closed
     model.streamed.keep_experts(0)
-    assert not program.closed
+    assert not program.cache.closed
     model.streamed.keep_experts(1)
-    assert program.closed
+    assert program.cache.closed
 
 
 def test_device_memory_that_is_short_keeps_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_offloaded_caches(family: str, split: str) -> None:
     assert program.cache.backend.transfers
     full = next(shape.heads for shape in target.kv_shapes if shape.window is None)
     assert {kv.shape[1] for layer in program.cache.backend.cache.host.on_host for kv in layer} == {full.row}
-    program.close()
+    program.cache.close()
 
 
 def test_streamed_weights() -> None:

@@ -11,9 +11,8 @@ from tests.support.models.families import prompt_of
 from tests.support.models.program_cases import reference
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
-from triforce_tree.decoding.loop import best_row
-from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.loop import best_index
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.kv.pool.store import PooledStore
 from triforce_tree.requests.joining import Fits, Joined
 from triforce_tree.requests.output import GenerateOutput
@@ -176,10 +175,10 @@ def test_a_row_beside_its_like_is_chosen() -> None:
         None,
     ]
     free = [1, 3, 4, 5]
-    assert best_row(rows, free, asked(FIRST, 1)) == 1
-    assert best_row(rows, free, asked(SECOND, 1)) in (1, 3)
+    assert best_index(rows, free, asked(FIRST, 1)) == 1
+    assert best_index(rows, free, asked(SECOND, 1)) in (1, 3)
     # Not beside others that a later prompt may begin like.
-    assert best_row(rows, free, prompt_of(30)[::-1]) in (4, 5)
+    assert best_index(rows, free, prompt_of(30)[::-1]) in (4, 5)
 
 
 def test_nothing_moves_that_a_graph_would_hold() -> None:

@@ -21,8 +21,7 @@ from tests.support.models.families import tiny
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.drafters.base import Drafter, ReadsTarget
 from triforce_tree.drafters.merged import Merged
 from triforce_tree.drafters.suffix_matching import SuffixMatching
@@ -132,7 +131,7 @@ class Generations:
         for b in range(batch):
             backend.cached.fed(b, self.prompt, 0)
         self._states = [state[:1].clone() for state in self._recurrent()]
-        self.program.update_chunk_means()
+        self.program.cache.means.update_all()
         if self.window is not None and levels > 1:
             _cache_windows(self.window)
 
@@ -213,7 +212,9 @@ class Generations:
         drafter = self.program.drafter
         if self.program.shapes[kind.shape].matched:
             assert isinstance(drafter, WithLookup)
-            matches = drafter.match(loop.running_texts)
+            matches = drafter.match(
+                [s and s.tokens if s is None or s.finish_reason is None else None for s in loop.sequences]
+            )
             most = self.program.shapes[kind.shape].depth
             drafter.take(matches, [most if match and match.common else 0 for match in matches])
         return kind

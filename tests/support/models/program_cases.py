@@ -10,8 +10,7 @@ from tests.support.models.families import greedy, perturbed, prompt_of, tiny
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.drafters.draft_level import DraftLevel
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -114,7 +113,7 @@ def exact(
     program = program_of(model(family), draft or draft_of(family), levels, len(PROMPTS), **options)
     new, loop = decoded(program, PROMPTS, NEW)
     assert new == references(family)
-    assert [row and row.finish_reason for row in loop.rows] == ["length"] * len(PROMPTS)
+    assert [row and row.finish_reason for row in loop.sequences] == ["length"] * len(PROMPTS)
     # Without fixed rounds the policy may correctly fall back to autoregressive decoding.
     for level in loop.levels[1:] if program.config.rounds is not None else ():
         assert 0 < level.accepted < level.proposed, level

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from triforce_tree.decoding.explain.tally import AcceptanceTally, DepthCounts, Node, OriginTally
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Sequence
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.decoding.stage_set import stage_name
-from triforce_tree.decoding.stop_criteria import Ending
 from triforce_tree.policy.passes import OF_SHAPE, PassKind
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from triforce_tree.decoding.explain.tally import MATCHED, AcceptanceTally, Node, OriginTally
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stop_criteria import Ending
+from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.runtime.stats import LevelStats
 from triforce_tree.verify.sampling import ProbsFromLogits, Stream, derived
 
@@ -158,7 +157,7 @@ class SideBySide:
         loop.begin([sequence], cached=True)
         if self._program.levels == 3:
             # Chunk means that the other one has not updated: not a part of decoding.
-            self._program.resume_retrieval()
+            self._program.cache.means.catch_up()
         before = loop.decode_seconds
         for _ in loop.decode():
             if len(sequence.new) >= least or self._stop():

@@ -148,7 +148,7 @@ class OriginTally:
         if name == "draft":
             return
         judged = self._program.stage(stage)
-        acceptance = self._program.acceptance(stage)
+        acceptance = self._program.verifier(stage).acceptance
         nodes = acceptance.path[0, 1 : int(acceptance.counts[0])].tolist()
         if isinstance(judged, RetrievalVerifyStage):
             self._chain += [*self._of_tree(nodes, int(number or 0)), "retrieval"]

@@ -1,4 +1,4 @@
-"""What is tried again with less memory after device memory has run out."""
+"""Repeats work with less memory after device memory has run out."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -29,22 +29,18 @@ def with_or_without(kept: list[Kept], make: Callable[[Kept | None], Made]) -> Ma
     return make(None)
 
 
-def retried(attempt: Callable[[], Made], shrink: Callable[[], bool]) -> Made:
-    """Returns the result of ``attempt``, which is repeated after device memory has run out.
+def give_way(error: torch.OutOfMemoryError, shrink: Callable[[], bool]) -> None:
+    """Frees memory after an attempt has failed, so that it can be repeated. Call it outside of ``except``.
 
     Args:
-        shrink: frees what the attempt has used, and returns whether the next attempt needs less memory.
+        error: the error of the attempt.
+        shrink: drops what the attempt has used, and returns whether the next attempt needs less memory.
 
     Raises:
-        torch.OutOfMemoryError: memory is short, and ``shrink`` has returned False.
+        torch.OutOfMemoryError: ``error``, if ``shrink`` has returned False.
     """
-    while True:
-        try:
-            return attempt()
-        except torch.OutOfMemoryError as error:
-            out_of_memory = error
-        # The traceback's frames hold tensors; graphs and their buffers are freed by the collector alone.
-        out_of_memory.__traceback__ = None
-        if not shrink():
-            raise out_of_memory
-        free_memory()
+    # The traceback's frames hold tensors; graphs and their buffers are freed by the collector alone.
+    error.__traceback__ = None
+    if not shrink():
+        raise error
+    free_memory()
