@@ -131,10 +131,9 @@ def test_the_artifacts_nodes_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert info[0].parent == -1
     assert all(n.parent < n.id for n in info)
     assert sorted(n.num_children for n in info) == [0] * 512 + [8] + [64] * 8
-    order = published._reversed_rows(made)
     for query, path in enumerate(made.paths):
         own = [n for n in info if query in n.requests]
-        rows = torch.cat([order[starts[n.id] : starts[n.id + 1]] for n in own])
+        rows = torch.cat([torch.arange(starts[n.id], starts[n.id + 1]) for n in own])
         assert torch.equal(rows.sort().values, path.sort().values)
 
 
@@ -183,6 +182,6 @@ def test_workloads_are_shown_with_what_was_not_measured() -> None:
     assert (absent["way"], absent["us"], absent["reason"]) == ("FlashInfer cascade", None, "not installed")
     assert by_sequences["to_sequences"] == 1.0
     one, many, batch = measure.of_decoding(made)
-    assert (one["ms_per_token"], one["attention_ms"]) == (100.0, 0.32)
+    assert one["ms_per_token"] == 100.0
     assert (many["tokens_per_second"], many["to_one_branch"], many["to_batch"]) == (160.0, 16.0, 2.0)
     assert batch["to_one_branch"] is None

@@ -1,6 +1,6 @@
 """Attention alone over the KV of texts that branch: one call of a layer, by several ways of grouping."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -12,7 +12,6 @@ from scripts.benchmarks.attention.problems import Ceilings
 from scripts.benchmarks.workloads import published
 from scripts.benchmarks.workloads.storage import Problem, in_pages, page_table
 from triforce_tree.bench.results import Record
-from triforce_tree.branching.attention import MOST_READ
 from triforce_tree.branching.layout import Sizes
 from triforce_tree.kernels.attention.backend import default
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
@@ -130,13 +129,6 @@ WAYS: dict[str, Way] = {
     "FastTree's kernel": published.fasttree,
     "DeFT's kernel": published.deft,
 }
-
-
-def engines(ways: Container[str], seen: int) -> str:
-    """Which of these ways is the engine's own where all queries see so many positions together."""
-    if BLOCKS in ways:
-        return BLOCKS
-    return SHARED_PAGES if seen <= MOST_READ else FLATTEN
 
 
 def positions_read(problem: Problem, way: str) -> int:

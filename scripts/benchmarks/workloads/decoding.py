@@ -23,7 +23,7 @@ _SHARE = 0.85
 
 
 def options(stop: StoppingCriteria | None = None) -> dict[str, Any]:
-    """Greedy, without an early end."""
+    """Returns options for greedy decoding that no token ends."""
     return {
         "do_sample": False,
         "eos_token_id": [],
@@ -34,7 +34,7 @@ def options(stop: StoppingCriteria | None = None) -> dict[str, Any]:
 def by_tree(
     engine: Engine, workload: Workload, tokens: Sequence[int], new: int, stop: StoppingCriteria | None
 ) -> Record:
-    """Seconds of ``new`` tokens of each leaf by ``engine.tree``."""
+    """Returns the seconds that ``new`` tokens of each leaf take ``engine.tree``."""
     target, how = engine.target, options(stop)
     # Every leaf starts a page of its own, which may not become full.
     slots = workload.stored + workload.queries * (new + _WARM_UP + 128)
@@ -54,7 +54,7 @@ def by_tree(
     with target.active():
         branches = tree.generate(leaves, max_new_tokens=new, **how)
     return {
-        # As of a batch, without what a call costs before its first forward.
+        # As for a batch, without the preparation before the first forward.
         "seconds": tree.decode_seconds,
         "new_tokens": sum(len(branch.tokens) for branch in branches),
         "prefill_seconds": prefill,
@@ -65,7 +65,7 @@ def by_tree(
 def by_batch(
     engine: Engine, workload: Workload, tokens: Sequence[int], new: int, stop: StoppingCriteria | None
 ) -> Record:
-    """The same by plain decoding of a batch, which stores and reads every text for itself."""
+    """Returns the same for plain decoding of a batch, which stores and reads every text for itself."""
     target = engine.target
     texts = texts_of(workload, tokens)
     prompts = [[token for node in path for token in texts[node]] for path in workload.paths]
@@ -74,7 +74,7 @@ def by_batch(
     if size > free * _SHARE:
         return {"reason": f"its keys and values take {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"}
     plain = engine.with_options(levels=1, advanced={"prefix_cache": False})
-    # Time to capture the pass is not part of decoding; its buffers are those of the last prompts alone.
+    # Captures the pass, which is not part of the measurement.
     plain.generate([prompt[:WARM_UP_PROMPT] for prompt in prompts], max_new_tokens=_WARM_UP, **options(stop))
     out = plain.generate(prompts, max_new_tokens=new, **options(stop))
     return {
@@ -84,7 +84,9 @@ def by_batch(
 
 
 def texts_of(workload: Workload, tokens: Sequence[int]) -> list[Sequence[int]]:
-    """Token ids of each node: the text's beginning at a root, pieces of it one after the other below."""
+    """Returns the token ids of each node. A root has the beginning of the text, and the nodes below have
+    consecutive pieces of it.
+    """
     found: list[Sequence[int]] = []
     start = 0
     for parent, length in zip(workload.parents, workload.lengths, strict=True):
@@ -105,15 +107,15 @@ def measure(
     new: int,
     stop: StoppingCriteria | None = None,
 ) -> Record:
-    """Tokens a second of all texts together, or the reason why there are none.
+    """Returns the seconds and tokens of all texts together, or the reason why they were not decoded.
 
     Args:
-        tokens: of a text that prompts and branches are cut from, at least as long as the longest node.
-        new: tokens of each text.
-        stop: ends it early; the measurement is then to be discarded.
+        tokens: a text that prompts and branches are cut from, at least as long as the longest node.
+        new: new tokens of each text.
+        stop: ends the texts early. The measurement must then be discarded.
 
     Raises:
-        ValueError: the model has not so many positions.
+        ValueError: the texts exceed the model's positions.
     """
     engine.target.check_length(max(map(sum, _path_lengths(workload))), new + _WARM_UP)
     try:

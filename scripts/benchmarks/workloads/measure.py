@@ -1,4 +1,4 @@
-"""All measurements of the workloads: attention alone, then decoding; and the rows of their results file."""
+"""Measures the workloads, attention alone or decoding, and makes the rows of the results file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from scripts.benchmarks.workloads import attention, decoding
 from scripts.benchmarks.workloads.shapes import Workload
 from scripts.benchmarks.workloads.storage import Problem
 from triforce_tree.bench.results import Record, Records, Series
+from triforce_tree.branching.pages import page_slots
 from triforce_tree.engine import Engine
 from triforce_tree.kernels.attention.plan import Heads
 
 ATTENTION, DECODING = "attention", "decoding"
 PARTS = (ATTENTION, DECODING)
-_PAGES = {"cuda": 64, "cpu": 16}
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Run:
         workloads: in the order of the measurements.
         tokens: of a text that prompts and branches are cut from.
         new: tokens of each text of a workload that is decoded.
-        parts: of ``PARTS``.
+        part: one of ``PARTS``.
     """
 
     engine: Engine
     workloads: Sequence[Workload]
     tokens: Sequence[int]
     new: int
-    parts: Sequence[str] = PARTS
+    part: str
 
     @property
     def heads(self) -> Heads:
@@ -44,11 +44,10 @@ class Run:
     def keys(self) -> list[Record]:
         """Returns the keys of all records that the run measures."""
         return [
-            {"kind": part, "workload": workload.name, "way": way}
-            for part in self.parts
+            {"kind": self.part, "workload": workload.name, "way": way}
             for workload in self.workloads
-            for way in (attention.WAYS if part == ATTENTION else decoding.WAYS)
-            if part == ATTENTION or workload.decoded
+            for way in (attention.WAYS if self.part == ATTENTION else decoding.WAYS)
+            if self.part == ATTENTION or workload.decoded
         ]
 
 
@@ -61,8 +60,7 @@ def measure(run: Run, series: Series) -> None:
     def problem(workload: Workload) -> Problem:
         # One at a time: the positions of its paths take memory.
         if held.get("workload") is not workload:
-            page = _PAGES["cuda" if target.device.type == "cuda" else "cpu"]
-            made = Problem(workload, run.heads, page, target.device, target.dtype)
+            made = Problem(workload, run.heads, page_slots(target), target.device, target.dtype)
             held.update(workload=workload, problem=made)
         found: Problem = held["problem"]
         return found
@@ -88,7 +86,7 @@ def measure(run: Run, series: Series) -> None:
 
 
 def of_attention(records: Records) -> list[Record]:
-    """A row for each workload and way, beside attention by sequences."""
+    """Returns a row for each workload and way, compared with attention by sequences."""
     found = _of_kind(records, ATTENTION)
     us = {(r["workload"], r["way"]): r.get("us") for r in found}
     rows = []
@@ -103,22 +101,17 @@ def of_attention(records: Records) -> list[Record]:
 
 
 def of_decoding(records: Records) -> list[Record]:
-    """A row for each workload and way; a tree's has the time of its attention, as measured alone."""
+    """Returns a row for each workload and way."""
     found = _of_kind(records, DECODING)
-    measured = [r for r in _of_kind(records, ATTENTION) if r.get("us")]
-    ways = {r["way"] for r in measured}
-    alone = {r["workload"]: r for r in measured if r["way"] == attention.engines(ways, r["seen"])}
     speed = {(r["workload"], r["way"]): _speed(r) for r in found}
     one = next((_speed(r) for r in found if r["texts"] == 1 and r["way"] == decoding.TREE), None)
     rows = []
     for r in found:
         own, batched = _speed(r), speed.get((r["workload"], decoding.BATCH))
-        layer = alone.get(r["workload"], {}) if r["way"] == decoding.TREE else {}
         long = r["workload"].startswith("long/") and r["way"] == decoding.TREE
         rows.append({
             **{name: r[name] for name in ("workload", "texts", "way")}, "tokens_per_second": own,
             "ms_per_token": 1e3 * r["texts"] / own if own else None,
-            "attention_ms": layer["us"] * layer["layers"] / 1e3 if layer.get("us") else None,
             "to_batch": own / batched if own and batched else None,
             "to_one_branch": own / one if own and one and long else None,
             "kv_gib": r["kv_bytes"] / 2**30 if "kv_bytes" in r else None, "reason": r.get("reason", ""),

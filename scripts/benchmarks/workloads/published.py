@@ -79,13 +79,10 @@ def _offsets(counts: list[int]) -> Tensor:
 
 
 def _tree_info(problem: Problem) -> tuple[list[Any], list[int]]:
-    """The artifact's nodes and the first row of each.
-
-    They are ours in reverse: parents come before their children.
-    """
+    """Returns the artifact's nodes, parents before their children, and the first position of each."""
     from kv_tree_simple import KVTreeNode
 
-    nodes = problem.layout.nodes[::-1]
+    nodes = problem.layout.nodes
     children = Counter(node.parent for node in nodes)
     place = {node: number for number, node in enumerate(nodes)}
     made = []
@@ -97,10 +94,7 @@ def _tree_info(problem: Problem) -> tuple[list[Any], list[int]]:
     for query, feed in enumerate(problem.layout.feeds):
         for node in feed.node.path:
             made[place[node]].requests.append(query)
-    starts = [0]
-    for node in nodes:
-        starts.append(starts[-1] + len(node.tokens))
-    return made, starts
+    return made, [*problem.starts, problem.workload.stored]
 
 
 def _check_artifact(problem: Problem) -> None:
@@ -134,17 +128,11 @@ def fasttree(problem: Problem, q: Tensor) -> Calls:
         fasttree_decode(q, k, v, out, *plan, params.TSQs, params.TSKs, problem.scale)
         return out
 
-    order = _reversed_rows(problem)
     made: Calls = []
     for seed in range(problem.copies(problem.workload.stored)):
-        k, v = (rows[:, order].transpose(0, 1).contiguous() for rows in problem.rows(seed))
+        k, v = (rows.transpose(0, 1).contiguous() for rows in problem.rows(seed))
         made.append(partial(call, k, v))
     return made
-
-
-def _reversed_rows(problem: Problem) -> Tensor:
-    """Our rows in the order of the artifact's nodes."""
-    return torch.cat(problem.runs[::-1])
 
 
 def deft(problem: Problem, q: Tensor) -> Calls:

@@ -32,18 +32,18 @@ _TINY_SCALE = 0.005
 
 
 def rows_of(part: str, records: Records) -> list[Record]:
-    """Of one part."""
+    """Returns the rows of one part of the results file."""
     made = workloads.of_attention if part == workloads.ATTENTION else workloads.of_decoding
     return [{"part": part, **row} for row in made(records)]
 
 
 class Part:
-    """One part of the results file; the rows and header of the other are kept.
+    """One part of the results file. The rows and the header of the other part are kept.
 
     Args:
-        path: of the file; measurements lie beside it.
-        name: attention or decoding.
-        settings: measurements of other settings or of another commit are dropped.
+        path: the results file. A file beside it has the measurements.
+        name: "attention" or "decoding".
+        settings: measurements with other settings, or of another commit, are dropped.
     """
 
     def __init__(self, path: Path, name: str, settings: Record) -> None:
@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
     [tokens] = prompts([pydoc_text()], tokenizer, longest, 1)
     torch.manual_seed(args.seed)
     for name in args.parts:
-        run = workloads.Run(engine, named, tokens, new, [name])
+        run = workloads.Run(engine, named, tokens, new, name)
         heads = run.heads
         part = Part(path, name, {
             "target": f"{args.shape} inflated", "heads": f"{heads.query}/{heads.kv} x {heads.dim}",

@@ -18,15 +18,15 @@ from itertools import accumulate, chain
 
 @dataclass(frozen=True)
 class Workload:
-    """Nodes of a forest; parents come before their children.
+    """A forest of nodes, parents before their children.
 
     Attributes:
-        name: as in ``deft/few-shot-4000x20``.
-        parents: of each node; -1 for a root.
-        lengths: KV positions of each node.
-        asks: whether a query is at the node's end, which sees the node and all before it.
-        iterations: of the published run that this is the mean state of; 0 where there is none.
-        decoded: whether it is decoded too, not attention alone.
+        name: such as ``deft/few-shot-4000x20``.
+        parents: the parent of each node; -1 for a root.
+        lengths: number of KV positions of each node.
+        asks: whether a query at the node's end sees the node and all nodes before it.
+        iterations: number of iterations of the published run whose mean state this is; 0 without such a run.
+        decoded: whether decoding is measured too, and not only attention.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Workload:
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
-        """The nodes from the root to each node that asks, in the order of nodes."""
+        """Returns the nodes from the root to each node that asks, in the order of nodes."""
         found: list[tuple[int, ...]] = []
         for node, parent in enumerate(self.parents):
             found.append((*(found[parent] if parent >= 0 else ()), node))
@@ -50,21 +50,21 @@ class Workload:
 
     @property
     def stored(self) -> int:
-        """KV positions of all nodes, each once: what grouping by nodes reads."""
+        """Returns the number of KV positions of all nodes, which attention by nodes reads."""
         return sum(self.lengths)
 
     @property
     def read_by_sequences(self) -> int:
-        """KV positions that all queries see together: what attention by sequences reads."""
+        """Returns the number of KV positions that attention by sequences reads, the sum over all queries."""
         return sum(self.lengths[node] for path in self.paths for node in path)
 
     def scaled(self, factor: float) -> "Workload":
-        """The same tree with nodes of ``factor`` times as many tokens, at least one."""
+        """Returns the same forest with nodes of ``factor`` times as many tokens, at least one."""
         return replace(self, lengths=tuple(max(1, round(n * factor)) for n in self.lengths))
 
 
 def branches(name: str, prefix: Iterable[int], count: int, length: int, iterations: int = 0) -> Workload:
-    """A chain of nodes, and ``count`` branches behind it."""
+    """Returns a chain of nodes with ``count`` branches after it."""
     shared = [n for n in prefix if n]
     parents = (*range(-1, len(shared) - 1), *[len(shared) - 1] * count)
     asks = (False,) * len(shared) + (True,) * count
@@ -73,21 +73,21 @@ def branches(name: str, prefix: Iterable[int], count: int, length: int, iteratio
 
 
 def reasoning(task: str, prompt: int, thought: int, depth: int, width: int = 10) -> Workload:
-    """Breadth-first search that keeps one thought of each step: the mean state of all iterations."""
+    """Returns the mean state of breadth-first search that keeps one thought of each step."""
     kept, part = divmod((depth - 1) * thought // 2, thought)
     shared = (prompt, *[thought] * kept, part)
     return branches(f"deft/{task}", shared, width, thought // 2, depth * thought)
 
 
 def speculative(size: int, prefix: int = 7_780) -> Workload:
-    """A binary tree of one-token nodes behind a prompt; every node of it asks."""
+    """Returns a binary tree of one-token nodes after a prompt. Every node of the tree asks."""
     parents = (-1, 0, *((node - 1) // 2 + 1 for node in range(1, size)))
     lengths, asks = (prefix, *[1] * size), (False, *[True] * size)
     return Workload(f"deft/speculative-{size}", parents, lengths, asks, 1000)
 
 
 def levels(kind: str, nodes: str, lengths: str) -> Workload:
-    """So many nodes a level, spread evenly below those of the level before; the last level asks."""
+    """Returns a forest with so many nodes in each level, spread evenly. The nodes of the last level ask."""
     counts, sizes = ([int(n) for n in text.split(",")] for text in (nodes, lengths))
     starts = [0, *accumulate(counts)]
     parents = [-1] * counts[0]
@@ -142,10 +142,10 @@ FAMILIES: dict[str, Callable[[], list[Workload]]] = {
 
 
 def chosen(names: Iterable[str]) -> list[Workload]:
-    """The workloads of families, or those whose names are given.
+    """Returns the workloads with these names, and those of families with these names.
 
     Raises:
-        ValueError: there is no such family or workload.
+        ValueError: a name is unknown.
     """
     known = {family: make() for family, make in FAMILIES.items()}
     found: list[Workload] = []

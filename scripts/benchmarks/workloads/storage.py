@@ -21,10 +21,8 @@ class Problem:
     """One attention call over a workload.
 
     Attributes:
-        workload: its nodes and queries.
-        heads: of the attention.
         page: KV slots of a page.
-        device, dtype: of queries and KV.
+        device, dtype: of queries, keys and values.
     """
 
     workload: Workload
@@ -39,17 +37,17 @@ class Problem:
 
     @property
     def slot_bytes(self) -> int:
-        """Of one position's keys and values."""
+        """Returns the bytes of one position's keys and values."""
         return self.heads.row * self.dtype.itemsize
 
     def bytes(self, positions: int) -> int:
-        """Read and written where so many KV positions are read: with queries and results."""
+        """Returns the bytes that are read and written if so many KV positions are read."""
         ends = self.workload.queries * self.heads.query * (self.heads.dim + self.heads.value_dim)
         return positions * self.slot_bytes + ends * self.dtype.itemsize
 
     @cached_property
     def layout(self) -> Layout:
-        """The engine's own layout of a forward with one token at each node that asks."""
+        """Returns the engine's layout of a forward with one token at each node that asks."""
         made: list[Node] = []
         for parent, length in zip(self.workload.parents, self.workload.lengths, strict=True):
             node = Node(made[parent] if parent >= 0 else None, [0] * length)
@@ -60,17 +58,17 @@ class Problem:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Positions of each of the layout's nodes."""
+        """Returns the number of positions of each of the layout's nodes."""
         return [len(node.tokens) for node in self.layout.nodes]
 
     @cached_property
     def starts(self) -> list[int]:
-        """The first row of each of the layout's nodes in :meth:`rows`."""
+        """Returns the first row of each of the layout's nodes in :meth:`rows`."""
         return [0, *accumulate(self.lengths)][:-1]
 
     @cached_property
     def runs(self) -> list[Tensor]:
-        """Rows of each of the layout's nodes in :meth:`rows`, int64."""
+        """Returns the rows of each of the layout's nodes in :meth:`rows`, int64."""
         return [
             torch.arange(start, start + n, device=self.device)
             for start, n in zip(self.starts, self.lengths, strict=True)
@@ -78,19 +76,19 @@ class Problem:
 
     @cached_property
     def paths(self) -> list[Tensor]:
-        """Rows that each query sees, int64, in the layout's order of queries."""
+        """Returns the rows that each query sees, int64, in the layout's order of queries."""
         place = {node: number for number, node in enumerate(self.layout.nodes)}
         return [torch.cat([self.runs[place[node]] for node in feed.node.path]) for feed in self.layout.feeds]
 
     @cached_property
     def queries(self) -> Tensor:
-        """Random ``[T, H_q, D]``."""
+        """Returns random queries ``[T, H_q, D]``."""
         shape = (self.workload.queries, self.heads.query, self.heads.dim)
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     @cached_property
     def expected(self) -> Tensor:
-        """Attention of each query over its path, in plain torch over ``rows(0)``: ``[T, H_q, D_v]``."""
+        """Returns attention over ``rows(0)`` in plain torch, ``[T, H_q, D_v]``."""
         k, v = self.rows(0)
         nothing = torch.ones(1, 0, dtype=torch.bool, device=self.device)
         outs = []
@@ -101,11 +99,11 @@ class Problem:
         return torch.stack(outs)
 
     def copies(self, positions: int) -> int:
-        """How many copies of so many positions leave nothing in the cache."""
+        """Returns how many copies of so many positions are larger than the L2 cache."""
         return copies_of(positions * self.slot_bytes, self.device)
 
     def rows(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Random K ``[H_kv, rows, D]`` and V ``[H_kv, rows, D_v]`` of all nodes, each once."""
+        """Returns random K ``[H_kv, rows, D]`` and V ``[H_kv, rows, D_v]`` of all nodes, each once."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def made(dim: int) -> Tensor:
@@ -116,7 +114,7 @@ class Problem:
 
 
 def in_pages(source: Tensor, runs: Sequence[Tensor], page: int) -> Tensor:
-    """Rows ``[H, rows, D]`` copied into pages ``[pages, H, page, D]``, each run from a new page on."""
+    """Returns rows ``[H, rows, D]`` copied into pages ``[pages, H, page, D]``. Each run begins a page."""
     counts = [-(-len(run) // page) for run in runs]
     store = source.new_zeros(source.shape[0], sum(counts) * page, source.shape[2])
     firsts = [0, *accumulate(count * page for count in counts)]
@@ -131,7 +129,7 @@ def in_pages(source: Tensor, runs: Sequence[Tensor], page: int) -> Tensor:
 
 
 def page_table(lengths: Sequence[int], page: int, device: torch.device) -> Tensor:
-    """The table of :func:`in_pages`: int32 ``[runs, pages of the longest]``."""
+    """Returns the page table of :func:`in_pages`, int32 ``[runs, pages of the longest]``."""
     counts = [-(-length // page) for length in lengths]
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     first = 0

@@ -42,7 +42,7 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def _attention(content: Record) -> list[Record]:
-    """A row for each workload, with the microseconds of each way."""
+    """Returns a row for each workload, with the microseconds of each way."""
     found: dict[str, Record] = {}
     for row in rows_of(content, "attention"):
         own = found.setdefault(row["workload"], {"workload": row["workload"], "texts": row["texts"]})
@@ -58,7 +58,7 @@ def _attention(content: Record) -> list[Record]:
 
 
 def _columns(content: Record) -> Columns:
-    """Ways that no row has are left out."""
+    """Returns the columns, without ways that no row has."""
     rows = _attention(content)
     ways = {way: name for way, name in _WAYS.items() if any(row.get(way) is not None for row in rows)}
     return {
@@ -73,7 +73,7 @@ def _columns(content: Record) -> Columns:
 
 
 def _decoded(content: Record) -> Sequence[Record]:
-    """With the time of all layers' attention, as measured alone, beside a tree's."""
+    """Returns the rows of decoding. Those of a tree get the time of all layers' attention, measured alone."""
     layers = content["parts"].get("attention", {}).get("layers")
     alone = {row["workload"]: row["us"] for row in rows_of(content, "attention") if row["way"] == _OURS}
     found = []
@@ -85,7 +85,7 @@ def _decoded(content: Record) -> Sequence[Record]:
 
 
 def _noted(template: str, part: str) -> Caption:
-    """The caption of a part."""
+    """Returns what makes the caption of a part."""
 
     def caption(content: Record, rows: Sequence[Record]) -> str:
         run = content["parts"][part]
