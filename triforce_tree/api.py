@@ -31,16 +31,12 @@ from triforce_tree.loading.drafter_choice import check_drafter_options, own_draf
 from triforce_tree.loading.gguf_header import gguf_path
 from triforce_tree.loading.placement import on_one_device
 from triforce_tree.loading.reading import ModelFiles
-from triforce_tree.requests.batch import RunOptions
+from triforce_tree.requests.endings import StopStrings
 from triforce_tree.requests.inputs import Inputs, check_lengths, texts_of
-from triforce_tree.requests.keywords import (
-    check_keywords,
-    checked_seed,
-    checked_stop_strings,
-    refuse_dropped,
-)
+from triforce_tree.requests.option_values import checked
+from triforce_tree.requests.options import check_keywords, refuse_dropped
 from triforce_tree.requests.output import GenerateOutput
-from triforce_tree.requests.stop_strings import StopStrings
+from triforce_tree.requests.request import Request, RunOptions
 from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
@@ -191,11 +187,8 @@ def custom_generate(
     check_drafter_options(drafter, draft, given)
     source = None if draft is None else unwrapped(draft, "draft")
     others = tokenizer_of(draft_tokenizer, source, "draft_tokenizer")
-    own_tokenizer, strings, own_seed = (
-        tokenizer_of(tokenizer),
-        checked_stop_strings(stop_strings),
-        checked_seed(seed),
-    )
+    own_tokenizer, strings = tokenizer_of(tokenizer), checked("stop_strings", stop_strings or None)
+    how = RunOptions(Streamers(streamer, 1), seed=checked("seed", seed))
     if strings and own_tokenizer is None:
         raise ValueError("stop_strings needs custom_generate(..., tokenizer=...)")
 
@@ -218,10 +211,12 @@ def custom_generate(
         criteria = kwargs.pop("stopping_criteria")
         if strings and own_tokenizer is not None:
             criteria = StoppingCriteriaList([*criteria, StopStrings(own_tokenizer, strings)])
-        run_once = engine.runner(RunOptions(Streamers.of(streamer, 1), seed=own_seed))
-        out = run_once(model, input_ids, stopping_criteria=criteria, **kwargs)
+        processors, options = kwargs.pop("logits_processor"), kwargs.pop("generation_config")
+        request = Request.from_transformers(
+            engine.target, input_ids, processors, criteria, options, kwargs, how
+        )
+        out = engine.decode(request)
         assert out is not None, "a single sequence is decoded"
-        wanted = kwargs["generation_config"].return_dict_in_generate
-        return out if wanted else out.sequences
+        return out if options.return_dict_in_generate else out.sequences
 
     return run

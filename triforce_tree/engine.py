@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from triforce_tree.branching.several import with_several
+from triforce_tree.branching.several import several_texts
 from triforce_tree.branching.tree import TextTree
 from triforce_tree.config import HierarchyConfig, Options, flat_options
 from triforce_tree.decoding.assembly import Hierarchy
@@ -40,16 +39,17 @@ from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.device_defaults import resolve
 from triforce_tree.planning.memory_plan import MemoryPlan
-from triforce_tree.requests.batch import Batch, RunOptions
-from triforce_tree.requests.checkpoint_settings import without_settings
+from triforce_tree.requests.batch import Batch
+from triforce_tree.requests.batch_pool import BatchPool
 from triforce_tree.requests.in_step import check_in_step, decode_in_step
 from triforce_tree.requests.inputs import Ids, Inputs, prompt_of
 from triforce_tree.requests.joining import Joining
-from triforce_tree.requests.keywords import checked_count, checked_seeds, checked_switch
+from triforce_tree.requests.kept_state import why_in_step
 from triforce_tree.requests.notices import CostNotices
-from triforce_tree.requests.output import GenerateOutput, joined, placed
-from triforce_tree.requests.request import Job, Request
-from triforce_tree.requests.scores import EmittedScores
+from triforce_tree.requests.option_values import checked
+from triforce_tree.requests.options import texts_asked
+from triforce_tree.requests.output import GenerateOutput, joined
+from triforce_tree.requests.request import Arguments, Request, RunOptions, seeds_of
 from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.stats import Progress
@@ -287,7 +287,6 @@ class Engine:
         with self.program([prompt], max_new_tokens, to_probs) as program:
             return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer, progress)
 
-    @with_several
     def generate(
         self,
         inputs: Inputs | None = None,
@@ -344,122 +343,101 @@ class Engine:
             ValueError: a prompt is empty or too long, an option is not supported, or logits are NaN.
             RuntimeError: the call comes from a callback of a generation with the same models.
         """
-        self.target.check_sizes()
-        request = Request.read(
-            self.target, self.tokenizer, inputs, input_ids, attention_mask, generation_config,
-            logits_processor, stopping_criteria, stop_strings, kwargs,
-        )  # fmt: skip
-        ids, count = request.prompts.ids, len(request.prompts.ids)
+        given = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "generation_config": generation_config,
+            "logits_processor": logits_processor, "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "stop_strings": stop_strings, **kwargs,
+        }  # fmt: skip
+        beams, texts = texts_asked(given)
+        if beams > 1 or texts > 1:
+            own: dict[str, Any] = {
+                "inputs": inputs, "streamer": streamer, "seed": seed, "logprobs": logprobs,
+                "progress": progress, "pinned": pinned, "max_batch": max_batch, "joining": joining,
+            }  # fmt: skip
+            return several_texts(self, beams, texts, {**given, **own})
+        target = self.target
+        target.check_sizes()
+        arguments = Arguments.read(target, self.tokenizer, inputs, given)
+        count = len(arguments.prompts.tokens)
         how = RunOptions(
-            Streamers.of(streamer, count), progress, *checked_seeds(seed, count), pinned,
-            checked_switch("logprobs", logprobs), checked_count("max_batch", max_batch), joining,
+            Streamers(streamer, count), progress, *seeds_of(seed, count), pinned,
+            bool(checked("logprobs", logprobs)), checked("max_batch", max_batch), joining,
         )  # fmt: skip
-        padded, target = request.prompts.left_padded(), without_settings(self.target.model)
-
-        def continued(part: slice, how: RunOptions) -> GenerateOutput | None:
-            allowed = prefix_allowed_tokens_fn
-            out: GenerateOutput | None = target.generate(
-                padded.ids[part].to(target.device), attention_mask=padded.mask[part].to(target.device),
-                generation_config=request.config, logits_processor=request.processors,
-                stopping_criteria=request.criteria,
-                prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(part.start + n, sent)),
-                custom_generate=self.runner(how), **request.options,
-            )  # fmt: skip
-            return None if out is None else placed(out, ids[part], not self._hierarchy.offloads)
-
-        out = continued(slice(0, count), how)
+        out = self.decode(arguments.prepared(target, how))
         if out is not None:
             return out
         # One by one: transformers prepares processors for each sequence alone.
-        numbers = range(count)
-        outputs = [how.ended(n, continued(slice(n, n + 1), how.alone(n))) for n in numbers]
-        return joined(outputs, ids, request.pad_token)
+        outputs = []
+        for number in range(count):
+            out = self.decode(arguments.prepared(target, how.alone(number), number))
+            assert out is not None, "a single sequence is decoded"
+            if joining is not None:
+                joining.ended(number, out)
+            outputs.append(out)
+        return joined(outputs, arguments.prompts.ids, arguments.pad_token)
 
-    def runner(self, how: RunOptions) -> Callable[..., GenerateOutput | None]:
-        """Returns the ``custom_generate`` callable, which transformers' ``generate`` runs after its
-        preparation.
+    @torch.no_grad()
+    def decode(self, request: Request) -> GenerateOutput | None:
+        """Decode the sequences of a request together. Returns None if they must be decoded one by one.
 
-        The callable returns None if the sequences must be decoded one by one. It decodes a single sequence
-        always.
+        A single sequence is always decoded.
         """
-        return partial(self._run, how)
-
-    def _run(
-        self,
-        how: RunOptions,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_inputs: Any,
-    ) -> GenerateOutput | None:
-        # attention_mask is in model_inputs: as a named parameter it would be passed twice.
-        job = Job.read(
-            self.target, input_ids, logits_processor, stopping_criteria, generation_config, model_inputs
-        )
-        with self._hierarchy.generation():
-            out = self._decode(job, how)
-        if out is not None:
-            memory = self._hierarchy.memory
-            out.memory = memory.as_dict() if memory is not None else None
-            out.ranks = distributed.shares(self._config.text_ranks)
+        hierarchy, prompts, new_tokens = self._hierarchy, request.prompts, request.new_tokens
+        with hierarchy.generation():
+            for prompt in prompts:
+                hierarchy.target.check_length(len(prompt), new_tokens)
+            greedy, seeds = request.to_probs.greedy, [sequence.seed for sequence in request.sequences]
+            alike = prompts, new_tokens, greedy, request.how.seed is None, seeds, self._config
+            distributed.check_equal("prompts or settings", alike)
+            why = distributed.broadcast_object(why_in_step(request, hierarchy.target.vocab_size))
+            out = self._together(request) if why is None else self._in_step(request, why)
+            if out is not None:
+                memory = hierarchy.memory
+                out.memory = memory.as_dict() if memory is not None else None
+                out.ranks = distributed.shares(self._config.text_ranks)
         return out
 
-    def _decode(self, job: Job, how: RunOptions) -> GenerateOutput | None:
-        """Decode the sequences of a job together. Returns None if they must be decoded one by one."""
-        prompts, to_probs, new_tokens, seed = job.prompts, job.to_probs, job.new_tokens, how.seed
-        hierarchy, most = self._hierarchy, min(how.max_batch or len(prompts), len(prompts))
-        for prompt in prompts:
-            hierarchy.target.check_length(len(prompt), new_tokens)
-        seeds = None if to_probs.greedy else how.seeds
-        alike = prompts, new_tokens, to_probs.greedy, seed is None, seeds, self._config
-        distributed.check_equal("prompts or settings", alike)
-        why = distributed.broadcast_object(job.why_in_step(hierarchy.target.vocab_size))
-        if why is not None:
-            return self._decode_in_step(job, how, why)
-        chosen = distributed.broadcast_object(int(torch.randint(2**62, ())) if seed is None else seed)
+    def _together(self, request: Request) -> GenerateOutput | None:
+        """Decode the sequences of a request in one decoding loop."""
+        hierarchy, how, prompts, to_probs = self._hierarchy, request.how, request.prompts, request.to_probs
+        most = min(how.max_batch or len(prompts), len(prompts))
         longest = sorted(prompts, key=len)[-most:]
-        coming = max(new_tokens, self._capacity - len(longest[-1]))
-        hierarchy.config, pool = self._config, how.pool(hierarchy, prompts, coming, self._reuse)
+        width = len(longest[-1])
+        coming = max(request.new_tokens, self._capacity - width)
+        hierarchy.config = self._config
+        joins, tokens = (False, None) if how.joining is None else (True, how.joining.tokens)
+        # A session has its own slots.
+        shares = self._reuse == "chunks" and how.max_batch != 1
+        pool = BatchPool(hierarchy, prompts, coming, how.max_batch, joins, tokens, shares)
         self._choose_settings(longest, coming, pool.slots)
-        self._notices.tell(to_probs.reading_text, job.config, len(prompts), hierarchy.target.device)
+        device = hierarchy.target.device
+        if to_probs.reading_text:
+            self._notices.tell(to_probs.reading_text, request.config, len(prompts), device)
         whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
         if whole or not hierarchy.together(to_probs, prompts):
             return None
-        rows = how.rows(hierarchy, most, len(longest[-1]), coming, pool)
-        names = job.outputs | ({"logprobs"} if how.logprobs else set())
-        scores = EmittedScores(names, to_probs, prompts, kept_on(hierarchy, job.input_ids)) if names else None
-        order, first = pool.beginning(prompts, rows)
-        allowance = Allowance.of(len(longest[-1]), new_tokens, hierarchy.target.device)
-        for sequence, own in zip(job.sequences, seeds or (), strict=False):
-            sequence.seed = own
-        sequences = [job.sequences[n] for n in order]
-        total = len(longest[-1]) + coming
+        size = pool.batch_size(most, width, coming)
+        order, first = pool.beginning(prompts, size)
+        sequences = [request.sequences[n] for n in order]
+        seed = distributed.broadcast_object(int(torch.randint(2**62, ())) if how.seed is None else how.seed)
         with hierarchy.active():
             loop = DecodingLoop(
-                PlannedPrograms(hierarchy, first, total, self._reuse, how.pinned, pool),
-                [*sequences[:rows], *[None] * (rows - len(sequences))],
-                to_probs, chosen, seed is not None, seeds is not None, allowance, how.progress, self._reuse,
+                PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool),
+                [*sequences[:size], *[None] * (size - len(sequences))],
+                to_probs, seed, how.seed is not None, how.seeds is not None and not to_probs.greedy,
+                Allowance.of(width, request.new_tokens, device), how.progress, self._reuse,
             )  # fmt: skip
-            batch = Batch(job, how, loop, scores, self.tokenizer, hierarchy, sequences[rows:], pool)
-            return batch.decode()
+            return Batch(request, loop, self.tokenizer, hierarchy, sequences[size:], pool).decode()
 
-    def _decode_in_step(self, job: Job, how: RunOptions, why: str) -> GenerateOutput:
-        """Decode by transformers' own loop (``requests/in_step.py``)."""
-        hierarchy, prompts, longest = self._hierarchy, job.prompts, max(map(len, job.prompts))
-        coming = max(job.new_tokens, self._capacity - longest)
-        check_in_step(hierarchy.target, prompts, how, why)
+    def _in_step(self, request: Request, why: str) -> GenerateOutput:
+        """Decode by transformers' own loop (``requests/in_step.py``); ``why`` is the reason."""
+        hierarchy, prompts = self._hierarchy, request.prompts
+        longest = max(map(len, prompts))
+        coming = max(request.new_tokens, self._capacity - longest)
+        check_in_step(hierarchy.target, request, why)
         self._choose_settings(prompts, coming)
         self._notices.tell_in_step(why)
         with hierarchy.active():
-            programs = PlannedPrograms(hierarchy, prompts, longest + coming, self._reuse, how.pinned)
-            passes = PlainPasses(programs, prompts, how.progress, self._reuse)
-            return decode_in_step(
-                job, how, hierarchy.target, passes, self.tokenizer, kept_on(hierarchy, job.input_ids)
-            )
-
-
-def kept_on(hierarchy: Hierarchy, input_ids: Tensor) -> torch.device:
-    """Returns the device on which logits, scores and log-probabilities are kept."""
-    return torch.device("cpu") if hierarchy.offloads else input_ids.device
+            programs = PlannedPrograms(hierarchy, prompts, longest + coming, self._reuse, request.how.pinned)
+            passes = PlainPasses(programs, prompts, request.how.progress, self._reuse)
+            return decode_in_step(request, hierarchy.target, passes, self.tokenizer, hierarchy.offloads)

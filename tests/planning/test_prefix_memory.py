@@ -12,7 +12,7 @@ from triforce_tree.planning import batch_size
 from triforce_tree.planning.memory_layout import Workload, on_device
 from triforce_tree.planning.memory_map import GIB, Machine, Sizes
 from triforce_tree.planning.memory_plan import plan
-from triforce_tree.requests.batch import RunOptions
+from triforce_tree.requests.batch_pool import BatchPool
 
 CONTEXT, PREFIX, NEW = 102_400, 98_304, 256
 SCRATCH = 200
@@ -59,9 +59,9 @@ def test_planned_bytes_are_those_that_a_program_allocates(
 
 def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = triforce_tree.load(TARGET, levels=1, advanced={"prefill_chunk": 512})
-    hierarchy, how = engine._hierarchy, RunOptions()
+    hierarchy = engine._hierarchy
     prompts = [[*prompt_of(1800), n] for n in range(9)]
-    pool = how.pool(hierarchy, prompts, 8, "chunks")
+    pool = BatchPool(hierarchy, prompts, 8)
     sizes = Sizes.of(hierarchy.target, None, hierarchy.config)
 
     def held(batch: int, slots: int) -> int:
@@ -70,25 +70,25 @@ def test_more_sequences_are_decoded_together(monkeypatch: pytest.MonkeyPatch) ->
 
     free = held(9, pool.slots)
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: free)
-    copies = how.rows(hierarchy, 9, 1801, 8, how.pool(hierarchy, prompts, 8, "none"))
+    copies = BatchPool(hierarchy, prompts, 8, shares=False).batch_size(9, 1801, 8)
     assert held(copies, 0) <= free < held(copies + 1, 0)
-    assert copies < how.rows(hierarchy, 9, 1801, 8, pool) == 9
+    assert copies < pool.batch_size(9, 1801, 8) == 9
     # Of less memory, for as many as it holds.
     free = held(9, pool.slots) - 1
-    assert copies < how.rows(hierarchy, 9, 1801, 8, pool) < 9
+    assert copies < pool.batch_size(9, 1801, 8) < 9
     assert pool.slots
 
 
 def test_documents_are_copied_where_more_sequences_fit_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for three copies holds two of four documents, and no sequence behind them."""
     engine = triforce_tree.load(TARGET, levels=1, advanced={"prefill_chunk": 512})
-    hierarchy, how = engine._hierarchy, RunOptions()
+    hierarchy = engine._hierarchy
     prompts = [[*prompt_of(1800)[n:], n, other] for n in range(4) for other in range(2)]
-    pool = how.pool(hierarchy, prompts, 8, "chunks")
+    pool = BatchPool(hierarchy, prompts, 8)
     assert pool.slots
     sizes = Sizes.of(hierarchy.target, None, hierarchy.config)
     made = on_device(sizes, Machine(0, 0, 1.0, 1.0), hierarchy.config, Workload(3, 1802, 8))
     room = made.peak - made.device["weights"] + 192 * 2**20
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: room)
-    assert how.rows(hierarchy, 8, 1802, 8, pool) == 3
+    assert pool.batch_size(8, 1802, 8) == 3
     assert not pool.slots

@@ -150,9 +150,13 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         f"an assistant's message with {content!r}": (
             None,
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}],
-            "the last message is the assistant's, and has no text",
+            message,
         )
-        for content in (None, [], [{"type": "text"}])
+        for content, message in (
+            (None, "the last message is the assistant's, and has no text"),
+            ([], "the content of message 1 of a chat is empty"),
+            ([{"type": "text"}], "message 1 of a chat holds a part without text"),
+        )
     },
     "no UTF-8": ("a", "b\udcff", r"the text holds '\\udcff' at character 1, .* no UTF-8"),
     "no UTF-8 in messages": (None, [{"role": "user", "content": "\udcff"}], "at character 0, .* no UTF-8"),

@@ -4,19 +4,13 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-
 from triforce_tree.models.supported import UnsupportedModelError
-from triforce_tree.requests.checkpoint_settings import without_settings
 from triforce_tree.requests.loaded import LoadedEngine
 from triforce_tree.requests.options import SEVERAL
-from triforce_tree.requests.request import Job, Request
+from triforce_tree.requests.request import Arguments, Request, RunOptions
 from triforce_tree.runtime import distributed
 
 _PROMPTS = ("inputs", "input_ids", "attention_mask")
-# Arguments of Request.read that are no options of transformers.
-_READ = (*_PROMPTS, "generation_config", "logits_processor", "stopping_criteria", "stop_strings")
 OF_ENGINE = ("seed", "logprobs", "progress", "prefix_allowed_tokens_fn", "max_batch", "joining")
 """Keywords of :meth:`Engine.generate` that are no options of transformers and not about one text."""
 
@@ -38,45 +32,27 @@ def check_engine(engine: LoadedEngine) -> None:
         raise ValueError("a tree runs on one rank; start it without torchrun")
 
 
-def prepared_job(engine: LoadedEngine, length: int, options: Mapping[str, Any]) -> Job:
-    """Returns what transformers' ``generate`` prepares for a text of ``length`` tokens.
+def prepared_request(engine: LoadedEngine, length: int, options: Mapping[str, Any]) -> Request:
+    """Returns the request that transformers' ``generate`` prepares for a text of ``length`` tokens.
 
     Processors and criteria depend on the length of a text, not on its tokens, when they are made.
 
     Raises:
         ValueError: an option is not supported, as in :meth:`Engine.generate`.
     """
-    target, jobs = engine.target, list[Job]()
-    request = _request(engine, {"inputs": [0] * length, **options})
-
-    def prepared(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_inputs: Any,
-    ) -> Tensor:
-        given = input_ids, logits_processor, stopping_criteria, generation_config, model_inputs
-        jobs.append(Job.read(target, *given))
-        return input_ids
-
-    without_settings(target.model).generate(
-        request.prompts.ids.to(target.device), attention_mask=request.prompts.mask.to(target.device),
-        generation_config=request.config, logits_processor=request.processors,
-        stopping_criteria=request.criteria, custom_generate=prepared, **request.options,
-    )  # fmt: skip
-    return jobs[0]
+    arguments = Arguments.read(engine.target, engine.tokenizer, [0] * length, options)
+    return arguments.prepared(engine.target, RunOptions())
 
 
-def one_text_each(engine: LoadedEngine, kwargs: Mapping[str, Any]) -> tuple[Request, dict[str, Any]]:
-    """Returns the request of a call with several texts per prompt as a request for one text per prompt.
+def one_text_each(engine: LoadedEngine, kwargs: Mapping[str, Any]) -> tuple[Arguments, dict[str, Any]]:
+    """Returns the arguments of a call with several texts per prompt as those for one text per prompt.
 
     Args:
         kwargs: arguments of :meth:`Engine.generate`.
 
     Returns:
-        The request, and the arguments without prompts, streamer, ``pinned`` and the options in ``SEVERAL``.
+        The checked arguments; and the given ones without prompts, streamer, ``pinned`` and the options in
+        ``SEVERAL``.
 
     Raises:
         ValueError: as in :meth:`Engine.generate`.
@@ -92,12 +68,6 @@ def one_text_each(engine: LoadedEngine, kwargs: Mapping[str, Any]) -> tuple[Requ
             setattr(config, name, None)
     # The values 1 take precedence over those of the checkpoint.
     options |= {"generation_config": config, "num_beams": 1, "num_return_sequences": 1}
-    prompts = {name: kwargs.get(name) for name in _PROMPTS}
     own = {name: value for name, value in options.items() if name not in OF_ENGINE}
-    return _request(engine, {**own, **prompts}), options
-
-
-def _request(engine: LoadedEngine, given: Mapping[str, Any]) -> Request:
-    named = {name: given.get(name) for name in _READ}
-    others = {name: value for name, value in given.items() if name not in _READ}
-    return Request.read(engine.target, engine.tokenizer, **named, options=others)
+    own |= {name: kwargs.get(name) for name in _PROMPTS[1:]}
+    return Arguments.read(engine.target, engine.tokenizer, kwargs.get("inputs"), own), options

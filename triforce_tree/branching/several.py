@@ -1,25 +1,22 @@
 """Several texts per prompt in ``generate``: beams over a tree of texts, and samples as one batch."""
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from triforce_tree.branching.node import Node
-from triforce_tree.branching.options import OF_ENGINE, check_engine, one_text_each, prepared_job
+from triforce_tree.branching.options import OF_ENGINE, check_engine, one_text_each, prepared_request
 from triforce_tree.branching.pages import page_slots
 from triforce_tree.branching.slots import TreeSlots, needs_before
 from triforce_tree.models.recurrent.pass_through import CACHE
-from triforce_tree.requests.checkpoint_settings import without_settings
-from triforce_tree.requests.inputs import real_rows
-from triforce_tree.requests.keywords import checked_seed, number_asked
+from triforce_tree.requests.inputs import real_tokens
 from triforce_tree.requests.loaded import LoadedEngine
 from triforce_tree.requests.option_values import checked
-from triforce_tree.requests.options import OF_BEAMS
+from triforce_tree.requests.options import OF_BEAMS, without_settings
 from triforce_tree.requests.output import GenerateOutput, by_row
 from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forward
 from triforce_tree.runtime.stats import Progress
@@ -27,66 +24,53 @@ from triforce_tree.text.new_text import new_text
 from triforce_tree.text.vocabulary import Vocabulary
 from triforce_tree.verify.draws import sequence_seed
 
-Generate = TypeVar("Generate", bound=Callable[..., GenerateOutput])
-
 _SCORES = ("output_scores", "output_logits")
 
 
-def with_several(generate: Generate) -> Generate:
-    """Returns ``Engine.generate`` with support for ``num_beams`` and ``num_return_sequences``.
+def several_texts(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any]) -> GenerateOutput:
+    """Returns ``count`` texts of each prompt.
 
     Beams are those of transformers' ``generate``, decoded plainly over one tree. Samples are independent
     sequences of one batch.
+
+    Args:
+        kwargs: arguments of :meth:`Engine.generate`.
     """
-
-    @wraps(generate)
-    def run(engine: LoadedEngine, *args: Any, **kwargs: Any) -> GenerateOutput:
-        beams, count = (number_asked(name, kwargs) for name in ("num_beams", "num_return_sequences"))
-        if beams == count == 1:
-            return generate(engine, *args, **kwargs)
-        if args:
-            kwargs["inputs"] = args[0]
-        if beams == 1:
-            return _samples(engine, generate, count, kwargs)
-        if kwargs.get("streamer") is not None:
-            asked = f"num_beams={beams}"
-            raise ValueError(f"a streamer takes one text as it is made, not those of {asked}; leave out one")
-        if count > beams:
-            raise ValueError(f"num_return_sequences={count} exceeds num_beams={beams}; ask for as many beams")
-        return _beams(engine, beams, count, kwargs)
-
-    return cast(Generate, run)
+    if beams == 1:
+        return _samples(engine, count, kwargs)
+    if kwargs.get("streamer") is not None:
+        asked = f"num_beams={beams}"
+        raise ValueError(f"a streamer takes one text as it is made, not those of {asked}; leave out one")
+    if count > beams:
+        raise ValueError(f"num_return_sequences={count} exceeds num_beams={beams}; ask for as many beams")
+    return _beams(engine, beams, count, kwargs)
 
 
-def _samples(
-    engine: LoadedEngine, generate: Callable[..., GenerateOutput], count: int, kwargs: dict[str, Any]
-) -> GenerateOutput:
+def _samples(engine: LoadedEngine, count: int, kwargs: dict[str, Any]) -> GenerateOutput:
     """Returns ``count`` texts of each prompt, drawn independently as sequences of one batch, with drafts.
 
     With one seed, the text of sample i depends only on the prompt, its index, the seed and i.
 
     Args:
-        generate: generates one text per prompt.
         kwargs: arguments of :meth:`Engine.generate`.
     """
-    request, options = one_text_each(engine, kwargs)
-    prompts = request.prompts.left_padded()
+    arguments, options = one_text_each(engine, kwargs)
+    prompts = arguments.prompts
+    ids, mask = prompts.left_padded(prompts.ids.device)
     allowed = options.pop("prefix_allowed_tokens_fn", None)
     own = {name: value for name, value in options.items() if name not in (*OF_ENGINE, *_SCORES)}
-    if prepared_job(engine, prompts.ids.shape[1], own).to_probs.greedy:
+    if prepared_request(engine, ids.shape[1], own).to_probs.greedy:
         raise ValueError(
             f"num_return_sequences={count} of greedy decoding are {count} equal texts; "
             "set do_sample=True with a temperature above 0, or num_beams"
         )
     seed = options.pop("seed", None)
     if seed is not None and not isinstance(seed, Sequence):
-        chosen = checked_seed(seed)
-        assert chosen is not None
-        of_prompts = [sequence_seed(chosen, number) for number in range(len(prompts.ids))]
+        chosen = checked("seed", seed)
+        of_prompts = [sequence_seed(chosen, number) for number in range(len(ids))]
         seed = [sequence_seed(each, number) for each in of_prompts for number in range(count)]
-    ids, mask = (each.repeat_interleave(count, 0) for each in (prompts.ids, prompts.mask))
-    out = generate(
-        engine, input_ids=ids, attention_mask=mask,
+    out = engine.generate(
+        input_ids=ids.repeat_interleave(count, 0), attention_mask=mask.repeat_interleave(count, 0),
         prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(n // count, sent)),
         streamer=kwargs.get("streamer"), pinned=kwargs.get("pinned"), seed=seed, **options,
     )  # fmt: skip
@@ -133,7 +117,7 @@ class BeamTree(OwnForward):
         """See :class:`OwnForward`."""
         if not self._beams:
             mask = None if attention_mask is None else attention_mask[:: self._width]
-            prompts = [Node(None, prompt) for prompt in real_rows(input_ids[:: self._width], mask)]
+            prompts = [Node(None, prompt) for prompt in real_tokens(input_ids[:: self._width], mask)]
             self._beams = [Node(prompt) for prompt in prompts for _ in range(self._width)]
             self._slots.fill(needs_before(self._beams), self._progress)
         else:
@@ -154,15 +138,14 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
     check_engine(engine)
     target = engine.target
     settings = {name: checked(name, _setting(engine, kwargs, name)) for name in OF_BEAMS}
-    request, options = one_text_each(engine, kwargs)
+    arguments, options = one_text_each(engine, kwargs)
     if options.pop("logprobs", None):
         raise ValueError(f"logprobs=True is not supported with num_beams={beams}; use output_scores=True")
-    seed, progress = checked_seed(options.pop("seed", None)), options.pop("progress", None)
+    seed, progress = checked("seed", options.pop("seed", None)), options.pop("progress", None)
     allowed = options.pop("prefix_allowed_tokens_fn", None)
-    padded = request.prompts.left_padded()
-    prompts, width = real_rows(padded.ids, padded.mask), padded.ids.shape[1]
-    job = prepared_job(engine, width, {k: v for k, v in options.items() if k not in _SCORES})
-    new_tokens, ends = job.new_tokens, job.sequences[0].ending.stop_tokens
+    prompts, width = arguments.prompts.tokens, arguments.input_ids.shape[1]
+    request = prepared_request(engine, width, {k: v for k, v in options.items() if k not in _SCORES})
+    new_tokens, ends = request.new_tokens, request.sequences[0].ending.stop_tokens
     for prompt in prompts:
         target.check_length(len(prompt), new_tokens)
     start = perf_counter()
@@ -175,19 +158,21 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
         out = cast(
             GenerateBeamDecoderOnlyOutput,
             cast(Any, with_own_forward(without_settings(target.model))).generate(
-                padded.ids.to(target.device), attention_mask=padded.mask.to(target.device),
-                generation_config=request.config, logits_processor=request.processors,
-                stopping_criteria=request.criteria, prefix_allowed_tokens_fn=allowed,
+                arguments.input_ids, attention_mask=arguments.attention_mask,
+                generation_config=arguments.config, logits_processor=arguments.processors,
+                stopping_criteria=arguments.criteria, prefix_allowed_tokens_fn=allowed,
                 **{
                     CACHE: BeamTree(slots, beams, progress),
-                    **request.options, **settings, "num_beams": beams, "num_return_sequences": count,
+                    **arguments.options, **settings, "num_beams": beams, "num_return_sequences": count,
                     "return_dict_in_generate": True,
                 },
             ),
         )  # fmt: skip
     indices = cast(Tensor, out.beam_indices)
     lengths = (indices >= 0).sum(1).tolist()
-    fresh = out.sequences[:, width:].to(padded.ids.device)
+    # The output begins with the prompts, padded on the left, on the device of the given ones.
+    ids = arguments.input_ids.to(arguments.prompts.ids.device).repeat_interleave(count, 0)
+    fresh = out.sequences[:, width:].to(ids.device)
     new = [own[:length].tolist() for own, length in zip(fresh, lengths, strict=True)]
     reasons = [
         "eos" if tokens and tokens[-1] in ends else "length" if len(tokens) == new_tokens else "stop"
@@ -198,7 +183,7 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
         new_text(vocabulary, prompts[number // count], tokens, ends) for number, tokens in enumerate(new)
     ]
     return GenerateOutput(
-        sequences=cast(torch.LongTensor, torch.cat([padded.ids.repeat_interleave(count, 0), fresh], 1)),
+        sequences=cast(torch.LongTensor, torch.cat([ids, fresh], 1)),
         scores=out.scores,
         logits=out.logits,
         sequences_scores=out.sequences_scores,

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from triforce_tree.branching.decoding import Leaf, decode
 from triforce_tree.branching.node import Node
-from triforce_tree.branching.options import check_engine, prepared_job
+from triforce_tree.branching.options import check_engine, prepared_request
 from triforce_tree.branching.pages import page_slots, slot_bytes
 from triforce_tree.branching.scoring import fill_logprobs
 from triforce_tree.branching.slots import TreeSlots
 from triforce_tree.requests.inputs import Inputs, check_rows, prompt_of
-from triforce_tree.requests.keywords import checked_seed
+from triforce_tree.requests.kept_state import why_in_step
 from triforce_tree.requests.loaded import LoadedEngine
+from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.tokenized_texts import text_ids
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
@@ -164,28 +165,29 @@ class TextTree:
         """
         given = [nodes] if isinstance(nodes, Node) else list(nodes)
         self._check_nodes(given, leaves=True)
-        own_seed = checked_seed(seed)
+        own_seed = checked("seed", seed)
         if own_seed is None:
             own_seed = int(torch.randint(2**62, ()))
         options = {**options, "max_new_tokens": max_new_tokens}
-        jobs = {stop: prepared_job(self._engine, stop, options) for stop in {node.stop for node in given}}
-        for stop, job in jobs.items():
-            if job.outputs:
+        stops = {node.stop for node in given}
+        requests = {stop: prepared_request(self._engine, stop, options) for stop in stops}
+        for stop, request in requests.items():
+            if request.outputs:
                 raise ValueError(
                     "output_scores and output_logits are not supported for leaves of a tree; read the "
                     "logprobs of nodes, or use score"
                 )
-            if len(given) > 1 and (why := job.why_in_step(self._target.vocab_size)) is not None:
+            if len(given) > 1 and (why := why_in_step(request, self._target.vocab_size)) is not None:
                 raise ValueError(
                     f"{len(given)} leaves cannot be generated in one call: {why}; generate them one by one"
                 )
-            self._check_length(stop, job.new_tokens)
+            self._check_length(stop, request.new_tokens)
         leaves = []
         for number, node in enumerate(given):
-            job = jobs[node.stop]
+            request = requests[node.stop]
             leaf_seed = sequence_seed(own_seed, number)
-            sequence = job.joining(node.text_tokens, job.new_tokens, number, leaf_seed)
-            leaves.append(Leaf(node, sequence, job.to_probs))
+            sequence = request.sequence(node.text_tokens, request.new_tokens, number, leaf_seed)
+            leaves.append(Leaf(node, sequence, request.to_probs))
         begun = time.perf_counter()
         with self._computing():
             decode(self._slots, leaves)

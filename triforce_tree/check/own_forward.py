@@ -14,7 +14,7 @@ from triforce_tree.engine import Engine
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.recurrent.pass_through import CACHE
-from triforce_tree.requests.checkpoint_settings import without_settings
+from triforce_tree.requests.options import without_settings
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 _CHUNK = 2048  # tokens of a prompt in one forward

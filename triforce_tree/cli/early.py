@@ -25,7 +25,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.loading import gguf_header, model_folder
 from triforce_tree.loading.drafter_choice import check_drafter_options, heads_folder, names_heads
 from triforce_tree.memory_size import bytes_of
-from triforce_tree.requests.option_values import check_sampling_options
+from triforce_tree.requests.option_values import checked
 from triforce_tree.runtime.files.text_files import read_text
 from triforce_tree.runtime.files.writable import check_picture, check_writable
 
@@ -46,7 +46,7 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def explain(args: argparse.Namespace) -> None:
-    check_sampling_options({"temperature": args.temperature})
+    checked("temperature", args.temperature)
     _prompt(args)
 
 
@@ -88,7 +88,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def demo(args: argparse.Namespace) -> None:
-    check_sampling_options({"temperature": args.temperature})
+    checked("temperature", args.temperature)
     _engine(args)
     size = len(pydoc_text().encode())
     if (args.start or 0) + args.prompt_tokens > size:
@@ -125,7 +125,8 @@ def _measured(args: argparse.Namespace) -> None:
 
 
 def _sampling(args: argparse.Namespace) -> None:
-    check_sampling_options({name: getattr(args, name) for name in SAMPLING})
+    for name in SAMPLING:
+        checked(name, getattr(args, name))
     if not all(args.stop):
         raise ValueError("--stop is empty; give strings of at least one character")
 

@@ -1,4 +1,6 @@
-"""The KV slots that the sequences of a batch share, and the order in which the sequences begin."""
+"""How many sequences a batch decodes together, the KV slots that they share, and the order in which they
+begin.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,6 +9,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.kv.pool.blocks import own_slots
 from triforce_tree.kv.pool.size import PoolSize, SharedChunks, for_known, page_of, unit_of
+from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.trees.device_shapes import pass_limits
 
 
@@ -17,7 +20,7 @@ class BatchPool:
         hierarchy: the levels that decode the prompts.
         prompts: the prompts of the batch; those that do not fit at once begin later.
         new_tokens: the most new tokens of each sequence.
-        sequences: the most sequences that are decoded together, as far as this is known.
+        max_batch: the most sequences that are decoded together; None for no limit but the memory's.
         joins: whether prompts that are not known yet may join while the batch runs.
         tokens: the most tokens of all prompts together; None for no such limit.
         shares: whether prompts may share slots at all.
@@ -28,15 +31,16 @@ class BatchPool:
         hierarchy: Hierarchy,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
-        sequences: int,
+        max_batch: int | None = None,
         joins: bool = False,
         tokens: int | None = None,
         shares: bool = True,
     ) -> None:
         self._hierarchy, self._prompts, self._new_tokens = hierarchy, prompts, new_tokens
+        self._max_batch, self._joins, self._tokens, self._shares = max_batch, joins, tokens, shares
+        sequences = max_batch or len(prompts)
         self._sequences = sequences if joins else min(sequences, len(prompts))
-        self._joins, self._tokens, self._shares, self._begun = joins, tokens, shares, False
-        self._part = 1.0
+        self._part, self._begun = 1.0, False
         self._found: dict[tuple[HierarchyConfig, int, float], PoolSize | None] = {}
 
     def __call__(self) -> PoolSize | None:
@@ -47,18 +51,18 @@ class BatchPool:
         return self._found[key]
 
     def _made(self) -> PoolSize | None:
+        if not (self._shares and self._part) or (self._sequences < 2 and not self._joins):
+            return None
         hierarchy, config = self._hierarchy, self._hierarchy.config
-        unit = unit_of(hierarchy.target, config) if self._shares and self._part else None
-        longest = hierarchy.rounded(max(map(len, self._prompts)) + self._new_tokens)
+        unit = unit_of(hierarchy.target, config)
         if unit is None:
             return None
+        longest = hierarchy.rounded(max(map(len, self._prompts)) + self._new_tokens)
         levels = hierarchy.levels(min(map(len, self._prompts)), longest)
         scratch, page = pass_limits(config, levels).scratch_slots, page_of(unit, config, levels)
         # Trials of stages have sequences of any length, all of which begin with one prefix.
         trial = longest + self._sequences * (scratch + 2 * page + 1)
         if not self._joins:
-            if self._sequences < 2:
-                return None
             made = for_known(
                 self._prompts, self._new_tokens, self._sequences, unit, page, scratch, config.exact
             )
@@ -83,7 +87,34 @@ class BatchPool:
         pool = self()
         return pool.slots if pool is not None else 0
 
-    def fitting(self, fits: Callable[[int, int], int], most: int) -> int:
+    def batch_size(self, most: int, prompt: int, new_tokens: int) -> int:
+        """Returns how many sequences to decode together: up to ``most``, or more if further prompts may join.
+
+        The pool is made smaller if more sequences fit then.
+
+        Args:
+            prompt, new_tokens: tokens of the longest sequence.
+        """
+        hierarchy = self._hierarchy
+        if hierarchy.memory is not None or hierarchy.config.text_ranks > 1:
+            # Memory was planned for as many.
+            return most
+        if self._joins and self._max_batch and hierarchy.target.device.type == "cuda":
+            # An unused batch index costs little on a GPU, and cannot be added later.
+            most = self._max_batch
+        freed, last = hierarchy.level_one.nbytes, hierarchy.last_program
+        if last is not None:
+            if last.batch == most and last.cache.fits(prompt + new_tokens, self()):
+                return most
+            freed += last.cache.backend.bytes
+
+        def fitting(slots: int, wanted: int) -> int:
+            models, own = (hierarchy.target, hierarchy.draft), hierarchy.own_drafter
+            return fitting_batch(*models, hierarchy.config, wanted, prompt, new_tokens, freed, slots, own)
+
+        return self._fitting(fitting, most)
+
+    def _fitting(self, fits: Callable[[int, int], int], most: int) -> int:
         """Returns how many sequences to decode together, up to ``most``. Shares fewer slots if more sequences
         fit then.
 
@@ -94,7 +125,7 @@ class BatchPool:
         if not self._joins:
             return self._fitting_known(fits, most)
         if self._begun:
-            # Sequences run in what there is; where the number of rows was not known, there is more for more.
+            # Sequences run in what there is; if their number was not known, more of them have more slots.
             self._sequences = max(self._sequences, most)
             return fits(self.slots, most)
         # A batch of one sequence gets others.

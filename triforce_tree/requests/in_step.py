@@ -22,85 +22,78 @@ from triforce_tree.decoding.plain_passes import PlainPasses
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.pass_through import CACHE
-from triforce_tree.requests.batch import RunOptions
 from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forward
-from triforce_tree.requests.request import Job
+from triforce_tree.requests.request import Request
 from triforce_tree.runtime import distributed
 
 
 def decode_in_step(
-    job: Job,
-    how: RunOptions,
+    request: Request,
     target: HFModel,
     passes: PlainPasses,
     tokenizer: PreTrainedTokenizerBase | None,
-    device: torch.device,
+    on_host: bool,
 ) -> GenerateOutput:
-    """Decode the sequences of a job together, as transformers' ``_sample`` does.
+    """Decode the sequences of a request together, as transformers' ``_sample`` does.
 
     Args:
         passes: plain passes of the target over these prompts.
         tokenizer: decodes the texts of the output.
-        device: the device on which logits, scores and log-probabilities are kept.
+        on_host: whether logits, scores and log-probabilities are kept and returned in host memory.
     """
-    sequences = job.sequences
-    forward = _Forward(passes, any(type(p) is InfNanRemoveLogitsProcessor for p in job.processors))
-    names = job.outputs if job.config.return_dict_in_generate else set()
-    names |= {"logprobs"} if how.logprobs else set()
-    followed = _Followed(job, how, sequences, forward, names, device)
+    how, sequences = request.how, request.sequences
+    forward = _Forward(passes, any(type(p) is InfNanRemoveLogitsProcessor for p in request.processors))
+    followed = _Followed(request, forward, on_host)
     loop: Any = with_own_forward(target.model)
     start = time.perf_counter()
-    how.streamers.begin(job.input_ids, sequences)
+    how.streamers.begin(request.input_ids, sequences)
     try:
-        with seeded(_seed(job, how), target.device):
+        with seeded(_seed(request), target.device):
             loop._sample(
-                job.input_ids, logits_processor=job.processors, stopping_criteria=followed,
-                generation_config=job.config, **{**job.model_inputs, CACHE: forward},
+                request.input_ids, logits_processor=request.processors, stopping_criteria=followed,
+                generation_config=request.config, **{**request.model_inputs, CACHE: forward},
             )  # fmt: skip
         forward.append(followed.tokens)
     except BaseException:
         passes.forget()
         raise
+    padding, seconds = request.pad_token, passes.capture_seconds
     for sequence, reused in zip(sequences, passes.reused or (), strict=True):
         sequence.reused, sequence.prefill_seconds = reused, passes.prefill_seconds
         sequence.decode_seconds = time.perf_counter() - start - passes.prefill_seconds
         if how.joining is not None:
-            ids = job.input_ids.new_tensor([sequence.prompt])
-            alone = output_of(ids, [sequence], job.pad_token, tokenizer, passes.capture_seconds, {})
-            how.joining.ended(sequence.number, alone)
-    return output_of(
-        job.input_ids, sequences, job.pad_token, tokenizer, passes.capture_seconds, followed.results()
-    )
+            ids = request.given_ids.new_tensor([sequence.prompt])
+            how.joining.ended(sequence.number, output_of(ids, [sequence], padding, tokenizer, seconds, {}))
+    return output_of(request.given_ids, sequences, padding, tokenizer, seconds, followed.results())
 
 
-def check_in_step(target: HFModel, prompts: Sequences[Sequences[int]], how: RunOptions, why: str) -> None:
+def check_in_step(target: HFModel, request: Request, why: str) -> None:
     """Raise ValueError if these prompts cannot be decoded together; ``why`` is the reason that they must
     be.
     """
+    prompts, most = request.prompts, request.how.max_batch
     count, together = len(prompts), f"{why}: the {len(prompts)} sequences must be decoded together"
-    if how.max_batch is not None and how.max_batch < count:
-        raise ValueError(
-            f"{together}, and max_batch={how.max_batch}; leave it out, or give one prompt a call"
-        )
+    if most is not None and most < count:
+        raise ValueError(f"{together}, and max_batch={most}; leave it out, or give one prompt a call")
     if target.length_rope is not None and target.length_rope.mixed([len(p) for p in prompts]):
         raise ValueError(f"{together}, and their lengths need different positions; give them one by one")
 
 
-def _seed(job: Job, how: RunOptions) -> int | None:
+def _seed(request: Request) -> int | None:
     """Returns the seed of torch's global generators for drawing tokens; None leaves the generators
     unchanged.
     """
-    if job.to_probs.greedy:
+    if request.to_probs.greedy:
         return None
-    seed = how.seed
-    if how.seeds is not None and any(each is not None for each in how.seeds):
-        if len(how.seeds) > 1:
+    seed, seeds = request.how.seed, request.how.seeds
+    if seeds is not None and any(each is not None for each in seeds):
+        if len(seeds) > 1:
             raise ValueError(
-                f"seed={how.seeds} has a seed for each sequence, and logits processors or stopping criteria "
+                f"seed={seeds} has a seed for each sequence, and logits processors or stopping criteria "
                 "that keep state need all sequences drawn together; give one seed"
             )
-        [seed] = how.seeds
+        [seed] = seeds
     if seed is None and distributed.current() is not None:
         seed = distributed.broadcast_object(int(torch.randint(2**62, ())))
     return seed
@@ -136,35 +129,23 @@ class _Forward(OwnForward):
 
 
 class _Followed(StoppingCriteriaList):
-    """The stopping criteria of a generation, followed by the processing of each new token.
+    """The stopping criteria of a request. After they are called, each new token is processed.
 
     Args:
-        job, how: the generation.
-        sequences: receive their new tokens and the reasons why they end.
+        request: its sequences receive their new tokens and the reasons why they end.
         forward: computes the logits of the tokens.
-        names: values that are kept for each new token: some of ``"logits"``, ``"scores"`` and ``"logprobs"``.
-        device: the device on which they are kept.
+        on_host: whether the requested values of the tokens are kept in host memory.
 
     Attributes:
         tokens: the newest token of every sequence, pad tokens included.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        how: RunOptions,
-        sequences: Sequences[Sequence],
-        forward: _Forward,
-        names: set[str],
-        device: torch.device,
-    ) -> None:
-        super().__init__(job.criteria)
-        self._streamers, self._sequences, self._forward, self._device = (
-            how.streamers,
-            sequences,
-            forward,
-            device,
-        )
+    def __init__(self, request: Request, forward: _Forward, on_host: bool) -> None:
+        super().__init__(request.criteria)
+        self._streamers, self._sequences, self._forward = request.how.streamers, request.sequences, forward
+        self._device, self._returned = request.scores_devices(on_host)
+        names = request.outputs if request.config.return_dict_in_generate else set[str]()
+        names |= {"logprobs"} if request.how.logprobs else set()
         # By name and position, [B, V] or [B] of each.
         self._kept: dict[str, list[Tensor]] = {name: [] for name in names}
         self.tokens: list[int] = []
@@ -182,9 +163,9 @@ class _Followed(StoppingCriteriaList):
         going = [sequence.finish_reason is None for sequence in self._sequences]
         self._keep(scores, input_ids[:, -1], torch.tensor(going, device=self._device))
         found = distributed.broadcast_object((ended.tolist(), stopped.tolist()))
-        for row, (sequence, over, stop) in enumerate(zip(self._sequences, *found, strict=True)):
-            if going[row]:
-                self._add(sequence, self.tokens[row], over, stop)
+        for b, (sequence, over, stop) in enumerate(zip(self._sequences, *found, strict=True)):
+            if going[b]:
+                self._add(sequence, self.tokens[b], over, stop)
         reasons = [sequence.finish_reason is not None for sequence in self._sequences]
         return torch.tensor(reasons, device=input_ids.device)
 
@@ -216,7 +197,9 @@ class _Followed(StoppingCriteriaList):
 
     def results(self) -> dict[str, Any]:
         """Returns the requested fields of the output by name."""
-        found: dict[str, Any] = {name: tuple(kept) for name, kept in self._kept.items()}
+        found: dict[str, Any] = {
+            name: tuple(each.to(self._returned) for each in kept) for name, kept in self._kept.items()
+        }
         if "logprobs" in found:
             found["logprobs"] = torch.stack(found["logprobs"], 1)
         return found

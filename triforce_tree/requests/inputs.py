@@ -6,6 +6,7 @@ Multimodal models continue text alone: their inputs for images, video and sound 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -46,17 +47,20 @@ class Prompts:
     Attributes:
         ids: int64 ``[B, W]``, padding included; the output begins with them.
         mask: int64 ``[B, W]``, 0 where a token is padding.
+        tokens: the token ids of each prompt without padding.
     """
 
     ids: Tensor
     mask: Tensor
+    tokens: list[list[int]]
 
-    def left_padded(self) -> "Prompts":
-        """Returns these prompts with all padding on the left."""
+    def left_padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns ids and mask with all padding on the left, on ``device``."""
+        ids, mask = self.ids.to(device), self.mask.to(device)
         if bool(self.mask.all()):
-            return self
-        order = self.mask.argsort(dim=1, stable=True)
-        return Prompts(self.ids.gather(1, order), self.mask.gather(1, order))
+            return ids, mask
+        order = mask.argsort(dim=1, stable=True)
+        return ids.gather(1, order), mask.gather(1, order)
 
 
 def prompts_of(
@@ -71,7 +75,8 @@ def prompts_of(
     """Read one prompt or several.
 
     Args:
-        target: gives the vocabulary, and the most tokens of a prompt.
+        target: gives the vocabulary, the most tokens of a prompt, and the device of the ids unless they are
+            given as a tensor.
         tokenizer: needed for text. For chats it needs a chat template.
         inputs: text or texts; a chat (a list of messages) or chats; token ids ``[L]``, ``[B, L]`` or lists of
             different lengths; or the output of a tokenizer for any of these.
@@ -89,49 +94,47 @@ def prompts_of(
     given: Any = inputs if input_ids is None else input_ids
     if given is None:
         raise ValueError(f"there is no prompt: {_FORMS}")
+    # A tensor of the caller's own stays on its device.
+    device = given.device if isinstance(given, Tensor) else target.device
     if isinstance(given, Mapping):
         given, attention_mask = _opened(given, attention_mask)
-    chats = chats_of(given)
-    texts = _texts(given) if chats is None else None
-    if chats is not None or texts is not None:
+    texts = _texts(given)
+    if texts is not None:
         if attention_mask is not None:
             raise ValueError("attention_mask belongs to token ids, and the prompt is text; leave it out")
         if tokenizer is None:
-            what = "a text prompt needs" if chats is None else "messages need"
+            what = "a text prompt needs" if isinstance(texts[0], str) else "messages need"
             raise ValueError(f"{what} a tokenizer: load(..., tokenizer=...)")
-        given = [encoded(tokenizer, each, target.max_positions) for each in chats or texts or ()]
-    rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
-    if attention_mask is None and getattr(given, "ndim", 0) == 2 and inferred is not None:
-        mask = [(row != inferred).astype(np.int64) for row in rows]
-    elif attention_mask is None:
-        mask = [np.ones_like(row) for row in rows]
+        rows = [np.array(encoded(tokenizer, each, target.max_positions), np.int64) for each in texts]
     else:
+        rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
+    if attention_mask is not None:
         mask = [np.array(row, dtype=np.int64) for row in _mask(rows, attention_mask)]
-    check_rows([row[seen != 0] for row, seen in zip(rows, mask, strict=True)], target.vocab_size)
-    device = given.device if isinstance(given, Tensor) else None
-    return Prompts(left_padded(rows, padding, device), left_padded(mask, 0, device))
+    elif getattr(given, "ndim", 0) == 2 and inferred is not None:
+        mask = [(row != inferred).astype(np.int64) for row in rows]
+    else:
+        mask = [np.ones_like(row) for row in rows]
+    real = [row[seen != 0] for row, seen in zip(rows, mask, strict=True)]
+    check_rows(real, target.vocab_size)
+    ids, seen = left_padded(rows, padding, device), left_padded(mask, 0, device)
+    return Prompts(ids, seen, [row.tolist() for row in real])
 
 
 def prompt_of(target: HFModel, tokenizer: Tokenizer | None, inputs: Inputs) -> list[int]:
     """Returns the token ids of a single prompt; arguments and errors are those of :func:`prompts_of`."""
-    prompts = prompts_of(target, tokenizer, inputs)
-    if len(prompts.ids) > 1:
-        raise ValueError(f"one prompt is needed, and {len(prompts.ids)} were given; leave the others out")
-    return real_rows(prompts.ids, prompts.mask)[0]
+    prompts = prompts_of(target, tokenizer, inputs).tokens
+    if len(prompts) > 1:
+        raise ValueError(f"one prompt is needed, and {len(prompts)} were given; leave the others out")
+    return prompts[0]
 
 
-def real_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """Returns, for each row of ``ids`` int64 ``[B, W]``, the tokens whose mask is not 0."""
-    return [row.tolist() for row in real_ids(ids, mask)]
-
-
-def real_ids(ids: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Returns, for each row of ``ids``, the tokens whose mask is not 0: int64 ``[L]`` in host memory."""
-    ids = ids.cpu()
-    seen = mask.cpu() != 0 if mask is not None else None
-    if seen is None or bool(seen.all()):
-        return list(ids)
-    return [row[own] for row, own in zip(ids, seen, strict=True)]
+def real_tokens(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Returns the token ids of each prompt in ``ids`` int64 ``[B, W]`` whose mask is not 0."""
+    rows: list[list[int]] = ids.tolist()
+    if mask is None or bool((mask != 0).all()):
+        return rows
+    seen = (mask != 0).tolist()
+    return [list(compress(*each)) for each in zip(rows, seen, strict=True)]
 
 
 def check_rows(rows: Sequence[Sequence[int] | Row | Tensor], vocabulary: int) -> None:
@@ -169,15 +172,15 @@ def _opened(batch: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
     return batch["input_ids"], batch.get("attention_mask", attention_mask)
 
 
-def _texts(given: Any) -> list[str] | None:
-    """Returns the prompts if they are text, else None."""
+def _texts(given: Any) -> list[Any] | None:
+    """Returns the prompts if they are texts or chats, and None if they are token ids."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, (bytes, bytearray)):
         raise ValueError("the prompt is bytes; decode it: generate(data.decode('utf-8'))")
-    if not isinstance(given, (list, tuple)):
-        return None
-    kinds = set(map(type, given))
+    if (chats := chats_of(given)) is not None:
+        return chats
+    kinds = set(map(type, given)) if isinstance(given, (list, tuple)) else set()
     if not any(issubclass(kind, str) for kind in kinds):
         return None
     if len(kinds) > 1:

@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor, 
 from transformers.generation import logits_process, stopping_criteria
 
 from triforce_tree.requests.isolation import Isolated, NotIsolatedError, RandomNumbers
+from triforce_tree.requests.request import Request
 
 # Classes of transformers that keep state; all others there do not.
 _KEEPING = frozenset(
@@ -41,29 +42,25 @@ _DECLARE = "give it the attribute keeps_state = False if it keeps none"
 _MOST_TOKENS = 256
 
 
-def why_in_step(
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    input_ids: Tensor,
-    vocabulary: int,
-    scores_asked: bool,
-) -> str | None:
-    """Returns why these must be called once per token with all sequences, or None if this is not necessary.
+def why_in_step(request: Request, vocabulary: int) -> str | None:
+    """Returns why the processors and criteria of a request must be called once per token with all sequences,
+    or None if this is not necessary.
 
     Only copies are called. Which classes of transformers keep state is known; a class derived from one of
     them is tested. If an object has a bool attribute ``keeps_state``, the attribute decides.
 
     Args:
-        input_ids: int64 ``[B, W]``, the prompts.
         vocabulary: V of the scores.
-        scores_asked: whether criteria get the scores of all new tokens.
     """
-    trial = _Trial(input_ids, vocabulary)
-    for processor in processors:
+    trial = _Trial(request.input_ids, vocabulary)
+    for processor in request.processors:
         if (why := _of_processor(processor, trial)) is not None:
             return why
-    for criterion in criteria:
-        if (why := _of_criterion(criterion, trial, scores_asked)) is not None:
+    config = request.config
+    for criterion in request.criteria:
+        # The criteria get the scores of all new tokens if the output has them.
+        passed = bool(config.output_scores and config.return_dict_in_generate)
+        if (why := _of_criterion(criterion, trial, passed)) is not None:
             return why
     return None
 

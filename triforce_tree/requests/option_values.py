@@ -1,114 +1,85 @@
-"""Types and limits of generation options. Nothing here imports torch, so bad values are refused at once."""
+"""Types and limits of the options of a call, in one table.
+
+Importing this module does not import torch, so that wrong values are refused at once.
+"""
 
 import math
 import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 from triforce_tree.option_checks import shortened
 
-# Options whose values are whole numbers, and the least of each.
-_WHOLE = {
-    "max_new_tokens": 1, "max_length": 1, "min_length": 0, "min_new_tokens": 0, "top_k": 0,
-    "no_repeat_ngram_size": 0,
-}  # fmt: skip
-# Fp32 holds logits divided or multiplied by these; and divided by temperatures up to the second.
+# Fp32 holds logits divided or multiplied by numbers in this interval, and divided by temperatures up to
+# _HOTTEST.
 _LEAST, _MOST, _HOTTEST = 1e-30, 1e30, 1e38
+# The most beams or texts of one prompt.
+_MOST_TEXTS = 65_536
 
 
-class _Range(NamedTuple):
-    """An interval of numbers that an option may take, from ``least`` to ``most``. Its string is used in
-    messages.
+def checked(name: str, value: Any) -> Any:
+    """Returns the value of an option, in the form in which it is used: whole numbers as int, switches as
+    bool, and stop strings, logits processors and stopping criteria as lists. None is returned as it is.
+
+    Raises:
+        ValueError: the value is of another type, or out of range.
     """
+    check = _CHECKS.get(name)
+    return value if value is None or check is None else check(name, value)
+
+
+@dataclass(frozen=True)
+class _WholeNumber:
+    """Accepts integers of at least ``least``, those of numpy and torch included."""
+
+    least: int
+    remedy: str = "leave it out for the default"
+
+    def __call__(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
+            raise ValueError(f"{name}={shortened(value)} must be an integer, not {type(value).__name__}")
+        if index(value) < self.least:
+            raise ValueError(f"{name}={shortened(value)} must be at least {self.least}; {self.remedy}")
+        return index(value)
+
+
+@dataclass(frozen=True)
+class _Number:
+    """Accepts numbers from ``least`` to ``most``. Messages print the interval as ``interval``."""
 
     least: float
     most: float
     interval: str
     remedy: str
 
-
-_BELOW_1, _ABOVE_0 = math.nextafter(1.0, 0.0), math.ulp(0.0)
-_REAL = {
-    "temperature": _Range(0.0, _HOTTEST, "", ""),
-    "top_p": _Range(0.0, 1.0, "[0, 1]", "1 keeps all tokens"),
-    "min_p": _Range(0.0, 1.0, "[0, 1]", "0 keeps all tokens"),
-    "typical_p": _Range(_ABOVE_0, 1.0, "(0, 1]", "1 keeps all tokens"),
-    "top_h": _Range(_ABOVE_0, 1.0, "(0, 1]", "leave it out to keep all tokens"),
-    "epsilon_cutoff": _Range(0.0, _BELOW_1, "[0, 1)", "0 keeps all tokens"),
-    "eta_cutoff": _Range(0.0, _BELOW_1, "[0, 1)", "0 keeps all tokens"),
-    "repetition_penalty": _Range(_LEAST, _MOST, f"[{_LEAST:g}, {_MOST:g}]", "1 changes nothing"),
-    "length_penalty": _Range(-50.0, 50.0, "[-50, 50]", "1 is the default"),
-    "max_time": _Range(0.0, math.inf, "[0, inf]", "leave it out for no limit"),
-}
-_TOKENS = {
-    "eos_token_id", "pad_token_id", "bos_token_id", "forced_bos_token_id", "forced_eos_token_id",
-    "suppress_tokens", "begin_suppress_tokens",
-}  # fmt: skip
-_ONE_TOKEN = {"pad_token_id", "forced_bos_token_id"}
+    def __call__(self, name: str, value: Any) -> Any:
+        _check_type(name, value)
+        if not self.least <= value <= self.most:
+            raise ValueError(f"{name}={shortened(value)} must lie in {self.interval}; {self.remedy}")
+        return value
 
 
-def checked(name: str, value: Any) -> Any:
-    """Returns the value of an option, converted to an integer where the option takes one.
+def _check_type(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name}={shortened(value)} must be a number, not {type(value).__name__}")
 
-    Raises:
-        ValueError: the value is of another type, or out of range.
-    """
-    if value is None:
-        return None
-    if name in _WHOLE:
-        if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
-            raise ValueError(f"{name}={shortened(value)} must be an integer, not {type(value).__name__}")
-        if index(value) < _WHOLE[name]:
-            raise ValueError(
-                f"{name}={shortened(value)} must be at least {_WHOLE[name]}; "
-                + ("0 keeps all tokens" if name == "top_k" else "leave it out for the default")
-            )
-        return index(value)
-    if name in _REAL:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise ValueError(f"{name}={shortened(value)} must be a number, not {type(value).__name__}")
-        _check_range(name, value)
-    elif name in _TOKENS:
-        _check_token_ids(name, value)
-    elif name == "sequence_bias":
-        for bias in value.values() if isinstance(value, dict) else _second(value):
-            # Minus infinity forbids a sequence; two infinities of unlike signs are no number.
-            if isinstance(bias, numbers.Real) and not float(bias) <= _MOST:
-                raise ValueError(
-                    f"sequence_bias has the bias {shortened(bias)}, which must be a number of at most "
-                    f"{_MOST:g}; this much forces a token, and -inf forbids it"
-                )
-    elif name == "exponential_decay_length_penalty":
-        parts = list(value) if isinstance(value, list | tuple) else []
-        fit = [isinstance(n, numbers.Real) and 0 <= float(n) <= _MOST for n in parts]
-        if len(parts) != 2 or not all(fit):
-            raise ValueError(
-                f"{name}={shortened(value)} must be two numbers of at least 0: after how many new tokens the "
-                "penalty begins, and the factor by which it grows, as (100, 1.01)"
-            )
+
+def _temperature(name: str, value: Any) -> Any:
+    _check_type(name, value)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={shortened(value)} must be a finite number of at least 0; 0 means greedy")
+    if 0 < value < _LEAST:
+        raise ValueError(f"{name}={shortened(value)} is below {_LEAST:g}; use 0, which means greedy")
+    if value > _HOTTEST:
+        raise ValueError(f"{name}={shortened(value)} is above {_HOTTEST:g}; from 1e6 on all draw about alike")
     return value
 
 
-def _check_range(name: str, value: Any) -> None:
-    least, most, interval, remedy = _REAL[name]
-    if name == "temperature":
-        if not 0 <= value < math.inf:
-            raise ValueError(
-                f"{name}={shortened(value)} must be a finite number of at least 0; 0 means greedy"
-            )
-        if 0 < value < _LEAST:
-            raise ValueError(f"{name}={shortened(value)} is below {_LEAST:g}; use 0, which means greedy")
-        if value > most:
-            raise ValueError(f"{name}={shortened(value)} is above {most:g}; from 1e6 on all draw about alike")
-    elif not least <= value <= most:
-        raise ValueError(f"{name}={shortened(value)} must lie in {interval}; {remedy}")
-
-
-def _check_token_ids(name: str, value: Any) -> None:
+def _token_ids(name: str, value: Any) -> Any:
     if getattr(value, "ndim", 0) > 0:  # a tensor or an array, which has integers of 64 bits at most
-        return
-    if name in _ONE_TOKEN and isinstance(value, list | tuple):
-        raise ValueError(f"{name}={shortened(value)} must be a single token id; give one of them")
+        return value
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, str):
             raise ValueError(
@@ -120,32 +91,115 @@ def _check_token_ids(name: str, value: Any) -> None:
                 f"{name}={shortened(value)} must be a token id or a list of them: integers of 64 bits; "
                 "see tokenizer.vocab_size"
             )
+    return value
 
 
-def _second(pairs: Any) -> list[Any]:
-    """Returns the second entry of each pair in a list. Entries that are not pairs are left for transformers
-    to refuse.
-    """
-    listed = pairs if isinstance(pairs, list | tuple) else []
-    return [pair[1] for pair in listed if isinstance(pair, list | tuple) and len(pair) == 2]
+def _one_token_id(name: str, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        raise ValueError(f"{name}={shortened(value)} must be a single token id; give one of them")
+    return _token_ids(name, value)
 
 
-def check_sampling_options(kwargs: dict[str, Any]) -> None:
-    """Turn ``temperature=0`` into greedy decoding, and any other temperature into sampling.
+def _sequence_bias(name: str, value: Any) -> Any:
+    # transformers refuses entries that are not pairs.
+    pairs = value if isinstance(value, list | tuple) else []
+    biases = [pair[1] for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2]
+    for bias in value.values() if isinstance(value, dict) else biases:
+        # Minus infinity forbids a sequence. Two infinities of opposite signs have no sum.
+        if isinstance(bias, numbers.Real) and not float(bias) <= _MOST:
+            raise ValueError(
+                f"{name} has the bias {shortened(bias)}, which must be a number of at most "
+                f"{_MOST:g}; this much forces a token, and -inf forbids it"
+            )
+    return value
 
-    Raises:
-        ValueError: one of the options that the command line has is out of range; or temperature is 0, and
-            ``do_sample`` is True.
-    """
-    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "temperature"):
-        checked(name, kwargs.get(name))
-    temperature = kwargs.get("temperature")
-    if temperature is None:
-        return
-    if temperature == 0:
-        if kwargs.get("do_sample"):
-            raise ValueError("temperature=0 means greedy, but do_sample=True; choose one")
-        del kwargs["temperature"]
-        kwargs["do_sample"] = False
-    else:
-        kwargs.setdefault("do_sample", True)
+
+def _length_penalty_decay(name: str, value: Any) -> Any:
+    parts = list(value) if isinstance(value, list | tuple) else []
+    fit = [isinstance(n, numbers.Real) and 0 <= float(n) <= _MOST for n in parts]
+    if len(parts) != 2 or not all(fit):
+        raise ValueError(
+            f"{name}={shortened(value)} must be two numbers of at least 0: after how many new tokens the "
+            "penalty begins, and the factor by which it grows, as (100, 1.01)"
+        )
+    return value
+
+
+def _number_of_texts(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_TEXTS:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1, and at most {_MOST_TEXTS}")
+    return value
+
+
+def _number_of_sequences(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number from 1 on, or None")
+    return value
+
+
+def _seed(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not -(2**63) <= index(value) < 2**64:
+        raise ValueError(
+            f"{name}={value!r} must be an integer of at most 64 bits; give one from -2**63 to 2**64 - 1"
+        )
+    return index(value)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+    return value
+
+
+def _stop_strings(name: str, value: Any) -> list[str]:
+    strings = [value] if isinstance(value, str) else list(value)
+    for each in strings:
+        if not isinstance(each, str) or not each:
+            raise ValueError(f"{name} holds {each!r}; give strings of at least one character")
+    return strings
+
+
+def _callables(name: str, value: Any) -> list[Any]:
+    entries = list(value) if isinstance(value, list | tuple) else [value]
+    for each in entries:
+        if not callable(each):
+            raise ValueError(f"{name} holds {each!r}, which cannot be called; see transformers' {name}")
+    return entries
+
+
+_BELOW_1, _ABOVE_0 = math.nextafter(1.0, 0.0), math.ulp(0.0)
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "max_new_tokens": _WholeNumber(1),
+    "max_length": _WholeNumber(1),
+    "min_length": _WholeNumber(0),
+    "min_new_tokens": _WholeNumber(0),
+    "no_repeat_ngram_size": _WholeNumber(0),
+    "top_k": _WholeNumber(0, "0 keeps all tokens"),
+    "temperature": _temperature,
+    "top_p": _Number(0.0, 1.0, "[0, 1]", "1 keeps all tokens"),
+    "min_p": _Number(0.0, 1.0, "[0, 1]", "0 keeps all tokens"),
+    "typical_p": _Number(_ABOVE_0, 1.0, "(0, 1]", "1 keeps all tokens"),
+    "top_h": _Number(_ABOVE_0, 1.0, "(0, 1]", "leave it out to keep all tokens"),
+    "epsilon_cutoff": _Number(0.0, _BELOW_1, "[0, 1)", "0 keeps all tokens"),
+    "eta_cutoff": _Number(0.0, _BELOW_1, "[0, 1)", "0 keeps all tokens"),
+    "repetition_penalty": _Number(_LEAST, _MOST, f"[{_LEAST:g}, {_MOST:g}]", "1 changes nothing"),
+    "length_penalty": _Number(-50.0, 50.0, "[-50, 50]", "1 is the default"),
+    "max_time": _Number(0.0, math.inf, "[0, inf]", "leave it out for no limit"),
+    "eos_token_id": _token_ids,
+    "bos_token_id": _token_ids,
+    "suppress_tokens": _token_ids,
+    "begin_suppress_tokens": _token_ids,
+    "forced_eos_token_id": _token_ids,
+    "forced_bos_token_id": _one_token_id,
+    "pad_token_id": _one_token_id,
+    "sequence_bias": _sequence_bias,
+    "exponential_decay_length_penalty": _length_penalty_decay,
+    "num_beams": _number_of_texts,
+    "num_return_sequences": _number_of_texts,
+    "stop_strings": _stop_strings,
+    "logits_processor": _callables,
+    "stopping_criteria": _callables,
+    "seed": _seed,
+    "logprobs": _switch,
+    "max_batch": _number_of_sequences,
+}

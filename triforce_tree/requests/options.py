@@ -1,18 +1,20 @@
-"""Generation options of transformers that are carried out, and those that are refused."""
+"""Options of transformers' ``generate``: which are carried out, and which are refused by name."""
 
-from collections.abc import Sequence
+import copy
+import difflib
+import inspect
+from collections.abc import Collection, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import stopping_criteria as hf_stop
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
-from triforce_tree.decoding.sequence import Ending, Stop
+from triforce_tree.config import ADVANCED, SHOWN
 from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.option_checks import unknown_option
 from triforce_tree.requests.option_values import checked
-from triforce_tree.requests.stop_strings import StopStrings
-from triforce_tree.runtime.distributed import broadcast_flag
 
 # Options of GenerationConfig that this package carries out. Any other that differs from its default is
 # refused by name, not ignored.
@@ -27,9 +29,9 @@ HONOURED = frozenset(
     transformers_version
     """.split()  # noqa: SIM905 - a list would take a line for each name
 )
-# Options that ask for several texts of a prompt, and those that they alone read: ``branching`` carries them
-# out, and they are refused elsewhere.
+# Options that only beam search reads.
 OF_BEAMS = ("length_penalty", "early_stopping")
+# Options that request several texts of a prompt. ``branching`` carries them out; they are refused elsewhere.
 SEVERAL = ("num_beams", "num_return_sequences", *OF_BEAMS)
 # Defaults that transformers fills in; with these values the options have no effect.
 _NEUTRAL = {
@@ -47,11 +49,185 @@ _NEUTRAL = {
     "target_lookbehind": 10,
 }
 
+# Settings of a checkpoint that do not change the text: how transformers stores keys and values, compiles,
+# drafts and searches beams, and what it returns beside the text.
+_WITHOUT_EFFECT = (
+    "cache_implementation",
+    "cache_config",
+    "max_cache_len",
+    "compile_config",
+    "disable_compile",
+    "prefill_chunk_size",
+    "low_memory",
+    "early_stopping",
+    "length_penalty",
+    "use_mtp",
+    "speculation_type",
+    "continuous_batching_config",
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+    "output_attentions",
+    "output_hidden_states",
+)
 REMEDY = "leave it out, or use the model's own generate()"
+# Unknown keywords, and what to do instead.
+_REMEDIES = {
+    "assistant_model": "give load(target, draft) a draft model",
+    "messages": "give them first, as the prompt: generate(messages)",
+    "tokenizer": "give it to load(..., tokenizer=...)",
+    "max_tokens": "its name is max_new_tokens here",
+    "max_length_tokens": "its name is max_new_tokens here",
+    "stop": "its name is stop_strings here",
+    "n": "its name is num_return_sequences here",
+    "prompt": "give it first: generate(prompt)",
+    **dict.fromkeys(
+        (*SHOWN, "advanced", "target", "draft", "drafter", "device", "dtype"),
+        "give it to load(...), or to Engine.with_options",
+    ),
+    **{
+        name: f"give it to load(..., advanced={{{name!r}: ...}}), or to Engine.with_options"
+        for name in ADVANCED
+    },
+}
+# Parameters of Engine.generate that are no options of GenerationConfig.
+_OWN = ("seed", "streamer", "logprobs", "stopping_criteria", "logits_processor", "attention_mask", "progress")
+# Keywords of transformers' generate that are no options of GenerationConfig; False has no effect.
+_SWITCHES = frozenset({"synced_gpus", "trust_remote_code"})
 
 
-def check_forced_tokens(config: GenerationConfig, vocabulary: int) -> None:
-    """Raise ValueError for a forced token that is not in the vocabulary."""
+def given_options(
+    options: Mapping[str, Any], config: GenerationConfig | Mapping[str, Any] | None
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """Returns the options of a call in the form that transformers' ``generate`` takes.
+
+    A temperature of 0 becomes greedy decoding, and any other temperature becomes sampling.
+
+    Args:
+        options: keywords. A keyword that is no option and whose value is None is dropped.
+        config: a GenerationConfig, or a dict of options; ``options`` take precedence over both.
+
+    Returns:
+        The GenerationConfig, or None if none was given; and the option keywords.
+
+    Raises:
+        ValueError: a keyword is not an option of GenerationConfig, or its value is invalid.
+    """
+    if isinstance(config, Mapping):
+        options, config = {**config, **options}, None
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise ValueError(
+            f"generation_config is of type {type(config).__name__}; give a GenerationConfig or a dict of its "
+            "options"
+        )
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in known:
+            found[name] = supported(name, value)
+        elif value is not None and not (value is False and name in _SWITCHES):
+            similar = difflib.get_close_matches(name, [*known, *_OWN], 1, 0.8)
+            near = f"did you mean {similar[0]}?" if similar else REMEDY
+            raise ValueError(f"{name} is no option that triforce_tree supports; {_REMEDIES.get(name, near)}")
+    for name, value in config.to_diff_dict().items() if config is not None else ():
+        supported(name, value)
+    if (temperature := found.get("temperature")) == 0:
+        if found.get("do_sample"):
+            raise ValueError("temperature=0 means greedy, but do_sample=True; choose one")
+        del found["temperature"]
+        found["do_sample"] = False
+    elif temperature is not None:
+        found.setdefault("do_sample", True)
+    return config, found
+
+
+def texts_asked(kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of beams and of texts per prompt that a call requests; the defaults are 1.
+
+    Raises:
+        ValueError: a number is not an integer of at least 1.
+    """
+    config, found = kwargs.get("generation_config"), []
+    for name in ("num_beams", "num_return_sequences"):
+        value = kwargs.get(name)
+        if value is None:
+            value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        found.append(checked(name, 1 if value is None else value))
+    beams, texts = found
+    return beams, texts
+
+
+def supported(name: str, value: Any) -> Any:
+    """Returns the value of a GenerationConfig option that is carried out, or has no effect with this value.
+
+    Raises:
+        ValueError: the option is neither, or its value is invalid.
+    """
+    value = checked(name, value)
+    if _is_carried_out(name, value):
+        return value
+    if name in OF_BEAMS:
+        raise ValueError(f"{name}={value!r} is read with num_beams above 1 alone; leave it out")
+    raise ValueError(f"generation option {name}={value!r} is not supported by triforce_tree; {REMEDY}")
+
+
+def _is_carried_out(name: str, value: Any) -> bool:
+    """Returns whether an option is carried out, or has no effect with this value."""
+    return name in HONOURED or name.startswith("_") or value in (None, False, _NEUTRAL.get(name))
+
+
+def check_checkpoint(settings: GenerationConfig, given: Collection[str]) -> None:
+    """Raise an error for settings of a checkpoint that would otherwise be ignored.
+
+    Args:
+        settings: the checkpoint's settings.
+        given: names of options that the caller gave; they are checked elsewhere.
+
+    Raises:
+        ValueError: a setting is not supported, or its value is invalid; the message names it.
+    """
+    for name, value in settings.to_diff_dict().items():
+        if name in given or name in _WITHOUT_EFFECT:
+            continue
+        if not _is_carried_out(name, value):
+            raise ValueError(
+                f"generation option {name}={value!r} in the checkpoint's generation_config is not supported "
+                f"by triforce_tree; set model.generation_config.{name} = None, or remove it from "
+                "generation_config.json"
+            )
+        checked(name, value)
+
+
+def without_settings(model: Any) -> Any:
+    """Returns the model, or a shallow copy of it, without settings that transformers' ``generate`` must not
+    see.
+
+    These are settings that have no effect here, and stop strings, for which transformers would require a
+    tokenizer that it does not pass on.
+    """
+    own = model.generation_config
+    dropped = [name for name in (*_WITHOUT_EFFECT, "stop_strings") if getattr(own, name, None) is not None]
+    if not dropped:
+        return model
+    other = copy.copy(model)
+    other.generation_config = copy.copy(own)
+    for name in dropped:
+        setattr(other.generation_config, name, None)
+    return other
+
+
+def check_prepared(config: GenerationConfig, processors: LogitsProcessorList, vocabulary: int) -> None:
+    """Check the options that transformers has prepared.
+
+    Raises:
+        ValueError: a forced token is not in the vocabulary, or a processor runs the model.
+    """
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         given = getattr(config, name, None)
         for token in [] if given is None else torch.as_tensor(given).flatten().tolist():
@@ -59,38 +235,6 @@ def check_forced_tokens(config: GenerationConfig, vocabulary: int) -> None:
                 raise ValueError(
                     f"{name}={token} is not in the model's vocabulary; give a token id below {vocabulary}"
                 )
-
-
-def is_supported(name: str, value: Any) -> bool:
-    """Returns whether a GenerationConfig option is implemented, or has no effect with this value."""
-    known = name in HONOURED or name.startswith("_")
-    return known or value in (None, False, _NEUTRAL.get(name))
-
-
-def supported(name: str, value: Any) -> Any:
-    """Returns the value of a GenerationConfig option that is implemented, or has no effect with this value.
-
-    Raises:
-        ValueError: the option is neither, or its value is not a number although it must be one.
-    """
-    value = checked(name, value)
-    if name in HONOURED or name.startswith("_"):
-        return value
-    if not is_supported(name, value):
-        if name in OF_BEAMS:
-            raise ValueError(f"{name}={value!r} is read with num_beams above 1 alone; leave it out")
-        raise ValueError(f"generation option {name}={value!r} is not supported by triforce_tree; {REMEDY}")
-    return value
-
-
-def refuse_unsupported(config: GenerationConfig, processors: LogitsProcessorList) -> None:
-    """Raise an error for an option that would otherwise be ignored.
-
-    Raises:
-        ValueError: such an option was given; the message names it.
-    """
-    for name, value in config.to_diff_dict().items():
-        supported(name, value)
     for processor in processors:
         if "ClassifierFreeGuidance" in type(processor).__name__:
             raise ValueError(
@@ -150,52 +294,60 @@ def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mas
             )
 
 
-def ending_of(
-    config: GenerationConfig,
-    criteria: StoppingCriteriaList,
-    prompt_tokens: int,
-    device: torch.device,
-    padding: Sequence[int] = (),
-) -> Ending:
-    """Returns an object that evaluates transformers' stopping criteria after every token of an accepted
-    block.
+def check_keywords(
+    given: Mapping[str, Any], own: Collection[str], of_load: Collection[str]
+) -> dict[str, Any]:
+    """Check the keywords of ``generate`` before a model is loaded.
 
     Args:
-        prompt_tokens: width of the prompt, padding included, as ``max_length`` counts it.
-        padding: pad tokens that criteria see before the tokens of the sequence.
+        given: the keywords of the call.
+        own: parameters of :meth:`Engine.generate`.
+        of_load: options of ``load``. An unknown keyword with such a name gets a message that says so.
+
+    Returns:
+        The keywords that are options of GenerationConfig.
+
+    Raises:
+        ValueError: a keyword is unknown, or has an invalid value.
     """
-    # A criterion of the user replaces transformers' own of the same class.
-    lengths = [c.max_length for c in criteria if type(c) is hf_stop.MaxLengthCriteria]
-    ends = [c.eos_token_id for c in criteria if type(c) is hf_stop.EosTokenCriteria]
-    stop_tokens = frozenset(token for tensor in ends for token in tensor.flatten().tolist())
-    known = (hf_stop.MaxLengthCriteria, hf_stop.EosTokenCriteria, StopStrings)
-    others = StoppingCriteriaList(c for c in criteria if type(c) not in known)
-    start = prompt_tokens - len(padding)
-    stops = [c.of_one(start, stop_tokens) for c in criteria if type(c) is StopStrings]
-    if others:
-        stops.append(_asking(others, device, padding))
-    most = min([*lengths] or [config.max_length]) - prompt_tokens
-    return Ending(most, stop_tokens, _any(stops) if stops else None)
+    known = vars(GenerationConfig())
+    options = {name: value for name, value in given.items() if name not in (*own, *SEVERAL)}
+    for name in options.keys() - known.keys():
+        similar = difflib.get_close_matches(name, [*known, *own, *of_load], 1, 0.8)
+        if similar and similar[0] in of_load:
+            raise unknown_option(name, of_load)
+        if not similar and name not in _REMEDIES:
+            del options[name]  # a model's own input may be neutral for it
+    checked("stop_strings", given.get("stop_strings"))
+    if not isinstance(given.get("seed"), list | tuple):
+        checked("seed", given.get("seed"))
+    return given_options(options, given.get("generation_config"))[1]
 
 
-def _any(stops: Sequence[Stop]) -> Stop:
-    def stop(tokens: list[int]) -> bool:
-        # Each is asked for every token: ranks wait for each other in some.
-        found = [each(tokens) for each in stops]
-        return any(found)
+# Parameters of transformers' generate that never reach a custom_generate callable.
+_DROPPED = (
+    "assistant_model",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "streamer",
+    "synced_gpus",
+)
 
-    return stop
 
+def refuse_dropped(frame: FrameType | None) -> None:
+    """Raise an error for arguments that the calling ``generate`` of transformers does not pass on.
 
-def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Sequence[int]) -> Stop:
-    held = torch.tensor([list(padding)], dtype=torch.int64, device=device)
+    Args:
+        frame: a stack frame inside that call.
 
-    def stop(tokens: list[int]) -> bool:
-        nonlocal held
-        # Asked after each token; a pass that is repeated (memory ran out) has asked about its own before.
-        known = min(held.shape[1] - len(padding), len(tokens) - 1)
-        fresh = torch.tensor([tokens[known:]], dtype=torch.int64, device=device)
-        held = torch.cat([held[:, : len(padding) + known], fresh], 1)
-        return broadcast_flag(bool(criteria(held, None).all()))
-
-    return stop
+    Raises:
+        ValueError: such an argument was given; the message names it.
+    """
+    own = inspect.unwrap(GenerationMixin.generate).__code__
+    while frame is not None and frame.f_code is not own:
+        frame = frame.f_back
+    given = frame.f_locals if frame is not None else {}
+    for name in _DROPPED:
+        if given.get(name) is not None and given[name] is not False:
+            remedy = f"give it to custom_generate({name}=...)" if name == "streamer" else "leave it out"
+            raise ValueError(f"{name} does not reach triforce_tree through transformers' generate; {remedy}")

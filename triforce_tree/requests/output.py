@@ -74,11 +74,11 @@ def output_of(
     capture_seconds: float,
     scores: Mapping[str, Any],
 ) -> GenerateOutput:
-    """Returns the output of finished sequences, whose prompts are ``input_ids`` ``[B, W]``.
-
-    The statistics are those of the target alone, over these sequences.
+    """Returns the output of finished sequences, with the target's statistics alone.
 
     Args:
+        input_ids: the prompts as the output begins with them, int64 ``[B, W]``.
+        padding: the token that fills shorter sequences.
         scores: the values of ``logits``, ``scores`` and ``logprobs``, as far as they were requested.
     """
     new = [sequence.new for sequence in sequences]
@@ -102,24 +102,6 @@ def output_of(
         reused_tokens=by_row([sequence.reused for sequence in sequences]),
         **scores,
     )
-
-
-def placed(out: GenerateOutput, prompt: Tensor, moves_scores: bool) -> GenerateOutput:
-    """Returns the output with the prompt ``[B, W]`` as it was given, on the prompt's device.
-
-    Args:
-        moves_scores: whether logits, scores and log-probabilities are moved to that device too.
-    """
-    new = out.sequences[:, prompt.shape[1] :].to(prompt.device)
-    # transformers annotates its outputs with the legacy class.
-    out.sequences = cast(torch.LongTensor, torch.cat([prompt, new], 1))
-    if moves_scores:
-        for name in ("logits", "scores"):
-            if (rows := getattr(out, name)) is not None:
-                setattr(out, name, tuple(row.to(prompt.device) for row in rows))
-        if out.logprobs is not None:
-            out.logprobs = out.logprobs.to(prompt.device)
-    return out
 
 
 def by_row(values: Sequences[Any]) -> Any:

@@ -1,10 +1,12 @@
-"""One call of ``generate``, checked before and after transformers' own preparation."""
+"""One call of ``generate``: its arguments are checked, prepared by transformers, and become sequences."""
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -15,42 +17,84 @@ from transformers import (
 
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.requests.checkpoint_settings import refuse_unsupported_settings
-from triforce_tree.requests.inputs import Ids, Inputs, Prompts, check_rows, prompts_of, real_ids, text_alone
-from triforce_tree.requests.kept_state import why_in_step
-from triforce_tree.requests.keywords import (
-    as_list,
-    checked_stop_strings,
-    generation_options,
-    inferred_padding,
-    pad_token,
-)
+from triforce_tree.requests.endings import StopStrings, ending_of
+from triforce_tree.requests.inputs import Inputs, Prompts, check_rows, prompts_of, real_tokens, text_alone
+from triforce_tree.requests.joining import Joining
+from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.options import (
-    check_forced_tokens,
-    ending_of,
+    check_checkpoint,
+    check_prepared,
+    given_options,
     refuse_model_inputs,
-    refuse_unsupported,
+    supported,
+    without_settings,
 )
-from triforce_tree.requests.stop_strings import StopStrings
+from triforce_tree.requests.streamers import Streamers
+from triforce_tree.runtime.stats import Progress
+from triforce_tree.verify.draws import sequence_seed
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 @dataclass(frozen=True)
-class Request:
-    """The arguments of :meth:`Engine.generate`.
+class RunOptions:
+    """The arguments of :meth:`Engine.generate` that are not transformers' options; they are described
+    there.
+    """
+
+    streamers: Streamers = field(default_factory=Streamers)
+    progress: Progress | None = None
+    seed: int | None = None
+    seeds: list[int | None] | None = None
+    pinned: Callable[[int], None] | None = None
+    logprobs: bool = False
+    max_batch: int | None = None
+    joining: Joining | None = None
+
+    def alone(self, number: int) -> "RunOptions":
+        """Returns the options for decoding one of the sequences alone. Its seed is such that its draws stay
+        the same.
+        """
+        seed = self.seed if self.seed is None else sequence_seed(self.seed, number)
+        seeds = self.seeds and self.seeds[number : number + 1]
+        return replace(self, streamers=self.streamers.alone(number), seed=seed, seeds=seeds, joining=None)
+
+
+def seeds_of(seed: Any, count: int) -> tuple[int | None, list[int | None] | None]:
+    """Returns (seed, None) for one seed, or (None, seeds) for a list with one seed for each of ``count``
+    sequences.
+
+    Raises:
+        ValueError: the value is something else, or the list has another length.
+    """
+    if not isinstance(seed, (list, tuple)):
+        return checked("seed", seed), None
+    if len(seed) != count:
+        raise ValueError(f"seed has {len(seed)} entries for {count} sequences; give one for each, or one int")
+    return None, [checked("seed", each) for each in seed]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The checked arguments of a call, in the form in which transformers' ``generate`` takes them.
 
     Attributes:
-        prompts: the prompts to continue.
+        prompts: the prompts as they were given.
+        input_ids, attention_mask: the prompts with all padding on the left, int64 ``[B, W]``, on the
+            target's device.
         config, options: arguments of transformers' generate; ``options`` take precedence.
         processors, criteria: the user's own, and stop strings.
+        allowed: the user's ``prefix_allowed_tokens_fn``.
         pad_token: fills sequences that end before others.
     """
 
     prompts: Prompts
+    input_ids: Tensor
+    attention_mask: Tensor
     config: GenerationConfig | None
     options: dict[str, Any]
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
+    allowed: Callable[[int, Tensor], list[int]] | None
     pad_token: int
 
     @classmethod
@@ -59,65 +103,118 @@ class Request:
         target: HFModel,
         tokenizer: PreTrainedTokenizerBase | None,
         inputs: Inputs | None,
-        input_ids: Ids | None,
-        attention_mask: Ids | None,
-        generation_config: GenerationConfig | Mapping[str, Any] | None,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        stop_strings: Any,
-        options: Mapping[str, Any],
-    ) -> "Request":
-        """Check the arguments of :meth:`Engine.generate`.
+        given: Mapping[str, Any],
+    ) -> "Arguments":
+        """Check the inputs and options of :meth:`Engine.generate`.
+
+        Args:
+            given: keywords of transformers' generate, and its options.
 
         Raises:
             ValueError: an argument is wrong; the message names it.
         """
+        given = dict(given)
+        input_ids, attention_mask, config, processors, criteria, allowed, strings = (
+            given.pop(name, None) for name in _PARAMETERS
+        )
         if isinstance(inputs, Mapping):
             inputs = text_alone(inputs, target.model)
-        config, own_options = generation_options(text_alone(options, target.model), generation_config)
-        own = vars(config) if config is not None else {}
+        config, options = given_options(text_alone(given, target.model), config)
         settings = target.model.generation_config
-        given = {name for name, value in {**own, **own_options}.items() if value is not None}
-        refuse_unsupported_settings(settings, given)
-        if any(own_options.get(name, own.get(name)) for name in ("output_scores", "output_logits")):
-            # Else transformers would warn that they are ignored.
-            own_options["return_dict_in_generate"] = True
-        sources = own_options, own, vars(settings)
-        padding, inferred = pad_token(*sources), inferred_padding(*sources)
-        prompts = prompts_of(target, tokenizer, inputs, input_ids, attention_mask, padding, inferred)
-        if not isinstance(inputs if input_ids is None else input_ids, Tensor):
-            prompts = Prompts(prompts.ids.to(target.device), prompts.mask.to(target.device))
-        criteria = StoppingCriteriaList(as_list("stopping_criteria", stopping_criteria))
-        # Taken out in any case: transformers would ask for a tokenizer of its own.
-        given_strings = own_options.pop("stop_strings", None)
-        strings = checked_stop_strings(
-            stop_strings or given_strings or own.get("stop_strings") or settings.stop_strings
-        )
-        if strings:
-            if tokenizer is None:
-                raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
-            criteria.append(StopStrings(tokenizer, strings, int(prompts.mask.sum(1).max())))
+        sources = options, vars(config) if config is not None else {}, vars(settings)
+        check_checkpoint(settings, {n for own in sources[:2] for n, v in own.items() if v is not None})
+        if any(options.get(name, sources[1].get(name)) for name in ("output_scores", "output_logits")):
+            # Otherwise transformers would warn that they are ignored.
+            options["return_dict_in_generate"] = True
+        pad_token, inferred = _padding(*sources)
+        prompts = prompts_of(target, tokenizer, inputs, input_ids, attention_mask, pad_token, inferred)
+        criteria = StoppingCriteriaList(checked("stopping_criteria", criteria) or ())
+        strings = strings or next((own["stop_strings"] for own in sources if own.get("stop_strings")), None)
+        # transformers does not get stop strings, for which it would need a tokenizer of its own.
+        options.pop("stop_strings", None)
         if config is not None and config.stop_strings:
-            # Else transformers would ask for the tokenizer too.
             config = copy.deepcopy(config)
             config.stop_strings = None
-        processors = LogitsProcessorList(as_list("logits_processor", logits_processor))
-        return cls(prompts, config, own_options, processors, criteria, padding)
+        if strings := checked("stop_strings", strings):
+            if tokenizer is None:
+                raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
+            criteria.append(StopStrings(tokenizer, strings, max(map(len, prompts.tokens))))
+        processors = LogitsProcessorList(checked("logits_processor", processors) or ())
+        return cls(
+            prompts,
+            *prompts.left_padded(target.device),
+            config,
+            options,
+            processors,
+            criteria,
+            allowed,
+            pad_token,
+        )
+
+    def prepared(self, target: HFModel, how: RunOptions, number: int | None = None) -> "Request":
+        """Returns the request, with logits processors and stop criteria as transformers prepares them for its
+        own decoding.
+
+        Args:
+            number: of a prompt that is to be decoded alone; None for all prompts together.
+        """
+        part, first = (slice(None), 0) if number is None else (slice(number, number + 1), number)
+        allowed, given_ids, ids = self.allowed, self.prompts.ids[part], self.input_ids[part]
+
+        def taken(
+            _model: Any,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **model_inputs: Any,
+        ) -> Any:
+            return logits_processor, stopping_criteria, generation_config, model_inputs
+
+        processors, criteria, config, model_inputs = without_settings(target.model).generate(
+            ids, attention_mask=self.attention_mask[part], generation_config=self.config,
+            logits_processor=self.processors, stopping_criteria=self.criteria,
+            prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(first + n, sent)),
+            custom_generate=taken, **self.options,
+        )  # fmt: skip
+        tokens = self.prompts.tokens[part]
+        padding = [row[: len(row) - len(own)].tolist() for row, own in zip(ids, tokens, strict=True)]
+        return Request.of(
+            target,
+            given_ids,
+            ids,
+            tokens,
+            padding,
+            processors,
+            criteria,
+            config,
+            model_inputs,
+            how,
+        )
+
+
+_PARAMETERS = (
+    "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
+    "prefix_allowed_tokens_fn", "stop_strings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Job:
-    """The inputs of one generation, as transformers prepared them.
+class Request:
+    """Prompts that are decoded together, with the options of their call.
 
     Attributes:
-        input_ids: int64 ``[B, W]``, padding included.
-        sequences: the prompts without padding, each with its stop criteria.
+        given_ids: the prompts as they were given, int64 ``[B, W]``; the output begins with them.
+        input_ids: the prompts with all padding on the left, int64 ``[B, W]``, on the target's device.
+        sequences: one for each prompt.
         to_probs: maps logits to distributions.
-        config: all options.
+        config: all options of transformers.
         processors, criteria: all of them, the user's included.
-        model_inputs: inputs of the model's forward.
+        model_inputs: inputs of the model's forward, as transformers prepared them.
+        how: the options of this package.
     """
 
+    given_ids: Tensor
     input_ids: Tensor
     sequences: list[Sequence]
     to_probs: ProbsFromLogits
@@ -125,9 +222,44 @@ class Job:
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     model_inputs: Mapping[str, Any]
+    how: RunOptions
 
     @classmethod
-    def read(
+    def of(
+        cls,
+        target: HFModel,
+        given_ids: Tensor,
+        input_ids: Tensor,
+        tokens: Sequences[list[int]],
+        padding: Sequences[list[int]],
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_inputs: Mapping[str, Any],
+        how: RunOptions,
+    ) -> "Request":
+        """Make the sequences of prompts.
+
+        Args:
+            tokens: the prompts without padding.
+            padding: the padding of each prompt. Processors and criteria see it and count it, as in
+                transformers.
+
+        Raises:
+            ValueError: an option that transformers has prepared cannot be carried out.
+        """
+        check_prepared(config, processors, target.vocab_size)
+        seeds = how.seeds if how.seeds is not None and config.do_sample else [None] * len(tokens)
+        sequences = []
+        for number, (prompt, own) in enumerate(zip(tokens, padding, strict=True)):
+            ending = ending_of(config, criteria, input_ids.shape[1], input_ids.device, own)
+            sequences.append(Sequence(prompt, ending, number, seeds[number]))
+        # If processors read the tokens so far, the sequences of a batch are decoded one by one.
+        to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
+        return cls(given_ids, input_ids, sequences, to_probs, config, processors, criteria, model_inputs, how)
+
+    @classmethod
+    def from_transformers(
         cls,
         target: HFModel,
         input_ids: Tensor,
@@ -135,59 +267,30 @@ class Job:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         model_inputs: Mapping[str, Any],
-    ) -> "Job":
-        """Check the arguments that transformers' generate passes to a ``custom_generate`` callable.
+        how: RunOptions,
+    ) -> "Request":
+        """Check the arguments that transformers' ``generate`` passes to a ``custom_generate`` callable.
 
         Raises:
             ValueError: an option or an input would be ignored, or a prompt is empty.
         """
         inputs = text_alone(model_inputs, target.model)
         mask = inputs.pop("attention_mask", None)
-        refuse_unsupported(config, processors)
-        check_forced_tokens(config, target.vocab_size)
+        for name, value in config.to_diff_dict().items():
+            supported(name, value)
         refuse_model_inputs(inputs, input_ids, mask)
-        rows = real_ids(input_ids, mask)
-        check_rows(rows, target.vocab_size)
-        # Processors and criteria see the padding and count it, as in transformers.
-        padding: list[list[int]] = [[] for _ in rows]
+        tokens = real_tokens(input_ids, mask)
+        check_rows(tokens, target.vocab_size)
+        padding: list[list[int]] = [[] for _ in tokens]
         if mask is not None:
             padding = [row[hidden].tolist() for row, hidden in zip(input_ids, mask == 0, strict=True)]
-        # Where processors read the tokens so far, the sequences of a batch are decoded one by one.
-        to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
-        sequences = [
-            Sequence(
-                row.tolist(), ending_of(config, criteria, input_ids.shape[1], input_ids.device, own), number
-            )
-            for number, (row, own) in enumerate(zip(rows, padding, strict=True))
-        ]
-        return cls(input_ids, sequences, to_probs, config, processors, criteria, model_inputs)
-
-    def why_in_step(self, vocabulary: int) -> str | None:
-        """Returns why processors and criteria must be called once per token with all sequences, or None.
-
-        Args:
-            vocabulary: V of the scores.
-        """
-        passed = bool(self.config.output_scores and self.config.return_dict_in_generate)
-        return why_in_step(self.processors, self.criteria, self.input_ids, vocabulary, passed)
+        return cls.of(
+            target, input_ids, input_ids, tokens, padding, processors, criteria, config, model_inputs, how
+        )
 
     @property
     def prompts(self) -> list[list[int]]:
         return [sequence.prompt for sequence in self.sequences]
-
-    def joining(self, prompt: list[int], new_tokens: int, number: int, seed: int | None) -> Sequence:
-        """Returns a sequence that joins a running batch, with the stop criteria of the call."""
-        ending = ending_of(self.config, self.criteria, len(prompt), self.input_ids.device)
-        return Sequence(prompt, replace(ending, max_new_tokens=new_tokens), number, seed)
-
-    @property
-    def pad_token(self) -> int:
-        return pad_token(vars(self.config))
-
-    @property
-    def outputs(self) -> set[str]:
-        """Returns which of "logits" and "scores" the call requests."""
-        return {name for name in ("logits", "scores") if getattr(self.config, f"output_{name}")}
 
     @property
     def new_tokens(self) -> int:
@@ -195,7 +298,47 @@ class Job:
         return self.sequences[0].ending.max_new_tokens
 
     @property
-    def temperature(self) -> float:
-        if not self.config.do_sample:
-            return 0.0
-        return 1.0 if self.config.temperature is None else self.config.temperature
+    def pad_token(self) -> int:
+        return _padding(vars(self.config))[0]
+
+    @property
+    def outputs(self) -> set[str]:
+        """Returns which of "logits", "scores" and "logprobs" the call requests."""
+        found = {name for name in ("logits", "scores") if getattr(self.config, f"output_{name}")}
+        return found | ({"logprobs"} if self.how.logprobs else set())
+
+    def scores_devices(self, on_host: bool) -> tuple[torch.device, torch.device]:
+        """Returns the device on which logits, scores and log-probabilities are kept during decoding, and the
+        device of the output's.
+
+        Args:
+            on_host: whether both are host memory.
+        """
+        host = torch.device("cpu")
+        return (host, host) if on_host else (self.input_ids.device, self.given_ids.device)
+
+    def sequence(self, prompt: list[int], new_tokens: int, number: int, seed: int | None) -> Sequence:
+        """Returns a sequence of another prompt, with the stop criteria of the call."""
+        ending = ending_of(self.config, self.criteria, len(prompt), self.input_ids.device)
+        return Sequence(prompt, replace(ending, max_new_tokens=new_tokens), number, seed)
+
+
+def _padding(*sources: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Returns the token that fills shorter sequences, and the token that transformers treats as padding in
+    prompts without a mask, or None.
+
+    Both are the pad token, if there is one. Without one, the first EOS token fills. A pad token that is also
+    an EOS token is not treated as padding.
+
+    Args:
+        sources: options by name; earlier sources take precedence.
+    """
+    pad, ends = (
+        next(
+            (torch.as_tensor(own[name]).flatten().tolist() for own in sources if own.get(name) is not None),
+            [],
+        )
+        for name in ("pad_token_id", "eos_token_id")
+    )
+    fill = next(iter((*pad, *ends)), 0)
+    return fill, pad[0] if pad and pad[0] not in ends else None

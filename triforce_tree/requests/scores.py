@@ -23,7 +23,8 @@ class EmittedScores:
         names: the requested values: some of ``"logits"``, ``"scores"`` and ``"logprobs"``.
         to_probs: its processors turn logits into scores.
         prompts: the prompt of each sequence; :meth:`begin` adds more.
-        device: the device on which the results are kept.
+        device: the device on which the values are kept during decoding.
+        returned: the device of the results.
     """
 
     def __init__(
@@ -32,8 +33,9 @@ class EmittedScores:
         to_probs: ProbsFromLogits,
         prompts: Sequence[Sequence[int]],
         device: torch.device,
+        returned: torch.device,
     ) -> None:
-        self._to_probs, self._device = to_probs, device
+        self._to_probs, self._device, self._returned = to_probs, device, returned
         # By name and sequence, [V] or [] of each token.
         self._rows: dict[str, list[list[Tensor]]] = {name: [[] for _ in prompts] for name in names}
         self._texts = [id_tensor(prompt) for prompt in prompts]
@@ -89,7 +91,8 @@ class EmittedScores:
     def results(self, numbers: Sequence[int]) -> dict[str, Any]:
         """Returns the output fields of these sequences by name, and removes the values of these sequences."""
         found: dict[str, Any] = {
-            name: by_position([rows[n] for n in numbers]) for name, rows in self._rows.items()
+            name: tuple(each.to(self._returned) for each in by_position([rows[n] for n in numbers]))
+            for name, rows in self._rows.items()
         }
         for n in numbers:
             self._texts[n] = self._texts[n][:0]

@@ -54,52 +54,46 @@ class NewestScores(Protocol):
 class Streamers:
     """The streamers of a batch: either none, or one for each sequence.
 
+    A ``put`` that returns True ends its sequence. If a streamer has a method ``put_scores``, it is called
+    before each put with a dict of the requested logits, scores and log-probabilities of the tokens that
+    follow. If a streamer has the method ``put_prompt`` of :class:`TokenStreamer`, it receives the prompt
+    through this method and not through ``put``.
+
     Args:
-        streamers: as in transformers. A ``put`` that returns True ends its sequence. If a streamer has a
-            method ``put_scores``, it is called before each put with a dict of the requested logits, scores
-            and log-probabilities of the tokens that follow. If a streamer has the method ``put_prompt`` of
-            :class:`TokenStreamer`, it receives the prompt through this method and not through ``put``.
+        given: None, a streamer as in transformers, or a list of streamers.
+        count: the number of sequences.
+
+    Raises:
+        ValueError: the number of streamers differs from that of the sequences, or an entry is not a streamer.
     """
 
-    def __init__(self, streamers: Sequences[BaseStreamer] = ()) -> None:
-        self._streamers: list[BaseStreamer | None] = list(streamers)
-
-    @classmethod
-    def of(cls, given: Any, count: int) -> "Streamers":
-        """Returns the streamers that a user gave for ``count`` sequences: None, a streamer, or a list of
-        them.
-
-        Raises:
-            ValueError: the number of streamers differs from that of the sequences, or an entry is not a
-                streamer.
-        """
+    def __init__(self, given: Any = None, count: int = 0) -> None:
         listed = given if isinstance(given, (list, tuple)) else [given]
-        streamers = [each for each in listed if each is not None]
-        if len(streamers) not in (0, count):
+        self._streamers: list[BaseStreamer | None] = [each for each in listed if each is not None]
+        if (number := len(self._streamers)) not in (0, count):
             raise ValueError(
-                f"a streamer follows one sequence: the batch has {count}, and {len(streamers)} streamers "
-                "were given; give a list with one for each, or none"
+                f"a streamer follows one sequence: the batch has {count}, and {number} streamers were given; "
+                "give a list with one for each, or none"
             )
-        for each in streamers:
+        for each in self._streamers:
             if not (callable(getattr(each, "put", None)) and callable(getattr(each, "end", None))):
                 raise ValueError(
                     f"streamer={each!r} has no methods put and end; give one of transformers, such as "
                     "TextStreamer(tokenizer)"
                 )
-        return cls(streamers)
 
-    def part(self, rows: slice) -> "Streamers":
-        """Returns the streamers of some of the sequences."""
-        return Streamers([each for each in self._streamers[rows] if each is not None])
+    def alone(self, number: int) -> "Streamers":
+        """Returns the streamer of one sequence."""
+        return Streamers(self._streamers[number : number + 1], 1)
 
     def begin(self, ids: Tensor, sequences: Sequences[Sequence]) -> None:
         """Send the prompts to the streamers: ``ids`` ``[B, W]``, or the prompts of ``sequences`` without
         padding.
         """
-        for row, streamer in enumerate(self._streamers):
+        for number, streamer in enumerate(self._streamers):
             assert streamer is not None
-            if not _takes_prompt(streamer, sequences[row]):
-                streamer.put(ids[row : row + 1].cpu())
+            if not _takes_prompt(streamer, sequences[number]):
+                streamer.put(ids[number : number + 1].cpu())
 
     def join(self, streamer: BaseStreamer | None, sequence: Sequence) -> None:
         """Add the streamer of a sequence that joins the batch, if it has one, and send the prompt to it."""

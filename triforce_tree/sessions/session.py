@@ -10,9 +10,9 @@ import numpy as np
 
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.requests.chat import Message, chat_ids, chats_of
-from triforce_tree.requests.inputs import Inputs, prompts_of, real_rows
-from triforce_tree.requests.keywords import number_asked
+from triforce_tree.requests.inputs import Inputs, prompts_of
 from triforce_tree.requests.loaded import LoadedEngine
+from triforce_tree.requests.options import texts_asked
 from triforce_tree.requests.output import GenerateOutput
 from triforce_tree.requests.tokenized_texts import TokenizedTexts, text_ids
 from triforce_tree.runtime.stats import Progress
@@ -90,7 +90,7 @@ class Session:
             ValueError: as :meth:`Engine.generate`; nothing to continue; messages in a session of text. The
                 session is then as before.
         """
-        if (count := number_asked("num_return_sequences", kwargs)) > 1:
+        if (count := texts_asked(kwargs)[1]) > 1:
             raise ValueError(
                 f"num_return_sequences={count}, but a session goes on with one text; leave it out, or use "
                 "engine.tree"
@@ -268,11 +268,10 @@ class Session:
             given = text_ids(self._engine.tokenizer, given, add_special_tokens=False)
             if not given:
                 return []
-        prompts = prompts_of(self._engine.target, self._engine.tokenizer, given)
-        rows = real_rows(prompts.ids, prompts.mask)
-        if len(rows) > 1:
-            raise ValueError(f"a session is one sequence, not {len(rows)}; open one for each")
-        return rows[0]
+        prompts = prompts_of(self._engine.target, self._engine.tokenizer, given).tokens
+        if len(prompts) > 1:
+            raise ValueError(f"a session is one sequence, not {len(prompts)}; open one for each")
+        return prompts[0]
 
     def _one(self, chats: list[Any]) -> list[Message]:
         if len(chats) > 1:

@@ -245,7 +245,7 @@ def test_memory_decides_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch, 
         asked_for.append(pool)
         return wanted if 0 < pool <= slots else 1
 
-    monkeypatch.setattr("triforce_tree.requests.batch.fitting_batch", fitting)
+    monkeypatch.setattr("triforce_tree.requests.batch_pool.fitting_batch", fitting)
     assert decoded(engine, Coming(PROMPTS, 4)) == texts(PROMPTS)
     made = engine.last_program.store
     assert isinstance(made, PooledStore)

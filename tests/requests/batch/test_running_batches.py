@@ -32,7 +32,6 @@ from triforce_tree.planning import batch_size
 from triforce_tree.planning.batch_size import fitting_batch
 from triforce_tree.planning.memory_layout import Workload, on_device
 from triforce_tree.planning.memory_map import Machine, Sizes
-from triforce_tree.requests.batch import RunOptions
 from triforce_tree.requests.batch_pool import BatchPool
 from triforce_tree.requests.joining import Fits, Joined
 from triforce_tree.requests.output import GenerateOutput
@@ -215,7 +214,7 @@ def test_what_a_drafter_keeps_of_each_sequence_counts(monkeypatch: pytest.Monkey
     own = Sizes.of(*how, hierarchy.own_drafter)
     free = batch_size.bytes_beside_models(own, hierarchy.config, Workload(100, 60, 10)) + 192 * 2**20
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: free)
-    assert RunOptions().rows(hierarchy, 200, 60, 10, BatchPool(hierarchy, [[0] * 60], 10, 200)) == 100
+    assert BatchPool(hierarchy, [[0] * 60], 10, 200).batch_size(200, 60, 10) == 100
     assert fitting_batch(*how, 200, 60, 10) > 100
 
 
