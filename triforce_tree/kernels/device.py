@@ -1,8 +1,8 @@
-"""Limits and features of a GPU as a plain value, from which tile shapes and code paths are chosen.
+"""Describes the limits and features of a GPU, from which tile shapes and code paths are chosen.
 
-``describe`` reads it from the driver. ``KNOWN`` describes GPUs that need not be present: kernels are compiled
-ahead of time for them, and a larger GPU can emulate one of them (``TRIFORCE_TREE_DEVICE=sm_89``): it then
-uses that GPU's tiles and no feature that it lacks.
+``describe`` reads them from the driver. ``KNOWN`` lists GPUs that need not be present. Tests compile kernels
+for them, and a larger GPU can emulate one of them (``TRIFORCE_TREE_DEVICE=sm_89``). It then uses the tiles of
+the emulated GPU, and only the features that this GPU has.
 """
 
 import os
@@ -25,15 +25,16 @@ class Device:
     Attributes:
         arch: compute capability as in ``"sm_89"``, AMD's name as in ``"gfx942"``, or ``"interpreter"``.
         shared_bytes: the most shared memory that a thread block can opt in to.
-        shared_bytes_per_sm: of a multiprocessor; each block reserves 1 KiB of it in addition to its own.
+        shared_bytes_per_sm: shared memory of a multiprocessor; each block reserves 1 KiB in addition to its
+            own.
         processors: number of multiprocessors (AMD: compute units).
-        tma: bulk tensor copies through descriptors.
-        dependent_launch: a kernel may start while the previous one runs, and wait for it inside.
-        bulk_prefetch: ``cp.async.bulk.prefetch`` into L2.
-        fp64_products: Triton multiplies fp64 on tensor cores.
-        ptx: inline PTX is supported.
-        bf16_sub: and ``sub.bf16x2`` in it.
-        emulated: this device is emulated by another GPU.
+        tma: whether it has bulk tensor copies through descriptors.
+        dependent_launch: whether it has programmatic dependent launch.
+        bulk_prefetch: whether it has ``cp.async.bulk.prefetch`` into L2.
+        fp64_products: whether Triton multiplies fp64 on tensor cores.
+        ptx: whether it supports inline PTX.
+        bf16_sub: whether inline PTX may use ``sub.bf16x2``.
+        emulated: whether another GPU emulates this device.
     """
 
     arch: str
@@ -50,7 +51,7 @@ class Device:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Major and minor compute capability; (0, 0) for AMD and the interpreter, which have none."""
+        """Returns the major and minor compute capability; (0, 0) for AMD and the interpreter."""
         if not self.arch.startswith("sm_"):
             return 0, 0
         major, minor = divmod(int(self.arch.removeprefix("sm_")), 10)
@@ -58,11 +59,11 @@ class Device:
 
     @property
     def shared_products(self) -> bool:
-        """Returns whether products of 64 or more rows take both operands from shared memory (wgmma)."""
+        """Returns whether products of 64 or more rows read both operands from shared memory (wgmma)."""
         return 9 <= self.capability[0] <= 11
 
     def resident(self, shared_bytes: int) -> int:
-        """Returns how many blocks with ``shared_bytes`` each fit on a multiprocessor; at least 1."""
+        """Returns how many blocks of ``shared_bytes`` each fit on a multiprocessor, at least 1."""
         return max(1, self.shared_bytes_per_sm // (shared_bytes + 1024))
 
 
@@ -84,7 +85,7 @@ def _nvidia(arch: str, shared_bytes: int, per_sm: int, processors: int) -> Devic
 
 
 INTERPRETER = Device("interpreter", 232_448, 233_472, 13, tma=True, fp64_products=True, ptx=False)
-"""Triton's interpreter on a CPU: with descriptors, and 13 processors, no multiple of usual head counts."""
+"""Triton's interpreter on a CPU, with descriptors, and with 13 processors to test uneven divisions."""
 
 KNOWN = {
     device.arch: device
@@ -116,18 +117,19 @@ def describe(device: torch.device | str) -> Device:
 
 
 class KernelError(RuntimeError):
-    """A kernel does not run on this device; the message names the remedy."""
+    """Raised if a kernel does not run on this device; the message names the remedy."""
 
 
 @contextmanager
 def explained(device: torch.device) -> Iterator[None]:
-    """A context in which errors of Triton's compiler or launcher become a one-line :class:`KernelError`."""
+    """Turns errors of Triton's compiler or launcher in its context into a :class:`KernelError`."""
     try:
         yield
     except KernelError:
         raise
     except Exception as error:
-        # Recognised by module name, since Triton may not be installed; its passes raise a plain RuntimeError.
+        # Triton may not be installed, so its errors are recognised by module name; its passes raise
+        # RuntimeError.
         own = any(kind.__module__.partition(".")[0] == "triton" for kind in type(error).__mro__)
         if not own and "PassManager" not in str(error):
             raise
@@ -143,7 +145,7 @@ def explained(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def emulated(device: Device) -> Iterator[None]:
-    """A context in which every device is described as this one."""
+    """Makes ``describe`` return ``device`` for every device within its context."""
     global _told
     before, _told = _told, device
     try:

@@ -1,7 +1,7 @@
-"""Fallback of launches that exceed shared memory: retry with the next smaller tile.
+"""Retries launches that exceed shared memory with the next smaller tile.
 
-Tiles are chosen to fit (``attention.configs``, ``linear.configs``), and every choice is compiled ahead of
-time for common GPUs. On an untested device or compiler a kernel may still need more than there is.
+Tiles are chosen to fit (``attention.configs``, ``linear.configs``), and tests compile every choice for common
+GPUs. On an untested device or compiler a kernel may still need more shared memory than the device has.
 """
 
 import logging
@@ -16,12 +16,12 @@ C = TypeVar("C")
 R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
 
-# Configurations that did not fit, and their replacements.
+# Maps configurations that did not fit to their replacements.
 _replaced: dict[Any, Any] = {}
 
 
 def fitted(config: C, smaller: Callable[[C], C | None], run: Callable[[C], R]) -> R:
-    """``run`` with a configuration, or with the first smaller one that fits the device's shared memory.
+    """Calls ``run`` with a configuration, or with the first smaller one that fits shared memory.
 
     Args:
         config: the configuration to try first; hashable.
@@ -29,7 +29,7 @@ def fitted(config: C, smaller: Callable[[C], C | None], run: Callable[[C], R]) -
         run: launches the kernel; raises ``triton.OutOfResources`` before anything has run.
 
     Raises:
-        KernelError: not even the smallest fits.
+        KernelError: not even the smallest configuration fits.
     """
     if _replaced:
         config = _replaced.get(config, config)
@@ -52,10 +52,10 @@ def fitted(config: C, smaller: Callable[[C], C | None], run: Callable[[C], R]) -
 
 
 def within(compiled: Any, device: Device) -> None:
-    """Check a compiled kernel against the shared memory of an emulated GPU.
+    """Checks that a compiled kernel fits the shared memory of an emulated GPU.
 
     Raises:
-        triton.OutOfResources: as a launch on that GPU would.
+        triton.OutOfResources: it does not fit. A launch on that GPU would raise the same error.
     """
     if device.emulated and compiled is not None and compiled.metadata.shared > device.shared_bytes:
         raise OutOfResources(compiled.metadata.shared, device.shared_bytes, "shared memory")

@@ -1,4 +1,4 @@
-"""Holds helpers of the functions that launch kernels."""
+"""Helpers of the functions that launch Triton kernels."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ from triforce_tree.kernels.device import describe
 
 
 def warps(count: int, **options: int) -> dict[str, int]:
-    """The launch option for so many warps, and others; none in Triton's interpreter, which has no warps."""
+    """Returns the launch options ``num_warps=count`` and ``options``, or none in Triton's interpreter."""
     return {} if knobs.runtime.interpret else {"num_warps": count, **options}
 
 
 def launched_early(device: torch.device) -> dict[str, Any]:
-    """Arguments of a kernel that may be launched while the one before it runs: programmatic dependent launch.
+    """Returns the arguments of a kernel with programmatic dependent launch, where the device supports it.
 
-    The kernel calls :func:`wait_for_previous` with its argument ``PDL`` before its first load of what kernels
-    before it may have written.
+    It may start while the previous kernel runs. It calls :func:`wait_for_previous` with its argument ``PDL``
+    before its first load of data that an earlier kernel may have written.
     """
     early = describe(device).dependent_launch
     return {"PDL": early, **({"launch_pdl": True} if early and not knobs.runtime.interpret else {})}
@@ -28,13 +28,13 @@ def launched_early(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until the kernel before has ended, and let the next one be launched."""
-    # In this order: the next kernel may then rely on all writes of kernels before this one.
+    """Waits until the previous kernel has ended, then allows the launch of the next kernel."""
+    # In this order, the next kernel may rely on all writes of kernels before this one.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` with a dense last dimension: itself where it has one, else a contiguous copy."""
+    """Returns ``x`` if its last dimension is dense, else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()

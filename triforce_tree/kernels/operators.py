@@ -1,4 +1,4 @@
-"""Kernels as torch operators: ``torch.compile`` keeps them in its graphs, and ``opcheck`` checks them."""
+"""Kernels as torch operators, which ``torch.compile`` keeps in its graphs and ``opcheck`` checks."""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -17,8 +17,8 @@ class Operator(Protocol[P, R]):
     """A function registered by :func:`operator`.
 
     Attributes:
-        definition: the function itself, on any device.
-        overload: torch's operator, without the Python call around it.
+        definition: the function itself, which runs on any device.
+        overload: torch's operator, without the Python function that calls it.
     """
 
     definition: Callable[P, R]
@@ -30,19 +30,19 @@ class Operator(Protocol[P, R]):
 def operator(
     name: str, writes: tuple[str, ...] = (), triton: str | None = None, cpu: str | None = None
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Register a function of tensors and numbers as operator ``triforce_tree::name``, without autograd.
+    """Returns a decorator that registers a function of tensors and numbers as ``triforce_tree::name``.
 
-    Unlike ``torch.library.custom_op`` it does not bump version counters of the tensors that are written,
-    which takes time quadratic in the number of arguments: a tenth of a millisecond for two dozen, much longer
-    than a launch. Only autograd needs those counters.
+    The operator has no autograd. Unlike ``torch.library.custom_op``, it does not increment the version
+    counters of the tensors that are written, which only autograd needs. Incrementing them takes time
+    quadratic in the number of arguments: 0.1 ms for two dozen arguments, much longer than a launch.
 
     Args:
         writes: names of the arguments that are written. Operators that return tensors need a :func:`fake`.
         triton: a module of the same package, as ``".module"``, with a function of the same name and
             arguments, which serves CUDA tensors. It is imported at the first call on a GPU, so that
             machines without Triton can import the package. None: the function itself serves all devices.
-        cpu: the same for tensors on the CPU: a module whose function serves them, and calls the definition
-            for those that its kernel cannot.
+        cpu: a module like ``triton`` for tensors on the CPU. Its function calls the definition for arguments
+            that its kernel does not serve.
     """
 
     def register_operator(function: Callable[P, R]) -> Operator[P, R]:
@@ -77,14 +77,14 @@ def _launcher(module: str, beside: str, name: str) -> Callable[..., Any]:
 
 
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the fake implementation of an operator: results of the right shape and dtype, not computed."""
+    """Returns a decorator for the fake implementation, whose results have the right shape and dtype."""
     register: Callable[[Callable[..., Any]], Callable[..., Any]]
     register = torch.library.register_fake(f"{_NAMESPACE}::{name}")
     return register
 
 
 def numbers(config: Any) -> list[int]:
-    """The fields of a dataclass of numbers as a list, which operators accept.
+    """Returns the fields of a dataclass of numbers as a list, which operators accept as an argument.
 
     ``astuple`` deep-copies each field, which takes as long as everything else before a launch, and
     ``torch.compile`` does not support ``vars``.

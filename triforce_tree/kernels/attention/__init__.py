@@ -1,1 +1,1 @@
-"""Tree attention: its definition in plain torch, plans, and the Triton kernels that run them."""
+"""Tree attention: its definition in plain torch, plans, backends and Triton kernels."""

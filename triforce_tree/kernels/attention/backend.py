@@ -1,9 +1,8 @@
-"""Defines attention backends: implementations of attention over KV slots, under one protocol.
+"""Defines attention backends, which implement attention over KV slots.
 
-A KV view makes an :class:`Attention` for each kind of heads, once. Its ``begin`` is called before the first
-layer of each forward, for what a backend has to plan by the forward's lengths and masks, and ``run`` in each
-layer. A further backend is a module with a subclass of :class:`AttentionBackend` and a line in
-``_REGISTERED``.
+A KV view makes one :class:`Attention` for each kind of heads. It calls ``begin`` before the first layer of
+each forward, so that a backend can plan by the lengths and masks of the forward, and ``run`` in each layer. A
+new backend is a module with a subclass of :class:`AttentionBackend` and a line in ``_REGISTERED``.
 """
 
 from collections.abc import Callable
@@ -18,8 +17,8 @@ from torch import Tensor
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
 from triforce_tree.kernels.attention.segments import PrefixPlan
 
-# By name: the module and the class. Modules are imported when their backend is asked for, so that what one of
-# them needs may be missing.
+# The module and the class of each backend. A module is imported at the first use of its backend, because a
+# package that it needs may not be installed.
 _REGISTERED = {
     "triton": ("triforce_tree.kernels.attention.triton_backend", "TritonBackend"),
     "cpu": ("triforce_tree.kernels.cpu.backend", "CpuBackend"),
@@ -30,23 +29,23 @@ _DEFAULTS = {"cuda": "triton"}
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Describes what a backend can do.
+    """Features of a backend.
 
     Attributes:
-        devices: the types of torch devices.
-        dtypes: the dtypes of queries, and of keys and values that are not in 8 bits.
+        devices: types of torch devices.
+        dtypes: dtypes of queries, and of keys and values that are not in 8 bits.
         kv_bits: bits of keys and values.
-        head_dims: elements of a query and a value that it serves, which must be equal; None for any.
-        tree_mask: whether each query may see another selection of the tail. A backend without it computes
-            chains alone.
-        lse: whether it returns the log-sum-exp, which attention over parts needs.
-        captures: whether a CUDA graph can hold a call: it never waits for the device, and reads lengths and
-            masks from the plan's buffers. True on a CPU, which has no such graphs.
-        fewer_queries: whether a call may bring the first queries of each sequence alone.
-        exact: whether it has ``exact``, whose bits do not depend on other queries.
+        head_dims: supported numbers of elements of a head, D and D_v, which must be equal; None for any.
+        tree_mask: whether each query may see a different selection of the tail. A backend without tree masks
+            supports only chains.
+        lse: whether it returns the log-sum-exp, by which partial outputs are merged.
+        captures: whether a CUDA graph can capture a call, because it never waits for the device and reads
+            lengths and masks from the buffers of the plan. True on a CPU, which has no CUDA graphs.
+        fewer_queries: whether a call may have only the first queries of each sequence.
+        exact: whether it has ``exact``, whose results do not depend on other queries, bit for bit.
         pieces: whether it has ``pieces``, which caches in host memory need.
-        texts: how it attends to a tree of texts: by "blocks" of queries, by "nodes" (``segments``), or by the
-            "paths" of single queries, which any backend can.
+        texts: how it attends to a tree of texts: by "blocks" of queries, by "nodes" (``segments``), or by
+            "paths" of single queries, which every backend supports.
     """
 
     devices: tuple[str, ...]
@@ -69,19 +68,19 @@ class Attention(Protocol):
     def plan(self) -> Plan: ...
 
     def over(self, plan: Plan) -> Self:
-        """Returns this attention for another plan of the same sizes; the two may share workspace."""
+        """Returns this attention with another plan of the same sizes; both may share workspace."""
 
     def begin(self) -> None:
-        """Called before the first layer of each forward, when the plan's buffers have been written."""
+        """Prepares a forward; called before its first layer, after the buffers of the plan were written."""
 
     def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
         """Computes the attention of all queries in one layer.
 
         Args:
-            q: ``[queries, H_q, D]``, rotated, last dimension dense.
-            kv: keys and values of the layer, those of the new tokens included.
-            params: scale, softcap and sinks; windows are in ``first`` and in the plan's mask.
-            first: the first position that each query sees (sliding windows).
+            q: ``[queries, H_q, D]``, rotated; the last dimension is dense.
+            kv: keys and values of the layer, including the new tokens.
+            params: scale, softcap and sinks; its window is not read, see ``first`` and the mask of the plan.
+            first: first position that each query sees (sliding windows); None for 0.
 
         Returns:
             ``[queries, H_q, D_v]`` in q's dtype.
@@ -90,25 +89,25 @@ class Attention(Protocol):
     def states(
         self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the output of :meth:`run`, and its natural-log lse, fp32 ``[queries, H_q]``.
+        """Returns the output of :meth:`run` and its log-sum-exp (natural logarithm), fp32 ``[queries, H_q]``.
 
-        A query that sees nothing has the output 0 and the lse -inf.
+        A query that sees no position has the output 0 and the log-sum-exp -inf.
         """
 
 
 class AttentionBackend:
-    """Is one implementation of attention; only :meth:`trees` is required.
+    """Base class of backends; a subclass must implement :meth:`trees`.
 
     Attributes:
-        name: as in the option ``attention_backend``.
-        can: what it can do.
+        name: value of the option ``attention_backend``.
+        can: features of the backend.
     """
 
     name: ClassVar[str]
     can: ClassVar[Capabilities]
 
     def missing(self) -> str | None:
-        """Why it cannot be used in this process, such as a package that is not installed; None if it can."""
+        """Returns why the backend cannot be used here, such as a missing package, or None if it can."""
         return None
 
     def trees(
@@ -117,29 +116,32 @@ class AttentionBackend:
         """Returns attention with a plan from ``plan_trees``.
 
         Args:
-            dtype: of queries and KV.
-            kv_dtype: of keys and values where it is not ``dtype``: int8.
-            page: KV slots of the pages that most layers have; 0 for none.
+            dtype: dtype of queries, keys and values.
+            kv_dtype: dtype of keys and values if it differs from ``dtype``: int8.
+            page: KV slots of a page in most layers; 0 for keys and values without pages.
         """
         raise NotImplementedError
 
     def segments(self, plan: Plan, dtype: torch.dtype) -> Attention:
-        """Returns attention with the plan of a ``NodePlan``, over pages and a table; not of "paths"."""
+        """Returns attention with the plan of a ``NodePlan``, over pages; "paths" does not use it."""
         raise NotImplementedError
 
     def prefixes(
         self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> Attention:
-        """Returns attention of sequences with common prefixes over ``[1, H_kv, S, D]``; arguments as for
-        trees.
+        """Returns attention of sequences with shared prefixes to keys and values ``[1, H_kv, S, D]``.
+
+        The dtypes are those of :meth:`trees`.
         """
         return _PrefixesInPages(self, plan, dtype, kv_dtype)
 
     def pieces(
         self, heads: Heads, queries: int, positions: int, most: int, device: torch.device, dtype: torch.dtype
     ) -> list[Attention]:
-        """Attention to 1, 2, ... ``most`` pieces of ``positions`` KV positions, each seen by a copy of the
-        queries; a piece gives the same bits whatever the number of pieces."""
+        """Returns attention to 1, 2, ... ``most`` pieces of ``positions`` KV positions.
+
+        Each piece has its own copy of the queries. Its result does not depend on the number of pieces.
+        """
         raise NotImplementedError
 
     @property
@@ -149,7 +151,7 @@ class AttentionBackend:
 
 
 class _PrefixesInPages:
-    """Sequences with common prefixes by tables of single slots, for backends that read each for itself."""
+    """Attention to shared prefixes by page tables, for backends that read a prefix once for each sequence."""
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class _PrefixesInPages:
         raise NotImplementedError("its plan is that of the prefixes")
 
     def begin(self) -> None:
-        """Write the slots of all positions of each sequence into the table."""
+        """Writes the slots of all positions of each sequence into the page table."""
         own = self.plan.lengths[: self._prefixes.batch].tolist()
         paths: list[list[range]] = []
         for b, (length, place) in enumerate(zip(own, self._prefixes.places, strict=True)):
@@ -194,18 +196,18 @@ class _PrefixesInPages:
         return self._trees.states(q, self._in_pages(kv), params, first)
 
     def _in_pages(self, kv: KV) -> KV:
-        """Returns each slot as a page."""
+        """Returns keys and values with one slot per page."""
         k, v, *scales = (t[0].transpose(0, 1)[:, :, None] for t in (kv.k, kv.v, *(kv.scales or ())))
         return KV(k, v, self._table, (scales[0], scales[1]) if scales else None)
 
 
 def register(name: str, module: str, kind: str) -> None:
-    """Make ``attention_backend=name`` known: the class ``kind`` of a module."""
+    """Registers the class ``kind`` of a module as the backend ``name``."""
     _REGISTERED[name] = module, kind
 
 
 def names() -> list[str]:
-    """Names of all backends."""
+    """Returns the names of all backends."""
     return list(_REGISTERED)
 
 
@@ -218,24 +220,24 @@ def backend(name: str) -> AttentionBackend:
 
 
 def default(device: torch.device) -> AttentionBackend:
-    """The backend of a device where none is named."""
+    """Returns the default backend of a device."""
     return backend(_DEFAULTS.get(device.type, "cpu"))
 
 
 def chosen(name: str, device: torch.device) -> AttentionBackend:
-    """Returns the backend of this name, or the device's for "auto"."""
+    """Returns the backend of this name, or the default of the device for "auto"."""
     return default(device) if name == "auto" else backend(name)
 
 
 def refuse(
     name: str, device: torch.device, dtype: torch.dtype, heads: set[Heads], options: dict[str, bool | int]
 ) -> None:
-    """Raise ValueError where a backend cannot attend for a model with these settings.
+    """Raises ValueError if a backend does not support the attention of a model with these settings.
 
     Args:
-        name: of the backend, or "auto".
+        name: name of the backend, or "auto".
         device, dtype, heads: of the model's attention.
-        options: ``kv_bits``, and whether ``exact`` and ``offload`` are on.
+        options: values of ``kv_bits``, ``exact`` and ``offload``.
     """
     if name == "auto":
         return

@@ -1,8 +1,8 @@
-"""Triton kernel: merge the fp32 partial outputs of every query head, in a fixed, deterministic order.
+"""Triton kernel that merges the fp32 partial outputs of every query head in a fixed, deterministic order.
 
-With one segment the partials of a query follow from the lengths; otherwise the main kernel wrote their
-range into ``bounds``. The maths is that of ``reference.merge_states``; partial LSEs are in base 2, the
-result is in base e.
+With one segment, the range of a query's partial outputs is computed from the lengths. Otherwise the main
+kernel has written it into ``bounds``. ``reference.merge_states`` is the definition. Partial log-sum-exps are
+in base 2, the result is in base e.
 """
 
 import triton
@@ -56,7 +56,7 @@ def combine_kernel(
         owner = tl.load(owner_start_ptr + token)
         last_owner = tl.load(owner_start_ptr + token + 1)
     if SINGLE:
-        # Lengths were written before the main kernel started: the cut can be computed while it still runs.
+        # Lengths were written before the main kernel started, so they can be read while it still runs.
         low, high = 0, 0
         if WINDOW:
             low, high = tl.load(low_ptr), tl.load(high_ptr)

@@ -1,4 +1,4 @@
-"""Tile shapes of the tree-attention kernel: a table and the device's limits, no autotuning at the first call.
+"""Chooses tile shapes of the tree-attention kernel by a table and the device's limits, without autotuning.
 
 A launch under CUDA-graph capture or in serving must not stop to time configurations, so the choice
 is a pure function of problem and device. The measurements for the table are in
@@ -12,10 +12,10 @@ import torch
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import Device, describe
 
-# Pages of so many slots and more have the tiles of keys and values without pages.
+# Pages of at least so many slots have the same tiles as keys and values without pages.
 _WHOLE_PAGE = 64
 EDGE = 32
-"""KV positions of a masked (edge) tile: one 32-bit half of a mask word per query."""
+"""Number of KV positions of a masked (edge) tile, whose mask is a 32-bit half of a mask word per query."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class KernelConfig:
         block_m: packed query rows (tokens x query heads of one KV head) per tile.
         block_n: KV positions per unmasked tile; a multiple of ``EDGE``.
         warps, stages: warps per program and depth of the load pipeline.
-        programs_per_sm: resident programs per multiprocessor that the tile list is divided for.
-        tma: load unmasked tiles with the bulk copy engine where the layout allows it.
-        max_registers: per thread, to fit more programs on a multiprocessor; 0 for no limit.
-        align: with fewer tiles per program than this, slices do not span two KV heads.
+        programs_per_sm: programs that run on a multiprocessor at once; the list of tiles is divided among
+            them.
+        tma: whether unmasked tiles are loaded with the bulk copy engine where the layout allows it.
+        max_registers: limit on registers per thread, so that more programs run at once; 0 for no limit.
+        align: slices do not span two KV heads if a program has fewer tiles than this.
         edge_stages: depth of the load pipeline over masked tiles.
     """
 
@@ -48,9 +49,9 @@ class KernelConfig:
             raise ValueError(f"block_n={self.block_n} is not a multiple of {EDGE}; use 64 or 128")
 
 
-# head_dim -> (most query rows, configuration) in rising order, for 16-bit elements; the last serves any
-# number of query rows, in sibling tiles. Measured on an H200; a device with less shared memory takes the
-# first of ``smaller`` that fits.
+# head_dim -> (most query rows, configuration) in rising order, for 16-bit elements. The last configuration
+# serves any number of query rows, in several tiles over the same KV slots. The table was measured on an H200;
+# a device with less shared memory takes the first result of ``smaller`` that fits.
 _PREFERRED = {
     64: [
         (16, KernelConfig(16, 128, 4, 4, 2)),
@@ -66,38 +67,38 @@ _PREFERRED = {
         (64, KernelConfig(64, 64, 8, 2, 1)),
         (128, KernelConfig(128, 32, 8, 2, 1)),
     ],
-    # Not measured: the largest tiles that compile without spilling.
+    # These were not measured; they are the largest tiles that compile without spilling.
     512: [
         (16, KernelConfig(16, 32, 8, 3, 1)),
         (32, KernelConfig(32, 32, 8, 2, 1)),
     ],
 }
-# The same for keys and values of different widths, (D, D_v); other pairs take the tables above.
+# The same table for keys and values of different widths (D, D_v); other pairs take the table above.
 _PREFERRED_WIDTHS = {
     (192, 128): [
         (16, KernelConfig(16, 128, 4, 3, 1)),
         (64, KernelConfig(64, 64, 4, 2, 2)),
     ],
 }
-# The same for pages of fewer slots than such a tile has: tiles are gathered, or are pages of 32 themselves.
+# The same tables for pages of fewer slots than these tiles. A tile is gathered from pages, or is a page of
+# 32.
 _PREFERRED_GATHERED = {128: [(16, KernelConfig(16, 64, 4, 3, 3))]}
 _PREFERRED_PAGES_OF_32 = {128: [*_PREFERRED_GATHERED[128], (64, KernelConfig(64, 32, 4, 3, 2))]}
 _MOST_IN_REGISTERS = 64 * 256
 _FP32 = KernelConfig(16, EDGE, 8, 2, 1, tma=False)
-# Without a pipeline, whose buffers do not fit beside operands in fp64.
+# No pipeline: its buffers and operands in fp64 do not both fit shared memory.
 _FP32_WIDE = replace(_FP32, stages=1, edge_stages=1)
 _MOST_FP32 = 256
 MOST_KEYS, MOST_VALUES = 576, 512
-"""Most elements of a key (parts of 512 and 64 columns) and of a value that tiles fit."""
+"""Most elements of a key (parts of 512 and 64 columns) and of a value that the tiles support."""
 
 
 def key_parts(head_dim: int, value_dim: int, element_bytes: int = 2) -> tuple[int, int]:
-    """Columns of the two parts that a tile of keys is multiplied in; the second is 0 where there is one part.
+    """Returns the columns of the two parts in which a tile of keys is multiplied; the second may be 0.
 
-    A tile has a power of two of columns. Keys of 192 beside values of 128 are parts of 128 and 64 columns,
-    which need no more shared memory than the keys, and not one of 256. Keys as wide as their values, of
-    whatever width, are one part; but those in fp32 of more than 256 elements, which are two so that a part
-    fits shared memory in fp64.
+    The number of columns of a tile is a power of two. Keys of 192 elements with values of 128 have parts of
+    128 and 64 columns, which need less shared memory than one part of 256. Keys as wide as their values are
+    one part. Keys in fp32 of more than 256 elements are two parts, so that a part fits shared memory in fp64.
     """
     whole = max(16, 1 << (head_dim - 1).bit_length())
     first = whole // 2
@@ -110,10 +111,10 @@ def key_parts(head_dim: int, value_dim: int, element_bytes: int = 2) -> tuple[in
 
 
 def value_columns(value_dim: int, element_bytes: int) -> int:
-    """Columns of a tile of values, a power of two; other programs compute the rest, if there is any.
+    """Returns the columns of a tile of values, a power of two.
 
-    They compute all scores again. Values in fp32 of more than 256 elements are divided so, since sums in fp64
-    would not fit the registers.
+    Values in fp32 of more than 256 elements have two tiles, because their sums in fp64 do not fit the
+    registers of a program. A second program computes the second tile, and computes all scores again.
     """
     whole = max(16, 1 << (value_dim - 1).bit_length())
     return min(whole, _MOST_FP32) if element_bytes == 4 else whole
@@ -128,17 +129,17 @@ def choose(
     kv_bytes: int = 0,
     page: int = 0,
 ) -> KernelConfig:
-    """The configuration for ``query_rows`` packed query rows per KV head.
+    """Returns the configuration for ``query_rows`` packed query rows per KV head.
 
-    A tile that holds all query rows reads the KV once; sibling tiles read the same KV slots concurrently
-    and share them through L2, which is faster where smaller tiles overlap better.
+    A tile that holds all query rows reads the KV slots once. Several smaller tiles read the same KV slots
+    concurrently through L2, which is faster where smaller tiles overlap loads and products better.
 
     Args:
-        head_dim: 1 to 512; to 576 where ``value_dim`` is less.
-        element_bytes: 2 or 4, of queries and KV.
-        kv_bytes: 1 where keys and values are int8, for which the tables are not measured; else 0.
+        head_dim: D, 1 to 512, or to 576 where ``value_dim`` is less.
+        element_bytes: bytes of an element of queries and KV, 2 or 4.
+        kv_bytes: 1 where keys and values are int8, for which the tables were not measured; else 0.
         device: its shared memory limits the tile.
-        value_dim: of a value where it differs from ``head_dim``, else 0.
+        value_dim: D_v where it differs from D, else 0.
         page: KV slots of a page; 0 for keys and values without pages.
 
     Raises:
@@ -159,7 +160,8 @@ def choose(
     if element_bytes == 4:
         table = [(query_rows, _FP32 if padded <= _MOST_FP32 else _FP32_WIDE)]
     if not device.shared_products:
-        # Both operands of a product are in registers, too few for 128 query rows of so many columns.
+        # Both operands of a product are in registers, which do not suffice for 128 query rows of many
+        # columns.
         table = [entry for entry in table if entry[0] * padded <= _MOST_IN_REGISTERS] or table
     config: KernelConfig | None
     config = next((config for most, config in table if most >= query_rows), table[-1][1])
@@ -175,7 +177,7 @@ def choose(
 
 
 def smaller(config: KernelConfig) -> KernelConfig | None:
-    """The next configuration that needs less shared memory; None after the smallest."""
+    """Returns the next configuration that needs less shared memory, or None after the smallest."""
     if config.stages > 2:
         return replace(config, stages=config.stages - 1)
     if config.block_n > EDGE:
@@ -195,18 +197,19 @@ def shared_bytes(
     value_dim: int = 0,
     kv_bytes: int = 0,
 ) -> int:
-    """Shared memory that the compiled kernel needs, in bytes, accurate to a few dozen.
+    """Returns the bytes of shared memory that the compiled kernel needs, accurate to a few dozen.
 
-    It holds queries, the probabilities that are multiplied with V, and the pipeline's buffers of K and V. A
-    tile whose products read both operands from shared memory (64 query rows and more on sm_90 and sm_100) has
-    a buffer of each for every stage and keeps probabilities in registers; others have one buffer less, and
-    without a pipeline K and V share one. With int8 (``kv_bytes`` 1) the buffers hold scales too.
+    They hold queries, the probabilities that are multiplied with V, and the pipeline's buffers of K and V. A
+    tile whose products read both operands from shared memory (64 or more query rows on sm_90 and sm_100) has
+    a buffer of K and of V for every stage, and keeps probabilities in registers. Other tiles have one buffer
+    less. Without a pipeline, K and V share one buffer. With int8 (``kv_bytes`` 1) the buffers also hold
+    scales.
     """
     value_dim = value_dim or head_dim
     parts = key_parts(head_dim, value_dim, element_bytes)
     keys, values = max(64, sum(parts)), max(64, value_columns(value_dim, element_bytes))
     if element_bytes == 4:
-        # Products in fp64 have queries and one of K and V in shared memory, those in fp32 only V.
+        # Products in fp64 read queries and one of K and V from shared memory; products in fp32 only V.
         probs = 8 * config.block_m * config.block_n
         if device.fp64_products and kv_bytes != 1:
             if config.stages == 1 and parts[1]:
@@ -235,7 +238,7 @@ def config_for(
     kv_dtype: torch.dtype | None = None,
     page: int = 0,
 ) -> KernelConfig:
-    """The configuration from the table; for tensors on the CPU heads may exceed its limit."""
+    """Returns the configuration from the table; on the CPU, heads may exceed the table's limits."""
     dim, value_dim = heads.dim, heads.value_dim
     if torch.device(device).type == "cpu":
         dim, value_dim = min(dim, MOST_VALUES), min(value_dim, MOST_VALUES)
@@ -244,6 +247,6 @@ def config_for(
 
 
 def slices_for(query_rows: int, device: torch.device | str, config: KernelConfig) -> int:
-    """Returns the number of slices: resident programs divided by the sibling tiles of a slice."""
+    """Returns the number of slices: programs that run at once, divided by the tiles of a slice."""
     programs = describe(device).processors * config.programs_per_sm
     return max(1, programs // -(-query_rows // config.block_m))

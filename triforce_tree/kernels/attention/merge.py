@@ -1,8 +1,8 @@
-"""Triton kernels: attention over a union of KV sets from the attention over each, in a fixed order.
+"""Triton kernels that merge the attention to disjoint sets of KV positions, in a fixed order.
 
-The maths is ``reference.merge_states``: with ``m = max lse_p``, ``out = sum exp(lse_p - m) out_p /
-sum exp(lse_p - m)`` and ``lse = m + log sum exp(lse_p - m)``, natural logarithms (cascade
-inference; DeFT, arXiv 2404.00242, section 3.2).
+For parts p with outputs ``out_p`` and log-sum-exps ``lse_p`` (natural logarithms), let ``m = max lse_p``.
+Then ``out = sum exp(lse_p - m) out_p / sum exp(lse_p - m)`` and ``lse = m + log sum exp(lse_p - m)`` (cascade
+inference; DeFT, arXiv 2404.00242, section 3.2). ``reference.merge_states`` is the definition.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of one launch.
+# Largest number of parts of one launch.
 _MOST_PARTS = 12
 
 
@@ -37,7 +37,7 @@ def _merge_kernel(
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for part in range(PARTS):
         lse = tl.load(lses_ptr + part * rows.to(tl.int64) + row, mask=real, other=float("-inf"))
-        # The output of an empty part may hold anything, NaN too; it is not read.
+        # The output of an empty part is not read: it may hold any value, even NaN.
         full = there & (lse != float("-inf"))[:, None]
         place = (part * rows.to(tl.int64) + row)[:, None] * DIM + column[None, :]
         out = tl.load(outs_ptr + place, mask=full, other=0.0).to(tl.float32)
@@ -68,13 +68,13 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-# It is not compiled again for other lengths.
+# Without this, Triton would compile variants for other lengths.
 @triton.jit(do_not_specialize=["parts", "rows", "tokens"])
 def _merge_parts_kernel(
     out_ptr,  # [B, T, H, D]
     lse_ptr,  # fp32 [B, H, T]
-    outs,  # of each part, as out_ptr
-    lses,  # of each part, as lse_ptr
+    outs,  # pointers to the output of each part, [B, T, H, D]
+    lses,  # pointers to the log-sum-exps of each part, fp32 [B, H, T]
     parts,
     rows,
     heads,
@@ -83,7 +83,7 @@ def _merge_parts_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # In 32 bits, as long divisions take as long as the loads.
+    # Row numbers have 32 bits, because divisions in 64 bits take as long as the loads.
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_D)
     real = row < rows
@@ -102,7 +102,7 @@ def _merge_parts_kernel(
     for part in tl.static_range(len(lses)):
         lse = tl.load(lses[part] + place, mask=real & (part < count), other=float("-inf"))
         part_weight = tl.exp(lse - floor)
-        # The output of an empty part may hold anything, NaN too; it is not read.
+        # The output of an empty part is not read: it may hold any value, even NaN.
         full = there & (part_weight > 0.0)[:, None]
         out = tl.load(outs[part] + elements, mask=full, other=0.0).to(tl.float32)
         acc += out * part_weight[:, None]
@@ -119,7 +119,7 @@ def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor,
     parts = [out.transpose(1, 2).contiguous() for out in outs[:count]]
     weights = [lse.float().contiguous() for lse in lses[:count]]
     out, lse = torch.empty_like(parts[0]), torch.empty_like(weights[0])
-    # The number of arguments is fixed: others would be compiled again. Repeats of a part are not read.
+    # Every number of arguments would be compiled separately, so it is fixed; the repeated parts are not read.
     parts += parts[-1:] * (_MOST_PARTS - count)
     weights += weights[-1:] * (_MOST_PARTS - count)
     block = max(4, 2048 // triton.next_power_of_2(dim))

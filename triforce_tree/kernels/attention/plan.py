@@ -1,9 +1,9 @@
-"""Describes what the queries of a forward see, in device buffers that captured graphs read.
+"""Plans describe what the queries of a forward see, in device buffers that captured graphs read.
 
-A *segment* is a range of KV positions with the queries that see it: ``length`` positions visible to all of
-them, then ``tail`` positions under the mask. One long prefix with a token tree is one segment; a ragged
-batch of such trees is one per sequence; tree-shaped KV (few-shot prompting, multi-step reasoning)
-is one per node, with leaf queries in depth-first order, so that each node's queries are a range.
+A *segment* is a range of KV positions with the queries that see it: ``length`` positions that all these
+queries see, then ``tail`` positions under the mask. A prefix with a token tree is one segment. A ragged batch
+of token trees has one segment per sequence. A tree of texts (few-shot prompting, multi-step reasoning) has
+one per node, with the queries of its leaves in depth-first order, so that the queries of a node are a range.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query and KV heads, and the elements of a head.
+    """Numbers of query and KV heads and of the elements of a head.
 
     Attributes:
-        query, kv: heads, ``query`` a multiple of ``kv``.
-        dim: D, elements of a query and of a key, at most 512 (576 where values have less).
-        value_dim: D_v, elements of a value; 0 becomes ``dim``. They differ in multi-head latent attention
-            (DeepSeek-V2, arXiv 2405.04434, section 2.1), whose keys have a rotary part of their own.
+        query, kv: H_q and H_kv, numbers of heads; ``query`` is a multiple of ``kv``.
+        dim: D, elements of a query and of a key, at most 512 (576 where values have fewer elements).
+        value_dim: D_v, elements of a value; 0 becomes ``dim``. D and D_v differ in multi-head latent
+            attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), whose keys have an additional rotary part.
     """
 
     query: int
@@ -45,13 +45,13 @@ class Heads:
 
     @property
     def row(self) -> int:
-        """Elements of one token's keys and values."""
+        """Returns the number of elements of the keys and values of one token, in all KV heads."""
         return self.kv * (self.dim + self.value_dim)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys ``[..., H_kv, D]`` and values ``[..., H_kv, D_v]`` of ``[..., row]``, without a copy.
+        """Splits ``[..., row]`` into keys ``[..., H_kv, D]`` and values ``[..., H_kv, D_v]`` without a copy.
 
-        A row holds the keys of all heads of a token, then their values.
+        A row holds the keys of all heads of a token, then the values of all heads.
         """
         keys, values = rows.split((self.kv * self.dim, self.kv * self.value_dim), -1)
         return keys.unflatten(-1, (self.kv, self.dim)), values.unflatten(-1, (self.kv, self.value_dim))
@@ -59,21 +59,20 @@ class Heads:
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds one topology in device buffers.
+    """Segments and their queries in device buffers.
 
-    Their addresses never change, so a captured graph may hold them.
+    The addresses of the buffers never change, so captured graphs may hold them.
 
     Attributes:
-        queries: their number in all segments.
-        lengths: int32 ``[segments]``, unmasked positions of each segment. Write it in place as contexts
-            grow.
-        segments: int32 ``[6, segments]``: sequence, first KV position, length of the tail, first query,
-            queries, and queries of all earlier segments.
+        queries: number of queries of all segments.
+        lengths: int32 ``[segments]``, unmasked positions of each segment; written in place as contexts grow.
+        segments: int32 ``[6, segments]``: batch index, first KV position, length of the tail, first query,
+            number of queries, and number of queries of all earlier segments.
         mask: int64 mask words ``[queries, words]``; bit j of word w says that the query sees tail position
             ``64 w + j``.
         owner_start, owners: int32; query i belongs to segments
             ``owners[owner_start[i] : owner_start[i + 1]]``.
-        seen: pairs of a query and a segment that it sees, at most.
+        seen: largest number of pairs of a query and a segment that it sees.
         max_queries: the largest number of queries of one segment.
     """
 
@@ -92,7 +91,7 @@ class Plan:
         return self.lengths.device
 
     def first(self, segments: int, queries: int) -> "Plan":
-        """The plan of the first segments alone, which have the first queries; the lengths are shared."""
+        """Returns the plan of only the first segments and their queries; it shares ``lengths``."""
         return replace(
             self,
             queries=queries,
@@ -103,15 +102,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Holds the parameters of one layer's attention.
+    """Parameters of the attention of one layer.
 
     Attributes:
         scale: positive factor on the raw scores.
-        window: positions that a query sees, its own included; the key at position j is visible to the query
-            at position i iff ``i - j < window``. None: all of them.
+        window: number of positions that a query sees, including its own; the query at position i sees the key
+            at position j iff ``i - j < window``. None: it sees all earlier positions.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them as they are.
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
-        chunked: the window does not slide: the key is visible iff ``j // window == i // window`` and
+        chunked: the window does not slide: the query sees the key iff ``j // window == i // window`` and
             ``j <= i`` (chunked attention of Llama 4).
     """
 
@@ -123,15 +122,17 @@ class AttentionParams:
 
 
 class KV(NamedTuple):
-    """Holds the keys and values of one layer.
+    """Keys and values of one layer.
 
     Attributes:
-        k: ``[B, H_kv, S, D]``, or with a ``table`` pages ``[pages, H_kv, page, D]``; any strides with the
-            last dimension dense. ``[S, H_kv, D]`` storage is ``k.transpose(0, 1)[None]``.
-        v: the same with D_v for D.
-        table: int32 ``[B, pages of a sequence]``, or ``[B, H_kv, pages]`` where every KV head has a selection
-            of its own (a retrieval view). Position r is slot ``r % page`` of page ``table[..., r // page]``.
-        scales: fp32, of keys and of values in int8, each as ``k`` with 1 for D; None for other dtypes.
+        k: ``[B, H_kv, S, D]``, or pages ``[pages, H_kv, page, D]`` with a ``table``; any strides, last
+            dimension dense. Storage ``[S, H_kv, D]`` is passed as ``k.transpose(0, 1)[None]``.
+        v: ``[B, H_kv, S, D_v]`` or ``[pages, H_kv, page, D_v]``.
+        table: int32 ``[B, pages of a sequence]``, or ``[B, H_kv, pages]`` where every KV head has its own
+            selection (a retrieval view). Position r is in slot ``r % page`` of page
+            ``table[..., r // page]``.
+        scales: scales of keys and of values in int8, each fp32 with the shape of ``k`` but one element for D;
+            None for other dtypes.
     """
 
     k: Tensor
@@ -141,10 +142,10 @@ class KV(NamedTuple):
 
 
 class FirstVisible(NamedTuple):
-    """First visible KV positions under a sliding window: int32 buffers, rewritten before each forward.
+    """First visible KV positions under a sliding window; int32 buffers that each forward rewrites.
 
     Attributes:
-        first: ``[queries]``, the first visible position of each query, at most its segment's length.
+        first: ``[queries]``, the first position that each query sees, at most the length of its segment.
         low, high: ``[segments]``, the minimum and maximum of ``first`` over a segment's queries.
     """
 
@@ -154,7 +155,7 @@ class FirstVisible(NamedTuple):
 
 
 def pack_mask(mask: Tensor, words: int | None = None) -> Tensor:
-    """Packs bool ``[T, N]`` into int64 mask words ``[T, words]``; ``words`` is ceil(N / 64) if None."""
+    """Packs bool ``[T, N]`` into int64 mask words ``[T, words]``; ``words`` None becomes ceil(N / 64)."""
     queries, tail = mask.shape
     needed = max(1, -(-tail // 64))
     words = words or needed
@@ -175,19 +176,18 @@ def pack_mask(mask: Tensor, words: int | None = None) -> Tensor:
 
 
 def unpack_mask(words: Tensor) -> Tensor:
-    """Returns the bits of int64 mask words ``[..., W]``, bool ``[..., 64 W]``."""
+    """Unpacks int64 mask words ``[..., W]`` to bool ``[..., 64 W]``."""
     return (words[..., None] >> torch.arange(64, device=words.device) & 1).flatten(-2).bool()
 
 
 def plan_trees(
     heads: Heads, masks: Sequence[Tensor], lengths: Sequence[int] | Tensor, *, device: torch.device | str
 ) -> Plan:
-    """Plans a batch of token trees, each after its own prefix.
+    """Returns the plan of a batch of token trees, each after its own prefix.
 
     Args:
-        heads: the attention's heads.
-        masks: per sequence, bool ``[T_b, N_b]`` over the sequence's last N_b positions (T_b may differ).
-        lengths: ``[B]`` positions before the tail.
+        masks: bool ``[T_b, N_b]`` for each sequence b, over the last N_b positions of the sequence.
+        lengths: ``[B]``, positions of each sequence before the tail.
     """
     counts = [m.shape[0] for m in masks]
     tails = [m.shape[1] for m in masks]
@@ -216,22 +216,22 @@ def planned(
     mask: Tensor,
     device: torch.device | str,
 ) -> Plan:
-    """Returns a plan of any segments.
+    """Returns a plan of arbitrary segments.
 
     Args:
-        columns: of ``Plan.segments``, as lists.
-        lengths: of each segment.
+        columns: the six rows of ``Plan.segments`` as lists.
+        lengths: unmasked positions of each segment.
         owners, owner_start: as in :class:`Plan`, as lists.
-        mask: mask words on the device.
+        mask: int64 mask words ``[queries, words]`` on the device.
     """
     counts = columns[4]
-    # One transfer for all integers, so that a plan costs less than the launches that it saves.
+    # One transfer copies all integers, so that a plan takes less time than the launches that it saves.
     flat: list[int] = []
     spans = []
     known = [0] * len(counts) if isinstance(lengths, Tensor) else lengths
     for part in (known, [x for column in columns for x in column], owner_start, owners):
         spans.append(slice(len(flat), len(flat) + len(part)))
-        # Aligned to 16 bytes: Triton specialises kernels on the alignment of their pointers.
+        # Every part is aligned to 16 bytes, because Triton specialises kernels on the alignment of pointers.
         flat += [*part, *[0] * (-len(part) % 4)]
     table = torch.tensor(flat, dtype=torch.int32).to(device)
     device_lengths, segments, device_owner_start, device_owners = (table[span] for span in spans)

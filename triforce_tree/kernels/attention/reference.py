@@ -1,8 +1,8 @@
-"""Tree attention in plain torch: the definition that the kernels are tested against.
+"""Defines tree attention in plain torch; the kernels are tested against this definition.
 
-A forward over a token tree attends to two groups of KV positions: the *prefix* (committed, visible to every
-query) and the *tail* (the tree's own, where a query sees itself and its ancestors). The mask therefore
-covers the tail only and never grows with the context.
+A forward over a token tree attends to two groups of KV positions. The *prefix* is committed, and every query
+sees it. The *tail* holds the tree's tokens, of which a query sees itself and its ancestors. The mask
+therefore covers only the tail and never grows with the context.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,11 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of T tree queries over S KV positions, of which the last N are the tail.
+    """Computes the attention of T tree queries to S KV positions, of which the last N are the tail.
 
     Args:
         q: ``[B, H_q, T, D]`` rotated queries.
-        k: ``[B, H_kv, S, D]`` keys, any strides; query head ``h`` reads KV head ``h // (H_q /
-            H_kv)``.
+        k: ``[B, H_kv, S, D]`` keys, any strides; query head ``h`` reads KV head ``h // (H_q / H_kv)``.
         v: ``[B, H_kv, S, D_v]`` values; D_v may differ from D.
         mask: bool ``[T, N]``, N <= S; ``mask[t, j]`` says that query t sees position ``S - N + j``.
         scale: factor on the raw scores.
@@ -38,9 +37,8 @@ def tree_attention(
         sinks: ``[H_q]`` logits of a virtual key whose value is zero (gpt-oss).
 
     Returns:
-        out ``[B, H_q, T, D_v]`` in q's dtype and lse ``[B, H_q, T]`` in fp32: the natural logarithm
-        of the sum of exponentials, sinks included. A query that sees nothing gets out 0 and lse
-        -inf.
+        out ``[B, H_q, T, D_v]`` in q's dtype and lse fp32 ``[B, H_q, T]``, the log-sum-exp of the scores
+        (natural logarithm, sinks included). A query that sees no position gets out 0 and lse -inf.
     """
     batch, q_heads, queries, dim = q.shape
     kv_heads, positions = k.shape[1], k.shape[2]
@@ -65,11 +63,11 @@ def tree_attention(
 
 @operator("merge_states", triton=".merge")
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes attention over a union of disjoint KV sets from the attention over each (DeFT, section 3.2).
+    """Merges the attention to disjoint sets of KV positions (DeFT, arXiv 2404.00242, section 3.2).
 
     Args:
         outs: ``[P, ..., D]`` partial outputs.
-        lses: ``[P, ...]`` their natural-log sums of exponentials; -inf marks an empty part.
+        lses: ``[P, ...]`` their log-sum-exps (natural logarithm); -inf marks an empty part.
 
     Returns:
         out ``[..., D]`` and lse ``[...]`` of the union; (0, -inf) where every part is empty.
@@ -87,16 +85,16 @@ def _(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 @operator("merge_parts", triton=".merge")
 def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """:func:`merge_states` of parts in tensors of their own, as prefill has them.
+    """Merges partial outputs like :func:`merge_states`, but from separate tensors, as prefill has them.
 
     Args:
-        outs: ``[B, H, T, D]`` each, of which ``transpose(1, 2)`` is contiguous if no copy is to be made.
+        outs: ``[B, H, T, D]`` each. An output is copied unless its ``transpose(1, 2)`` is contiguous.
         lses: fp32 ``[B, H, T]`` each.
 
     Returns:
         out ``[B, H, T, D]``, a view of contiguous ``[B, T, H, D]``, and lse ``[B, H, T]``.
     """
-    # Merged as they lie in memory, they are copied at full speed.
+    # The copies are faster in the order in which the outputs are in memory.
     parts = torch.stack([out.transpose(1, 2) for out in outs]), torch.stack([x.transpose(1, 2) for x in lses])
     out, lse = merge_states(*parts)
     return out.transpose(1, 2), lse.transpose(1, 2).contiguous()

@@ -1,6 +1,6 @@
-"""The scheduler, on the device: the tiles of a segment, and those of each slice.
+"""Triton functions that divide the tiles of segments into slices, one for each program.
 
-Shared by the kernel that computes the tiles and the one that merges its partial results.
+The kernel that computes the tiles and the kernel that merges its partial outputs call them.
 """
 
 import triton
@@ -9,11 +9,15 @@ import triton.language as tl
 
 @triton.jit
 def spans(length, tail, low, high, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, WINDOW: tl.constexpr):
-    """Split the KV positions of a segment into full tiles and edge tiles.
+    """Splits the KV positions of a segment into full tiles and edge tiles.
 
-    Returns (start of the full tiles, number of full tiles, of front edge tiles, of ragged edge tiles, of all
-    edge tiles, start of the front, start of the ragged end). Without a window full tiles start at 0 and there
-    is no front.
+    Front edge tiles hold the start of a sliding window, ragged edge tiles the end of the unmasked positions.
+    The tail has edge tiles too.
+
+    Returns:
+        first position of the full tiles; numbers of full tiles, front edge tiles, ragged edge tiles and all
+        edge tiles; first position of the front edge tiles; first position of the ragged edge tiles. Without a
+        window, full tiles start at 0 and there are no front edge tiles.
     """
     full_end = length // BLOCK_N * BLOCK_N
     if WINDOW:
@@ -29,18 +33,21 @@ def spans(length, tail, low, high, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, WI
     full = (full_end - full_start) // BLOCK_N
     ragged = (length - ragged_start + EDGE - 1) // EDGE
     edges = front + ragged + (tail + EDGE - 1) // EDGE
-    # A unit without any KV still has one edge tile, so that it writes its partial result (0, -inf).
+    # A unit without any KV position has one edge tile, so that it writes its partial output (0, -inf).
     edges = tl.where(full + edges > 0, edges, 1)
     return full_start, full, front, ragged, edges, front_start, ragged_start
 
 
 @triton.jit
 def cut_evenly(total, slices, KV_HEADS: tl.constexpr, ALIGN: tl.constexpr):
-    """Cut the ``total`` tiles of one sequence: (groups, tiles and slices of a group, tiles of a slice, slices
-    with one more).
+    """Divides ``total`` tiles into groups, and each group into slices.
 
-    Where slices are short, one that spans two heads costs more than an idle program; then each head is a
-    group of its own.
+    A short slice that spans two heads takes more time than an idle program costs. So with short slices each
+    KV head is a group; otherwise all tiles are one group.
+
+    Returns:
+        number of groups, tiles of a group, slices of a group, tiles of a slice, and number of slices of a
+        group that have one more tile.
     """
     aligned = (total < ALIGN * slices) & (slices >= KV_HEADS)
     groups = tl.where(aligned, KV_HEADS, 1)
@@ -52,7 +59,7 @@ def cut_evenly(total, slices, KV_HEADS: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def share_of(part, total, slices, KV_HEADS: tl.constexpr, ALIGN: tl.constexpr):
-    """Tiles [at, stop) of one slice. Where tiles do not divide evenly, the first slices take one more."""
+    """Returns the tiles [at, stop) of a slice; the first slices of a group may have one more tile."""
     groups, size, cuts, share, spare = cut_evenly(total, slices, KV_HEADS, ALIGN)
     group = part // cuts
     group_slice = part - group * cuts
@@ -64,6 +71,6 @@ def share_of(part, total, slices, KV_HEADS: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def slice_of(tile, share, spare):
-    """The slice that holds a tile, where there is one group: the inverse of ``share_of``."""
+    """Returns the slice of a tile if there is one group; the inverse of ``share_of``."""
     long = spare * (share + 1)
     return tl.where(tile < long, tile // (share + 1), spare + (tile - long) // tl.maximum(share, 1))

@@ -1,15 +1,14 @@
-"""Tiles of keys and values: where they are in memory, loads, and the matrix products that differ by dtype
-and device.
+"""Triton functions for tiles of keys and values: offsets, loads, and matrix products by dtype and device.
 
-fp32 is multiplied in fp64 where tensor cores do so as fast as other units multiply fp32 (A100, H100): queries
-are cast to fp64, and one ``tl.dot`` does it. Elsewhere it is multiplied in fp32. Three tf32 products instead
-of one would have up to five times torch's error.
+fp32 operands are multiplied in fp64 where tensor cores are as fast in fp64 as other units in fp32 (A100,
+H100). Elsewhere they are multiplied in fp32 without tensor cores. Three products in tf32 would have up to
+five times torch's error.
 """
 
 import triton
 import triton.language as tl
 
-# Columns of queries and keys that are multiplied at a time.
+# Columns of queries and keys that ``narrow_scores`` multiplies at a time.
 PART = tl.constexpr(16)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -23,7 +22,7 @@ def prefetch(pointer):
 
 @triton.jit
 def softcapped(scores, scale, softcap, SOFTCAP: tl.constexpr):
-    """Returns softcapped scores; without softcap they stay raw, and the caller scales the exponents."""
+    """Returns scaled and softcapped scores; without ``SOFTCAP``, the raw scores, which the caller scales."""
     if SOFTCAP:
         exp_2x = tl.exp2(scores * (scale / softcap) * (2.0 * LOG2E))
         scores = softcap * (1.0 - 2.0 / (exp_2x + 1.0))
@@ -32,7 +31,7 @@ def softcapped(scores, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def kv_offsets(positions, table_at, first_kv, stride_block, stride_slot, PAGE: tl.constexpr, valid):
-    """Returns the element offsets of KV positions, through the page table or directly."""
+    """Returns the int64 element offsets of KV positions, by the page table if ``PAGE`` is not 0."""
     if PAGE == 0:
         return (first_kv + positions).to(tl.int64) * stride_slot
     logical = first_kv + positions
@@ -42,7 +41,7 @@ def kv_offsets(positions, table_at, first_kv, stride_block, stride_slot, PAGE: t
 
 @triton.jit
 def full_tile(head, at, columns, inside, EVERY: tl.constexpr):
-    """Columns of the KV slots ``at``; those that are not ``inside`` read as 0, unless EVERY one is."""
+    """Loads columns of the KV slots at ``at``, and 0 for columns not ``inside`` unless ``EVERY`` is set."""
     if EVERY:
         return tl.load(head + at[:, None] + columns[None, :])
     return tl.load(head + at[:, None] + columns[None, :], mask=inside[None, :], other=0.0)
@@ -50,16 +49,16 @@ def full_tile(head, at, columns, inside, EVERY: tl.constexpr):
 
 @triton.jit
 def edge_tile(head, at, columns, valid, inside):
-    """Columns of the KV slots ``at``; those that are not ``inside``, and slots not ``valid``, read as 0."""
+    """Loads columns of the KV slots at ``at``, and 0 for slots not ``valid`` and columns not ``inside``."""
     return tl.load(head + at[:, None] + columns[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
 def narrow_scores(q_at, k_at, real, valid, REAL: tl.constexpr, DIM: tl.constexpr):
-    """Returns raw scores ``[BLOCK_M, positions]``, fp32, multiplied in fp32 and summed in ``REAL``.
+    """Returns raw scores ``[BLOCK_M, positions]``, multiplied in fp32 and summed in ``REAL``.
 
     Products without tensor cores hold all columns of their operands in registers, so only ``PART`` columns
-    are multiplied at a time. Keys that are not ``valid`` read as zero.
+    are multiplied at a time. Keys that are not ``valid`` are read as 0.
     """
     scores = tl.zeros([q_at.shape[0], k_at.shape[0]], REAL)
     for part in range(0, DIM, PART):
@@ -72,7 +71,7 @@ def narrow_scores(q_at, k_at, real, valid, REAL: tl.constexpr, DIM: tl.constexpr
 
 @triton.jit
 def scales_at(positions, sequence, table_at, first_kv, stride_block, PAGE: tl.constexpr, valid):
-    """Offsets of the scales of KV positions, in a storage without gaps between slots."""
+    """Returns the offsets of the scales of KV positions, whose slots have a stride of 1."""
     at = kv_offsets(positions, table_at, first_kv, stride_block, 1, PAGE, valid)
     if PAGE == 0:
         at += tl.cast(sequence, tl.int64) * stride_block
@@ -81,7 +80,7 @@ def scales_at(positions, sequence, table_at, first_kv, stride_block, PAGE: tl.co
 
 @triton.jit
 def slot_scales(at, valid, REAL: tl.constexpr):
-    """Scales of int8 keys or values at these addresses; those not ``valid`` read as 0, None reads all."""
+    """Loads scales of int8 keys or values, and 0 where they are not ``valid``; None loads all."""
     if valid is None:
         return tl.load(at).to(REAL)
     else:
@@ -92,8 +91,10 @@ def slot_scales(at, valid, REAL: tl.constexpr):
 def add_values(acc, p, v, v_scale, Kind: tl.constexpr, REAL: tl.constexpr):
     """Returns ``acc + p v``, multiplied in ``Kind`` and summed in ``REAL``.
 
-    ``v_scale``: of each position, for values in int8; else None. It is applied to the probabilities, which
-    takes fewer products, but not in fp16, whose range a probability times a scale may leave.
+    ``p`` holds the probabilities ``[BLOCK_M, positions]``, ``v`` the values ``[positions, BLOCK_V]``.
+    ``v_scale`` holds the scale of each position for values in int8; else it is None. It multiplies the
+    probabilities, which have fewer elements. In fp16 it multiplies the values, because the products with
+    probabilities could exceed the range of fp16.
     """
     if v_scale is not None:
         if Kind == tl.float16:
