@@ -1,15 +1,15 @@
-"""The attention backend of FlashInfer: its prefill kernels, with custom masks, on a paged KV cache.
+"""The attention backend of FlashInfer, which calls its prefill kernels with custom masks on a paged KV cache.
 
-FlashInfer is optional, and serves 16-bit queries and KV on NVIDIA GPUs. Every KV slot is passed to it as a
-page of its own, so that one description fits all layouts of KV slots: a request's page indices are its slots.
+FlashInfer is optional. It supports 16-bit queries and KV on NVIDIA GPUs. Every KV slot is passed to it as a
+page, so that one description fits all layouts of KV slots: the page indices of a request are its slots.
 
-Without a window a call has two parts, since FlashInfer reads a custom mask for every pair of a query and a
-position: the positions before the tail without a mask, and the tail with the tree's mask. Their results are
-merged by log-sum-exp. Within a window it has one part, under a mask.
+FlashInfer reads a custom mask for every pair of a query and a position. So without a window a call has two
+parts: the positions before the tail without a mask, and the tail with the mask of the tree. Their outputs are
+merged by log-sum-exp. With a window a call has one part with a mask.
 
-FlashInfer's ``plan`` runs on the host and reads the lengths there. So no CUDA graph can hold a forward, and
-each forward waits for the device. Layers that have the same slots share a plan; those with a page table of
-their own, as in the retrieval level, have one each.
+FlashInfer's ``plan`` runs on the host and reads the lengths there. So a CUDA graph cannot capture a forward,
+and each forward waits for the device. Layers with the same slots share a plan. Layers with their own page
+tables, as in the retrieval level, have one plan each.
 """
 
 import math
@@ -25,12 +25,12 @@ from triforce_tree.kernels.attention.backend import Attention, AttentionBackend,
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan, unpack_mask
 from triforce_tree.kernels.attention.reference import merge_states
 
-# Bytes for partial results of long sequences: twice what FlashInfer recommends.
+# Bytes of the workspace for partial outputs of long sequences, twice what FlashInfer recommends.
 _WORKSPACE = 256 << 20
 
 
 class FlashInferBackend(AttentionBackend):
-    """See the module."""
+    """The backend "flashinfer"; see the module."""
 
     name = "flashinfer"
     can = Capabilities(devices=("cuda",), dtypes=(torch.bfloat16, torch.float16), head_dims=(64, 128, 256))
@@ -51,7 +51,7 @@ class FlashInferAttention:
 
     def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
         self.plan, self._dtype = plan, dtype
-        # Tails, first queries and numbers of queries of all sequences, which never change.
+        # Lengths of the tails, first queries and numbers of queries of all sequences, which never change.
         self._tails, self._firsts, self._counts = plan.segments[2:5].tolist()
         self._wrappers: dict[bool, Any] = {}
         self._planned_for: tuple[object, ...] | None = None
@@ -62,7 +62,7 @@ class FlashInferAttention:
         return FlashInferAttention(plan, self._dtype)
 
     def begin(self) -> None:
-        """Lengths and masks may have changed: the next call plans."""
+        """Lets the next call plan again, because lengths and masks may have changed."""
         self._planned_for = None
 
     def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
@@ -75,7 +75,7 @@ class FlashInferAttention:
         """See ``backend.Attention``.
 
         Raises:
-            ValueError: keys and values in int8, or laid out in different ways.
+            ValueError: keys and values are in int8, or differ in shape or strides.
         """
         slots = single_slots(kv)
         table = 0 if kv.table is None else kv.table.data_ptr()
@@ -99,13 +99,13 @@ class FlashInferAttention:
         return out, lse
 
     def _by_head(self, q: Tensor) -> Tensor:
-        """Queries ``[queries, H_q, D]`` as ``[queries * H_kv, group, D]``, by sequence, KV head and query."""
+        """Permutes queries ``[queries, H_q, D]`` to ``[queries * H_kv, group, D]``, KV heads first."""
         heads = self.plan.heads
         parts = q.unflatten(1, (heads.kv, heads.group)).split(self._counts)
         return torch.cat([part.transpose(0, 1).flatten(0, 1) for part in parts])
 
     def _by_query(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`_by_head`, for any last dimension."""
+        """Inverts :meth:`_by_head`, with any last dimension."""
         kv = self.plan.heads.kv
         parts = x.split([count * kv for count in self._counts])
         return torch.cat([part.unflatten(0, (kv, -1)).transpose(0, 1).flatten(1, 2) for part in parts])
@@ -113,7 +113,7 @@ class FlashInferAttention:
     def _plan_forward(
         self, slots: "Slots", kv: KV, params: AttentionParams, first: FirstVisible | None
     ) -> None:
-        """Plan the parts of a call over these slots."""
+        """Plans the parts of a call for these slots."""
         lengths = self.plan.lengths.tolist()
         ends = [length + tail for length, tail in zip(lengths, self._tails, strict=True)]
         if first is not None:
@@ -123,7 +123,7 @@ class FlashInferAttention:
         self._parts = []
         for starts, stops, masked in spans:
             request = Requests(self, slots, kv.table, starts, stops, first if masked else None)
-            # A call over nothing at all still has results.
+            # A call without any position still has results, so it has one part.
             if request.sequences or (masked and not self._parts):
                 self._parts.append(self._planned(request, slots, params, masked))
 
@@ -135,8 +135,8 @@ class FlashInferAttention:
         if masked not in self._wrappers:
             self._wrappers[masked] = _wrapper(self.plan.device)
         wrapper = self._wrappers[masked]
-        # The first four are on the device, so that FlashInfer copies them to the host. It thereby waits until
-        # the wrapper's last plan has been read from page-locked memory, which the next one overwrites.
+        # The first four arguments are on the device, so FlashInfer waits for the device to copy them. By then
+        # the device has read the wrapper's last plan from page-locked memory, which this plan overwrites.
         wrapper.plan(
             request.query_start, request.slot_start, request.slots, request.last_page,
             heads.group if slots.by_head else heads.query, 1 if slots.by_head else heads.kv, heads.dim, 1,
@@ -147,14 +147,15 @@ class FlashInferAttention:
 
 
 class Slots(NamedTuple):
-    """Keys and values as pages of one slot each.
+    """Keys and values as pages of one KV slot.
 
     Attributes:
-        k, v: ``[n, H_kv, 1, D]``, views; with ``by_head`` ``[n, 1, 1, D]``, one page for a slot of each head.
-        size: slots of a page of the table, or of a sequence where there is none.
-        apart: pages of ``k`` from a page of the table to the next, from one KV head to the next (0 where
-            heads are not pages), and from one slot to the next.
-        by_head: whether every KV head has slots of its own.
+        k, v: ``[n, H_kv, 1, D]``, views; with ``by_head`` ``[n, 1, 1, D]``, where the slots of a position in
+            different heads are different pages.
+        size: slots of a page of the table, or of a sequence if there is no table.
+        apart: distances in pages of ``k``: between pages of the table, between KV heads (0 without
+            ``by_head``), and between slots.
+        by_head: whether every KV head has its own slots.
     """
 
     k: Tensor
@@ -165,10 +166,10 @@ class Slots(NamedTuple):
 
 
 def single_slots(kv: KV) -> Slots:
-    """Describe the slots of one layer.
+    """Returns the keys and values of a layer as pages of one KV slot.
 
     Raises:
-        ValueError: keys and values in int8, or laid out in different ways.
+        ValueError: keys and values are in int8, or differ in shape or strides.
     """
     if kv.scales is not None:
         raise ValueError("FlashInfer does not read keys and values in int8; use kv_bits=16")
@@ -179,7 +180,7 @@ def single_slots(kv: KV) -> Slots:
         )
     by_head = kv.table is not None and kv.table.ndim == 3
     sizes, strides = kv.k.shape, kv.k.stride()
-    # A dimension of one element may have any stride.
+    # The stride of a dimension of one element has no meaning.
     steps = [
         stride if size > 1 and used else 0
         for size, stride, used in zip(sizes[:3], strides[:3], (True, by_head, True), strict=True)
@@ -194,11 +195,11 @@ def single_slots(kv: KV) -> Slots:
 
 
 class Mask(NamedTuple):
-    """The mask of all requests of a part.
+    """Mask of all requests of a part.
 
     Attributes:
         flat: bool, the masks ``[queries, positions]`` of all requests, flattened one after another.
-        blind: bool ``[rows]``, which rows see nothing; None where all of them see something.
+        blind: bool ``[rows]``, which query rows see no position; None if every row sees one.
     """
 
     flat: Tensor
@@ -206,23 +207,23 @@ class Mask(NamedTuple):
 
 
 class Requests:
-    """A part of a call as FlashInfer's requests: one for each sequence, or for each of its KV heads.
+    """A part of a call as requests of FlashInfer, one for each sequence or for each of its KV heads.
 
     Sequences without a position in this part are left out.
 
     Args:
         own: the attention.
-        slots, table: of the layer.
-        starts, stops: positions of each sequence.
-        first: the first positions that queries see, if there is a window.
+        slots, table: slots and page table of the layer.
+        starts, stops: first and last position (exclusive) of each sequence in this part.
+        first: first positions that queries see, if there is a window.
 
     Attributes:
-        sequences: those that have positions.
-        query_start, slot_start: int32 ``[requests + 1]``, where the rows and the slots of each begin.
+        sequences: batch indices of the sequences that have positions in this part.
+        query_start, slot_start: int32 ``[requests + 1]``, first query row and first slot of each request.
         slots: int32, slots of all requests.
-        last_page: int32 ``[requests]``, 1: a page has one slot.
-        rows: int64, the rows of these requests among those of all; None for all of them.
-        mask: what queries see of these positions.
+        last_page: int32 ``[requests]``, slots of the last page of each request, always 1.
+        rows: int64, query rows of these requests; None if no sequence is left out.
+        mask: which of these positions each query sees.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class Requests:
 
 
 def _slots_of(slots: Slots, table: Tensor | None, b: int, start: int, stop: int, heads: int) -> Tensor:
-    """int32: the slots of positions ``start`` to ``stop`` of a sequence, of one KV head after another."""
+    """Returns the slots (int32) of positions ``start`` to ``stop`` of a sequence, ordered by KV head."""
     page_step, head_step, slot_step = slots.apart
     device = slots.k.device
     positions = torch.arange(start, stop, device=device)
@@ -287,17 +288,17 @@ def _slots_of(slots: Slots, table: Tensor | None, b: int, start: int, stop: int,
 
 
 def _before(counts: list[int], device: torch.device) -> Tensor:
-    """int32 ``[n + 1]``: the sum of all counts before each, and of all."""
+    """Returns the cumulative sums of ``counts``, int32 ``[n + 1]``, beginning with 0."""
     return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a call that was planned.
+    """A planned part of a call.
 
     Attributes:
-        wrapper: FlashInfer's; None for a part without any position.
-        count: rows of all requests, those that were left out included.
+        wrapper: FlashInfer's wrapper; None for a part without any position.
+        count: number of query rows, including the sequences that were left out.
         rows, blind: see :class:`Requests` and :class:`Mask`.
     """
 
@@ -308,13 +309,15 @@ class _Part:
 
 
 def _state(part: _Part, q: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-    """Outputs ``[rows, heads, D]`` and natural-log lse fp32 ``[rows, heads]``; (0, -inf) for what sees
-    nothing."""
+    """Returns outputs ``[rows, heads, D]`` and log-sum-exps (natural logarithm), fp32 ``[rows, heads]``.
+
+    A row that sees no position has the output 0 and the log-sum-exp -inf.
+    """
     if part.wrapper is None:
         return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     given = q if part.rows is None else q[part.rows]
     out, lse = part.wrapper.run(given.contiguous(), (slots.k, slots.v), return_lse=True)
-    lse = lse * math.log(2)  # FlashInfer's is to base 2
+    lse = lse * math.log(2)  # FlashInfer's log-sum-exp has base 2
     if part.blind is not None:
         out = out.masked_fill(part.blind[:, None, None], 0.0)
         lse = lse.masked_fill(part.blind[:, None], -torch.inf)
@@ -328,11 +331,11 @@ def _state(part: _Part, q: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
 def _wrapper(device: torch.device) -> Any:
     import flashinfer
 
-    # "auto" may choose kernels that do not divide a long sequence, and take three times as long.
+    # "auto" may choose kernels that do not split a long sequence and take three times as long.
     return flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(device), "HND", backend="fa2")
 
 
 @cache
 def _workspace(device: torch.device) -> Tensor:
-    """Returns the workspace of all plans of a device, whose calls follow each other on one stream."""
+    """Returns the workspace of all plans of a device; their calls must run on one stream."""
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
-"""Run a plan: check the tensors, describe their layout, launch the two kernels.
+"""Runs a plan with the two Triton kernels of tree attention.
 
-The launch is a torch operator with a fake implementation, so ``torch.compile`` keeps it in its
-graph. Nothing here synchronises with the device, and everything that varies from step to step (lengths,
-tree, page table) is read from device buffers: a captured CUDA graph stays valid as the context grows.
+The launch is a torch operator with a fake implementation, so ``torch.compile`` keeps it in its graph. It does
+not wait for the device, and the kernels read everything that varies from step to step (lengths, tree, page
+table) from device buffers. So a captured CUDA graph stays valid as the context grows.
 """
 
 from collections.abc import Sequence
@@ -34,14 +34,16 @@ from triforce_tree.kernels.operators import fake, numbers, operator
 
 @dataclass(frozen=True)
 class TritonAttention:
-    """A plan with what the kernels need beside it; see ``backend.Attention``.
+    """A plan with the tiles and the workspace of the kernels; see ``backend.Attention``.
 
     Attributes:
         plan: what the queries see.
-        config, slices: tiles, and equal parts that the list of all (segment, KV head, tile) is divided into,
-            one for each program: DeFT-Flatten (arXiv 2404.00242, section 3.3) with slices of the size of a
-            multiprocessor's share rather than of 128 tokens.
-        partial_out, partial_lse, bounds: workspace of the two kernels.
+        config: tile and launch configuration.
+        slices: number of equal parts of the list of all (segment, KV head, tile), one for each program. It is
+            DeFT-Flatten (arXiv 2404.00242, section 3.3), but a slice is a program's share, not 128 tokens.
+        partial_out: fp32 ``[pieces, D_v]``, workspace for partial outputs.
+        partial_lse: fp32 or fp64 ``[pieces]``, workspace for their log-sum-exps.
+        bounds: int32 ``[segments * H_kv, 2]``, workspace for the first and last slice of each unit.
     """
 
     plan: Plan
@@ -52,11 +54,11 @@ class TritonAttention:
     bounds: Tensor
 
     def over(self, plan: Plan) -> "TritonAttention":
-        """Returns the same tiles and workspace for another plan of the same sizes."""
+        """Returns this attention with another plan of the same sizes; both share tiles and workspace."""
         return replace(self, plan=plan)
 
     def begin(self) -> None:
-        """The kernels read the plan's buffers themselves."""
+        """Does nothing: the kernels read the buffers of the plan."""
 
     def run(
         self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
@@ -67,10 +69,10 @@ class TritonAttention:
     def states(
         self, q: Tensor, kv: KV, params: AttentionParams, first: Tensor | FirstVisible | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See ``backend.Attention``; ``first`` may be integers ``[queries]`` alone.
+        """See ``backend.Attention``; ``first`` may also be an integer tensor ``[queries]``.
 
         Raises:
-            ValueError: a tensor does not fit the plan, or has a layout that the kernels do not serve.
+            ValueError: a tensor does not fit the plan, or the kernels do not support its layout.
         """
         plan, heads = self.plan, self.plan.heads
         if q.shape != (plan.queries, heads.query, heads.dim):
@@ -88,7 +90,7 @@ class TritonAttention:
         if isinstance(first, FirstVisible):
             first, low, high = first
         elif first is not None:
-            # Where layers share it, ``FirstVisible`` avoids this.
+            # A ``FirstVisible``, which layers can share, avoids these operations in each layer.
             first = first.to(torch.int32)
             low, high = _bounds(first, plan)
         k_scale, v_scale = kv.scales or (None, None)
@@ -108,14 +110,14 @@ def prepare(
     config: KernelConfig | None = None,
     slices: int | None = None,
 ) -> TritonAttention:
-    """Choose tiles for a plan, and allocate workspace.
+    """Chooses tiles for a plan and allocates workspace.
 
     Args:
-        dtype: of queries and KV.
-        kv_dtype: of keys and values where it is not ``dtype``: int8.
-        page: KV slots of a page, for which the tiles are chosen; 0 for none.
-        config: tile shapes; from the table when None.
-        slices: equal parts that the list of tiles is divided into; one per program of the device when None.
+        dtype: dtype of queries, keys and values.
+        kv_dtype: dtype of keys and values if it differs from ``dtype``: int8.
+        page: KV slots of a page; 0 for keys and values without pages.
+        config: tile shapes; None takes them from the table.
+        slices: number of slices; None makes one for each program that the device runs at once.
     """
     heads, device = plan.heads, plan.device
     query_rows = plan.max_queries * heads.group
@@ -136,21 +138,20 @@ def prepare(
 def prepare_pieces(
     heads: Heads, queries: int, positions: int, most: int, *, device: torch.device | str, dtype: torch.dtype
 ) -> list[TritonAttention]:
-    """Plan 1 to ``most`` pieces of ``positions`` KV positions, each seen by its own copy of the queries.
+    """Plans attention to 1, 2, ... ``most`` pieces of ``positions`` KV positions, each with its own queries.
 
-    A piece gives the same bits whatever the number of pieces: the number of slices divides the tiles of a
-    piece, so that no slice spans two pieces, and every piece is divided like the first.
+    The result of a piece does not depend on the number of pieces, bit for bit. The number of slices of a
+    piece divides its tiles, so that no slice spans two pieces, and every piece is divided like the first.
 
     Args:
-        heads: of the attention.
-        queries: of each piece.
-        device, dtype: of queries and KV.
+        queries: number of queries of each piece.
+        device, dtype: of queries, keys and values.
 
     Returns:
-        attention to 1, 2, ... pieces. They share one workspace, so they must run on one stream.
+        attention to 1, 2, ... pieces. All share one workspace, so they must run on one stream.
     """
     config = replace(config_for(queries * heads.group, heads, dtype, device), align=0)
-    # The tiles that ``schedule.spans`` computes.
+    # This is the number of tiles that ``schedule.spans`` computes.
     full, ragged = divmod(positions, config.block_n)
     tiles = heads.kv * max(1, full + -(-ragged // EDGE))
     limit = min(tiles, slices_for(queries * heads.group, device, config))
@@ -165,7 +166,7 @@ def prepare_pieces(
 
 
 def _bounds(first: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Smallest and largest first visible position of each segment, computed on the device."""
+    """Returns the minimum and maximum of ``first`` over the queries of each segment, int32 ``[segments]``."""
     segments = plan.lengths.shape[0]
     if segments == 1:
         return first.amin(0, keepdim=True), first.amax(0, keepdim=True)
@@ -247,11 +248,11 @@ def _run(
             GROUP=group, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
             BLOCK_D=parts[0], BLOCK_REST=parts[1], BLOCK_V=block_v, VALUE_PARTS=value_parts,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, EDGE=EDGE,
-            # Rounded up, so that different numbers of segments share a compiled kernel.
+            # The number of segments is rounded up, so that several numbers share a compiled kernel.
             SINGLE=count == 1, BLOCK_SEGMENTS=max(8, triton.next_power_of_2(count)), PAGE=page,
             TMA=views is not None,
             WINDOW=first is not None, SOFTCAP=softcap > 0,
-            # Triton 3.6 cannot make operands of fp64 products from int8.
+            # Triton 3.6 cannot convert int8 to operands of fp64 products.
             EXACT=exact, NARROW=exact and (not device.fp64_products or k_scale is not None),
             STAGES=cfg.stages, EDGE_STAGES=cfg.edge_stages, ALIGN=cfg.align,
             **early, **warps(cfg.warps, **limits),
@@ -260,7 +261,7 @@ def _run(
         return cfg
 
     cfg = fitted(KernelConfig(*cast(Any, config)), smaller, attend)
-    # Enough pieces at once that most outputs need one round of loads, in 64 registers per thread.
+    # So many partial outputs are loaded at once that most outputs need one round, in 64 registers per thread.
     pieces = 2 + slices // max(1, min(slices, count * kv_heads))
     columns = max(16, triton.next_power_of_2(value_dim))
     chunk = min(64, 16_384 // columns, max(4, triton.next_power_of_2(pieces)))
@@ -279,12 +280,12 @@ def _run(
 def _scale_strides(
     k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> tuple[int | None, int | None]:
-    """Strides of the first two dimensions of the scales; None where keys and values have none."""
+    """Returns the strides of the first two dimensions of the scales, or None twice without scales."""
     if k_scale is None or v_scale is None:
         if k.dtype == torch.int8 or v.dtype == torch.int8:
             raise ValueError("keys and values in int8 need the scales of both; pass scales")
         return None, None
-    # Pages of one slot have any stride between slots.
+    # In pages of one slot, the stride between slots has no meaning.
     apart = k.shape[2] > 1 and k_scale.stride(2) != 1
     if k_scale.shape != (*k.shape[:3], 1) or k_scale.shape != v_scale.shape or apart:
         raise ValueError(
@@ -302,11 +303,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, Tensor]:
 
 
 class RowViews(NamedTuple):
-    """K and V as the bulk copy engine sees them: matrices ``[rows, columns]``, in tiles of ``block_n`` rows.
+    """K and V as matrices ``[rows, columns]`` for the bulk copy engine, in tiles of ``block_n`` rows.
 
-    A matrix row holds one KV slot, of one head or of all. ``k_rest``: for the second part of the keys'
-    columns, None where they are one part. ``steps``: matrix rows from one sequence to the next, rows and
-    columns of K from one head to the next; those of V are as many times its width.
+    A matrix row holds one KV slot of one head or of all heads.
+
+    Attributes:
+        k, v: descriptors of the (first part of the) keys and of the values.
+        k_rest: descriptor of the second part of the columns of keys; None if they have one part.
+        steps: rows between sequences, rows between heads, and columns of K between heads. Columns of V are
+            computed from them.
     """
 
     k: TensorDescriptor
@@ -320,8 +325,13 @@ class RowViews(NamedTuple):
 
 
 class _Matrix(NamedTuple):
-    """K or V as a matrix: its rows and columns, elements between rows, steps in rows, and whether heads are
-    columns."""
+    """K or V as a matrix.
+
+    Attributes:
+        rows, columns: its size.
+        stride: elements between rows.
+        steps: rows between sequences, rows between heads, and whether heads are columns of a row.
+    """
 
     rows: int
     columns: int
@@ -333,11 +343,13 @@ class _Matrix(NamedTuple):
 
 
 def row_views(k: Tensor, v: Tensor, page: int, block_n: int, element_bytes: int = 2) -> RowViews | None:
-    """Matrix views of K ``[B, H_kv, S, D]`` and V ``[B, H_kv, S, D_v]``, or of pages; None where the layout
-    does not allow any.
+    """Returns matrix views of K ``[B, H_kv, S, D]`` and V ``[B, H_kv, S, D_v]``, or of their pages.
 
-    The slots of one head must be equally spaced wherever a tile can reach, so heads are either
-    columns (storage ``[S, H_kv, D]``) or a whole number of slot strides apart (``[H_kv, S, D]``).
+    The slots of a head must be equally spaced wherever a tile can reach. So heads are either columns (storage
+    ``[S, H_kv, D]``) or a whole number of slot strides apart (``[H_kv, S, D]``).
+
+    Returns:
+        the views, or None if the layout does not allow them.
     """
     value_dim = v.shape[3]
     parts = key_parts(k.shape[3], value_dim, element_bytes)

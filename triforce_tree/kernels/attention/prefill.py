@@ -1,4 +1,4 @@
-"""Computes causal attention of a prefill chunk to the preceding positions and itself."""
+"""Causal attention of a prefill chunk to the preceding positions and to itself."""
 
 from functools import partial
 
@@ -12,8 +12,8 @@ from triforce_tree.kernels.attention.reference import merge_parts
 from triforce_tree.kernels.device import describe
 
 FLASH_DIM = 256
-"""Most elements of a head that torch's flash attention supports on a GPU."""
-# Queries of a block, and most scores of one block.
+"""Largest number of elements of a head that torch's flash attention supports on a GPU."""
+# Queries of a block in ``attention_in_blocks``, and most scores of a block.
 _QUERIES = 1024
 _SCORES = 1 << 26
 # Fewest queries and positions of a call of cuDNN's attention.
@@ -30,11 +30,11 @@ def causal_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Computes attention of query t of T to positions 0 ... S - T + t of S, or to the last ``window``.
+    """Computes attention of query t of T to positions 0 ... S - T + t, or to the last ``window`` of them.
 
     Args:
         q: ``[B, H_q, T, D]``.
-        k, v: ``[B, H_kv, S, D]`` and ``[B, H_kv, S, D_v]``; the chunk's own keys and values are the last T.
+        k, v: ``[B, H_kv, S, D]`` and ``[B, H_kv, S, D_v]``; the last T positions are the chunk.
 
     Returns:
         ``[B, H_q, T, D_v]``.
@@ -54,7 +54,7 @@ def _causal(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """``causal_attention`` by torch and cuDNN."""
+    """Computes ``causal_attention`` by torch and cuDNN."""
     queries, positions = q.shape[2], k.shape[2]
     wide = q.is_cuda and max(k.shape[3], v.shape[3]) > FLASH_DIM
     if wide or softcap is not None or sinks is not None:
@@ -78,8 +78,8 @@ def _causal(
 def _cudnn_pays(q: Tensor) -> bool:
     """Returns whether ``_prefix_and_chunk`` is used: for long chunks on Hopper and data-centre Blackwell.
 
-    Without a mask cuDNN's attention has 1.9 times the speed of torch's flash attention there. It makes a plan
-    for every new shape, 0.04 s each, which a few queries do not earn.
+    On these GPUs cuDNN's attention without a mask has 1.9 times the speed of torch's flash attention. It
+    makes a plan for every new shape, which takes 0.04 s. Chunks of few queries do not save this time.
     """
     if not q.is_cuda or torch.version.hip is not None or q.shape[2] < _BLOCK or q.shape[3] % 8:
         return False
@@ -89,7 +89,7 @@ def _cudnn_pays(q: Tensor) -> bool:
 
 
 def _prefix_and_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """``causal_attention`` of the positions before the chunk, without a mask, and of the chunk itself."""
+    """Computes ``causal_attention`` as attention to the preceding positions, merged with the chunk's."""
     before = k.shape[2] - q.shape[2]
     parts = _unmasked(q, k[:, :, :before], v[:, :, :before], scale)
     attend = _cudnn if q.shape[2] % _BLOCK == 0 else _flash
@@ -98,10 +98,10 @@ def _prefix_and_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tensor, Tensor]]:
-    """Computes attention to all of k, in parts, by cuDNN and torch's flash attention.
+    """Computes partial outputs and log-sum-exps for all positions, by cuDNN and torch's flash attention.
 
-    The positions go in blocks of ``_BLOCK`` times a power of two, so that all lengths are made of a few
-    shapes; what is left of them goes to flash attention.
+    cuDNN computes blocks of ``_BLOCK`` positions times a power of two, so that it plans only a few shapes.
+    Flash attention computes the remaining positions.
     """
     parts, start, count = [], 0, k.shape[2]
     for power in reversed(range((count // _BLOCK).bit_length())):
@@ -115,7 +115,7 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tenso
 
 
 def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Returns the union of partial results, ``[B, H_q, T, D]``, and its log-sum-exps, ``[B, H_q, T]``."""
+    """Merges partial outputs ``[B, H_q, T, D]`` and their log-sum-exps, fp32 ``[B, H_q, T]``."""
     if len(parts) == 1:
         return parts[0]
     outs, lses = zip(*parts, strict=True)
@@ -132,19 +132,19 @@ def attention_states(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention to some of the visible positions, to be merged with attention to the others.
+    """Computes attention to some of the visible positions, with the log-sum-exps that merging needs.
 
     Args:
         q: ``[B, H_q, T, D]``.
         k, v: ``[B, H_kv, S, D]`` and ``[B, H_kv, S, D_v]``, S at least 1.
-        causal: query t sees positions 0 ... S - T + t; else all of them.
+        causal: whether query t sees only positions 0 ... S - T + t; else it sees all positions.
 
     Returns:
-        ``[B, H_q, T, D_v]``, and the natural log-sum-exps, fp32 ``[B, H_q, T]``.
+        outputs ``[B, H_q, T, D_v]`` and log-sum-exps (natural logarithm), fp32 ``[B, H_q, T]``.
     """
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     plain = softcap is None and sinks is None and k.shape[3] == v.shape[3] <= FLASH_DIM
-    # Flash attention aligns its mask to the last position only where queries and positions are as many.
+    # Flash attention aligns its mask to the first position, which is correct only if S = T.
     square = not causal or q.shape[2] == k.shape[2]
     if plain and square and _flash_on_host(q, k, v):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -158,27 +158,28 @@ def attention_states(
 
 
 def _flash_on_host(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Returns whether torch's flash attention for CPUs takes these, with log-sum-exps of their precision."""
+    """Returns whether torch's flash attention for CPUs supports these tensors."""
     narrow = q.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return q.device.type == "cpu" and narrow and all(t.stride(-1) == 1 and t.numel() > 0 for t in (q, k, v))
 
 
 def _prefix_and_chunk_on_host(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """``causal_attention`` on a CPU; a quarter faster than one call with a mask over all positions.
+    """Computes ``causal_attention`` on a CPU, as attention to earlier positions merged with the chunk's.
 
-    Such a mask is read for every head, and the scores that it hides are computed.
+    It is a quarter faster than one call with a mask over all positions. That call reads the mask for every
+    head, and also computes the hidden scores.
     """
     before = k.shape[2] - q.shape[2]
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     prefix, prefix_lse = flash(q, k[:, :, :before], v[:, :, :before], 0.0, False, scale=scale)
     own, own_lse = flash(q, k[:, :, before:], v[:, :, before:], 0.0, True, scale=scale)
-    # Neither part is empty: of two the second has the weight exp(b) / (exp(a) + exp(b)).
+    # With log-sum-exps a and b, neither -inf, the second part has the weight exp(b) / (exp(a) + exp(b)).
     weight = torch.sigmoid(own_lse - prefix_lse)[..., None]
     return torch.lerp(prefix.float(), own.float(), weight).to(q.dtype)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Returns cuDNN's attention, ``[B, H_q, T, D]``, and the log-sum-exps, fp32 ``[B, H_q, T]``."""
+    """Computes cuDNN's attention: outputs ``[B, H_q, T, D]`` and log-sum-exps, fp32 ``[B, H_q, T]``."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
@@ -186,7 +187,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Torch's flash attention, with results as those of ``_cudnn``."""
+    """Computes torch's flash attention, with results like ``_cudnn``."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal, False, scale=scale
     )
@@ -203,11 +204,11 @@ def attention_in_blocks(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """``causal_attention`` by matrix products over blocks of queries and positions.
+    """Computes ``causal_attention`` by matrix products over blocks of queries and positions.
 
-    For what torch's flash attention lacks: wide heads, capped scores, attention sinks. Its fallback keeps the
-    scores of a chunk over all positions in memory. Here the softmax is that of FlashAttention-2
-    (arXiv 2307.08691, section 3.1), with scores, sums and outputs of a block in fp32.
+    It supports wide heads, softcap and attention sinks, which torch's flash attention does not. Torch's
+    fallback would hold the scores of a chunk over all positions in memory. The softmax is the online softmax
+    of FlashAttention-2 (arXiv 2307.08691, section 3.1), with scores, sums and outputs of a block in fp32.
     """
     return _in_blocks(q, k, v, scale, True, window, softcap, sinks)[0]
 
@@ -222,10 +223,10 @@ def _in_blocks(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attention_in_blocks` and its log-sum-exps; without ``causal`` all queries see all positions."""
+    """Computes :func:`attention_in_blocks` and log-sum-exps; queries see all positions unless ``causal``."""
     (batch, q_heads, queries, dim), value_dim = q.shape, v.shape[3]
     kv_heads, positions = k.shape[1], k.shape[2]
-    # Without a mask all positions lie before the queries.
+    # If not causal, all positions precede the queries.
     before = positions - queries if causal else positions
     group, sums = q_heads // kv_heads, torch.promote_types(q.dtype, torch.float32)
     size = max(256, _SCORES // (batch * q_heads * min(queries, _QUERIES)))
@@ -236,7 +237,7 @@ def _in_blocks(
         best = torch.full(rows.shape[:2], -torch.inf, dtype=sums, device=q.device)
         weight = torch.zeros_like(best)
         if sinks is not None:
-            # A sink is a position with value zero.
+            # A sink acts as a position whose value is zero.
             best = best.view(batch, kv_heads, group, -1)
             best = sinks.to(sums).view(kv_heads, group, 1).expand_as(best).reshape(weight.shape)
             weight += 1
@@ -257,7 +258,7 @@ def _in_blocks(
                     hidden |= seen <= position - window
                 scores.masked_fill_(hidden, -torch.inf)
             top = torch.maximum(best, scores.amax(-1))
-            # Where a block shows a query nothing: -inf - -inf is NaN.
+            # A query may see no position of a block, and -inf - -inf is NaN.
             floor = top.clamp_min(torch.finfo(sums).min)
             probs = scores.sub_(floor[..., None]).exp_()
             rescale = (best - floor).exp_()
@@ -272,23 +273,23 @@ def _in_blocks(
 
 
 def block_bytes(q_heads: int, dim: int, value_dim: int, itemsize: int) -> int:
-    """Returns the bytes of the blocks of :func:`attention_in_blocks`, for one sequence."""
+    """Returns the bytes that :func:`attention_in_blocks` allocates for the blocks of one sequence."""
     outs = q_heads * _QUERIES * (dim * itemsize + 2 * value_dim * 4)
     return _SCORES * (4 + itemsize) + outs
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in ``dtype``; on a CPU and on AMD rounded to that of the operands first."""
+    """Returns ``a @ b`` in ``dtype``; on a CPU and on AMD it is first rounded to the operands' dtype."""
     if a.is_cuda and a.dtype != dtype and torch.version.hip is None:
         return torch.bmm(a, b, out_dtype=dtype)
     return torch.bmm(a, b).to(dtype)
 
 
 def _of_equal_widths(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """``causal_attention`` with zeros appended to the narrower of keys and values.
+    """Computes ``causal_attention`` with zeros appended to keys or values, whichever are narrower.
 
-    Torch's flash attention needs equal widths; its fallback keeps the scores of a whole chunk in memory. The
-    zeros change no score and no output.
+    Torch's flash attention needs equal widths, and its fallback holds the scores of a whole chunk in memory.
+    The zeros change neither scores nor outputs.
     """
     value_dim, missing = v.shape[3], k.shape[3] - v.shape[3]
     if missing > 0:
@@ -299,7 +300,7 @@ def _of_equal_widths(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
 
 
 def _band(queries: int, positions: int, window: int, like: Tensor) -> Tensor:
-    """Returns the causal band of ``window`` positions, bool ``[T, S]``."""
+    """Returns the causal mask of a sliding window, bool ``[T, S]``."""
     query_position = torch.arange(queries, device=like.device)[:, None] + positions - queries
     kv_position = torch.arange(positions, device=like.device)
     return (kv_position <= query_position) & (kv_position > query_position - window)

@@ -1,14 +1,14 @@
-"""Triton kernel: every program computes an equal share of the (segment, KV head, tile) list.
+"""Triton kernel of tree attention: each program computes an equal slice of the (segment, KV head, tile) list.
 
-Within a unit (one segment, one KV head) the tiles of ``BLOCK_N`` positions that every query sees come first,
-with no mask and no bounds checks in the loop, then the edge tiles of ``EDGE`` positions: the start of a
-sliding window, the ragged end of the prefix, and the tail under the mask. The order within a unit does not
-change the sum mathematically. Each slice writes one fp32 partial result a unit; ``combine`` merges them.
+A unit is one segment and one KV head. Its first tiles have ``BLOCK_N`` positions that every query sees,
+without a mask or bounds checks in the loop. Then come edge tiles of ``EDGE`` positions: the start of a
+sliding window, the ragged end of the prefix, and the tail under the mask. Each slice writes one fp32 partial
+output for each of its units, and ``combine`` merges them.
 
 The online softmax runs in base 2 on raw scores (FlashAttention-2, arXiv 2307.08691, section 3.1).
 
-fp32 tensors are summed in fp64, so that the error of the hardware's approximate exp2 and log2, and of
-running sums, stays below torch's own error; ``tiles`` says how they are multiplied.
+fp32 tensors are summed in fp64, so that the error of the hardware's approximate exp2 and log2 and of running
+sums stays below torch's error; ``tiles`` says how they are multiplied.
 """
 
 import triton
@@ -29,7 +29,7 @@ from triforce_tree.kernels.attention.tiles import (
 )
 from triforce_tree.kernels.launching import wait_for_previous
 
-# Integers that vary from plan to plan must not make variants of the kernel.
+# Triton must not compile variants of the kernel for integers that vary from plan to plan.
 _UNSPECIALIZED = [
     "view_rows_per_sequence", "view_rows_per_head", "view_columns_per_head", "mask_halves", "max_query_rows",
     "slices", "blocks", "segments"]  # fmt: skip
@@ -40,7 +40,7 @@ def tree_attention_kernel(
     q_ptr,  # [queries, H_q, D]
     k_ptr,  # unpaged [B, H_kv, S, D] or pages [pages, H_kv, PAGE, D], any strides but the last
     v_ptr,  # the same with D_v for D
-    k_scale_ptr,  # fp32, strides of a head's slots 1, where k and v are int8; None otherwise
+    k_scale_ptr,  # fp32, with a stride of 1 between slots, if k and v are int8; else None
     v_scale_ptr,
     k_view,  # descriptors of matrix views of k and v, see ``launch.RowViews``, when TMA; unused otherwise
     k_rest_view,
@@ -52,8 +52,8 @@ def tree_attention_kernel(
     segments_ptr,  # int32 [6, segments]
     mask_ptr,  # 32-bit halves of the mask words, [queries, 2 * words]
     table_ptr,  # int32 [B, H_kv, pages]
-    first_ptr,  # int32 [queries], first visible position
-    low_ptr,  # int32 [segments], smallest and largest of them
+    first_ptr,  # int32 [queries], first position that a query sees
+    low_ptr,  # int32 [segments], minimum and maximum (high_ptr) of first over the queries of a segment
     high_ptr,
     scale,
     softcap,
@@ -65,11 +65,11 @@ def tree_attention_kernel(
     stride_vb,
     stride_vh,
     stride_vs,
-    stride_cb,  # of both scales
+    stride_cb,  # strides of k_scale and v_scale
     stride_ch,
     stride_tb,
     stride_th,
-    view_rows_per_sequence,  # steps of the matrix views from one sequence and one head to the next
+    view_rows_per_sequence,  # ``launch.RowViews.steps``
     view_rows_per_head,
     view_columns_per_head,
     mask_halves,
@@ -82,9 +82,9 @@ def tree_attention_kernel(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,  # of the second part of keys that are two, see ``configs.key_parts``, else 0
+    BLOCK_REST: tl.constexpr,  # columns of the second part of keys, see ``configs.key_parts``; may be 0
     BLOCK_V: tl.constexpr,
-    VALUE_PARTS: tl.constexpr,  # the second dimension of the grid; each has BLOCK_V columns of the values
+    VALUE_PARTS: tl.constexpr,  # tiles of BLOCK_V columns of values, the second dimension of the grid
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EDGE: tl.constexpr,
@@ -95,7 +95,7 @@ def tree_attention_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     EXACT: tl.constexpr,
-    NARROW: tl.constexpr,  # fp32 is multiplied in fp32, not in fp64
+    NARROW: tl.constexpr,  # whether fp32 is multiplied in fp32, not in fp64
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -105,13 +105,12 @@ def tree_attention_kernel(
     part = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     if PDL:
-        # Wait for the previous kernel; let the combine kernel be set up while this one runs. Prefetching
-        # before the wait is safe, because a prefetch does not read.
+        # A prefetch before the wait is safe, because it does not read values.
         prefetch(lengths_ptr)
         prefetch(segments_ptr + 2 * segments)
     wait_for_previous(PDL)
 
-    # This program's slice [at, stop) of the flattened list, and the segment it begins in.
+    # This program computes the slice [at, stop) of the list, which begins in ``segment``.
     if SINGLE:
         length = tl.load(lengths_ptr)
         tail = tl.load(segments_ptr + 2)
@@ -148,7 +147,7 @@ def tree_attention_kernel(
     tile_row = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     v_columns = tl.arange(0, BLOCK_V)
-    if VALUE_PARTS > 1:  # all compute the same scores, and write the same sums of them
+    if VALUE_PARTS > 1:  # all parts compute the same scores and write the same log-sum-exps
         v_columns += tl.program_id(1) * BLOCK_V
     full_offsets = tl.arange(0, BLOCK_N)
     edge_offsets = tl.arange(0, EDGE)
@@ -179,7 +178,7 @@ def tree_attention_kernel(
         begin = at - before - head * tiles
         end = tl.minimum(tiles, begin + stop - at)
         last = end
-        if not SINGLE:  # A program whose rows are all after those of this segment reads nothing of it.
+        if not SINGLE:  # a program whose rows all exceed the queries of this segment reads no tile of it
             last = tl.where(block * BLOCK_M < queries * GROUP, end, begin)
         head64 = head.to(tl.int64)
 
@@ -209,7 +208,7 @@ def tree_attention_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_V], REAL)
 
         if TMA and PAGE > 0:
-            # Pages are looked up one tile ahead, or every copy would wait for its table entry.
+            # The page table is read one tile ahead, or every copy would wait for its entry.
             last_page = (first_kv + tl.maximum(length - 1, 0)) // PAGE
             next_position = first_kv + full_start + begin * BLOCK_N
             page = tl.load(table_at + tl.minimum(next_position // PAGE, last_page))
@@ -269,18 +268,19 @@ def tree_attention_kernel(
             else:
                 start, limit = length + (tile - front - ragged) * EDGE, length + tail
                 word = mask_ptr + token.to(tl.int64) * mask_halves + (tile - front - ragged)
-                # A block on both sides: Triton's interpreter cannot combine a block with a scalar.
+                # ``row * 0`` makes a block, because Triton's interpreter cannot combine a block with a
+                # scalar.
                 bits = tl.load(word, mask=real & (row * 0 + start < limit), other=0)
             positions = start + edge_offsets
             valid = positions < limit
             if WINDOW:
-                # Slots of positions before the window may have been reused, or never been written.
+                # The slots of positions before the window may be reused or unwritten.
                 valid = valid & (positions >= low)
             k_at = kv_offsets(positions, table_at, first_kv, stride_kb, stride_ks, PAGE, valid)
             k = edge_tile(k_head, k_at, columns, valid, inside)
             if BLOCK_REST:
                 k_rest = edge_tile(k_head, k_at, rest_columns, valid, rest_inside)
-            # Slots past the end may hold anything, NaN too, and 0 * NaN is NaN: read them as 0.
+            # Slots after the end may hold any value, even NaN, and 0 * NaN is NaN. So they are read as 0.
             v_at = kv_offsets(positions, table_at, first_kv, stride_vb, stride_vs, PAGE, valid)
             v = edge_tile(v_head, v_at, v_columns, valid, v_inside)
             if NARROW:
@@ -301,7 +301,7 @@ def tree_attention_kernel(
                 visible = visible & (positions[None, :] >= first[:, None])
             scores = tl.where(visible, scores, float("-inf"))
             top = tl.maximum(best, tl.max(scores, 1))
-            # A query row without any visible position so far has top -inf, and -inf - -inf is NaN.
+            # A query row that has seen no position has the maximum -inf, and -inf - -inf is NaN.
             floor = tl.where(top == float("-inf"), 0.0, top)
             p = tl.exp2(scores * base - (floor * base)[:, None])
             rescale = tl.exp2((best - floor) * base)

@@ -10,7 +10,7 @@ from triforce_tree.kernels.attention.segments import PrefixPlan
 
 
 class TritonBackend(AttentionBackend):
-    """``launch`` is imported at the first use: machines without Triton can import the package."""
+    """The backend "triton". It imports ``launch`` at the first use, because Triton may not be installed."""
 
     name = "triton"
     can = Capabilities(

@@ -1,9 +1,8 @@
-"""Operators of a decoding step besides attention and matrix products.
+"""Operators of a decoding step other than attention and matrix products.
 
-The engine keeps a batch of sequences of different lengths on the device and never copies their lengths to the
-host for a launch: each operator here reads lengths, indices and random numbers from tensors. The definitions
-are plain torch and may loop in Python; the Triton kernels (``*_kernels``) that serve CUDA tensors never
-synchronise with the host and can be captured in CUDA graphs.
+The lengths of the sequences of a batch stay on the device, so every operator reads lengths, indices and
+random numbers from tensors. The definitions are plain torch and may loop in Python. The Triton kernels
+(``*_kernels``) for CUDA tensors never synchronise with the host and can be captured in CUDA graphs.
 """
 
 from triforce_tree.kernels.step.accept import accept_greedy, second_choice

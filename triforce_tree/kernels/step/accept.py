@@ -1,4 +1,4 @@
-"""Acceptance over a token tree: the accepted path, the token emitted after it, and runner-up tokens."""
+"""Greedy acceptance over a token tree, and the choice of second tokens."""
 
 from typing import Any
 
@@ -9,22 +9,24 @@ from triforce_tree.kernels.operators import fake, operator
 from triforce_tree.kernels.step.draws import Draws, NoiseDraws
 
 FIXED = -2
-"""The row of ``q`` of a node that was proposed deterministically, as are its children."""
+"""Value of ``q_rows`` for a node that, like its children, was proposed deterministically."""
 
 
 @operator("accept_greedy", triton=".accept_kernels", cpu="..cpu.step.traversal")
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Follows the target's argmax as long as a child proposes it (greedy acceptance).
+    """Accepts the path whose tokens are the target's argmax at each node (greedy acceptance).
 
     Args:
-        tokens: int64 ``[B, N]``; node 0 is the root, whose token is not read; -1 marks an absent node.
-        parents: int64 ``[B, N]``; -1 for the root, and parents precede their children.
+        tokens: int64 ``[B, N]``, tokens of the nodes. Node 0 is the root, whose token is not read; -1 marks
+            an absent node.
+        parents: int64 ``[B, N]``, parent of each node, which precedes its children; -1 for the root.
         best: int64 ``[B, N]``, the target's argmax at each node.
         depth: length of the longest path below the root; deeper nodes are not read.
 
     Returns:
         path int64 ``[B, depth + 1]``, the accepted nodes from the root on, padded with -1; count int64
-        ``[B]``, their number, the root included; next int64 ``[B]``, the token emitted after them.
+        ``[B]``, the number of accepted nodes including the root; next int64 ``[B]``, the token emitted after
+        them.
     """
     paths, emitted = [], []
     for token, parent, target_token in zip(tokens.tolist(), parents.tolist(), best.tolist(), strict=True):
@@ -53,23 +55,23 @@ def _packed(
 
 @operator("second_choice", triton=".accept_kernels")
 def second_choice(probs: Tensor, chosen: Tensor, exponential: Tensor | None) -> Tensor:
-    """Returns the second token of a draw without replacement, or the second most probable token.
+    """Returns the second of two draws without replacement, or the second most probable token.
 
     Args:
         probs: fp32 ``[B, C, V]``.
-        chosen: int64 ``[B, C]``, the token to exclude; negative for none.
-        exponential: fp32 ``[B, C, V]`` of Exp(1) noise: argmax of probs / exponential; None: argmax of probs,
-            which may then be logits. The lowest id among equals.
+        chosen: int64 ``[B, C]``, the first token, which is excluded; negative for none.
+        exponential: fp32 ``[B, C, V]``, Exp(1) noise. The result is the argmax of probs / exponential, or of
+            probs (which may be logits) if None. Among equals, the lowest id is chosen.
 
     Returns:
-        int64 ``[B, C]``; -1 where no other token is possible (no positive probability; without
-        ``exponential``, nothing above -inf). NaN counts as impossible.
+        int64 ``[B, C]``; -1 where no other token is possible, because none has a positive probability (or
+        a logit above -inf without ``exponential``). Tokens with NaN are impossible.
     """
     return second_drawn(None if exponential is None else NoiseDraws(exponential), probs, chosen)
 
 
 def second_drawn(draws: Draws | None, probs: Tensor, chosen: Tensor) -> Tensor:
-    """``second_choice`` with any source of random decisions; None: the most probable other token."""
+    """Returns ``second_choice`` with any source of draws; None chooses the most probable other token."""
     out = torch.arange(probs.shape[-1], device=probs.device) == chosen[..., None]
     if draws is not None:
         return draws.choose(probs.masked_fill(out, 0.0))
@@ -78,7 +80,7 @@ def second_drawn(draws: Draws | None, probs: Tensor, chosen: Tensor) -> Tensor:
 
 
 def empty_results(tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised path, count and next of ``accept_greedy``."""
+    """Allocates path, count and next of ``accept_greedy``."""
     batch = tokens.shape[0]
     return tokens.new_empty(batch, depth + 1), tokens.new_empty(batch), tokens.new_empty(batch)
 

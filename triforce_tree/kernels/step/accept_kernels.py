@@ -1,4 +1,4 @@
-"""Triton kernels of greedy acceptance and of runner-up tokens; ``accept`` holds the definitions."""
+"""Triton kernels of greedy acceptance and of the choice of second tokens, defined in ``accept``."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ def _greedy_kernel(
     path_ptr,  # int64 [B, depth + 1]
     count_ptr,  # int64 [B]
     next_ptr,  # int64 [B]
-    tokens_ptr,  # int64 [B, N], as the next two; with a stride between sequences
+    tokens_ptr,  # int64 [B, N], like the next two; each has a stride between sequences
     parents_ptr,
     best_ptr,
     tokens_b,

@@ -1,4 +1,4 @@
-"""Sources of the random decisions that the definitions in ``accept`` and ``grow`` make."""
+"""Sources of random draws for the definitions in ``accept``, ``grow`` and ``traversal``."""
 
 from typing import Protocol
 
@@ -7,24 +7,24 @@ from torch import Tensor
 
 
 class Draws(Protocol):
-    """The random decisions of one operator, called in the order in which the algorithm makes them.
+    """A source of the random draws of one operator, which calls it in the order of the algorithm.
 
-    ``place`` indexes the leading dimensions of the random numbers that an operator is given, so that
-    decisions at different indices are independent in any order.
+    ``place`` indexes the leading dimensions of the operator's random numbers, so that draws at different
+    indices are independent.
     """
 
     def accept(self, chance: Tensor, *place: int) -> bool:
-        """True with probability min(1, ``chance``); ``chance`` is a scalar, never NaN for an honest draft."""
+        """Returns True with probability min(1, ``chance``); ``chance`` is a scalar tensor."""
 
     def choose(self, weights: Tensor, *place: int) -> Tensor:
-        """Sample one token from each of ``weights`` ``[..., V]``, which need not sum to 1; NaN counts as 0.
+        """Draws one token by each of the ``weights`` ``[..., V]``, which need not sum to 1; NaN counts as 0.
 
         Returns:
             int64 ``[...]``; -1 where no token has a positive weight.
         """
 
     def choose_distinct(self, probs: Tensor, count: int) -> Tensor:
-        """Returns ``count`` (at most V) draws without replacement from each of ``probs`` ``[B, F, V]``.
+        """Draws ``count`` (at most V) tokens without replacement from each of ``probs`` ``[B, F, V]``.
 
         Returns:
             int64 ``[B, F, count]``, in draw order; -1 where no token of positive probability is left.
@@ -32,12 +32,12 @@ class Draws(Protocol):
 
 
 class NoiseDraws:
-    """Decisions read from random numbers that were drawn before, as the operators make them.
+    """Draws from given random numbers, as the operators compute them.
 
     Args:
-        exponential: fp32 ``[..., V]`` of Exp(1) noise. The token of the largest weight / exponential is
-            drawn, the lowest id among equals; descending order gives draws without replacement.
-        uniforms: fp32 in [0, 1): accept where they are below the chance.
+        exponential: fp32 ``[..., V]``, Exp(1) noise. The token with the largest weight / exponential is
+            drawn, the lowest id among equals. Tokens in descending order are draws without replacement.
+        uniforms: fp32 in [0, 1); ``accept`` returns True where they are below the chance.
     """
 
     def __init__(self, exponential: Tensor, uniforms: Tensor | None = None) -> None:
@@ -58,12 +58,16 @@ class NoiseDraws:
 
 
 def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the child tokens of a tree's frontier ``[B, F, V]``, as ``grow.expand_nodes`` does.
+    """Returns child tokens of the F frontier nodes of a tree; see ``grow.expand_nodes``.
 
     Args:
         draws: None takes the most probable tokens.
         probs: fp32 ``[B, F, V]``.
-        count: K, tokens per node; those past V are -1.
+        count: K, tokens of each node.
+
+    Returns:
+        tokens int64 ``[B, F, K]``, -1 where there are no more than V; the K largest probabilities, fp32
+        ``[B, F, K]``, with 0 after V.
     """
     most = min(count, probs.shape[-1])
     order = largest(probs, most)
@@ -73,10 +77,10 @@ def draw_tokens(draws: Draws | None, probs: Tensor, count: int) -> tuple[Tensor,
 
 
 def largest(numbers: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` largest of non-negative numbers ``[..., R]``, in the order of ``ranked``."""
+    """Returns the indices of the ``count`` largest of ``numbers`` ``[..., R]``, ordered by ``ranked``."""
     values, order = numbers.topk(count)
-    # topk breaks ties arbitrarily; where it returned all numbers that are at least its smallest, only their
-    # order has to be mended.
+    # topk breaks ties arbitrarily. If no other number equals the smallest one that it returned, only the
+    # order among the returned numbers has to be corrected.
     if (numbers >= values[..., -1:]).sum(-1).eq(count).all():
         order = order.sort(-1).values
         falling = numbers.gather(-1, order).sort(stable=True, descending=True).indices
@@ -85,6 +89,6 @@ def largest(numbers: Tensor, count: int) -> Tensor:
 
 
 def ranked(numbers: Tensor) -> Tensor:
-    """Non-negative numbers ``[..., R]`` as int64 sort keys: NaN highest, of equals the lower index."""
+    """Returns int64 sort keys of non-negative fp32 ``[..., R]``: NaN first, of equals the lower index."""
     bits = torch.where(numbers.isnan(), 0x7FC00000, numbers.view(torch.int32))
     return (bits.long() << 32) - torch.arange(numbers.shape[-1], device=numbers.device)

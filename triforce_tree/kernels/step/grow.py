@@ -1,4 +1,4 @@
-"""Tree growth between the forwards of a draft model: first inputs, child tokens, new nodes."""
+"""Growth of a token tree between the forwards of a draft model."""
 
 import torch
 from torch import Tensor
@@ -26,21 +26,23 @@ def begin_tree(
     offsets: Tensor,
     ahead: Tensor,
 ) -> None:
-    """Prepares the draft forwards for a tree rooted at token ``end``.
+    """Prepares the D draft forwards of a tree whose root is token ``end``.
 
-    The first five arguments are written.
+    The first five arguments are written. A forward has up to C columns (input tokens).
 
     Args:
-        ids: int64 ``[B, A]``, the newest tokens of the sequence, the root last.
-        positions: int64 ``[B, C]``, cache positions of the columns, not counting the ``dropped`` tokens.
-        root: int64 ``[B, N]``, whose first column receives the root token.
+        ids: int64 ``[B, A]``, the newest A tokens of each sequence; the root is last.
+        positions: int64 ``[B, C]``, KV positions of the columns, without counting the ``dropped`` tokens.
+        root: int64 ``[B, N]``, tokens of the nodes, of which the first receives the root.
         at: int64 ``[D, B]``, the first KV slot that each forward writes.
-        lengths: int32 ``[B]``, KV slots before those of ``ids``.
-        tokens: int64 ``[B, S]``, the sequences. One with fewer than A tokens up to ``end`` is padded on the
-            left with copies of its first token.
-        end, dropped: int64 ``[B]``; for a padded sequence ``dropped`` is negative, at most ``end`` - A + 1.
+        lengths: int32 ``[B]``, number of KV slots before the slots of ``ids``.
+        tokens: int64 ``[B, S]``, the sequences. A sequence with fewer than A tokens up to ``end`` is padded
+            on the left with copies of its first token.
+        end: int64 ``[B]``, index of the root in ``tokens``.
+        dropped: int64 ``[B]``, number of tokens that the draft model's KV cache has dropped; negative for a
+            padded sequence, at most ``end`` - A + 1.
         offsets: int64 ``[C]``, position of each column relative to the root; the first A are 1 - A ... 0.
-        ahead: int64 ``[D]``, first KV slot of each forward relative to the root's.
+        ahead: int64 ``[D]``, first KV slot of each forward relative to the root's slot.
     """
     newest, place = ids.shape[1], end - dropped
     ids.copy_(tokens.gather(1, (end[:, None] + offsets[:newest]).clamp_min(0)))
@@ -54,19 +56,19 @@ def begin_tree(
 def expand_nodes(
     logits: Tensor, temperature: Tensor | None, exponential: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The draft probs at a tree's frontier, and the tokens that may become their children.
+    """Computes the draft probs at the F frontier nodes of a tree, and tokens that may become their children.
 
     Args:
         logits: ``[B, F, V]``.
         temperature: fp32 ``[]``; None for 1.
-        exponential: fp32 ``[B, F, V]`` of Exp(1) noise: draws without replacement, by descending
-            probs / exponential; None: the most probable tokens. The lower id among equals.
-        probs: fp32 ``[B, F, V]``, written: softmax of logits / temperature.
-        count: K, draws of a node.
+        exponential: fp32 ``[B, F, V]``, Exp(1) noise for draws without replacement, by descending
+            probs / exponential. None takes the most probable tokens. Of equals, the lower id comes first.
+        probs: fp32 ``[B, F, V]``, written with softmax of logits / temperature.
+        count: K, draws of each node.
 
     Returns:
-        int64 ``[B, F, K]``, tokens in draw order, -1 where there are no more; fp32 ``[B, F, K]``, the K
-        largest probabilities, which do not depend on the draws; 0 past V.
+        tokens int64 ``[B, F, K]`` in draw order, -1 where there are no more; the K largest probabilities,
+        fp32 ``[B, F, K]``, which do not depend on the draws, with 0 after V.
     """
     return expand_drawn(
         None if exponential is None else NoiseDraws(exponential),
@@ -80,7 +82,7 @@ def expand_nodes(
 def expand_drawn(
     draws: Draws | None, logits: Tensor, temperature: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """``expand_nodes`` with any source of random decisions; None: the most probable tokens."""
+    """Computes ``expand_nodes`` with any source of draws; None takes the most probable tokens."""
     scores = logits.float() if temperature is None else logits.float() / temperature
     probs.copy_(scores.softmax(-1))
     return draw_tokens(draws, probs, count)
@@ -106,30 +108,30 @@ def place_nodes(
     first: int,
     before: int,
 ) -> None:
-    """Adds W children of the frontier ``first ... first + F - 1`` after its nodes.
+    """Adds W children of the frontier nodes ``first ... first + F - 1`` to the tree, after these nodes.
 
     The first six arguments are written.
 
-    Which (parent, rank) places they take depends on ``pairs``, or on ``path_probs`` and ``by_rank``: on what
-    was known before these draws, as losslessness requires. The i-th largest probability estimates that of the
-    i-th draw, whichever token that is.
+    Each new node is a pair (parent, rank of the draw). The pairs depend on ``pairs``, or on ``path_probs``
+    and ``by_rank``. They do not depend on the drawn tokens, as losslessness requires. The i-th largest
+    probability is an estimate of the probability of the i-th draw.
 
     Args:
-        tokens, parents: int64 ``[B, N]``.
-        mask_words: int64 ``[B, N, L]`` with 64 L at least N; bit j of word l: node 64 l + j is the node
-            itself or an ancestor.
+        tokens, parents: int64 ``[B, N]``, token and parent of each node.
+        mask_words: int64 ``[B, N, L]`` with 64 L at least N; bit j of word l says that node 64 l + j is the
+            node itself or an ancestor.
         path_probs: fp32 ``[B, N]``, products of the draft probabilities along the paths.
-        ids: int64 ``[B, W]``, the new tokens as input of a forward, 0 for absent ones.
-        mask: int64 ``[B * W, M]``, the attention mask of the new nodes: ``before`` set bits, then those of
-            ``mask_words``; None where no forward follows.
-        draws, by_rank, probs: of the frontier, see ``expand_nodes``.
-        pairs: int64 ``[2, W]``, parents (counted from ``first``) and ranks of the new nodes, siblings by
-            rank; None: the W places of largest path probability, the lower (parent, rank) among equals.
+        ids: int64 ``[B, W]``, the new tokens as input of a forward, 0 for absent tokens.
+        mask: int64 ``[B * W, M]``, the attention mask of the new nodes: ``before`` set bits, then the bits of
+            ``mask_words``; None if no forward follows.
+        draws, by_rank, probs: results of ``expand_nodes`` for the frontier.
+        pairs: int64 ``[2, W]``, parents (relative to ``first``) and ranks of the new nodes, siblings in order
+            of rank. None takes the W pairs with the largest path probabilities; of equals, the lower pair.
     """
     batch, frontier, count = draws.shape
     old, new = slice(first, first + frontier), slice(first + frontier, first + frontier + ids.shape[1])
     if pairs is None:
-        # Probabilities fall with the rank: a parent with n chosen places gets its first n draws.
+        # Probabilities decrease with the rank, so a parent with n children gets its first n draws.
         place_probs = (by_rank * path_probs[:, old, None]).flatten(1)
         chosen = ranked(place_probs).topk(ids.shape[1]).indices.sort(1).values
     else:
@@ -150,7 +152,7 @@ def place_nodes(
 
 
 def empty_draws(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised draws and probabilities by rank of ``expand_nodes``."""
+    """Allocates the draws and the largest probabilities of ``expand_nodes``."""
     shape = (*logits.shape[:2], count)
     draws = torch.empty(shape, dtype=torch.int64, device=logits.device)
     return draws, torch.empty(shape, dtype=torch.float32, device=logits.device)

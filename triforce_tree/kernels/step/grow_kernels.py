@@ -1,11 +1,12 @@
-"""Triton kernels that find the children of a tree's frontier: softmax, and the likeliest tokens or the draws.
+"""Triton kernels of ``grow.expand_nodes``: softmax, and the most probable tokens or draws of frontier nodes.
 
-One launch with a program for every node, which walks the vocabulary twice; or, where that is long, two
-launches with a program for every slice of it. The first sums exponentials. In the second each slice finds its
-own largest keys, and the last program of a node to end merges them. ``place_kernels`` makes the new nodes.
+For a short vocabulary, one launch has a program for every node, which reads the vocabulary twice. For a long
+vocabulary, two launches have a program for every slice of it. The first launch sums exponentials. In the
+second launch each program finds the largest keys of its slice, and the last program of a node to end merges
+them.
 
-Both files sort by an int64 key made of a number's bits and an index: the larger number first, the lower
-index among equals, and NaN before all others.
+``grow_kernels`` and ``place_kernels`` sort by an int64 key of the bits of a number and an index: larger
+numbers come first, of equals the lower index, and NaN before all other numbers.
 """
 
 import torch
@@ -16,32 +17,33 @@ from torch import Tensor
 from triforce_tree.kernels.launching import warps
 from triforce_tree.kernels.step.grow import empty_draws
 
-# Most tokens in a block, and those of each of its warps.
+# Most tokens of a block, and of each of its warps.
 _BLOCK = 8192
 _WARP = 512
-# Longest vocabulary that one program walks; a longer one has so many slices, or more where blocks are full.
+# Longest vocabulary of one program, and number of slices of a longer vocabulary (more if a block cannot hold
+# one).
 _WALKED, _SLICES = 16384, 32
-# Most keys of slices that a program merges; with more draws a program walks any vocabulary.
+# Most keys that a program merges; with more draws, one program reads the whole vocabulary.
 _MERGED = 8192
-# Below the scores of tokens; -inf would make NaN of blocks without any.
+# Lower than the scores of tokens; -inf would give NaN in blocks without tokens.
 _FLOOR = tl.constexpr(-3.0e38)
 FIRST = tl.constexpr(2**63 - 1)
 LAST = tl.constexpr(-(2**62))
 _LOW = tl.constexpr(2**32 - 1)
 _REMOVED = tl.constexpr(-2)
-# Up to this many draws per node are ordered by comparing every pair.
+# Up to this many draws of a node are sorted by comparing every pair.
 _PAIRWISE = tl.constexpr(64)
 
 
 @triton.jit
 def bits_of(number):
-    """Non-negative fp32 as int32 that compare the same way; NaN compares above infinity."""
+    """Returns int32 that compare like the non-negative fp32 numbers, with NaN above infinity."""
     return tl.where(number == number, number.to(tl.int32, bitcast=True), 0x7FC00000)
 
 
 @triton.jit
 def rank_key(bits, index):
-    """Sort key of a number: by value, then the lower index first; negative where ``bits`` is negative."""
+    """Returns int64 sort keys by ``bits``, of equals the lower index; negative if ``bits`` is negative."""
     return (bits.to(tl.int64) << 32) + (_LOW - index.to(tl.int64))
 
 
@@ -86,8 +88,8 @@ def _expand_kernel(
     sequence, node = row // frontier, row % frontier
     logits_ptr += sequence * logits_b + node * logits_f
     probs_ptr += sequence * probs_b + node * probs_f
-    # Where tokens are drawn, a second program ranks by probability. Both operands of the masks below are
-    # blocks: Triton's interpreter cannot combine a block with a scalar.
+    # If tokens are drawn, a second program finds the largest probabilities. Both operands of the masks below
+    # are blocks, because Triton's interpreter cannot combine a block with a scalar.
     part = tl.program_id(1)
     inverse_temperature = _inverse(temperature_ptr)
 
@@ -101,7 +103,8 @@ def _expand_kernel(
     most = tl.max(top, 0)
     share = 1.0 / tl.sum(mass * tl.exp(top - most), 0)
 
-    # The largest keys so far, unordered; empty entries are negative, and those from K on are never replaced.
+    # ``keys`` holds the largest keys so far, unordered. Empty entries are negative; entries from K on never
+    # change.
     entry = tl.arange(0, BLOCK_K)
     keys = tl.where(entry < count, -1 - entry.to(tl.int64), FIRST)
     least_key = tl.min(keys, 0)
@@ -143,7 +146,7 @@ def _expand_kernel(
 
 @triton.jit
 def _unpacked(key, SAMPLED: tl.constexpr):
-    """Token and number of a key; token -1 where the entry is empty, or was SAMPLED with probability 0."""
+    """Returns token and number of a key; the token is -1 if empty, or SAMPLED with probability 0."""
     token = tl.where(key < 0, -1, _LOW - (key & _LOW))
     number = tl.where(key < 0, 0, key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     if SAMPLED:
@@ -153,7 +156,7 @@ def _unpacked(key, SAMPLED: tl.constexpr):
 
 @triton.jit
 def _write_largest(draws_ptr, ranks_ptr, keys, count, part, SAMPLED: tl.constexpr):
-    """Write the largest keys of a node in order: tokens in part 0, numbers in part 1 or, if greedy, 0."""
+    """Writes the largest keys of a node in order: tokens in part 0, probabilities in part 1 (0 if greedy)."""
     for rank in range(count):
         key = tl.max(keys, 0)
         keys = tl.where(keys == key, LAST, keys)
@@ -216,7 +219,7 @@ def _slice_kernel(
 ):
     row, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, node = row // frontier, row % frontier
-    # As in ``_expand_kernel``: part 1 ranks by probability where tokens are drawn.
+    # As in ``_expand_kernel``, part 1 finds the largest probabilities if tokens are drawn.
     slices, part = tl.num_programs(1), tl.program_id(2)
     token = own * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
@@ -240,7 +243,7 @@ def _slice_kernel(
         key = tl.max(keys, 0)
         keys = tl.where(keys == key, LAST, keys)
         tl.store(key_ptr + own * count + rank, key)
-    # All threads must have written before one of them increments the counter.
+    # All threads must have written their keys before one thread increments the counter.
     tl.debug_barrier()
     ended_before = tl.atomic_add(ended_ptr + row * 2 + part, 1, sem="acq_rel", scope="gpu")
     if ended_before == slices - 1:

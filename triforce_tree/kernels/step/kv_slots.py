@@ -1,4 +1,4 @@
-"""KV slots that a decoding step writes and moves, and the mean keys of the chunks they are in."""
+"""Operators that write and move KV slots, and that compute mean keys of chunks."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from triforce_tree.kernels.operators import operator
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys or values in 8 bits: each vector by its own largest magnitude, and by nothing else.
+    """Quantises keys or values to 8 bits; the scale of each vector depends only on its largest magnitude.
 
-    ``x`` is ``scale * int8``, rounded half to even, to within ``scale / 2``. A vector that is not finite gets
-    the scale NaN, so that it is noticed in the logits.
+    ``x`` is rounded to ``scale * int8``, half to even, with an error up to ``scale / 2``. A vector that is
+    not finite gets the scale NaN, so that the logits become NaN.
 
     Args:
         x: ``[..., D]``.
@@ -20,15 +20,16 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
-    # By a tensor: on a GPU torch multiplies with the reciprocal of a number, which rounds twice.
+    # The divisor is a tensor, because on a GPU torch multiplies by the reciprocal of a number, which rounds
+    # twice.
     scale = largest / torch.full_like(largest, 127) + (x * 0).sum(-1, keepdim=True)
-    # Where the scale is 0, too small for fp32 or NaN, all are 0.
+    # If the scale is 0 (even by underflow) or NaN, all elements are 0.
     rounded = torch.where(scale > 0, x / scale, 0.0).round_().clamp_(-127, 127)
     return rounded.to(torch.int8), scale
 
 
 def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale``, multiplied in fp32, in ``dtype``; arguments as :func:`quantized` returns them."""
+    """Returns ``x * scale``, multiplied in fp32, in ``dtype``, for results of :func:`quantized`."""
     return torch.mul(x, scale, out=torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
@@ -48,16 +49,16 @@ def append_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Writes new keys and values: token t of sequence b goes to position ``start[b] + t``.
+    """Writes new keys and values; token t of sequence b goes to position ``start[b] + t``.
 
     Args:
         k_cache, v_cache: ``[B, H, S, D]`` and ``[B, H, S, D_v]``, changed in place; any strides with the last
             dimension dense.
-        k, v: ``[B, H, T, D]`` and ``[B, H, T, D_v]``, any strides likewise; tokens whose slot would be S or
-            beyond are dropped.
+        k, v: ``[B, H, T, D]`` and ``[B, H, T, D_v]``, any strides with the last dimension dense. Tokens whose
+            slot would be S or higher are dropped.
         start: int64 ``[B]``, not negative.
-        ring: slots of a ring buffer, T to S: position r is in slot ``r % ring``, and nothing is dropped.
-            0: position r is in slot r.
+        ring: number of slots of a ring buffer, T to S, where position r is in slot ``r % ring`` and no token
+            is dropped. With 0, position r is in slot r.
         k_scale, v_scale: fp32 ``[B, H, S, 1]``, written with the scales of caches in int8, see
             :func:`quantized`; None for caches in other dtypes.
     """
@@ -79,15 +80,15 @@ def append_kv(
 
 @operator("move_kv", writes=("k", "v"), triton=".kv_slots_kernels", cpu="..cpu.step.kv_slots")
 def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
-    """Commits accepted paths in place: position ``start[b] + index[b, i]`` moves to ``start[b] + i``.
+    """Commits accepted paths in place by moving position ``start[b] + index[b, i]`` to ``start[b] + i``.
 
-    All sources are read before any target is written, so the two may overlap.
+    All sources are read before any target is written, so sources and targets may overlap.
 
     Args:
         k, v: ``[L, B, H, S, D]`` and ``[L, B, H, S, D_v]``, any strides with the last dimension dense.
         index: int64 ``[B, R]``; an entry of -1, at any i, moves nothing.
         start: int64 ``[B]``, the committed lengths.
-        ring: as in ``append_kv``; of at least R slots, and more than any index.
+        ring: as in ``append_kv``; it has at least R slots, and more slots than any index.
     """
     size = k.shape[3]
     check_ring(ring, index.shape[1], size)
@@ -103,7 +104,7 @@ def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -
 
 
 def check_ring(ring: int, count: int, size: int) -> None:
-    """Raise ValueError where ``count`` tokens do not fit the ring, or the ring exceeds ``size`` slots."""
+    """Raises ValueError if ``count`` tokens do not fit the ring, or the ring exceeds ``size`` slots."""
     if ring and not count <= ring <= size:
         raise ValueError(
             f"ring={ring} must be {count} (the tokens of a call) to {size} (the slots of the cache)"
@@ -122,19 +123,20 @@ def chunk_means(
 ) -> None:
     """Recomputes the mean keys of chunks ``first[b] ... first[b] + count - 1`` of every layer, in place.
 
-    Where ``means`` has twice as many columns as the keys, the others receive the variances of the components.
+    If ``means`` has 2 D columns, the second half receives the variances of the components.
 
-    Chunks that are not wholly inside S, or beyond the size of ``means``, are left alone.
+    Chunks that are not completely inside S, or exceed the C chunks of ``means``, are not written.
 
     Args:
         means: ``[L, B, H, C, D]`` or ``[L, B, H, C, 2 D]``.
-        k: keys ``[L, B, H, S, D]``; both have any strides with the last dimension dense.
+        k: keys ``[L, B, H, S, D]``. Both have any strides with the last dimension dense.
         first: int64 ``[B]``, not negative.
-        count: chunks of each sequence.
-        chunk: KV slots of a chunk.
+        count: number of chunks of each sequence.
+        chunk: number of KV slots of a chunk.
         k_scale: fp32 ``[L, B, H, S, 1]``, the scales of keys in int8; None for other dtypes.
-        pages: int32 ``[B, C]``, dense: chunk c of sequence b has the keys of chunk ``pages[b, c]``; where
-            that is not wholly inside S it is left alone. None: those of chunk c.
+        pages: int32 ``[B, C]``, dense; the keys of chunk c of sequence b are in slots of chunk
+            ``pages[b, c]``, which must be completely inside S, or the mean is not written. None: they are in
+            the slots of chunk c.
     """
     inside, places = k.shape[3] // chunk, means.shape[3]
     whole = k[:, :, :, : inside * chunk].unflatten(3, (inside, chunk))
@@ -156,7 +158,7 @@ def chunk_means(
 
 
 def key_moments(keys: Tensor, dim: int, columns: int) -> Tensor:
-    """Mean over dimension ``dim`` of ``[..., D]``, followed by the variance where ``columns`` is 2 D."""
+    """Returns the mean of ``keys`` over ``dim``, followed by the variance if ``columns`` is 2 D."""
     mean = keys.mean(dim, dtype=torch.float32)
     if columns == keys.shape[-1]:
         return mean

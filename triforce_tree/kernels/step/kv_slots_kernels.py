@@ -1,7 +1,7 @@
-"""Triton kernels on the KV slots of a batch: append, commit, mean keys of chunks.
+"""Triton kernels of ``kv_slots``: append keys and values, commit paths, compute mean keys of chunks.
 
-Target slots are read from device buffers, so that a captured graph serves any lengths. Every operator is
-one launch, over all layers where it works on several.
+The kernels read target slots from device buffers, so a captured graph serves any lengths. Every operator is
+one launch, also for several layers.
 """
 
 import torch
@@ -12,19 +12,19 @@ from torch import Tensor
 from triforce_tree.kernels.launching import launched_early, wait_for_previous
 from triforce_tree.kernels.step.kv_slots import check_ring
 
-# Elements of a tile: 64 to a thread of four warps.
+# Elements of a tile, 64 for each thread of four warps.
 _TILE = 8192
 
 
-# Adding and subtracting it rounds an fp32 of up to 2^22 to an integer, halves to the even one.
+# Adding and then subtracting it rounds an fp32 up to 2^22 to an integer, half to even.
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
 def _quantized(x, there):
-    """``kv_slots.quantized`` of the rows of a tile; columns that are not ``there`` are 0."""
+    """Computes ``kv_slots.quantized`` of the rows of a tile; columns not ``there`` are 0."""
     x = tl.where(there, x.to(tl.float32), 0.0)
-    # Division by ``/`` is not correctly rounded on a GPU.
+    # On a GPU the operator ``/`` does not round correctly.
     scale = tl.div_rn(tl.max(tl.abs(x), 1), tl.full([x.shape[0]], 127.0, tl.float32)) + tl.sum(x * 0.0, 1)
     usable = (scale > 0.0)[:, None]
     divided = tl.div_rn(x, tl.where(usable, scale[:, None], 1.0) + tl.zeros_like(x))
@@ -129,7 +129,7 @@ def _move_kernel(
     source, target = start + index, start + place
     if RING:
         source, target = source % ring, target % ring
-    # Most of a path is often in order already: a slot that is its own target needs no traffic.
+    # Much of a path is often in place already, so slots that are their own targets are not copied.
     moved = (index >= 0) & (index != place) & (source < size) & (target < size)
     if layer < layers:
         base = k_ptr + layer * k_l + sequence * k_b + head * k_h
@@ -142,14 +142,14 @@ def _move_kernel(
 @triton.jit
 def _move(base, stride, source, target, column, there):
     slots = tl.load(base + source[:, None] * stride + column[None, :], mask=there)
-    # A slot may be one thread's source and another's target: all must have read before any writes.
+    # A slot may be the source of one thread and the target of another, so all threads read before any writes.
     tl.debug_barrier()
     tl.store(base + target[:, None] * stride + column[None, :], slots, mask=there)
 
 
 @triton.jit
 def _chunk_keys(chunk_start, k_s, scales, scale_s, position, inside, there):
-    """Keys ``position`` of some chunks, fp32."""
+    """Loads the key at ``position`` of each chunk as fp32."""
     keys = tl.load(chunk_start + position * k_s, mask=there, other=0.0).to(tl.float32)
     if scales is not None:
         keys *= tl.load(scales + position * scale_s, mask=inside, other=0.0)[:, None]
@@ -162,7 +162,7 @@ def _means_kernel(
     k_ptr,  # [L, B, H, S, D] with strides
     scale_ptr,  # fp32 [L, B, H, S, 1] with strides where the keys are int8, else None
     first_ptr,  # int64 [B]
-    pages_ptr,  # int32 [B, C], the chunk of the keys for each of the means; None for the same
+    pages_ptr,  # int32 [B, C], chunk of slots that holds the keys of each chunk; or None
     means_l,
     means_b,
     means_h,
@@ -182,7 +182,7 @@ def _means_kernel(
     count,
     CHUNK: tl.constexpr,
     DIM: tl.constexpr,
-    VARIANCES: tl.constexpr,  # whether means have 2 D columns
+    VARIANCES: tl.constexpr,  # whether means_ptr has 2 D columns
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -296,14 +296,14 @@ def chunk_means(
 
 
 def _strides(kv: Tensor) -> tuple[int, ...]:
-    """All strides but that of the last dimension, which is dense."""
+    """Returns all strides except the last, which must be 1."""
     if kv.stride(-1) != 1:
         raise ValueError("the last dimension of keys and values must be dense; call .contiguous() first")
     return kv.stride()[:-1]
 
 
 def _scale_strides(*pairs: tuple[Tensor, Tensor | None]) -> tuple[int | None, ...]:
-    """All strides but the last of the scales that belong to some caches, None for caches without any."""
+    """Returns all strides except the last of the scales of caches, or None for caches without scales."""
     strides = set[tuple[int | None, ...]]()
     for cache, own in pairs:
         if (cache.dtype == torch.int8) != (own is not None):

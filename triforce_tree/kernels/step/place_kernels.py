@@ -1,7 +1,7 @@
-"""Triton kernels that write the inputs of a draft model's forwards; see ``grow``.
+"""Triton kernels of ``grow.begin_tree`` and ``grow.place_nodes``, which write the inputs of draft forwards.
 
-The first prepares the forward of a tree's root. The second has a program for every sequence, which chooses
-the parents and ranks of the new nodes and writes their fields and the inputs of the next forward.
+The first kernel prepares the forward of the root. The second has a program for every sequence, which chooses
+parents and ranks of the new nodes, and writes these nodes and the inputs of the next forward.
 """
 
 import triton
@@ -12,9 +12,9 @@ from triforce_tree.kernels.launching import warps
 from triforce_tree.kernels.step.grow_kernels import FIRST, LAST, bits_of, rank_key
 
 _POSITIVE = tl.constexpr(2**63 - 1)
-# Most candidates that a program holds at once, and most nodes that it picks from them one by one.
+# Most candidates that a program holds in registers, and most nodes that it picks from them one by one.
 _HELD, _TAKEN = 4096, 64
-# Block of candidates where either is exceeded.
+# Block of candidates if either limit is exceeded.
 _WALKED = 2048
 
 
@@ -55,7 +55,7 @@ def _begin_kernel(
 
 @triton.jit
 def _place_keys(path_probs_ptr, ranks_ptr, place, places, count):
-    """Path probabilities of the parents of some places, and sort keys of these places."""
+    """Returns path probabilities of the parents of pairs (parent, rank), and sort keys of the pairs."""
     real = place < places
     path_prob = tl.load(path_probs_ptr + place // count, mask=real, other=0.0)
     child_prob = path_prob * tl.load(ranks_ptr + place, mask=real, other=0.0)
@@ -85,7 +85,7 @@ def _write_nodes(
     WORDS: tl.constexpr,
     MASK_WORDS: tl.constexpr,
 ):
-    """Write the new nodes ``place`` as children of frontier node ``slot``; pointers are of one sequence."""
+    """Writes the new nodes ``place`` as children of the frontier nodes ``slot`` of one sequence."""
     drawn = tl.load(draws_ptr + slot * count + rank, mask=taken, other=-1)
     path_prob *= tl.load(probs_ptr + slot * probs_f + drawn, mask=taken & (drawn >= 0), other=0.0)
     one = tl.full([], 1, tl.int64)
@@ -105,7 +105,8 @@ def _write_nodes(
             seen = (word << before) | ((one << before) - 1)
             tl.store(mask_ptr + place, seen, mask=taken)
     if WORDS * MASK_WORDS > 1:
-        # The parent's bits shifted by ``before``, which may cross into the next word, and the node's own bit.
+        # The mask is the parent's bits, shifted by ``before`` (also into the next word), and the node's own
+        # bit.
         moved, bits, at = before // 64, before % 64, node + before
         for i in tl.static_range(MASK_WORDS):
             low = place * 0 + (i - moved)
@@ -121,7 +122,7 @@ def _write_nodes(
 
 @triton.jit
 def _place_kernel(
-    tokens_ptr,  # int64 [B, N], as the next
+    tokens_ptr,  # int64 [B, N], like parents_ptr
     parents_ptr,
     mask_words_ptr,  # int64 [B, N, WORDS]
     path_probs_ptr,  # fp32 [B, N]
@@ -130,7 +131,7 @@ def _place_kernel(
     draws_ptr,  # int64 [B, F, K]
     ranks_ptr,  # fp32 [B, F, K]
     probs_ptr,  # fp32 [B, F, V] with strides
-    pairs_ptr,  # int64 [2, W], or None: the likeliest places
+    pairs_ptr,  # int64 [2, W]; None takes the largest path probabilities
     probs_b,
     probs_f,
     nodes,
@@ -158,7 +159,7 @@ def _place_kernel(
     probs_ptr += sequence * probs_b
     place_index, places = tl.arange(0, BLOCK), frontier * count
     if WALKED:
-        # Bisect, between ``least_key`` and ``above``, for the largest key that ``width`` places reach.
+        # Bisection finds the largest ``least_key`` such that ``width`` pairs have at least this key.
         least_key, above = tl.full([], 0, tl.int64), tl.full([], FIRST, tl.int64)
         while above - least_key > 1:
             pivot = least_key + ((above - least_key) >> 1)

@@ -6,27 +6,27 @@ from torch import Tensor
 from triforce_tree.kernels.operators import operator
 
 VARIANCE_WEIGHT = 0.25
-"""Factor of the variance term of a score. The logarithm of the mean of exp(q.k) over keys with a Gaussian
-distribution would have 0.5; the sum over a few keys lies below its expectation (docs/retrieval.md)."""
+"""Weight of the variance term of a score. For keys k with a Gaussian distribution, the logarithm of the
+mean of exp(q.k) has the weight 0.5. The mean over a few keys is usually lower (docs/retrieval.md)."""
 
 
 def chunk_scores(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tensor:
-    """Returns retrieval scores of chunks for each KV head; only their order matters.
+    """Returns the retrieval scores of chunks for each KV head; only their order matters.
 
-    The score of a query is ``scale * q.mean``, plus ``VARIANCE_WEIGHT * scale**2 * q**2.var`` with variances,
-    which estimates the attention that the chunk receives. A KV head takes the maximum over the query heads of
-    its group of the log-softmax over the candidates; for a group of one the raw score, whose order is the
-    same. Logarithms do not underflow as probabilities do.
+    The score of a chunk for a query head estimates the attention that the chunk receives. It is
+    ``scale * q.mean``, plus ``VARIANCE_WEIGHT * scale**2 * q**2.var`` with variances. The score for a KV head
+    is the maximum over the query heads of its group of the log-softmax over the candidates, because
+    probabilities could underflow. With one query head it is the raw score, which has the same order.
 
     Args:
-        q: ``[B, H_q, D]``, one query a sequence.
-        means: ``[B, H, C, D]``, the mean key of each chunk; or ``[B, H, C, 2 D]``, and then the variance of
-            each of its components.
+        q: ``[B, H_q, D]``, one query per sequence.
+        means: ``[B, H, C, D]``, the mean key of each chunk; or ``[B, H, C, 2 D]``, the mean key and the
+            variances of its components.
         limit: int64 ``[B]``; candidates are chunks ``0 ... limit[b] - 1``.
         scale: factor on the raw scores.
 
     Returns:
-        fp32 ``[B, H, C]``; -inf for chunks that are no candidates, and for NaN.
+        fp32 ``[B, H, C]``; -inf for chunks that are not candidates, and for NaN.
     """
     batch, heads, chunks, dim = means.shape
     group = q.shape[1] // heads
@@ -43,16 +43,16 @@ def chunk_scores(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tenso
 
 @operator("select_chunks", writes=("table",), triton=".select_kernels", cpu="..cpu.step.select")
 def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:
-    """Selects the chunks of a retrieval view: chunk 0 and those with the highest scores, per KV head.
+    """Selects the chunks of a retrieval view per KV head: chunk 0 and the chunks with the highest scores.
 
     Args:
         q, means, limit, scale: see ``chunk_scores``; ``limit >= slots``.
         table: int32 ``[B, H, W]``; its first ``slots`` columns receive the selected chunks, ascending.
-        slots: how many are selected, chunk 0 included; ties go to the lower chunk.
+        slots: number of selected chunks, including chunk 0; of equal scores, the lower chunk is selected.
     """
     scores = chunk_scores(q, means, limit, scale)
     outside = torch.arange(means.shape[2], device=q.device) >= limit[:, None]
-    # A candidate whose score is -inf must still rank before chunks that are no candidates.
+    # A candidate with the score -inf must rank before chunks that are not candidates.
     ranking = scores.clamp_min(torch.finfo(torch.float32).min)
     ranking = ranking.masked_fill(outside[:, None], -torch.inf)
     ranking[..., 0] = torch.inf

@@ -1,9 +1,9 @@
-"""Triton kernels that select the chunks of a retrieval view: scores, then the exact top ``slots``.
+"""Triton kernels that select the ``slots`` best chunks of a retrieval view; ``select`` holds the definition.
 
-Two launches. The first reads every mean key once; its scores stay in L2. The second has one program per
-sequence and KV head, which holds the scores as ordered integers in registers, bisects for the ``slots``-th
-largest by counting scores above a pivot, and writes the selected chunks in ascending order.
-``select.select_chunks`` is the definition.
+The first launch computes scores, reading every mean key once; the scores stay in L2. The second launch has
+one program per sequence and KV head. It holds the scores as ordered integers in registers, finds the
+``slots``-th largest by bisection, counting the scores above a pivot, and writes the selected chunks in
+ascending order.
 """
 
 import torch
@@ -16,12 +16,12 @@ from triforce_tree.kernels.step.select import VARIANCE_WEIGHT
 
 # Chunks per program of the first launch.
 _BLOCK = 64
-# Most scores that a program holds in registers; more are processed in blocks of half as many.
+# Most scores that a program holds in registers; more scores are processed in blocks of half this number.
 _HELD = 16384
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
-# Bisecting between values converges faster than between their bits, but may stall; after this many counts
-# it goes on between bits, which takes 32 at most.
+# Bisection of values converges faster than bisection of their bits, but may stall. After this many steps the
+# bits are bisected, which takes at most 32 steps.
 _BY_VALUE = tl.constexpr(24)
 
 
@@ -78,7 +78,7 @@ def _score_kernel(
 
 @triton.jit
 def _ordered(value):
-    """fp32 as int32 that compare the same way; NaN is -inf, which is above ``_LOWEST``, that of no chunk."""
+    """Returns int32 that compare like the fp32 values, with NaN as -inf, all above ``_LOWEST``."""
     value = tl.where(value == 0.0, 0.0, value)  # -0.0 as 0.0
     value = tl.where(value == value, value, float("-inf"))
     bits = value.to(tl.int32, bitcast=True)
@@ -87,7 +87,7 @@ def _ordered(value):
 
 @triton.jit
 def _number(key):
-    """The inverse of ``_ordered``."""
+    """Inverts ``_ordered``."""
     bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.int32)
     return bits.to(tl.float32, bitcast=True)
 
@@ -104,7 +104,7 @@ def _keys(
     BLOCK_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scores of chunks ``start ... start + BLOCK - 1`` as ordered integers; chunk 0 above all.
+    """Returns the scores of chunks ``start ... start + BLOCK - 1`` as ordered int32; chunk 0 has the highest.
 
     Args:
         lse: fp32 ``[BLOCK_GROUP]``, log-sum-exp of each query head of the group.
@@ -112,7 +112,7 @@ def _keys(
     chunk = start + tl.arange(0, BLOCK)
     real = chunk < limit
     if GROUP > 1:
-        # All query heads at once: one after the other, each would wait for its loads.
+        # All query heads are loaded at once; in a loop each head would wait for its loads.
         member = tl.arange(0, BLOCK_GROUP)[:, None]
         there = (member < GROUP) & real[None, :]
         scores = tl.load(
@@ -129,7 +129,7 @@ def _keys(
 def _total(
     top_ptr, mass_ptr, row, used, blocks, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Log-sum-exp over the candidates for each query head of a group, from the partial ones of blocks."""
+    """Returns the log-sum-exp over the candidates for each query head of a group, from the sums of blocks."""
     member = tl.arange(0, BLOCK_GROUP)[:, None]
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
@@ -147,18 +147,18 @@ def _total(
 
 @triton.jit
 def _extremes(keys, limit, start, BLOCK: tl.constexpr):
-    """Lowest and highest key among the candidates except chunk 0."""
+    """Returns the lowest and the highest key of the candidates except chunk 0."""
     chunk = start + tl.arange(0, BLOCK)
     candidate = (chunk > 0) & (chunk < limit)
     return tl.min(tl.where(candidate, keys, _HIGHEST), 0), tl.max(tl.where(candidate, keys, _LOWEST), 0)
 
 
-# A single slot as a constant leaves a loop that never runs, over which Triton 3.6 fails.
+# Specialised on ``slots`` 1, the kernel has a loop that never runs, which Triton 3.6 cannot compile.
 @triton.jit(do_not_specialize=["slots"])
 def _choose_kernel(
     table_ptr,  # int32 [B, H, W] with strides
     score_ptr,  # fp32 [B, H_q, C]
-    key_ptr,  # int32 [B, H, C]: keys, where registers do not hold all
+    key_ptr,  # int32 [B, H, C], keys if registers do not hold all of them
     top_ptr,  # fp32 [B, H_q, blocks]
     mass_ptr,
     limit_ptr,  # int64 [B]
@@ -216,7 +216,7 @@ def _choose_kernel(
         low, count_low = tl.where(reaches, pivot, low), tl.where(reaches, count, count_low)
         high, count_high = tl.where(reaches, high, pivot), tl.where(reaches, count_high, count)
         step += 1
-    # All keys >= `high`, and the lowest chunks among the keys in [`low`, `high`).
+    # The selected chunks have keys >= `high`, or are the lowest chunks with keys in [`low`, `high`).
     out = table_ptr + sequence * table_b + head * table_h
     first, last = low.to(tl.int32), high.to(tl.int32)
     selected_before, tied_before = 0, 0
@@ -226,7 +226,7 @@ def _choose_kernel(
             keys = tl.load(stored_keys + start, mask=chunk < limit, other=_LOWEST)
         selected = keys >= last
         tied = (keys >= first) & (keys < last) & (chunk < limit)
-        # Two counts in one scan: a block has fewer than 2^15 chunks.
+        # One scan computes both counts, because a block has fewer than 2^15 chunks.
         packed = selected.to(tl.int32) * 65536 + tied.to(tl.int32)
         before = tl.cumsum(packed, 0) - packed
         tied_rank = tied_before + (before & 65535)
@@ -257,7 +257,7 @@ def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots:
     tops = torch.empty(batch, q_heads, blocks, dtype=torch.float32, device=q.device)
     masses = torch.empty_like(tops)
     group, block_d = q_heads // heads, triton.next_power_of_2(dim)
-    # A block's means are in registers.
+    # More warps hold the means of a larger block in registers.
     options = warps(max(4, _BLOCK * block_d // 4096))
     _score_kernel[(blocks, batch * heads)](
         scores, tops, masses, q, means, limit, q.stride(0), q.stride(1), *means.stride()[:3],

@@ -1,4 +1,4 @@
-"""Traversal verification of token trees: acceptance from the leaves to the root."""
+"""Traversal verification of token trees, which decides on nodes from the leaves to the root."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,36 +26,39 @@ def traverse_tree(
 
     On a chain this is block verification (Sun et al., arXiv 2403.10444).
 
-    Every node x has a weight a(x), the probability that the accepted path reaches it; the root's is 1. Nodes
-    are judged after all nodes below them, first siblings first. A child x of u, drawn from q, has the weight
-    min(1, a(u) p(x) / q(x)). If nothing is accepted at or below x,
+    At a node u, p denotes the target's probs of the next token and q the draft probs. Every node x has a
+    weight a(x), and the root has the weight 1. A child x of u that was drawn from q has the weight
+    min(1, a(u) p(x) / q(x)). The algorithm decides on a node after all its descendants, and on siblings in
+    their order. If no node in the subtree of x is accepted, then
 
         S = sum (a(u) p - q)+,    a(u) := S / (1 - a(u) + S),    p := (a(u) p - q)+ / S
 
-    at u, q loses x, and the next child follows. When u has no more children, u is accepted with probability
-    a(u), and the next token is drawn from what has become of its p. At the root a(u) stays 1.
+    at u. Then x is removed from q, and the next child follows. After the last child, u is accepted with
+    probability a(u), and then the next token is drawn from the current p at u. At the root a(u) stays 1.
 
-    A child x that was proposed deterministically is the case that q is 1 at x. Siblings may be of both kinds.
-    Of siblings with equal tokens the first counts, and the others are absent, as are children whose
-    probability q(x) is 0. A residual of sum 0 leaves p as it is, with the weight 1 if it was 1, else 0.
+    For a child x that was proposed deterministically, q is 1 at x. Drawn and deterministic children may be
+    siblings. Of siblings with equal tokens only the first counts. Children with q(x) = 0 do not count. If S
+    is 0, p does not change, and a(u) becomes 0 unless it is 1.
 
     Args:
-        tokens: int64 ``[B, N]``; node 0 is the root, whose token is not read; -1 marks an absent node.
-        parents: int64 ``[B, N]``; -1 for the root, and parents precede their children. Siblings are in draw
-            order.
+        tokens: int64 ``[B, N]``, tokens of the nodes. Node 0 is the root, whose token is not read; -1 marks
+            an absent node.
+        parents: int64 ``[B, N]``, parent of each node, which precedes its children; -1 for the root. Siblings
+            are in draw order.
         p: fp32 ``[B, N, V]``, the target's probs at each node.
-        q: fp32 ``[B, M, V]``, draft probs; M may be 0 where all proposals are deterministic.
-        q_rows: int64 ``[B, N]``, the row of ``q`` that a node's children were drawn from, negative where they
-            were proposed deterministically; read for nodes with drawn children only. ``FIXED``: the node
-            itself was proposed deterministically too, whatever its siblings are.
-        uniforms: fp32 ``[B, N]`` in [0, 1); node u is accepted where ``uniforms[u] < a(u)``, the root always.
-        exponential: fp32 ``[B, V]`` of Exp(1) noise; the emitted token is the argmax of the last p /
-            exponential, the lowest id among equals. Probs that are NaN emit token 0.
+        q: fp32 ``[B, M, V]``, draft probs; M may be 0 if all proposals are deterministic.
+        q_rows: int64 ``[B, N]``, the row of ``q`` from which the children of a node were drawn; negative if
+            they were proposed deterministically; read only for nodes with drawn children. ``FIXED`` says that
+            the node itself was also proposed deterministically, whatever its siblings are.
+        uniforms: fp32 ``[B, N]`` in [0, 1); node u is accepted if ``uniforms[u] < a(u)``, the root always.
+        exponential: fp32 ``[B, V]``, Exp(1) noise; the emitted token is the argmax of the last p /
+            exponential, the lowest id among equals. Token 0 is emitted for probs that are NaN.
         depth: length of the longest path below the root; deeper nodes are not read.
 
     Returns:
         path int64 ``[B, depth + 1]``, the accepted nodes from the root on, padded with -1; count int64
-        ``[B]``, their number, the root included; next int64 ``[B]``, the token emitted after them.
+        ``[B]``, the number of accepted nodes including the root; next int64 ``[B]``, the token emitted after
+        them.
     """
     return traverse_drawn(NoiseDraws(exponential, uniforms), tokens, parents, p, q, q_rows, depth)
 
@@ -63,7 +66,7 @@ def traverse_tree(
 def traverse_drawn(
     draws: Draws, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, q_rows: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``traverse_tree`` with any source of random decisions, indexed by (sequence, node) and (sequence,)."""
+    """Computes ``traverse_tree`` with any draws, at places (sequence, node) and (sequence,)."""
     paths, counts, emitted = [], [], []
     trees = zip(tokens.tolist(), parents.tolist(), q_rows.tolist(), strict=True)
     for b, (token, parent, row) in enumerate(trees):
@@ -75,7 +78,7 @@ def traverse_drawn(
 
 
 class _Tree:
-    """Verifies one tree; the arguments are those of ``traverse_drawn`` for sequence ``b``."""
+    """Verification of the tree of sequence ``b``; ``traverse_drawn`` describes the arguments."""
 
     def __init__(
         self,
@@ -96,13 +99,13 @@ class _Tree:
                 self.children[parents[node]].append(node)
 
     def accepted(self) -> tuple[list[int], Tensor]:
-        """The accepted path, and the probs ``[V]`` of the token after it."""
+        """Returns the accepted path, and the probs ``[V]`` of the token after it."""
         found = self._visit(0, torch.ones((), dtype=torch.float32, device=self.p.device), 0)
         assert found is not None, "the root is always accepted"
         return found
 
     def _visit(self, node: int, weight: Tensor, level: int) -> tuple[list[int], Tensor] | None:
-        """The path from ``node`` on and the probs after it; None if nothing from here on is accepted."""
+        """Returns the accepted path from ``node`` on and the probs after it; None if no node is accepted."""
         target, row = self.p[node], self.rows[node]
         drawn = row >= 0 and any(self.rows[child] != FIXED for child in self.children[node])
         draft = self.q[row] if drawn else target
@@ -127,9 +130,9 @@ class _Tree:
 def residual(
     weight: Tensor, target: Tensor, draft: Tensor, token: int, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
-    """A node's weight ``[]`` and target probs ``[V]`` after the rejection of a child, drawn from ``draft``.
+    """Returns a node's weight ``[]`` and target probs ``[V]`` after the rejection of a child with ``token``.
 
-    For a child that was proposed deterministically the draft probs are 1 at its token, and not read.
+    The child was drawn from ``draft`` ``[V]``, which is not read if it was proposed deterministically.
     """
     mass = weight * target
     if deterministic:
@@ -143,7 +146,7 @@ def residual(
 
 
 def without(draft: Tensor, token: int) -> Tensor:
-    """Draft probs ``[V]`` of the next sibling: without a token, renormalised; zeros if nothing is left."""
+    """Returns draft probs ``[V]`` without ``token``, renormalised; zeros if no probability is left."""
     others = draft.index_fill(0, torch.tensor(token, device=draft.device), 0.0)
     total = others.sum()
     return others / total if total > 0 else others

@@ -1,19 +1,21 @@
 """Triton kernels of traversal verification; ``traversal`` holds the definition.
 
-What a node's weight and residual become when its children are rejected depends on tokens and probabilities
-alone, never on decisions. So all nodes are judged in parallel, each by a program that computes the weights
-on the path from the root to it, and a second kernel finds the first accepted one in the definition's order.
+The weight and the residual of a node after the rejection of its children depend only on tokens and
+probabilities, not on other decisions. So all nodes are decided in parallel, each by a program that computes
+the weights on the path from the root to the node. A second kernel finds the accepted node that comes first in
+the order of the definition.
 
-No residual is ever stored. With b the weight with which a node is reached, the rejections of children leave
+Residuals are not stored. At a node, let p be the target's probs, q the draft probs of its children, and b the
+node's weight before any rejection. After k rejected children the weight a_k and the residual p_k are given by
 
     a_k p_k = (b p - A_k q)+ / C_k,    a_k = R_k / C_k,    R_k = sum (b p - A_k q)+,
     A_{k+1} = A_k + C_k / T_k,    C_{k+1} = C_k (1 - a_k + R_{k+1} / C_k),    A_0 = 0,    C_0 = 1
 
-where T_k is the sum of q without the rejected tokens, since max((m - A q)+ / C - q / T, 0) is
-(m - (A + C / T) q)+ / C, and a rejected token has mass 0 in it. A child that was proposed deterministically
-leaves A as it is, and its token has mass 0 from then on. A rejection costs one pass over the vocabulary; the
-last one at a node finds the token that is emitted if the node is accepted. First children need no pass for
-their weight, so those of a chain need one each, in parallel.
+where T_k is the sum of q without the rejected tokens. The reason is that ((b p - A q)+ / C - q / T)+ is
+(b p - (A + C / T) q)+ / C, in which a rejected token has mass 0. The rejection of a deterministic child does
+not change A, and sets the mass of its token to 0. Each rejection takes one pass over the vocabulary. The last
+pass at a node also finds the token that is emitted if the node is accepted. The weight of a first child needs
+no pass, so a chain takes one pass per node, and all nodes run in parallel.
 """
 
 import torch
@@ -42,11 +44,11 @@ def _sum_vocab(
     coef,
     BLOCK: tl.constexpr,
 ):
-    """One pass over the vocabulary: the sum of m = (weight p - coef q)+, and that of q without the rejected
-    tokens.
+    """Returns the sums over the vocabulary of m = (weight p - coef q)+ and of q without rejected tokens.
 
-    A rejected token of -1 - x was proposed deterministically: m is without x, but for the ``kept``-th. ``q``
-    is read where there are ``drawn`` tokens among the rejected ones; NaN counts as 0.
+    A rejected token is stored as -1 - x if x was proposed deterministically. Then m is 0 at x, except for the
+    rejection number ``kept``. ``drawn`` counts the other rejected tokens; if it is 0, q is not read. NaN
+    counts as 0.
     """
     mass_sum = tl.zeros([BLOCK], tl.float32)
     q_sum = tl.zeros([BLOCK], tl.float32)
@@ -62,10 +64,10 @@ def _sum_vocab(
 
 @triton.jit
 def _mass(p_ptr, q_ptr, rejected_ptr, token, rejections, drawn, kept, vocab, weight, coef):
-    """m and q of some tokens, see ``_sum_vocab``."""
+    """Returns m and q of ``token``, see ``_sum_vocab``."""
     inside = token < vocab
     p = tl.load(p_ptr + token, mask=inside, other=0.0)
-    # Blocks on both sides: Triton's interpreter makes no mask of a block and a scalar.
+    # ``token * 0`` makes a block, because Triton's interpreter cannot combine a block with a scalar.
     q = tl.load(q_ptr + token, mask=inside & (token * 0 + drawn > 0), other=0.0)
     mass = weight * p - coef * q
     mass = tl.where(mass > 0.0, mass, 0.0)
@@ -90,9 +92,9 @@ def _draw_token(
     coef,
     BLOCK: tl.constexpr,
 ):
-    """One pass over the vocabulary: the argmax of m / exponential, see ``_sum_vocab``, and the sum of m.
+    """Returns the sum of m over the vocabulary, see ``_sum_vocab``, and the argmax of m / exponential.
 
-    Divisions take most of the time of such a pass, so sums alone are computed without it.
+    Divisions take most of the time of this pass, so ``_sum_vocab`` exists for passes that need no argmax.
     """
     mass_sum = tl.zeros([BLOCK], tl.float32)
     best = tl.zeros([BLOCK], tl.float32)
@@ -108,7 +110,7 @@ def _draw_token(
         better = score > best
         best_token, best = tl.where(better, token, best_token), tl.where(better, score, best)
     top = tl.max(best, 0)
-    # Elements that met nothing positive hold token 0, which is also what probs of sum 0 emit.
+    # Lanes without any positive score hold token 0, which is also emitted for probs of sum 0.
     token = tl.min(tl.where(best == top, best_token, 2147483647), 0)
     return tl.sum(mass_sum, 0), token
 
@@ -116,8 +118,8 @@ def _draw_token(
 @triton.jit
 def _judge_kernel(
     outcome_ptr,  # int64 [B, N]: the token to emit if the node is accepted, else -1
-    rejected_ptr,  # int32 [B, N], scratch: rejected tokens, siblings together
-    tokens_ptr,  # int64 [B, N]; this and the next inputs have a stride between sequences
+    rejected_ptr,  # int32 [B, N], scratch for rejected tokens, where those of siblings are contiguous
+    tokens_ptr,  # int64 [B, N]; all inputs have a stride between sequences
     parents_ptr,
     p_ptr,  # fp32 [B, N, V]
     q_ptr,  # fp32 [B, M, V]
@@ -149,7 +151,7 @@ def _judge_kernel(
     rejected_ptr += sequence * nodes
     noise_ptr += sequence * noise_b
 
-    # p and q of each node's token at its parent.
+    # ``p_here`` and ``q_here`` are p and q of each node's token at its parent.
     index = tl.arange(0, BLOCK_N)
     real = index < nodes
     token = tl.load(tokens_ptr + sequence * tokens_b + index, mask=real, other=-1)
@@ -157,7 +159,7 @@ def _judge_kernel(
     own_row = tl.load(q_rows_ptr + index, mask=real, other=-1)
     valid = (token >= 0) & (token < vocab) & (parent >= 0) & (parent < index)
     q_row = tl.load(q_rows_ptr + parent, mask=valid, other=-1)
-    # Of a node whose children are all deterministic the row is not read.
+    # The row of a node whose children are all deterministic is not read, so it may be out of range.
     q_row = tl.where((own_row == _FIXED) & (q_row >= q_count), -1, q_row)
     valid = valid & (q_row < q_count)
     fixed = (q_row < 0) | (own_row == _FIXED)
@@ -165,7 +167,8 @@ def _judge_kernel(
     q_here = tl.load(q_ptr + q_row * q_m + token, mask=valid & (q_row >= 0), other=0.0)
     valid = valid & (fixed | (q_here > 0.0))
 
-    # The path from the root; parents precede their children, so the order of indices is that of depths.
+    # ``on_path`` marks the path from the root. Parents precede their children, so it is in the order of
+    # indices.
     on_path = index == own_node
     level, node = 0, own_node
     while node > 0:
@@ -202,11 +205,11 @@ def _judge_kernel(
             rejections += 1
             drawn += tl.where(is_fixed, 0, 1)
             next_coef = tl.where(is_fixed, coef, coef + scale / q_left)
-            # The list is written by one thread and read by all.
+            # One thread writes the list of rejected tokens, and all threads read it.
             tl.debug_barrier()
             emit = is_own & (child == BLOCK_N)
             if emit:
-                # The last child: q without it is of no use.
+                # After the last child, the sum of q is not needed.
                 mass, token_here = _draw_token(
                     p_of_node, q_of_node, noise_ptr, place, rejections, drawn, kept, vocab, reached,
                     next_coef, BLOCK_V,
@@ -219,7 +222,7 @@ def _judge_kernel(
                 token_here = emitted
             share = tl.div_rn(mass, scale)
             rest = 1.0 - weight + share
-            # An empty residual leaves p as it is, with a weight of 1 or 0.
+            # An empty residual does not change p, and the weight becomes 0 unless it is 1.
             empty = mass <= 0.0
             weight = tl.where(empty, tl.where(weight >= 1.0, 1.0, 0.0), tl.div_rn(share, rest))
             scale = tl.where(empty, scale, scale * rest)
@@ -240,7 +243,7 @@ def _judge_kernel(
             outcome = tl.where(accepted, emitted.to(tl.int64), _NOT_ACCEPTED)
             alive = node < 0
         else:
-            # Where an equal sibling removed it, the child is never reached.
+            # The child is not reached if a sibling with an equal token removed it.
             is_child = (index == below) & candidates
             p_child = tl.sum(tl.where(is_child, p_here, 0.0), 0)
             q_child = tl.sum(tl.where(is_child, q_here, 0.0), 0)
@@ -251,7 +254,7 @@ def _judge_kernel(
             exists = tl.max(is_child.to(tl.int32), 0) > 0
             reached = tl.where(exists & (chance > 0.0), tl.minimum(chance, 1.0), 0.0)
             node, level = below, level + 1
-            # Rejections only lower a weight, so a node whose first weight is too low is not accepted.
+            # Rejections only lower a weight, so a node whose first weight is too low cannot be accepted.
             alive = (reached > 0.0) & ((node != own_node) | (uniform < reached))
     tl.store(outcome_ptr + sequence * nodes + own_node, outcome)
 
@@ -261,7 +264,7 @@ def _first_kernel(
     path_ptr,  # int64 [B, depth + 1]
     count_ptr,  # int64 [B]
     next_ptr,  # int64 [B]
-    found_ptr,  # int32 [B, N], scratch: whether a node is accepted or above an accepted one
+    found_ptr,  # int32 [B, N], scratch: whether a node or a descendant is accepted
     outcome_ptr,  # int64 [B, N]
     parents_ptr,  # int64 [B, N], with a stride between sequences
     parents_b,
@@ -314,7 +317,8 @@ def traverse_tree(
     tokens, parents, q_rows, uniforms = (dense(x) for x in (tokens, parents, q_rows, uniforms))
     p, q, exponential = (dense(x) for x in (p, q, exponential))
     if nodes == 1:
-        # A draw alone: torch's argmax divides the vocabulary among many programs, the kernel below has one.
+        # There is only a draw. Torch's argmax divides the vocabulary among many programs, the kernel uses
+        # one.
         best = (p[:, 0].nan_to_num(0.0) / exponential).argmax(-1)
         path = tokens.new_full((batch, depth + 1), -1)
         path[:, 0] = 0

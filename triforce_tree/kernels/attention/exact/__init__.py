@@ -1,1 +1,1 @@
-"""Attention of a query in one order of sums, whatever is computed with it and wherever its keys are."""
+"""Exact attention, whose results do not depend on other queries or on the KV slots of keys, bit for bit."""

@@ -1,4 +1,4 @@
-"""Exact attention: the arguments of a backend's ``exact.attention``, and its definition."""
+"""Arguments of exact attention, and its definition in plain torch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from triforce_tree.kernels.attention.plan import KV, AttentionParams, unpack_mas
 
 
 class Near(NamedTuple):
-    """Holds what all layers of a forward on a GPU need to know of its tree.
+    """Positions of a forward's queries and slots of their ancestors, which all layers on a GPU share.
 
     Attributes:
-        positions: int32 ``[B * T]``, of the queries.
-        slots: int32 ``[B * T, n]``, of the newest positions that a query sees, see ``positions.near_start``.
+        positions: int32 ``[B * T]``, position of each query.
+        slots: int32 ``[B * T, n]``, KV slots of the near positions of each query, see ``kernels.near_start``.
     """
 
     positions: Tensor
@@ -24,20 +24,22 @@ class Near(NamedTuple):
 
 @dataclass(frozen=True)
 class ExactAttention:
-    """Requests attention of T new tokens per sequence to the earlier positions and to their ancestors.
+    """Arguments of the attention of T new tokens per sequence to earlier positions and to their ancestors.
 
-    What a query gets depends on its own position and on the keys and values that it sees alone, bit for bit:
-    not on T or B, on the slots of its ancestors, or on how many of the tokens before it are new ones.
+    The output of a query depends only on its position and on the keys and values that it sees, bit for bit.
+    It does not depend on T or B, on the slots of its ancestors, or on how many of the tokens before it are
+    new.
 
     Attributes:
         q: ``[B * T, H_q, D]``, rotated.
         kv: keys and values without scales.
-        params: how the layer attends; the window is not in ``mask``.
-        lengths: int32 ``[B]``, positions before the new tokens, whose slots come after them.
-        mask: int64 ``[B, planned, words]``, planned at least T; bit j of word w of query t: it sees new token
-            ``64 w + j``, which is itself or an ancestor; a token comes after its ancestors. The number of new
-            tokens that a query sees is thus one more than its depth.
-        near: from ``launch.near``, once for all layers; None to compute it. It is not read on the CPU.
+        params: parameters of the layer; its window is not in ``mask``.
+        lengths: int32 ``[B]``, positions before the new tokens; the slots of new tokens follow them.
+        mask: int64 ``[B, planned, words]``, planned at least T. Bit j of word w of query t says that it sees
+            new token ``64 w + j``, which is the query itself or an ancestor. Tokens come after their
+            ancestors. So a query sees one more new token than its depth in the tree.
+        near: result of ``launch.near``, once for all layers; None computes it in each layer. The CPU does not
+            read it.
     """
 
     q: Tensor
@@ -49,12 +51,12 @@ class ExactAttention:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Returns T, the number of new tokens of a sequence."""
         return self.q.shape[0] // self.lengths.shape[0]
 
 
 def definition(request: ExactAttention) -> Tensor:
-    """Computes the result of the backends, ``[B * T, H_q, D_v]``, in plain torch; its bits may differ."""
+    """Computes exact attention, ``[B * T, H_q, D_v]``, in plain torch, up to rounding."""
     outs = []
     for query, (slots, first) in enumerate(seen_slots(request)):
         b = query // request.tokens
@@ -71,7 +73,7 @@ def definition(request: ExactAttention) -> Tensor:
 
 
 def seen_slots(request: ExactAttention) -> list[tuple[Tensor, int]]:
-    """Returns for each query the slots of positions 0 to its own, and the first position that it sees."""
+    """Returns for each query the slots of positions 0 to its own, and the first position it sees."""
     found = []
     for b, length in enumerate(request.lengths.tolist()):
         for t in range(request.tokens):
@@ -86,7 +88,7 @@ def seen_slots(request: ExactAttention) -> list[tuple[Tensor, int]]:
 
 
 def _gathered(kv: Tensor, table: Tensor | None, b: int, slots: Tensor) -> Tensor:
-    """``[1, H_kv, n, D]`` of a sequence's slots."""
+    """Returns the keys or values of n slots of sequence ``b``, ``[1, H_kv, n, D]``."""
     if table is None:
         return kv[b : b + 1, :, slots]
     own, page = table[b], kv.shape[2]

@@ -1,17 +1,17 @@
-"""Triton kernels of exact attention: all sums go by position, whatever slots keys are in.
+"""Triton kernels of exact attention, which sum in the order of positions, whatever the KV slots of keys.
 
-The positions that a query at position p sees are its *near* ones, from ``near_start(p)`` to p, and the *far*
-ones before. Every ancestor of a tree no deeper than ``DEPTH`` is near, so that far positions are in their own
-slots for all queries of a forward. They are divided into chunks with fixed bounds (``chunk_start``), each
-summed by one program for all queries in tiles of fixed positions. Near ones are two tiles, each in the order
-of positions. The last kernel merges the sums in one order. No bound depends on the number of queries or
-programs; tiles beyond a query's far positions add exactly 0 to its sums.
+A query at position p sees *near* positions, from ``near_start(p)`` to p, and *far* positions before them.
+Every ancestor in a tree of depth up to ``DEPTH`` is near. So a far position is in the same slot for all
+queries of a forward. Far positions are divided into chunks with fixed bounds (``chunk_start``). One program
+sums a chunk for all queries, in tiles of fixed positions. Near positions are two tiles, each in the order of
+positions. The last kernel merges the partial outputs in a fixed order. No bound depends on the number of
+queries or programs, and tiles beyond the far positions of a query add exactly 0 to its sums.
 
-The newest tile of a query has its ancestors in the tree, and is gathered by a program for each query. The one
-before it is mostly the last whole tile of committed positions, which is in its own slots: there programs take
-BLOCK_G query rows, as many as a program for one query has, so that both have the same products. The programs
-of near positions need a third of the shared memory of those of far positions, so that more of them are on a
-multiprocessor at a time than in one launch with those.
+The second near tile of a query holds its ancestors in the tree, so a program for each query gathers it. The
+first near tile is usually the last whole tile of committed positions, which all queries of a sequence share.
+One program computes it for BLOCK_G query rows, the same number of rows as in a program for one query, so that
+both compute the same products. Far and near positions have separate launches, because a program for near
+positions needs a third of the shared memory, so that more of them run on a multiprocessor at a time.
 """
 
 import triton
@@ -29,9 +29,9 @@ from triforce_tree.kernels.launching import wait_for_previous
 
 DEPTH = tl.constexpr(64)
 TILE = tl.constexpr(64)
-NEAR = tl.constexpr(128)  # DEPTH + TILE positions at most
-# Chunks of 512 positions up to the first bound, of 1,024 up to the second, then of 4,096: a short text is
-# divided among many programs, and a long one has few partial results.
+NEAR = tl.constexpr(128)  # a query has at most DEPTH + TILE near positions
+# Chunks have 512 positions up to the first bound, 1,024 up to the second, then 4,096. So a short text is
+# divided among many programs, and a long text has few partial outputs.
 _FIRST, _SECOND = tl.constexpr(4096), tl.constexpr(16384)
 _SHORT, _MIDDLE, _LONG = tl.constexpr(512), tl.constexpr(1024), tl.constexpr(4096)
 _BEFORE_SECOND = tl.constexpr(8)
@@ -46,7 +46,7 @@ def near_start(position):
 
 @triton.jit
 def shared_start(length):
-    """Returns the first position of the last whole committed tile, the first near one of most queries."""
+    """Returns the first position of the last whole committed tile, the first near tile of most queries."""
     return length // TILE * TILE - TILE
 
 
@@ -85,7 +85,7 @@ def near_slots_kernel(
     words,
     BLOCK: tl.constexpr,
 ):
-    """Positions of all queries, and the slots of their near positions."""
+    """Writes the position of each query and the slots of its near positions."""
     query = tl.program_id(0)
     sequence, token = query // tokens, query % tokens
     length = tl.load(lengths_ptr + sequence)
@@ -111,13 +111,15 @@ _UNSPECIALIZED = [
 
 @triton.jit
 def softmax_step(scores, seen, best, weight, base):
-    """Runs one step of the online softmax over scores ``[M, N]``; rows are ``seen`` as a whole or not at all.
+    """Runs one step of the online softmax over scores ``[M, N]``; only rows in ``seen`` (bool ``[M]``) count.
 
-    Returns probabilities, the factor on earlier sums, and the new maximum and sum of probabilities.
+    Returns:
+        unnormalised probabilities ``[M, N]``, the factor on earlier sums ``[M]``, the new maximum ``[M]`` and
+        the new sum of probabilities ``[M]``.
     """
     top = tl.where(seen, tl.maximum(best, tl.max(scores, 1)), best)
     floor = tl.where(top == float("-inf"), 0.0, top)
-    # Where nothing is seen all probabilities become 0, and the factor 1.
+    # In a row that sees no position, all probabilities become 0 and the factor becomes 1.
     p = tl.exp2(scores * base - tl.where(seen, floor * base, float("inf"))[:, None])
     rescale = tl.where(seen, tl.exp2((best - floor) * base), 1.0)
     return p, rescale, top, weight * rescale + tl.sum(p, 1)
@@ -125,7 +127,7 @@ def softmax_step(scores, seen, best, weight, base):
 
 @triton.jit
 def store_piece(out_ptr, lse_ptr, piece, real, acc, best, weight, base, columns, DIM: tl.constexpr):
-    """Store normalised sums of rows that are ``real``, and their log-sum-exp in base 2."""
+    """Stores the partial outputs of the rows in ``real``, and their log-sum-exps in base 2."""
     empty = weight == 0.0
     out = acc * (1.0 / tl.where(empty, 1.0, weight))[:, None]
     lse = tl.where(empty, float("-inf"), best * base + tl.log2(tl.where(empty, 1.0, weight)))
@@ -160,7 +162,7 @@ def exact_far_kernel(
     view_columns_per_head,
     tokens,  # T
     blocks,  # tiles of BLOCK_M query rows of a sequence and KV head
-    pieces,  # partial results of a query: its chunks, then its two near tiles
+    pieces,  # partial outputs of a query: its chunks, then its two near tiles
     units,  # B * H_kv * blocks
     window,
     GROUP: tl.constexpr,
@@ -179,7 +181,7 @@ def exact_far_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Processes one chunk of one KV head for a tile of the query rows of a sequence."""
+    """Attends to one chunk of one KV head for a tile of the query rows of a sequence."""
     wait_for_previous(PDL)
     program = tl.program_id(0)
     heads = KV_HEADS * GROUP
@@ -188,7 +190,7 @@ def exact_far_kernel(
     offsets = tl.arange(0, BLOCK_N)
     base = LOG2E if SOFTCAP else scale * LOG2E
 
-    # The last chunks come first: they are the largest, and small ones fill the gaps at the end.
+    # Programs with the last chunks start first, because these chunks are the largest.
     unit, chunk = program % units, pieces - 3 - program // units
     block, head = unit % blocks, unit // blocks % KV_HEADS
     sequence, head64 = unit // (blocks * KV_HEADS), head.to(tl.int64)
@@ -271,8 +273,8 @@ def exact_near_kernel(
     stride_tb,
     stride_th,
     tokens,  # T
-    pieces,  # partial results of a query: its chunks, then its two near tiles
-    gathered,  # B * T * H_kv, the first programs; then B * H_kv * blocks
+    pieces,  # partial outputs of a query: its chunks, then its two near tiles
+    gathered,  # B * T * H_kv, number of the programs that gather; B * H_kv * blocks others follow
     blocks,  # tiles of BLOCK_G query rows of a sequence and KV head
     window,
     GROUP: tl.constexpr,
@@ -289,9 +291,9 @@ def exact_near_kernel(
     SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The near tiles of one query, gathered; or the first of BLOCK_G query rows, where it is committed."""
+    """Attends to the near tiles of one query, or to the committed first near tile of BLOCK_G query rows."""
     if PDL:
-        # No wait: the kernel before this one is that of far positions, and waited for what both read.
+        # There is no wait, because the previous kernel (far positions) has waited for the inputs of both.
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     heads = KV_HEADS * GROUP
@@ -363,7 +365,7 @@ def exact_near_kernel(
             partial_out_ptr, partial_lse_ptr, piece, real, acc, best, weight, base, v_columns, VALUE_DIM
         )
     if PDL:
-        # The kernel after this one reads what the kernel before it wrote.
+        # The next kernel reads what the kernel before this one wrote.
         tl.extra.cuda.gdc_wait()
 
 
@@ -385,7 +387,7 @@ def exact_combine_kernel(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the partial results of a query head: its chunks in their order, then its near tiles."""
+    """Merges the partial outputs of a query head: its chunks in their order, then its near tiles."""
     query, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BLOCK_D)
     inside = columns < DIM
@@ -397,7 +399,7 @@ def exact_combine_kernel(
     if WINDOW:
         first = first_seen(position, window, CHUNKED)
     first_chunk = chunk_of(first)
-    # Where the window hides all far positions no chunk may have been written.
+    # If the window hides all far positions, chunks may be unwritten, so none is read.
     chunks = tl.where(end > first, chunk_of(tl.maximum(end, 1) - 1) + 1, 0)
     best = tl.full([], float("-inf"), tl.float32)
     weight = tl.full([], 0.0, tl.float32)
@@ -423,7 +425,7 @@ def exact_combine_kernel(
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
-    # Unused nodes of a tree may see nothing, and -inf - -inf is NaN.
+    # An unused node of a tree may see no position, and -inf - -inf is NaN.
     floor = tl.where(top == float("-inf"), 0.0, top)
     rescale, near_weight, last_weight = tl.exp2(best - floor), tl.exp2(lse - floor), tl.exp2(last_lse - floor)
     acc = acc * rescale + near * near_weight + last * last_weight

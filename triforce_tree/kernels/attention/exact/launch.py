@@ -1,7 +1,7 @@
-"""Exact attention on a GPU: the slots of near positions once a forward, then three kernels a layer.
+"""Launches exact attention on a GPU: one kernel per forward for near positions, and three per layer.
 
-Nothing here waits for the device, and lengths and masks are read from device buffers: a captured graph stays
-valid.
+No function waits for the device, and the kernels read lengths and masks from device buffers, so that a
+captured graph stays valid.
 """
 
 from dataclasses import replace
@@ -26,22 +26,23 @@ from triforce_tree.kernels.fitting import fitted, within
 from triforce_tree.kernels.launching import launched_early, warps
 
 _ROWS = 64
-"""Query rows that the tiles are chosen for, whatever their number."""
+"""Number of query rows for which tiles are chosen, whatever the actual number."""
 _MOST_DIM = 512
-# Of a thread, for five programs on a multiprocessor of tiles of so many columns; wider ones would spill.
+# Limit on registers per thread for up to so many columns, which lets five programs run on a multiprocessor;
+# with more columns it would spill.
 _NEAR_REGISTERS, _NEAR_COLUMNS = 96, 128
-# Partial results that the merge loads at a time.
+# Number of partial outputs that the merging kernel loads at a time.
 _TOGETHER = 16
 
 
 def chunks_of(positions: int) -> int:
-    """Chunks of so many positions; see ``kernels.chunk_start``."""
+    """Returns the number of chunks of ``positions`` positions; see ``kernels.chunk_start``."""
     first, second, third = min(positions, 4096), min(positions, 16384) - 4096, positions - 16384
     return -(-first // 512) + max(0, -(-second // 1024)) + max(0, -(-third // 4096))
 
 
 def near(lengths: Tensor, mask: Tensor, tokens: int) -> Near:
-    """Positions of the queries of a forward, and the slots of their near positions.
+    """Computes the positions of the queries of a forward and the slots of their near positions.
 
     Args:
         lengths, mask: as in ``ExactAttention``.
@@ -58,16 +59,16 @@ def near(lengths: Tensor, mask: Tensor, tokens: int) -> Near:
 
 
 def configuration(dim: int, value_dim: int, element_bytes: int, device: Device) -> KernelConfig:
-    """The tiles for heads of these widths, whatever the number of queries."""
+    """Returns the tiles for heads of these widths, whatever the number of queries."""
     chosen = choose(_ROWS, dim, element_bytes, device, value_dim)
     return replace(chosen, block_n=min(chosen.block_n, TILE.value))
 
 
 def attention(request: ExactAttention) -> Tensor:
-    """``[B * T, H_q, D_v]`` in the dtype of ``q``; bf16 and fp16.
+    """Computes exact attention, ``[B * T, H_q, D_v]``, for bf16 and fp16.
 
     Raises:
-        ValueError: dtypes, shapes or layouts that the kernel does not serve.
+        ValueError: the kernels do not support these dtypes, shapes or layouts.
     """
     q, (k, v, table, _), params = request.q.contiguous(), request.kv, request.params
     window, softcap = params.window or 0, params.softcap or 0.0
