@@ -59,12 +59,6 @@ BENCHMARKS = {
         "clients that ask about one document and join a batch, keys and values stored once beside copies",
         "clients_{machine}.jsonl",
     ),
-    "seeds": Benchmark(
-        "benchmarks.seeds",
-        "accepted tokens and time with noise by position beside fresh noise: docs/seeds.md",
-        "seeds_{machine}.jsonl",
-        to_file=True,
-    ),
     "saved_sessions": Benchmark(
         "benchmarks.requests.saved",
         "saving and loading a session beside writing and reading the same bytes: docs/sessions.md",

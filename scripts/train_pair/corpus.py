@@ -26,6 +26,16 @@ from pathlib import Path
 from scripts.benchmarks.common.texts import Source, pieces
 from triforce_tree.bench.texts import dataset_texts
 
+# Packages whose docstrings and sources are trained on. None of them is a source of the benchmarks' prompts.
+LIBRARIES = (
+    "scipy", "numpy", "sympy", "pandas", "torch", "matplotlib", "networkx", "transformers", "sklearn", "jax",
+    "statsmodels", "astropy", "skimage", "django", "sqlalchemy", "xarray", "dask",
+)  # fmt: skip
+PYTHON = (
+    "asyncio", "email", "http", "unittest", "logging", "multiprocessing", "concurrent", "importlib", "xml",
+    "json", "urllib", "ctypes", "collections", "sqlite3", "tkinter", "wsgiref",
+)  # fmt: skip
+
 WORD = re.compile(r"[a-z0-9_]+")
 SHINGLE = 10  # words
 SHORTEST = 300  # characters of a document

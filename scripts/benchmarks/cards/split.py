@@ -22,10 +22,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from scripts.benchmarks.cards.decode import decoded
-from scripts.benchmarks.cards.ring import passed_on
 from scripts.benchmarks.cards.tables import FILE, OFFLOADED, ONE, POSITION
 from scripts.benchmarks.common.command import (
     TINY_DRAFT,
@@ -41,10 +40,14 @@ from scripts.benchmarks.common.rope import TRAINED, factor_for, use_yarn
 from scripts.benchmarks.common.timing import timed
 from scripts.benchmarks.sources.registry import DOCUMENTATION, Texts
 from scripts.inflate.pair import inflate_pair
-from triforce_tree import load
+from triforce_tree import Engine, load
 from triforce_tree.config import load_arguments
+from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.decoding.sequence import Ending
+from triforce_tree.decoding.sequence import Sequence as DecodedSequence
 from triforce_tree.kernels.ranks import merged_bytes, merged_over_ranks
+from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.kv.parallel.backend import SplitBackend
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import Step, executor, free_memory
@@ -54,6 +57,8 @@ HEADS = "by heads"
 OPTIONS: Record = {"levels": 3, "gamma": 15, "tree": "best-first:4,4,4,3", "budget": 4096, "chunk": 32}
 # Device memory that is left to activations, graphs and NCCL.
 _SPARE = 12 << 30
+# Tokens that are decoded before anything is timed: kernels are compiled, and graphs captured.
+_WARM_UP = 8
 
 
 def fits(target: PreTrainedModel, context: int, cards: int, way: str, device: torch.device) -> bool:
@@ -111,6 +116,34 @@ def merge_ms(program: DecodingProgram, queries: int, runs: int) -> float:
 
     run = executor([Step(merge_all)], target.device)
     return 1e3 * statistics.median([timed(target.device, run)[1] for _ in range(runs + 1)][1:])
+
+
+def passed_on(program: DecodingProgram, runs: int) -> Record:
+    """Milliseconds in which all ranks pass the slots of their positions on once, layer by layer.
+
+    A token over W ranks takes W - 1 times as many (arXiv 2310.01889). The slots' own memory is sent.
+
+    Args:
+        program: whose text is split by position over all ranks.
+    """
+    backend = program.cache.backend
+    assert isinstance(backend, SplitBackend)
+    split = backend.slots
+    layers = [split.part.layer(index) for index in range(program.target.layers) if split.splits(index)]
+    received = [torch.empty_like(part) for part in layers[0]]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    following, before = (rank + 1) % size, (rank - 1) % size
+
+    def pass_on() -> None:
+        for parts in layers:
+            for part, room in zip(parts, received, strict=True):
+                exchange = [dist.P2POp(dist.isend, part, following), dist.P2POp(dist.irecv, room, before)]
+                for request in dist.batch_isend_irecv(exchange):
+                    request.wait()
+
+    seconds = [timed(program.device, pass_on)[1] for _ in range(runs + 1)][1:]
+    size_of_layer = sum(part.nbytes for part in layers[0])
+    return {"ms": 1e3 * statistics.median(seconds), "layers": len(layers), "layer_bytes": size_of_layer}
 
 
 def measure(
@@ -176,6 +209,47 @@ def measure_texts(
         ]
     finally:
         engine.close()
+
+
+def decoded(engine: Engine, name: str, prompt: Sequence[int], new_tokens: int, plain_tokens: int) -> Record:
+    """Greedy decoding after a prompt that is prefilled, by the engine's settings and then plainly."""
+    greedy, ids = ProbsFromLogits.at(0.0), list(prompt)
+    with torch.no_grad(), engine.program([ids], new_tokens, greedy) as program:
+        _, prefill = timed(program.device, lambda: program.prefill([ids]))
+        for rounds in (None, 0):
+            _continued(program, ids, _WARM_UP, rounds)
+        ours, loop = _continued(program, ids, new_tokens, None)
+        plain, alone = _continued(program, ids, plain_tokens, 0)
+    distributed.check_equal("tokens", ours)
+    ms, plain_ms = (1e3 * d.decode_seconds / len(tokens) for d, tokens in ((loop, ours), (alone, plain)))
+    return {
+        "text": name,
+        "new_tokens": len(ours),
+        "ms_per_token": ms,
+        "plain_ms_per_token": plain_ms,
+        "speedup": plain_ms / ms,
+        "tokens_per_pass": len(ours) / max(1, loop.passes.total()),
+        "acceptance": {v.name: v.acceptance_rate for v in loop.levels if v.acceptance_rate is not None},
+        "passes": {str(kind): made for kind, made in loop.passes.most_common()},
+        "equal_tokens": [common_prefix(ours, plain), len(plain)],
+        "prefill_seconds": prefill,
+    }
+
+
+def _continued(
+    program: DecodingProgram, prompt: list[int], count: int, rounds: int | None
+) -> tuple[list[int], DecodingLoop]:
+    """New tokens, and the loop that made them; 0 rounds are plain decoding."""
+    loop, text = (
+        DecodingLoop.over(program, ProbsFromLogits.at(0.0), 0),
+        DecodedSequence(prompt, Ending(count)),
+    )
+    if rounds is not None:
+        loop.policy.fixed = rounds
+    loop.begin([text], cached=True)
+    for _ in loop.decode():
+        pass
+    return text.new, loop
 
 
 def main(words: Sequence[str]) -> int:

@@ -177,7 +177,6 @@ CPU = (
     _bench("cpu", "cpu", 25, tiny=None),
     _bench("requests-cpu", "requests --pair", 5),
     _bench("saved-sessions", "saved_sessions", 5),
-    _bench("seeds", "seeds", 20, tiny=None),
     _bench(
         "shared-prefix-cpu",
         "shared_prefix --tiny --context 256 1024 4096 --levels 1 3",

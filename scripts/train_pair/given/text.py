@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.train_pair.corpus import gather
-from scripts.train_pair.heads.text import LIBRARIES, PYTHON
+from scripts.train_pair.corpus import LIBRARIES, PYTHON, gather
 from scripts.train_pair.kinds.text import KIND_SOURCES, held_texts
 from triforce_tree.bench.texts import dataset_texts
 from triforce_tree.loading.checkpoints import load_tokenizer

@@ -7,7 +7,7 @@
 The losses are those of ``given``: the target's distribution on ``--length`` tokens of context, the draft on
 its streaming cache, cross-entropy and the overlap sum of min(p, q). ``--out`` gets the model folder
 ``draft``, the folder ``mean`` of the mean of its weights and the first ones, which forgets less (arXiv
-2109.01903), and ``log.jsonl``; ``kinds.evaluate`` compares drafts. ``--minutes`` is the training's budget
+2109.01903), and ``log.jsonl``. ``--minutes`` is the training's budget
 without compilation. Products are bf16 on a GPU; on a CPU those of the target are. ``--resume`` goes on from
 the last checkpoint.
 """

@@ -26,10 +26,10 @@ from tokenizers import Tokenizer
 from scripts.benchmarks.sources.loaders import MissingTextError
 from scripts.benchmarks.sources.python_files import package_folders
 from scripts.benchmarks.sources.registry import CODE, DIALOGUE, DOCUMENTATION, PROSE, SOURCES, VERSE, Texts
-from scripts.train_pair.corpus import gather
-from scripts.train_pair.heads.text import PYTHON, TOKENIZER
+from scripts.train_pair.corpus import PYTHON, gather
 from scripts.train_pair.tokenizer import END
 from triforce_tree.bench.texts import dataset_texts
+from triforce_tree.loading.checkpoints import PAIR
 
 _FORTUNES = (
     "art computers cookie debian definitions disclaimer education ethnic food fortunes goedel humorists kids "
@@ -149,7 +149,7 @@ def prepare(
     Raises:
         ValueError: no text was found.
     """
-    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
     end, arrays = tokenizer.token_to_id(END), dict[str, np.ndarray]()
     with TemporaryDirectory() as folder:
         entries = [entry for source in sources for entry in source.entries(root)] + [*more]

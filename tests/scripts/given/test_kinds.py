@@ -1,4 +1,4 @@
-"""Further distillation of the embedded draft: what it is trained on, and how drafts are compared."""
+"""Further distillation of the embedded draft: what it is trained on, and what is saved."""
 
 import json
 from pathlib import Path
@@ -68,14 +68,13 @@ def test_the_target_writes_behind_prompts(script: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_further_distilled_draft_is_better_on_what_it_was_trained_on(script: Any, tmp_path: Path) -> None:
+def test_a_further_distilled_draft_is_averaged_with_the_one_before(script: Any, tmp_path: Path) -> None:
     ids = load_tokenizer(PAIR / "target")(
         "It was a truth, or so we were told, and no one asked. " * 80
     ).input_ids
     data, out = saved(tmp_path / "kinds.npz", prose=ids), tmp_path / "out"
     words = ["--data", str(data), "--out", str(out), "--steps", "3", "--tokens", "1032", "--length", "1032"]
     script("train_pair.kinds.__main__").main([*words, "--warm-up", "1"])
-    evaluate = script("train_pair.kinds.evaluate")
     assert LlamaForCausalLM.from_pretrained(out / "draft").config.hidden_size == 256
     weights = [
         LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight
@@ -83,9 +82,3 @@ def test_a_further_distilled_draft_is_better_on_what_it_was_trained_on(script: A
     ]
     assert torch.allclose(weights[2], (weights[0] + weights[1]) / 2, atol=2e-3)
     assert not torch.equal(weights[1], weights[2])
-    drafts = {"before": PAIR / "draft", "again": PAIR / "draft", "after": out / "draft"}
-    judge = evaluate.Judge(drafts, torch.device("cpu"))
-    found = judge(torch.tensor([ids[:1100]]), 50)
-    assert found["before"] == found["again"]
-    name = "overlap at T=1"
-    assert 0 < found["before"][name] < found["after"][name] < 1

@@ -1,1 +1,0 @@
-"""Training of drafting heads (Medusa, EAGLE-3) for the embedded target, see ``__main__``."""
