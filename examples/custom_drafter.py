@@ -1,6 +1,6 @@
 """A drafter of your own: it proposes after each token the one that followed its last occurrence.
 
-The protocol that it implements is ``triforce_tree.drafters.base.Drafter``.
+``triforce_tree.drafters.base.Drafter`` describes the attributes and methods.
 """
 
 from itertools import pairwise
@@ -9,17 +9,12 @@ from pydoc_data.topics import topics
 import triforce_tree
 
 
-class Bigrams:
+class Bigrams(triforce_tree.Drafter):
     """Proposals are a function of the committed tokens: deterministic, so no distributions are reported."""
 
     name = "bigrams"  # in statistics
     tree = "chain:4"  # a tree of at most 4 proposed tokens, one below the other
-    features = ()  # it reads no hidden states of the target
     deterministic = True
-    capturable = False  # it reads tokens on the host, which a CUDA graph cannot
-
-    def bind(self, state):
-        """It needs no buffers."""
 
     def start(self, sequences):
         """New prompts: remember for each token the one that followed it last."""

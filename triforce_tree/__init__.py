@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from triforce_tree.api import custom_generate, generate, load
     from triforce_tree.branching.pages import TreeFullError
     from triforce_tree.branching.tree import TextTree
+    from triforce_tree.drafters.base import Drafter
     from triforce_tree.drafters.heads.eagle import Eagle3
     from triforce_tree.drafters.heads.medusa import Medusa
     from triforce_tree.engine import Engine
@@ -28,6 +29,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Drafter",
     "Eagle3",
     "Engine",
     "GenerateOutput",
@@ -44,6 +46,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(__all__, "triforce_tree.api"),
+    "Drafter": "triforce_tree.drafters.base",
     "Eagle3": "triforce_tree.drafters.heads.eagle",
     "Engine": "triforce_tree.engine",
     "GenerateOutput": "triforce_tree.requests.output",

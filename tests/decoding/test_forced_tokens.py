@@ -1,7 +1,5 @@
 """Logits for given tokens are those that the stages compute while decoding."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from tests.support.models.program_cases import GREEDY, SMALL, draft_of, model, p
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
@@ -19,19 +17,12 @@ pytestmark = [pytest.mark.usefixtures("poisoned_empty"), pytest.mark.filterwarni
 PROMPT = prompt_of(90)
 
 
-class Nothing:
+class Nothing(Drafter):
     """A drafter that proposes no token, so that each forward of level 1 appends one."""
 
     name = "nothing"
     tree = "chain:1"
     deterministic = capturable = True
-    features: tuple[int, ...] = ()
-
-    def bind(self, state: SequenceState) -> None: ...
-
-    def start(self, sequences: Sequence[Sequence[int]]) -> None: ...
-
-    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tree.tokens[:, 0] = state.newest

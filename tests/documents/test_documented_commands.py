@@ -136,7 +136,6 @@ def test_the_readme_runs_as_written(tmp_path: Path) -> None:
 
 
 def test_the_api_reference_names_what_is_there() -> None:
-    """All that the package offers, beside the protocol of drafters."""
     named = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE)
     found = {name: pkgutil.resolve_name(name) for name in named}
     assert {f"triforce_tree.{name}" for name in triforce_tree.__all__} <= found.keys()

@@ -231,10 +231,8 @@ def test_features_of_a_stage_are_those_of_its_own_forward() -> None:
         )
 
 
-def without(name: str) -> object:
-    """Returns an object with all attributes and methods of a drafter except ``name``."""
-    names = ("name", "tree", "deterministic", "capturable", "features", "bind", "start", "prepare", "propose")
-    return type("Half", (), {other: None for other in names if other != name})()
+class Half(triforce_tree.Drafter):
+    tree = "chain:4"
 
 
 DRAFT = perturbed(TARGET, 0.1)
@@ -248,8 +246,8 @@ def with_tree(tree: str) -> Oracle:
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "unknown": ({"drafter": "medusa"}, "drafter='medusa' is not known; use model, lookup or an object"),
-    "missing": ({"drafter": without("propose")}, "Half is no drafter: it has no propose"),
-    "a number": ({"drafter": 5}, "int is no drafter: it has no name, tree"),
+    "missing": ({"drafter": Half()}, "Half is no drafter: it has no deterministic"),
+    "a number": ({"drafter": 5}, "int is no drafter: make it a subclass of triforce_tree.Drafter"),
     "two drafters": ({"drafter": Oracle(), "draft": DRAFT}, "one was given; leave one out"),
     "lookup and a draft": ({"drafter": "lookup", "draft": DRAFT}, "drafter='lookup' uses no draft model"),
     "tree": ({"drafter": Oracle(), "tree": "chain:3"}, "has a tree of its own; change drafter.tree"),

@@ -21,6 +21,12 @@ def test_the_documented_drafter_runs(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_drafter_of_the_package_is_named() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for name in ("tree_model.py", "suffix_matching.py", "merged.py", "heads/medusa.py", "heads/eagle.py"):
+    for name in (
+        "tree_model.py",
+        "suffix_matching.py",
+        "with_lookup.py",
+        "heads/medusa.py",
+        "heads/eagle.py",
+    ):
         assert name in text
         assert (PAGE.parents[1] / "triforce_tree" / "drafters" / name).is_file()

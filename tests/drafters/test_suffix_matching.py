@@ -11,8 +11,7 @@ from tests.support.models.families import greedy, perturbed, tiny
 from tests.support.models.own_drafters import FixedSiblings, TableDraws
 from triforce_tree.config import load_arguments
 from triforce_tree.drafters.base import Drafter, TokenTree
-from triforce_tree.drafters.merged import Merged
-from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
 from triforce_tree.kernels.step.accept import FIXED
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import device_tree_shape

@@ -12,7 +12,7 @@ from tests.support.models.program_cases import GREEDY, draft_of, model, program_
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.suffix_index import LONGEST, SHORTEST, SuffixIndex
+from triforce_tree.drafters.with_lookup import LONGEST, SHORTEST, SuffixIndex
 from triforce_tree.policy.passes import PLAIN, PassKind
 
 

@@ -17,8 +17,7 @@ from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.medusa import Medusa
-from triforce_tree.drafters.merged import Merged
-from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.drafter_memory import uses
 from triforce_tree.planning.memory_layout import Workload

@@ -16,7 +16,6 @@ from triforce_tree.decoding.stages import (
     Stage,
     TreeVerifyStage,
 )
-from triforce_tree.drafters.base import start_one
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.policy.passes import PassKind
 from triforce_tree.runtime.executor import free_memory
@@ -108,7 +107,7 @@ class DecodingProgram(Buffers):
         state.length[index], state.active[index] = len(prompt) - 1, 1
         state.chain[index] = state.retrieval_emitted[index] = 0
         if self.drafter is not None:
-            start_one(self.drafter, index, sequences)
+            self.drafter.start_one(index, sequences)
         self.cache.begin([prompt], index)
         return reused
 

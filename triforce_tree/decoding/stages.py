@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triforce_tree.decoding.chain_tree import ChainTree
 from triforce_tree.drafters.base import Drafter, TokenTree, grown_shapes
-from triforce_tree.drafters.chain_tree import ChainTree
 from triforce_tree.kv.view import KVView, RetrievalView
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.executor import Step

@@ -1,8 +1,8 @@
-"""The protocol of a drafter, and the token tree that it writes.
+"""The base class of drafters, and the token tree that they write.
 
 A drafter proposes one token tree per sequence, and the retrieval model or the target verifies it. To add a
-drafter, write a class with the attributes and methods of :class:`Drafter` (``examples/custom_drafter.py`` is
-a complete one) and pass an instance to ``triforce_tree.load(drafter=...)``. However poor its proposals are,
+drafter, write a subclass of :class:`Drafter` (``examples/custom_drafter.py`` is a complete one) and pass an
+object of it to ``triforce_tree.load(drafter=...)``. However poor its proposals are,
 the output follows the target's own distribution if the drafter is *honest* (``docs/losslessness.md``):
 
 * The children of a node are drawn without replacement from the distribution that the drafter reports for that
@@ -14,7 +14,6 @@ the output follows the target's own distribution if the drafter is *honest* (``d
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ class TokenTree:
             node n, or -1 everywhere for a deterministic drafter, and ``FIXED`` for the nodes of a chain that
             is verified together with the tree.
         depth: depth of the deepest node, the most tokens that can be accepted.
-        shape: index of the tree's shape in the drafter's ``shapes``, see :class:`GrowsShapes`.
+        shape: index of the tree's shape in the drafter's ``shapes``.
     """
 
     tokens: Tensor
@@ -152,145 +151,12 @@ class TokenTree:
         ]
 
 
-@runtime_checkable
-class ReadsTarget(Protocol):
-    """The optional part of the protocol for a drafter that computes with weights of the target.
+class Drafter:
+    """Proposes token trees for a batch of B sequences. A drafter of your own is a subclass.
 
-    Attributes:
-        feature_window: (number of first positions, number of newest positions) of a sequence, prompt
-            included, whose hidden states the drafter reads. A drafter without this attribute can read hidden
-            states only of the tokens that the last passes verified.
-    """
-
-    feature_window: tuple[int, int]
-
-    def attach(self, target: HFModel) -> None:
-        """Takes the weights that drafting needs. The engine calls it before ``bind``, and reads ``features``
-        after it.
-
-        Raises:
-            ValueError: the drafter was made for another target.
-        """
-
-
-@runtime_checkable
-class StartsOne(Protocol):
-    """The optional part of the protocol for a drafter that can begin one sequence while others continue.
-
-    If a drafter lacks it, ``start`` is called again with all sequences.
-    """
-
-    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        """Begins a new sequence at index b, whose sequence has ended.
-
-        Args:
-            sequences: the token ids of all sequences, as in ``Drafter.start``.
-        """
-
-
-def start_one(drafter: "Drafter", b: int, sequences: Sequence[Sequence[int]]) -> None:
-    """Begins a new sequence at index b with ``drafter.start_one``, or with ``start`` if it lacks that.
-
-    Args:
-        sequences: the token ids of all sequences.
-    """
-    if isinstance(drafter, StartsOne):
-        drafter.start_one(b, sequences)
-    else:
-        drafter.start(sequences)
-
-
-@runtime_checkable
-class GrowsShapes(Protocol):
-    """The optional part of the protocol for a drafter with several tree shapes, of which each pass uses one.
-
-    A pass is one run of drafting, verification by the retrieval model, and verification by the target.
-
-    Attributes:
-        shapes: the shapes; the first equals the attribute ``tree``. ``propose`` writes a tree of shape
-            ``shapes[tree.shape]``, which was chosen before the pass began.
-    """
-
-    shapes: tuple[str | Shape, ...]
-
-
-@runtime_checkable
-class CountsBytes(Protocol):
-    """The optional part of the protocol for a drafter whose allocations memory plans take into account.
-
-    Attributes:
-        weight_bytes: bytes on the device of the drafter's own weights; known after ``attach``.
-    """
-
-    weight_bytes: int
-
-    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        """Returns the bytes that ``bind`` allocates on the device, by a name of their use.
-
-        Args:
-            batch: number of sequences.
-            capacity: most tokens of a sequence, including those that passes write after its end.
-            limits: most tokens that a pass drafts and writes.
-        """
-
-
-def drafter_bytes(
-    drafter: "Drafter", batch: int, capacity: int, limits: PassLimits, size: int, itemsize: int
-) -> dict[str, int]:
-    """Returns the bytes on the device of a drafter and of the hidden states that are kept for it, by use.
-
-    Args:
-        batch, capacity, limits: as in :meth:`CountsBytes.buffer_bytes`.
-        size: hidden size of the target.
-        itemsize: bytes per element of its hidden states.
-    """
-    by_use: dict[str, int] = {}
-    if isinstance(drafter, CountsBytes):
-        by_use = {"heads": drafter.weight_bytes, **drafter.buffer_bytes(batch, capacity, limits)}
-    if drafter.features:
-        leading, history, beyond = _positions(drafter, limits.max_draft_tokens + limits.depth + 2)
-        kept = batch * (leading + history + beyond)
-        by_use["hidden states for the drafter"] = len(drafter.features) * kept * size * itemsize
-    return {use: size for use, size in by_use.items() if size}
-
-
-def shapes_of(drafter: "Drafter") -> tuple[str | Shape, ...]:
-    """Returns the shapes of a drafter's trees; the first is its attribute ``tree``."""
-    return drafter.shapes if isinstance(drafter, GrowsShapes) else (drafter.tree,)
-
-
-def grown_shapes(drafter: "Drafter") -> list[DeviceTreeShape]:
-    """Returns the node layout of each of a drafter's tree shapes, in the order of :func:`shapes_of`."""
-    return [device_tree_shape(parse_shape(shape)) for shape in shapes_of(drafter)]
-
-
-def features_of(drafter: "Drafter | None", target: HFModel, batch: int, verified: int) -> Features | None:
-    """Allocates the buffers that keep the target's hidden states for a drafter; None if it reads none.
-
-    Args:
-        batch: number of sequences.
-        verified: most positions after the committed tokens that a pass writes.
-    """
-    if drafter is None or not drafter.features:
-        return None
-    size = target.model.config.get_text_config(decoder=True).hidden_size
-    positions = _positions(drafter, verified)
-    return Features(drafter.features, batch, size, *positions, target.device, target.dtype)
-
-
-def _positions(drafter: "Drafter", verified: int) -> tuple[int, int, int]:
-    """Returns how many positions' hidden states are kept: first ones, newest ones, and uncommitted ones."""
-    leading, newest = drafter.feature_window if isinstance(drafter, ReadsTarget) else (0, 1)
-    return leading, max(newest, verified), verified + _REWOUND
-
-
-class Drafter(Protocol):
-    """Proposes token trees for a batch of B sequences.
-
-    Calls come in this order: ``bind`` once; ``start`` for every new batch of prompts; then, until all
-    sequences have ended, ``prepare`` and at least one ``propose`` before each verification by the target.
-    If another sequence replaces one that has ended, ``start`` is called again with all sequences, or
-    ``start_one`` if the drafter has it (:class:`StartsOne`).
+    Calls come in this order: ``attach`` and ``bind`` once; ``start`` for every new batch of prompts; then,
+    until all sequences have ended, ``prepare`` and at least one ``propose`` before each verification by the
+    target. ``start_one`` is called if another sequence replaces one that has ended.
     With ``levels=2`` the target verifies each tree. With ``levels=3`` the retrieval model verifies each tree
     and appends the tokens that it emits to a provisional chain. The last token of the chain is the root of
     the next tree. After several trees the target verifies the chain.
@@ -299,6 +165,8 @@ class Drafter(Protocol):
         name: the drafter's name in statistics.
         tree: the shape of its trees in a form that :func:`triforce_tree.trees.shapes.parse_shape` reads,
             such as ``chain:8``.
+        shapes: all shapes of its trees, if there are several; the first equals ``tree``. ``propose`` writes a
+            tree of shape ``shapes[tree.shape]``, which was chosen before the pass began.
         deterministic: whether proposed tokens are a function of the preceding tokens alone. If False,
             ``tree.probs`` must hold the distributions that the tokens were drawn from.
         capturable: whether ``propose`` can be captured as a CUDA graph: it uses only torch operations on
@@ -306,14 +174,37 @@ class Drafter(Protocol):
             tokens on the host.
         features: the hidden states of the target that the drafter reads (``state.newest_features``): i means
             the output of decoder layer i, and the number of layers means the state after the final norm.
-            ``()`` if it reads none.
+        feature_window: (number of first positions, number of newest positions) of a sequence, prompt
+            included, whose hidden states the drafter reads. The default (0, 1) suffices for a drafter that
+            reads those of the tokens that the last pass verified.
+        weight_bytes: bytes on the device of the drafter's own weights; known after ``attach``.
     """
 
-    name: str
+    name = "drafter"
     tree: str | Shape
+    shapes: tuple[str | Shape, ...] = ()
     deterministic: bool
-    capturable: bool
-    features: tuple[int, ...]
+    capturable = False
+    features: tuple[int, ...] = ()
+    feature_window: tuple[int, int] = (0, 1)
+    weight_bytes = 0
+
+    def attach(self, target: HFModel) -> None:
+        """Takes the weights of the target that drafting needs. ``features`` are read after it.
+
+        Raises:
+            ValueError: the drafter was made for another target.
+        """
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        """Returns the bytes that ``bind`` allocates on the device, by a name of their use, for memory plans.
+
+        Args:
+            batch: number of sequences.
+            capacity: most tokens of a sequence, including those that passes write after its end.
+            limits: most tokens that a pass drafts and writes.
+        """
+        return {}
 
     def bind(self, state: SequenceState) -> None:
         """Allocates buffers for ``state.batch`` sequences of at most ``state.capacity`` tokens.
@@ -328,6 +219,14 @@ class Drafter(Protocol):
             sequences: the token ids of each prompt or continued sequence. The last token is the root of the
                 first tree.
         """
+
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Begins a new sequence at batch index b while the others continue; the default begins all again.
+
+        Args:
+            sequences: the token ids of all sequences.
+        """
+        self.start(sequences)
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
         """Reads newly committed tokens. Called on the host once before each verification by the target.
@@ -351,11 +250,80 @@ class Drafter(Protocol):
             tree: buffers of the shape that the attribute :attr:`tree` names.
             sampler: turns logits into distributions by the sampling options of the request, and draws tokens.
         """
+        raise NotImplementedError
 
 
-def check_drafter(drafter: Drafter, layers: int) -> None:
-    """Raises ValueError if ``drafter.tree`` is no tree shape or ``drafter.features`` has a missing layer."""
+def drafter_bytes(
+    drafter: Drafter, batch: int, capacity: int, limits: PassLimits, size: int, itemsize: int
+) -> dict[str, int]:
+    """Returns the bytes on the device of a drafter and of the hidden states that are kept for it, by use.
+
+    Args:
+        batch, capacity, limits: as in :meth:`Drafter.buffer_bytes`.
+        size: hidden size of the target.
+        itemsize: bytes per element of its hidden states.
+    """
+    by_use = {"heads": drafter.weight_bytes, **drafter.buffer_bytes(batch, capacity, limits)}
+    if drafter.features:
+        leading, history, beyond = _positions(drafter, limits.max_draft_tokens + limits.depth + 2)
+        kept = batch * (leading + history + beyond)
+        by_use["hidden states for the drafter"] = len(drafter.features) * kept * size * itemsize
+    return {use: size for use, size in by_use.items() if size}
+
+
+def shapes_of(drafter: Drafter) -> tuple[str | Shape, ...]:
+    """Returns the shapes of a drafter's trees; the first is its attribute ``tree``."""
+    return drafter.shapes or (drafter.tree,)
+
+
+def grown_shapes(drafter: Drafter) -> list[DeviceTreeShape]:
+    """Returns the node layout of each of a drafter's tree shapes, in the order of :func:`shapes_of`."""
+    return [device_tree_shape(parse_shape(shape)) for shape in shapes_of(drafter)]
+
+
+def features_of(drafter: Drafter | None, target: HFModel, batch: int, verified: int) -> Features | None:
+    """Allocates the buffers that keep the target's hidden states for a drafter; None if it reads none.
+
+    Args:
+        batch: number of sequences.
+        verified: most positions after the committed tokens that a pass writes.
+    """
+    if drafter is None or not drafter.features:
+        return None
+    size = target.model.config.get_text_config(decoder=True).hidden_size
+    positions = _positions(drafter, verified)
+    return Features(drafter.features, batch, size, *positions, target.device, target.dtype)
+
+
+def _positions(drafter: Drafter, verified: int) -> tuple[int, int, int]:
+    """Returns how many positions' hidden states are kept: first ones, newest ones, and uncommitted ones."""
+    leading, newest = drafter.feature_window
+    return leading, max(newest, verified), verified + _REWOUND
+
+
+def check_members(drafter: object) -> None:
+    """Raises ValueError if an object is not a :class:`Drafter`, or has no ``tree`` or ``deterministic``."""
+    kind = type(drafter).__name__
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"{kind} is no drafter: make it a subclass of triforce_tree.Drafter")
+    missing = [name for name in ("tree", "deterministic") if not hasattr(drafter, name)]
+    if missing:
+        raise ValueError(
+            f"{kind} is no drafter: it has no {', '.join(missing)} (triforce_tree.Drafter describes each)"
+        )
+
+
+def check_drafter(drafter: Drafter, target: HFModel) -> None:
+    """Attaches a drafter to the target, and checks its tree and the layers that it reads.
+
+    Raises:
+        ValueError: see :func:`check_members`; or the drafter was made for another target or reads a layer
+            that the target does not have, or ``drafter.tree`` is no tree shape.
+    """
+    check_members(drafter)
+    drafter.attach(target)
     parse_shape(drafter.tree)
+    layers = target.layers
     for layer in drafter.features:
         if not 0 <= layer <= layers:
             raise ValueError(

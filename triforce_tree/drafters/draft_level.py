@@ -5,9 +5,8 @@ from dataclasses import replace
 from torch import nn
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.drafters.base import Drafter, ReadsTarget, check_drafter, shapes_of
-from triforce_tree.drafters.merged import Merged
-from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.drafters.base import Drafter, check_drafter, shapes_of
+from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
@@ -42,8 +41,7 @@ class DraftLevel:
         kept: list[object] = [] if self.own is None else [*getattr(self.own, "__dict__", {}).values()]
         self._modules = [Changes(module) for module in kept if isinstance(module, nn.Module)]
         if self.own is not None:
-            self._attach()
-            check_drafter(self.own, target.layers)
+            check_drafter(self.own, target)
         if self.model is not None and self.model.states is not None:
             refuse_draft(self.model.name)
 
@@ -68,8 +66,9 @@ class DraftLevel:
             self.model.refresh()
         for changes in self._modules:
             changes.refresh(lambda: None)
-        if self._attached_to != self._target.revision:
-            self._attach()
+        if self.own is not None and self._attached_to != self._target.revision:
+            self.own.attach(self._target)
+        self._attached_to = self._target.revision
 
     def settle(self) -> None:
         """Must be called after forwards, see ``HFModel.settle``."""
@@ -77,12 +76,6 @@ class DraftLevel:
             self.model.settle()
         for changes in self._modules:
             changes.settle()
-
-    def _attach(self) -> None:
-        drafter: object = self.own
-        if isinstance(drafter, ReadsTarget):
-            drafter.attach(self._target)
-        self._attached_to = self._target.revision
 
     def with_trees(self, config: HierarchyConfig) -> HierarchyConfig:
         """Returns ``config`` with the tree shapes that the drafter will propose.

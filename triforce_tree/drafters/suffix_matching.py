@@ -7,17 +7,18 @@ an index of n-grams of a few lengths is kept on the device (``kernels.suffix``).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from triforce_tree.drafters.base import TokenTree
-from triforce_tree.kernels.suffix import index_ngrams, match_suffix
+from triforce_tree.drafters.base import Drafter, TokenTree, grown_shapes, shapes_of
+from triforce_tree.kernels.suffix import graft_chain, index_ngrams, match_suffix
 from triforce_tree.kernels.suffix.ngrams import MOST_ENTRIES, powers
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import Shape, chain_shape
+from triforce_tree.trees.shapes import chain_shape, with_chain
 from triforce_tree.verify.probs import Sampler
 
 # Maps each length of indexed n-grams to the expected acceptance rate after a match of at least this length.
@@ -27,7 +28,7 @@ _EXPECTED = {2: 0.3, 3: 0.45, 4: 0.55, 6: 0.65, 8: 0.8, 16: 0.93, 32: 0.97, 64: 
 _LEAST = 0.1
 
 
-class SuffixMatching:
+class SuffixMatching(Drafter):
     """A drafter without a model. The time of a proposal does not depend on the sequence's length.
 
     It searches all committed tokens for the newest tokens, which include the provisional chain. See
@@ -40,11 +41,9 @@ class SuffixMatching:
     name = "lookup"
     deterministic = True
     capturable = True
-    features: tuple[int, ...] = ()
-    weight_bytes = 0
 
     def __init__(self, length: int = 15) -> None:
-        self.tree: str | Shape = chain_shape(length)
+        self.tree = chain_shape(length)
         self.length = length
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
@@ -131,6 +130,65 @@ class SuffixMatching:
         index_ngrams(
             self._table, self._state.tokens, self._lengths, self._powers, self._indexed, until, count
         )
+
+
+class Merged(Drafter):
+    """Proposes the tree of ``drafter``, and a chain of suffix-matched tokens; one forward verifies both.
+
+    The chain uses nodes of the tree as long as the tree contains its tokens, and branches off after that
+    (``kernels.suffix.graft_chain``). Where it branches off, the chain's token is the last sibling: it is
+    tested only after all drawn siblings were rejected, so paths of the tree are accepted as often as without
+    the chain. The chain branches off at a node only if none of the drawn siblings equals its token, so the
+    existence of this node depends on the draws. This does not bias the output: a sibling with the chain's
+    token that was drawn and rejected has no probability left in the residual distribution, so a chain node
+    with that token would be rejected as well.
+
+    Args:
+        drafter: proposes the trees.
+        matcher: proposes the chains.
+    """
+
+    def __init__(self, drafter: Drafter, matcher: SuffixMatching) -> None:
+        self.drafter, self.matcher = drafter, matcher
+        self.name, self.features = drafter.name, drafter.features
+        self.deterministic = drafter.deterministic
+        self.capturable = drafter.capturable and matcher.capturable
+        self.shapes = tuple(with_chain(shape, matcher.length) for shape in shapes_of(drafter))
+        self.tree = self.shapes[0]
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        grown = self.drafter.buffer_bytes(batch, capacity, limits)
+        return {**grown, **self.matcher.buffer_bytes(batch, capacity, limits)}
+
+    def bind(self, state: SequenceState) -> None:
+        self.drafter.bind(state)
+        self.matcher.bind(state)
+        self._grown = [
+            TokenTree.of(shape, state.batch, 0, state.device, number)
+            for number, shape in enumerate(grown_shapes(self.drafter))
+        ]
+        for grown in self._grown if not self.deterministic else ():
+            grown.probs_rows.copy_(torch.arange(grown.nodes))
+
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
+        self.drafter.start(sequences)
+        self.matcher.start(sequences)
+
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        self.drafter.start_one(b, sequences)
+        self.matcher.start_one(b, sequences)
+
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        self.drafter.prepare(sequences, resumed)
+        self.matcher.prepare(sequences, resumed)
+
+    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        grown = replace(self._grown[tree.shape], probs=tree.probs)
+        self.drafter.propose(state, grown, sampler)
+        graft_chain(
+            tree.tokens, tree.parents, tree.mask_words, tree.probs_rows,
+            grown.tokens, grown.parents, grown.mask_words, grown.probs_rows, self.matcher.chain(state),
+        )  # fmt: skip
 
 
 def _entries(capacity: int) -> int:

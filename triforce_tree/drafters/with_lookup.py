@@ -1,23 +1,29 @@
 """Adds chains of suffix-matched tokens to a drafter; a pass proposes either a tree or such a chain.
 
-Matched tokens are those that followed an earlier occurrence of the newest tokens of the sequence.
-(``merged.py`` verifies a tree and a chain in the same pass instead.) Matches are found on the host
-(``suffix_index.py``) before the pass is chosen, so that their lengths can be taken into account
-(``policy/pass_policy.py``). Matched tokens are a function of the preceding tokens, so they are
-honest without a distribution.
+Suffix-matched tokens are those that followed an earlier occurrence of the newest tokens of the sequence. They
+are a function of the preceding tokens, and so honest without a distribution. Occurrences are found on the
+host before the pass is chosen, so that their lengths can be taken into account (``policy/pass_policy.py``).
+``suffix_matching.Merged`` verifies a tree and a chain in the same pass instead.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from triforce_tree.drafters.base import CountsBytes, Drafter, TokenTree, shapes_of, start_one
-from triforce_tree.drafters.suffix_index import SuffixIndex
+from triforce_tree.drafters.base import Drafter, TokenTree, shapes_of
+from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import PassLimits
-from triforce_tree.trees.shapes import Lookup, Shape
+from triforce_tree.trees.shapes import Lookup
 from triforce_tree.verify.probs import Sampler
+
+SHORTEST = 6
+"""An occurrence counts only if at least this many tokens match the end of the text."""
+LONGEST = 64
+"""Matching tokens are counted up to this number."""
+# N-grams have a polynomial hash with this odd factor, modulo 2**64.
+_FACTOR, _MODULUS = 0x9E3779B97F4A7C15, 2**64
 
 
 class Match(NamedTuple):
@@ -33,7 +39,7 @@ class Match(NamedTuple):
     common: int
 
 
-class WithLookup:
+class WithLookup(Drafter):
     """Proposes the trees of ``drafter`` or chains of matched tokens, which are the last of its ``shapes``.
 
     Args:
@@ -47,18 +53,9 @@ class WithLookup:
         self.drafter, self.lengths = drafter, lengths
         self.name, self.features, self.capturable = drafter.name, drafter.features, drafter.capturable
         grown = shapes_of(drafter)
-        self.shapes: tuple[str | Shape, ...] = (*grown, *map(Lookup, lengths))
-        self.tree: str | Shape = grown[0]
+        self.shapes = (*grown, *map(Lookup, lengths))
+        self.tree = grown[0]
         self._lookup = len(grown)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.drafter.weight_bytes if isinstance(self.drafter, CountsBytes) else 0
-
-    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
-        if not isinstance(self.drafter, CountsBytes):
-            return {}
-        return self.drafter.buffer_bytes(batch, capacity, limits)
 
     def bind(self, state: SequenceState) -> None:
         self.drafter.bind(state)
@@ -73,7 +70,7 @@ class WithLookup:
         self._proposed.zero_()
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        start_one(self.drafter, b, sequences)
+        self.drafter.start_one(b, sequences)
         self._index(b, sequences[b])
 
     def _index(self, b: int, sequence: Sequence[int]) -> None:
@@ -114,3 +111,80 @@ class WithLookup:
             if match is not None and count:
                 chain[:count] = index.continuation(match.end, count)
         self._proposed.copy_(torch.tensor(chains))
+
+
+class SuffixIndex:
+    """Maps the n-grams (n = ``SHORTEST``) of one growing text to their positions.
+
+    N-grams of the initial text are in arrays sorted by hash, 16 bytes per token; those of tokens appended
+    later are in a dictionary. A lookup returns the latest occurrence in O(log L), where L is the number of
+    initial tokens.
+
+    Args:
+        tokens: the initial text.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._text = list(tokens)
+        self._later: dict[tuple[int, ...], int] = {}
+        # The last n-gram is left out: it is no earlier occurrence of itself.
+        hashes = _hashes(np.asarray(self._text[:-1], dtype=np.uint64))
+        order = np.argsort(hashes, kind="stable")
+        self._sorted, self._ends = hashes[order], order + SHORTEST
+
+    def begins(self, tokens: Sequence[int]) -> bool:
+        """Whether the indexed text is not empty and is a prefix of ``tokens``."""
+        known = len(self._text)
+        return 0 < known <= len(tokens) and common_prefix(self._text, tokens) == known
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Indexes the new tokens at the end of ``tokens``, which is the whole text."""
+        text, known = self._text, len(self._text)
+        text.extend(tokens[known:])
+        for end in range(max(known, SHORTEST), len(text)):
+            self._later[tuple(text[end - SHORTEST : end])] = end
+
+    def match(self) -> tuple[int, int]:
+        """Finds the latest earlier occurrence of the last ``SHORTEST`` tokens of the text.
+
+        Returns:
+            the position after that occurrence, and the number of tokens before it that equal the end of the
+            text; (0, 0) if there is no occurrence.
+        """
+        text = self._text
+        gram = tuple(text[-SHORTEST:])
+        if len(gram) < SHORTEST:
+            return 0, 0
+        end = self._later.get(gram) or self._first(gram)
+        if not end:
+            return 0, 0
+        common, most = SHORTEST, min(LONGEST, end)
+        while common < most and text[end - 1 - common] == text[-1 - common]:
+            common += 1
+        return end, common
+
+    def continuation(self, end: int, count: int) -> list[int]:
+        """Returns the ``count`` tokens from position ``end`` on; past the end of the text they repeat."""
+        text = self._text
+        period = len(text) - end
+        return [text[end + i % period] for i in range(count)]
+
+    def _first(self, gram: tuple[int, ...]) -> int:
+        # The same hash as in ``_hashes``; numpy arrays of six numbers would take longer than the search.
+        wanted = 0
+        for token in gram:
+            wanted = (wanted * _FACTOR + token) % _MODULUS
+        at = int(self._sorted.searchsorted(np.uint64(wanted), side="right")) - 1
+        if at < 0 or self._sorted[at] != wanted:
+            return 0
+        end = int(self._ends[at])
+        return end if tuple(self._text[end - SHORTEST : end]) == gram else 0
+
+
+def _hashes(tokens: np.ndarray) -> np.ndarray:
+    """Returns the uint64 hash of each n-gram of ``SHORTEST`` tokens."""
+    count = max(0, len(tokens) - SHORTEST + 1)
+    hashes = np.zeros(count, dtype=np.uint64)
+    for i in range(SHORTEST):
+        hashes = hashes * np.uint64(_FACTOR) + tokens[i : i + count]
+    return hashes

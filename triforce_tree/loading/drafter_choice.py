@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from triforce_tree.drafters.base import Drafter
 
 DRAFTERS = ("model", "lookup")
-_CONTRACT = ("name", "tree", "deterministic", "capturable", "features", "bind", "start", "prepare", "propose")
 
 
 def names_heads(drafter: "Drafter | str | Path | None") -> bool:
@@ -78,12 +77,9 @@ def own_drafter(
         raise ValueError(f"drafter={drafter!r} uses no draft model, and one was given; leave one out")
     if isinstance(drafter, str | Path):
         return None
-    missing = [name for name in _CONTRACT if not hasattr(drafter, name)]
-    if missing:
-        raise ValueError(
-            f"{type(drafter).__name__} is no drafter: it has no {', '.join(missing)} "
-            "(triforce_tree.drafters.base.Drafter describes each)"
-        )
+    from triforce_tree.drafters.base import check_members  # imports torch
+
+    check_members(drafter)
     return drafter
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.drafters.base import CountsBytes, Drafter
+from triforce_tree.drafters.base import Drafter
 from triforce_tree.kernels.attention.prefill import FLASH_DIM, block_bytes
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_view import TOGETHER
@@ -177,7 +177,7 @@ class Sizes:
     @property
     def heads_bytes(self) -> int:
         """Returns the bytes of the drafter's own weights on the device."""
-        return self.drafter.weight_bytes if isinstance(self.drafter, CountsBytes) else 0
+        return self.drafter.weight_bytes if self.drafter is not None else 0
 
 
 def slot_bytes(kv_heads: int, elements: int, itemsize: int, bits: int) -> int:

@@ -4,32 +4,22 @@ No draft model takes part. The row of that name in table 2 of TriForce (Sun et a
 Lossless.
 """
 
-from collections.abc import Sequence
-
-from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.engine import Engine
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.shapes import Shape
 from triforce_tree.verify.probs import Sampler
 
 # Tokens that TriForce's retrieval level drafts for one pass of the target (its gamma_2).
 ROUNDS = 6
 
 
-class NoDraft:
+class NoDraft(Drafter):
     """A drafter that proposes nothing: each pass of level 1 adds one token of its own to the chain."""
 
     name = "none"
-    tree: str | Shape = "chain:1"
+    tree = "chain:1"
     deterministic = True
     capturable = True
-    features: tuple[int, ...] = ()
-
-    def bind(self, state: SequenceState) -> None: ...
-
-    def start(self, sequences: Sequence[Sequence[int]]) -> None: ...
-
-    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tree.tokens.fill_(-1)

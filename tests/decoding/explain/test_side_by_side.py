@@ -26,8 +26,8 @@ from triforce_tree.decoding.explain.tally import OriginTally
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import RetrievalVerifyStage, TreeVerifyStage
-from triforce_tree.drafters.suffix_index import SuffixIndex
 from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.drafters.with_lookup import SuffixIndex
 from triforce_tree.trees.shapes import WithChain
 from triforce_tree.verify.sampling import ProbsFromLogits
 

@@ -20,8 +20,7 @@ from tests.support.distributions.head_folders import eagle, medusa
 from tests.support.models.families import perturbed, prompt_of, with_rounded_kv
 from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from triforce_tree.drafters.base import Drafter
-from triforce_tree.drafters.merged import Merged
-from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.verify.sampling import ProbsFromLogits

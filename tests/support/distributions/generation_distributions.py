@@ -22,9 +22,8 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending, Sequence
-from triforce_tree.drafters.base import Drafter, ReadsTarget
-from triforce_tree.drafters.merged import Merged
-from triforce_tree.drafters.suffix_matching import SuffixMatching
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
@@ -102,9 +101,8 @@ class Generations:
             drafter = Merged(drafter, SuffixMatching(matched)) if matched else drafter
             chains = [shape.length for shape in map(parse_shape, trees) if isinstance(shape, Lookup)]
             drafter = WithLookup(drafter, *chains) if chains else drafter
-        if isinstance(drafter, ReadsTarget):
-            drafter.attach(wrapped)
         if drafter is not None:
+            drafter.attach(wrapped)
             config = replace(config, tree=drafter.tree)
         self.program = DecodingProgram(
             wrapped,

@@ -1,19 +1,18 @@
-"""Custom drafters without a model, which use nothing but the protocol ``drafters.base.Drafter``."""
+"""Custom drafters without a model, which use nothing but ``drafters.base.Drafter``."""
 
-from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 
-from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import Shape, parse_shape
+from triforce_tree.trees.shapes import parse_shape
 from triforce_tree.verify.probs import Sampler
 
 
-class OwnDrafter:
+class OwnDrafter(Drafter):
     """The base of the drafters here: fills the tree depth by depth.
 
     Args:
@@ -23,11 +22,9 @@ class OwnDrafter:
 
     name = "own"
     deterministic = False
-    capturable = False
-    features: tuple[int, ...] = ()
 
     def __init__(self, tree: str, vocabulary: int) -> None:
-        self.tree: str | Shape = tree
+        self.tree = tree
         self.vocabulary = vocabulary
         self.shape = device_tree_shape(parse_shape(tree))
         assert self.shape.places is not None
@@ -35,12 +32,6 @@ class OwnDrafter:
         self.frontiers = [slice(a, b) for a, b in pairwise(starts)]
         # Arbitrary logits of the next token, by the one before it.
         self.table = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(5))
-
-    def bind(self, state: SequenceState) -> None: ...
-
-    def start(self, sequences: Sequence[Sequence[int]]) -> None: ...
-
-    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tree.tokens[:, 0] = state.newest

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.support.models.families import VOCABULARY, small
-from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
 
@@ -113,7 +113,7 @@ def recurrent(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     return small(f"{config}Config", f"{model}ForCausalLM", seed=seed, **settings)
 
 
-class Foreknowledge:
+class Foreknowledge(Drafter):
     """Proposes the known continuation of each sequence, with a mistake at every position that it is given.
 
     Args:
@@ -124,8 +124,6 @@ class Foreknowledge:
 
     name = "foreknowledge"
     deterministic = True
-    capturable = False
-    features: tuple[int, ...] = ()
 
     def __init__(self, known: Sequence[Sequence[int]], wrong: Sequence[set[int]], length: int) -> None:
         self.tree, self.length = f"chain:{length}", length
@@ -133,12 +131,6 @@ class Foreknowledge:
             [(token + (at in mistakes)) % VOCABULARY for at, token in enumerate(text)]
             for text, mistakes in zip(known, wrong, strict=True)
         ]
-
-    def bind(self, state: SequenceState) -> None: ...
-
-    def start(self, sequences: Sequence[Sequence[int]]) -> None: ...
-
-    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
         tree.tokens[:, 0] = state.newest

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.heads.eagle_layer import EagleLayer, attend, rotated
 from triforce_tree.drafters.heads.files import read_weights, settings
 from triforce_tree.drafters.heads.growth import TreeGrowth
@@ -22,7 +22,7 @@ from triforce_tree.verify.probs import Sampler
 DEFAULT_TREE = "best-first:6,6,5,4,3"
 
 
-class Eagle3:
+class Eagle3(Drafter):
     """Drafts with one decoder layer over pairs of a target's hidden state and the token after it.
 
     Pair i is the fused hidden state at position i and the token at i + 1. From the pairs up to i the layer
@@ -77,8 +77,6 @@ class Eagle3:
         self._growths = [TreeGrowth(shape) for shape in self.shapes]
         self._depth = max(growth.depth for growth in self._growths)
         self._nodes = max(growth.nodes for growth in self._growths)
-        self.features: tuple[int, ...] = ()
-        self.weight_bytes = 0
 
     def attach(self, target: HFModel) -> None:
         self._layers = self._feature_layers(target.layers)

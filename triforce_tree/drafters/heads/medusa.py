@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.heads.files import read_weights, settings, take
 from triforce_tree.drafters.heads.growth import TreeGrowth
 from triforce_tree.drafters.heads.names import MEDUSA
@@ -34,7 +34,7 @@ def medusa_tree(heads: int) -> Static:
     return Static((*node, count - 1) for node, count in _CHILDREN.items() if len(node) < heads)
 
 
-class Medusa:
+class Medusa(Drafter):
     """Heads that predict tokens after the next one from the target's last hidden state after the final norm.
 
     Head k predicts the tokens at depth k of the tree, whose root is the token that the target has drawn from
@@ -57,7 +57,6 @@ class Medusa:
     name = "medusa"
     deterministic = False
     capturable = True
-    feature_window = (0, 1)
 
     def __init__(
         self,
@@ -91,8 +90,6 @@ class Medusa:
                 f"the tree has {self._depth} depths, and {str(self.folder)!r} has {self.heads} Medusa "
                 f"heads, one for each; use a tree of at most {self.heads}"
             )
-        self.features: tuple[int, ...] = ()
-        self.weight_bytes = 0
 
     def attach(self, target: HFModel) -> None:
         size = target.model.config.get_text_config(decoder=True).hidden_size
@@ -123,12 +120,6 @@ class Medusa:
     def bind(self, state: SequenceState) -> None:
         for growth in self._growths:
             growth.bind(state.batch, state.device)
-
-    def start(self, sequences: Sequence[Sequence[int]]) -> None: ...
-
-    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None: ...
-
-    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None: ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits ``[K, N, V]`` of the first K heads, where K is the depth of the deepest tree.
