@@ -169,7 +169,7 @@ class _PrefixesInPages:
         self._table = torch.zeros(batch, 0, dtype=torch.int32, device=made.device)
 
     def over(self, plan: Plan) -> Self:
-        raise NotImplementedError("its plan is that of the prefixes")
+        raise NotImplementedError("attention to shared prefixes has only one plan")
 
     def begin(self) -> None:
         """Writes the slots of all positions of each sequence into the page table."""

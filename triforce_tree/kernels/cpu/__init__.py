@@ -1,1 +1,1 @@
-"""Attention on the CPU: with torch and oneDNN, and with a kernel in C."""
+"""Attention and operators of a decoding step on the CPU, by C kernels, torch and oneDNN."""

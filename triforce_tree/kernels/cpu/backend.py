@@ -1,6 +1,6 @@
-"""The attention backend of the CPU: C kernels where the machine can build them and they serve, else torch.
+"""The attention backend of the CPU, which uses C kernels if they compile and support a call, else torch.
 
-Its calls read lengths and masks when they are made, and take fewer queries of each sequence than planned.
+A call reads lengths and masks at once, and may have fewer queries of each sequence than planned.
 """
 
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from triforce_tree.kernels.attention.segments import PrefixPlan
 from triforce_tree.kernels.cpu.fp32.attention import attention as fp32_attention
 from triforce_tree.kernels.cpu.tree_attention import by_sequence, node_attention, planned_attention
 
-# Plans are kept for so many lengths of prefixes and numbers of queries.
+# Most plans that are kept, each for a length of a prefix and a number of queries.
 _MOST_PLANS = 64
 
 State = tuple[Tensor, Tensor]
-"""Outputs ``[queries, H_q, D_v]`` and their log-sum-exp fp32 ``[queries, H_q]``."""
+"""Outputs ``[queries, H_q, D_v]`` and their log-sum-exps, fp32 ``[queries, H_q]``."""
 
 
 class CpuBackend(AttentionBackend):
-    """See the module."""
+    """The backend "cpu"; see the module."""
 
     name = "cpu"
     can = Capabilities(
@@ -67,7 +67,7 @@ class CpuBackend(AttentionBackend):
 
 @dataclass(frozen=True)
 class _OnHost:
-    """Is the base of the host's requests, which keep nothing but the plan."""
+    """Base class of attention whose only state is the plan."""
 
     plan: Plan
 
@@ -75,11 +75,11 @@ class _OnHost:
         return replace(self, plan=plan)
 
     def begin(self) -> None:
-        """Lengths and masks are read at each call."""
+        """Does nothing: every call reads lengths and masks."""
 
 
 class _Trees(_OnHost):
-    """Plans from ``plan_trees``."""
+    """Attention with a plan from ``plan_trees``."""
 
     def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
         return planned_attention(q, kv, self.plan, params, first)
@@ -95,7 +95,7 @@ class _Trees(_OnHost):
 
 
 class _Segments(_OnHost):
-    """The plan of a ``NodePlan``; queries may be fewer than planned."""
+    """Attention with the plan of a ``NodePlan``, for at most the planned queries."""
 
     def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
         return self.states(q, kv, params, first)[0]
@@ -106,9 +106,9 @@ class _Segments(_OnHost):
 
 
 class _Prefixes:
-    """All queries over each prefix, and each sequence's over its own slots, merged by log-sum-exp.
+    """Attention of sequences with shared prefixes to ``[1, H_kv, S, D]`` and ``[1, H_kv, S, D_v]``.
 
-    Keys and values are ``[1, H_kv, S, D]`` with those of the prefixes.
+    The attention to each shared prefix and to the own slots of each sequence is merged by log-sum-exp.
     """
 
     def __init__(self, prefixes: PrefixPlan) -> None:
@@ -121,16 +121,16 @@ class _Prefixes:
         self._plans: dict[tuple[int, int], Plan] = {}
 
     def over(self, plan: Plan) -> Self:
-        raise NotImplementedError("its plan is that of the prefixes")
+        raise NotImplementedError("attention to shared prefixes has only one plan")
 
     def begin(self) -> None:
-        """Lengths and masks are read at each call."""
+        """Does nothing: every call reads lengths and masks."""
 
     def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
         return self.states(q, kv, params, first)[0]
 
     def states(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> State:
-        assert first is None, "slots with common prefixes have no windows"
+        assert first is None, "slots with shared prefixes have no windows"
         count = q.shape[0] // len(self._own)
         stored = [kv.k, kv.v, *(kv.scales or ())]
         states = []
@@ -149,7 +149,7 @@ class _Prefixes:
         return out, lse
 
     def _plan_of(self, length: int, queries: int) -> Plan:
-        """So many queries over a prefix, all of which see all of it."""
+        """Returns the plan of ``queries`` queries that all see ``length`` positions of a prefix."""
         key = length, queries
         if key not in self._plans:
             if len(self._plans) > _MOST_PLANS:
@@ -160,13 +160,13 @@ class _Prefixes:
 
 
 def _kv(stored: list[Tensor], slots: slice) -> KV:
-    """These slots of keys and values, and of their scales, if there are any."""
+    """Returns some slots of keys, values and, if there are any, scales."""
     k, v, *scales = (t[:, :, slots] for t in stored)
     return KV(k, v, scales=(scales[0], scales[1]) if scales else None)
 
 
 def _state(q: Tensor, kv: KV, plan: Plan, params: AttentionParams) -> State:
-    """Attends for one sequence by the C kernel if it serves the arguments, else by the definition."""
+    """Computes attention of one sequence by the C kernel if it supports it, else by the definition."""
     if kv.scales is None:
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         out = fp32_attention(q, kv, plan, params, lse=lse)

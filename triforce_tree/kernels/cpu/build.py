@@ -1,7 +1,7 @@
-"""Compilation of C kernels with the machine's C compiler, which Triton needs as well.
+"""Compiles C kernels with the machine's C compiler, which Triton also needs.
 
-A library is compiled on first use into ``~/.cache/triforce-tree/kernels`` (or below ``XDG_CACHE_HOME``), once
-per version of sources and flags.
+A library is compiled at its first use into ``~/.cache/triforce-tree/kernels`` (or below ``XDG_CACHE_HOME``),
+once for each version of sources and flags.
 """
 
 import ctypes
@@ -25,18 +25,18 @@ _COMPILERS = ("cc", "gcc", "clang")
 def shared_library(
     source: Path, headers: Sequence[Path], instructions: Sequence[str], more: Sequence[str] = ()
 ) -> Path:
-    """The path of a compiled C file.
+    """Returns the path of a compiled C file, which is compiled if it does not exist.
 
     Args:
-        source: to compile.
-        headers: that it includes.
-        instructions: of the processor that it uses, by their names in Linux.
+        source: C file.
+        headers: files that ``source`` includes.
+        instructions: Linux's names of the instruction sets that ``source`` uses.
         more: further flags of the compiler.
 
     Raises:
         OSError: no compiler is found, or it fails.
     """
-    # Compiler flags are Linux's names, but for the separators.
+    # Flags of compilers are Linux's names with other separators.
     named = (name.replace("avx512_", "avx512").replace("amx_", "amx-") for name in instructions)
     flags = (*_FLAGS, *(f"-m{name}" for name in named), *more)
     compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, _COMPILERS), ""))
@@ -52,7 +52,7 @@ def shared_library(
     if _loads(path):
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    # Moved to its final name only when complete: another process may build the same file.
+    # The file gets its final name when it is complete, because another process may build it too.
     with tempfile.TemporaryDirectory(dir=folder) as own:
         built = Path(own) / path.name
         command = [*compiler, *flags, str(source), "-o", str(built), "-lm"]
@@ -70,7 +70,7 @@ def shared_library(
 
 
 def _loads(path: Path) -> bool:
-    """Returns whether a library exists and is complete; a truncated file is compiled again."""
+    """Returns whether a library exists and is complete; a truncated file cannot be loaded."""
     try:
         ctypes.CDLL(str(path))
     except OSError:

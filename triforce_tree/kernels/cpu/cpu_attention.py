@@ -1,7 +1,4 @@
-"""The C kernel for attention on the CPU (``cpu_attention.c``): supported processors, compilation, calls.
-
-It is compiled on first use (:mod:`~triforce_tree.kernels.cpu.build`).
-"""
+"""Attention on the CPU by the C kernel ``cpu_attention.c``, which is compiled at its first use."""
 
 import ctypes
 import logging
@@ -24,7 +21,7 @@ _HEADERS = [
     for name in ("cpu_shared.h", "threads.h", "cpu_tiles.h", "cpu_block_bf16.h", "cpu_block_fp32.h")
 ]
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c")
-# CPU flags that each instruction set needs, by their names in Linux; fastest first.
+# Linux's names of the CPU flags that each instruction set needs; the fastest set is first.
 _BF16_INSTRUCTIONS = {
     "AMX": (*_AVX512, "amx_tile", "amx_bf16"),
     "AVX-512 BF16": (*_AVX512, "avx512_bf16"),
@@ -37,7 +34,7 @@ _P, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 class _Request(ctypes.Structure):
-    """``Request`` in the C file."""
+    """The struct ``Request`` of the C file."""
 
     _fields_: ClassVar = [
         ("q", _P), ("keys", _P), ("values", _P), ("work", _P), ("out", _P), ("lse", _P), ("seconds", _P),
@@ -47,35 +44,35 @@ class _Request(ctypes.Structure):
 
 
 class Call(NamedTuple):
-    """Addresses of a C function ``void f(void *)`` and of its argument."""
+    """The addresses of a C function ``void f(void *)`` and of its argument."""
 
     function: int
     argument: int
 
 
 def instructions(dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
-    """Instruction sets of the kernel that this processor has, fastest first.
+    """Returns the instruction sets of this processor that the kernel can use, fastest first.
 
-    Of "AMX", "AVX-512 BF16", "AVX-512" and "AVX2". The first two multiply in bf16. The others convert keys
-    and values to fp32, and support fp16 as well.
+    They are "AMX", "AVX-512 BF16", "AVX-512" and "AVX2". The first two multiply in bf16. The others convert
+    keys and values to fp32, and also support fp16.
     """
     available = [way for way, needed in _INSTRUCTIONS.get(dtype, {}).items() if _flags().issuperset(needed)]
     if _vendor() == "GenuineIntel":
-        # Intel's bf16 dot products are slower than fp32 (docs/host_attention.md), and AMX may be denied.
+        # On Intel, bf16 dot products are slower than fp32 (docs/host_attention.md), so they come last.
         available.sort(key="AVX-512 BF16".__eq__)
     return tuple(available)
 
 
 def fp32_instructions() -> dict[str, tuple[str, ...]]:
-    """Instruction sets for products in fp32 that this processor has, fastest first, and their CPU flags."""
+    """Returns this processor's instruction sets for fp32 products, fastest first, with their CPU flags."""
     return {way: needed for way, needed in _FP32_INSTRUCTIONS.items() if _flags().issuperset(needed)}
 
 
 def supports(dim: int, dtype: torch.dtype) -> bool:
-    """Returns whether this processor and the kernel support keys or values of this width and dtype.
+    """Returns whether the kernel runs on this processor for keys or values of this width and dtype.
 
-    The first call on a processor that has them compiles the kernel; without a working compiler it warns once
-    and returns False.
+    The first call on a suitable processor compiles the kernel. If that fails, it warns once and returns
+    False.
     """
     return _fits(dim) and bool(instructions(dtype)) and _usable(dtype)
 
@@ -95,18 +92,18 @@ def _usable(dtype: torch.dtype) -> bool:
 
 
 class CpuAttention:
-    """Attention of queries to keys and values in host memory, with sums in fp32.
+    """Attention to keys and values in host memory, with sums in fp32.
 
     Results do not depend on the number of threads, bit for bit.
 
     Args:
         threads: number of threads.
-        waiting: the largest number of prepared calls that have not run yet.
+        waiting: largest number of prepared calls that have not run yet.
         way: instruction set, one of :func:`instructions`; None for the fastest.
-        dtype: of queries, keys, values and outputs, bf16 or fp16.
+        dtype: dtype of queries, keys, values and outputs, bf16 or fp16.
 
     Attributes:
-        seconds: total time of all calls so far.
+        seconds: total duration of all calls, in seconds.
 
     Raises:
         OSError: the kernel cannot be built or used here.
@@ -126,19 +123,19 @@ class CpuAttention:
         return self._seconds.value
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor) -> Call:
-        """Prepare a C call that computes the attention when it is run.
+        """Prepares a C call that computes the attention when it runs.
 
-        Prepared calls may run on any thread, but one at a time and in order.
+        Prepared calls may run on any thread, but only one at a time and in order. All tensors must be in host
+        memory, and the caller must keep them alive until the call has run.
 
         Args:
-            q: ``[T, H_q, D]``, D a multiple of 32 up to 512. All tensors must be in host memory, and kept
-                alive by the caller until the call has run; all but ``lse`` have the kernel's dtype, and all
-                but k and v must be dense.
-            k: ``[n, H_kv, D]``, where n may be 0. The heads of a row must be dense.
-            v: ``[n, H_kv, D_v]``, D_v like D, with as many elements from one row to the next as k.
+            q: ``[T, H_q, D]``, dense, in the dtype of the kernel; D is a multiple of 32 up to 512.
+            k: ``[n, H_kv, D]`` in the dtype of the kernel, where n may be 0. The heads of a position must be
+                dense.
+            v: ``[n, H_kv, D_v]``, with the same conditions and the same stride between positions as ``k``.
             scale: factor on the scores.
-            out: ``[T, H_q, D_v]``, written.
-            lse: fp32 ``[T, H_q]``, natural logarithms, written; -inf where n is 0.
+            out: ``[T, H_q, D_v]``, dense, in the dtype of the kernel; written.
+            lse: log-sum-exps (natural logarithm), fp32 ``[T, H_q]``, dense; written; -inf if n is 0.
 
         Raises:
             ValueError: shapes, dtypes or layouts do not match.
@@ -168,7 +165,8 @@ class CpuAttention:
             + _ALIGNMENT
         )
         if self._work.numel() < work_bytes:
-            # Rounded up to a power of 2, as sequences grow; memory pages that are never touched cost nothing.
+            # The size is rounded up to a power of 2, because sequences grow; untouched memory pages cost
+            # nothing.
             self._work = torch.empty(1 << (work_bytes - 1).bit_length(), dtype=torch.uint8)
         work = -(-self._work.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         request = _Request(
@@ -180,7 +178,7 @@ class CpuAttention:
         return Call(self._function, ctypes.addressof(request))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-        """Compute attention now; see ``offload_attention.attend``."""
+        """Computes the attention at once; see ``offload_attention.attend``."""
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
         call = self.call(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, out, lse)
@@ -189,7 +187,7 @@ class CpuAttention:
 
 
 def _flags() -> frozenset[str]:
-    """Features of the processor, by their names in Linux."""
+    """Returns Linux's names of the features of the processor."""
     return frozenset(_cpuinfo("flags").split())
 
 
@@ -199,7 +197,7 @@ def _vendor() -> str:
 
 @cache
 def _cpuinfo(name: str) -> str:
-    """A field of the first core in Linux's /proc/cpuinfo; empty on other systems."""
+    """Returns a field of the first core in Linux's /proc/cpuinfo; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -210,11 +208,11 @@ def _cpuinfo(name: str) -> str:
 
 @cache
 def _library(way: str | None, dtype: torch.dtype) -> ctypes.CDLL:
-    """The compiled kernel with instruction set ``way``, or the fastest that compiler and system support.
+    """Returns the compiled kernel with instruction set ``way``, or with the fastest one that works.
 
     Raises:
-        OSError: the processor lacks the instructions, no compiler is found, it fails, or the system denies
-            tile registers.
+        OSError: the processor lacks the instructions, no compiler is found, the compiler fails, or the system
+            denies the use of tile registers.
     """
     available = instructions(dtype)
     if not available or (way or available[0]) not in available:

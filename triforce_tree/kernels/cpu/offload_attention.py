@@ -1,7 +1,6 @@
-"""Attention on the CPU to keys ``[n, H_kv, D]`` and values ``[n, H_kv, D_v]`` in host memory.
+"""Attention on the CPU to keys ``[n, H_kv, D]`` and values ``[n, H_kv, D_v]`` in host memory, by C or torch.
 
-With the C kernel, or torch's. Results are deterministic for a fixed number of threads
-(``torch.get_num_threads``).
+Results are deterministic for a fixed number of threads (``torch.get_num_threads``).
 """
 
 from collections.abc import Sequence
@@ -14,26 +13,24 @@ from triforce_tree.kernels.attention.reference import merge_states, tree_attenti
 from triforce_tree.kernels.cpu.cpu_attention import CpuAttention, supports
 
 State = tuple[Tensor, Tensor]
-"""Outputs and their log-sum-exp."""
+"""Outputs and their log-sum-exps."""
 
 BLOCK = 8 << 20
-"""Bytes of a block of keys and values: one head's part stays in a core's cache while all queries use it."""
+"""Bytes of a block of keys and values, of which one head's part stays in a core's cache for all queries."""
 
-# Blocks per call: enough work for all cores, and few states to merge.
+# Blocks of a call of ``flash``: enough for all cores, with few partial outputs to merge.
 _TOGETHER = 8
 
 
 def native(heads: Heads, dtype: torch.dtype) -> bool:
-    """Returns whether this processor runs the C kernel, which memory bounds for up to dozens of queries."""
+    """Returns whether this processor runs the C kernel for these heads."""
     return supports(heads.dim, dtype) and supports(heads.value_dim, dtype)
 
 
 def kernel(heads: Heads, dtype: torch.dtype, waiting: int = 1) -> CpuAttention | None:
-    """The C kernel, with one thread less than torch uses, for the process itself; None where it cannot run.
+    """Returns the C kernel with one thread less than torch uses, or None if it cannot run.
 
-    Args:
-        heads, dtype: of the attention.
-        waiting: see :class:`CpuAttention`.
+    The remaining thread is for the process itself. ``waiting`` is described in :class:`CpuAttention`.
     """
     if not native(heads, dtype):
         return None
@@ -41,10 +38,11 @@ def kernel(heads: Heads, dtype: torch.dtype, waiting: int = 1) -> CpuAttention |
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, parts: int = 1, scale: float | None = None) -> State:
-    """Torch's flash attention; the KV is split into ``parts`` as a batch, so that all cores have work.
+    """Computes attention by torch's flash attention, with the positions split into a batch of ``parts``.
 
-    Torch parallelises over (part, head). Query heads that share a KV head are stacked as query rows. Values
-    of another width than the keys are attended to in fp32 by the definition: flash attention needs one width.
+    Torch runs each (part, head) in parallel, so parts keep all cores busy. Query heads that share a KV head
+    are stacked as query rows. If D and D_v differ, which flash attention does not support, the definition
+    computes the attention in fp32.
 
     Args:
         q: ``[H_kv, R, D]``, R = T x query heads per KV head.
@@ -52,7 +50,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, parts: int = 1, scale: float | None =
         scale: factor on the scores; None for ``D ** -0.5``.
 
     Returns:
-        out ``[H_kv, R, D_v]`` and lse ``[H_kv, R]``, natural logarithms, both in fp32.
+        out ``[H_kv, R, D_v]`` and log-sum-exps (natural logarithm) ``[H_kv, R]``, both in fp32.
     """
     k, v = (t.unflatten(0, (parts, -1)).transpose(1, 2) for t in (k, v))  # [parts, H_kv, n / parts, D]
     queries = q.expand(parts, -1, -1, -1)
@@ -65,13 +63,13 @@ def flash(q: Tensor, k: Tensor, v: Tensor, parts: int = 1, scale: float | None =
 
 
 def merged(states: Sequence[State]) -> State:
-    """The state over the union of the positions of several states."""
+    """Merges partial outputs and their log-sum-exps."""
     outs, lses = zip(*states, strict=True)
     return merge_states(torch.stack(outs), torch.stack(lses))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> State:
-    """Attention to any number of KV positions: :func:`flash`, in blocks of :data:`BLOCK` bytes.
+    """Computes attention to any number of KV positions by :func:`flash`, in blocks of :data:`BLOCK` bytes.
 
     Args:
         q: ``[T, H_q, D]``.
@@ -79,8 +77,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> State
         scale: factor on the scores; None for ``D ** -0.5``.
 
     Returns:
-        out ``[T, H_q, D_v]`` in the dtype of ``q``, and lse fp32 ``[T, H_q]``, natural logarithms; zeros and
-        -inf where n is 0.
+        out ``[T, H_q, D_v]`` in the dtype of ``q``, and log-sum-exps (natural logarithm), fp32 ``[T, H_q]``;
+        0 and -inf if n is 0.
     """
     (queries, heads, _), (count, kv, value_dim) = q.shape, v.shape
     if not count:

@@ -1,10 +1,10 @@
-"""Tree attention on the CPU; over trees of sequences without the log-sum-exp, which decoding does not need.
+"""Tree attention on the CPU, by the C kernel of ``fp32/attention.py`` or else by torch.
 
-In fp32 by the C kernel (``fp32/attention.py``), where the machine has a compiler; else by torch:
-the same function as ``reference.tree_attention``, optimised: the scale is applied to the queries, the softmax
-is one fused call, and the two products run head by head through oneDNN where torch has it. For a few query
-rows against tens of thousands of KV positions torch's default GEMM repacks the cache at each call; oneDNN
-reads it in place and takes about half the time (16 queries, 16,384 positions, 3 heads of 128).
+The torch version computes the same as ``reference.tree_attention``, but without the log-sum-exp. It applies
+the scale to the queries, calls one fused softmax, and multiplies head by head with oneDNN if torch has it.
+For a few query rows and tens of thousands of KV positions, torch's default matrix product repacks the cache
+at each call. oneDNN reads it in place and takes about half the time (16 queries, 16,384 positions, 3 heads of
+128).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,15 @@ from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisib
 from triforce_tree.kernels.cpu.fp32.attention import attention as fp32_attention
 from triforce_tree.kernels.step.kv_slots import dequantized
 
-# Below this many KV positions one batched product for all heads is faster than a call per head: it takes
-# three quarters of the time at 1,580 positions (AVX-512).
+# With fewer KV positions, one batched product for all heads is faster than a call per head. At 1,580
+# positions it takes three quarters of the time (AVX-512).
 _ROWS_PER_HEAD_CALL = 4096
 _BITS = torch.arange(64)
-# Most rows of a node that is computed together with others. What is padded costs time too.
+# Most positions of a leaf that is computed together with other leaves, because padding takes time too.
 _SHORT = 256
 
-# Queries of a partial result, int64 [n]; outputs, fp32 [n, H_q, D_v]; log-sum-exps, fp32 [n, H_q].
+# The queries of partial outputs, int64 [n]; the outputs, fp32 [n, H_q, D_v]; their log-sum-exps, fp32 [n,
+# H_q].
 _Part = tuple[Tensor, Tensor, Tensor]
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -35,11 +36,11 @@ ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_li
 def planned_attention(
     q: Tensor, kv: KV, plan: Plan, params: AttentionParams, first: FirstVisible | None = None
 ) -> Tensor:
-    """Attention with a plan from ``plan_trees``, see ``attention.backend.Attention.run``.
+    """Computes attention with a plan from ``plan_trees``; see ``attention.backend.Attention.run``.
 
     Args:
-        q: ``[queries, H_q, D]``, or the first T queries of every sequence where the plan has more.
-        kv: keys and values in int8 are multiplied out into q's dtype.
+        q: ``[queries, H_q, D]``, which may be only the first T queries of every sequence.
+        kv: keys and values; int8 is converted to q's dtype.
 
     Returns:
         ``[queries, H_q, D_v]``, for the queries in ``q``.
@@ -59,17 +60,17 @@ def planned_attention(
 def by_sequence(
     q: Tensor, kv: KV, plan: Plan, first: FirstVisible | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
-    """Queries, keys, values and mask of each sequence of a plan; arguments as for :func:`planned_attention`.
+    """Yields the arguments of ``reference.tree_attention`` for each sequence of a plan.
 
     Yields:
-        ``reference.tree_attention``'s q, k, v and mask for one sequence, and its ``first``.
+        q, k, v and mask of one sequence, and ``first`` or None.
     """
     _, _, tails, firsts, counts, _ = plan.segments.tolist()
     stored = (kv.k, kv.v, *(kv.scales or ()))
     query_counts = _queries_per_sequence(q.shape[0], counts)
     for b, (queries, length) in enumerate(zip(q.split(query_counts), plan.lengths.tolist(), strict=True)):
         own = slice(firsts[b], firsts[b] + query_counts[b])
-        # Each query that is left out also shortens the tail by one position.
+        # Each query that the call leaves out also shortens the tail by one position.
         mask = tail_mask(plan.mask[own], tails[b] - counts[b] + query_counts[b])
         start, stop = 0 if first is None else int(first.low[b]), length + mask.shape[1]
         if kv.table is None:
@@ -85,7 +86,7 @@ def by_sequence(
 
 
 def _queries_per_sequence(queries: int, counts: Sequence[int]) -> list[int]:
-    """Number of queries of each sequence, which may be fewer than the plan's ``counts``."""
+    """Returns the number of queries of each sequence, which may be fewer than the planned ``counts``."""
     if queries == sum(counts):
         return list(counts)
     assert queries < sum(counts), f"{queries} queries, {sum(counts)} planned"
@@ -94,20 +95,20 @@ def _queries_per_sequence(queries: int, counts: Sequence[int]) -> list[int]:
 
 
 def tail_mask(words: Tensor, tail: int) -> Tensor:
-    """Unpack int64 mask words ``[T, W]`` to bool ``[T, tail]``; bit j of word w is column ``64 w + j``."""
+    """Unpacks int64 mask words ``[T, W]`` to bool ``[T, tail]``; bit j of word w is column ``64 w + j``."""
     bits = words[..., None] >> _BITS & 1
     return bits.bool().flatten(1)[:, :tail]
 
 
 def gathered_rows(pages: Tensor, table: Tensor, start: int, stop: int) -> Tensor:
-    """Gather positions ``start`` to ``stop`` (exclusive) through a page table.
+    """Gathers positions ``start`` to ``stop`` (exclusive) by a page table.
 
     Args:
         pages: ``[P, H_kv, page, D]``.
         table: ``[H_kv, W]``.
 
     Returns:
-        ``[1, H_kv, stop - start, D]``; a view where the pages are contiguous in memory.
+        ``[1, H_kv, stop - start, D]``; a view if the pages are contiguous in memory.
     """
     size = pages.shape[2]
     skipped = start // size
@@ -116,7 +117,7 @@ def gathered_rows(pages: Tensor, table: Tensor, start: int, stop: int) -> Tensor
     positions = slice(start - skipped * size, stop - skipped * size)
     if count and torch.equal(wanted, (wanted[0, 0] + torch.arange(count)).expand_as(wanted)):
         return pages[int(wanted[0, 0]) :][:count].transpose(0, 1).flatten(1, 2)[None, :, positions]
-    # Whole pages are copied: several times as fast as indexing single positions.
+    # Whole pages are copied, which is several times faster than indexing single positions.
     whole = pages.flatten(2)
     out = pages.new_empty(*wanted.shape, whole.shape[2])
     for head, own in enumerate(wanted):
@@ -135,7 +136,7 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Returns the output ``[B, H_q, T, D_v]``; arguments are those of ``reference.tree_attention``.
+    """Computes the output ``[B, H_q, T, D_v]`` of ``reference.tree_attention``, with its arguments.
 
     Every query must see at least one position (tree queries see themselves).
     """
@@ -158,7 +159,7 @@ def tree_attention(
         return product(scores.softmax(-1), values.mT)
 
     packed = (q * scale).reshape(batch, kv_heads, group * queries, dim)
-    # A matrix-vector product is not repacked, whatever the length.
+    # Torch does not repack the operands of a matrix-vector product.
     if not ONEDNN or positions < _ROWS_PER_HEAD_CALL or group * queries == 1:
         out = attend(packed, k, v, _batched)
     else:
@@ -172,15 +173,15 @@ def _batched(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _onednn(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x @ matrix.T`` for ``x`` ``[M, K]`` and ``matrix`` ``[N, K]``, any strides."""
+    """Returns ``x @ matrix.T`` for ``x`` ``[M, K]`` and ``matrix`` ``[N, K]``, any strides."""
     return torch.ops.mkldnn._linear_pointwise(x, matrix, None, "none", [], "")
 
 
 def node_attention(q: Tensor, kv: KV, plan: Plan, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """``segments.definition`` in few calls for many short nodes; q may hold fewer queries than planned.
+    """Computes ``segments.definition`` in few calls for many short nodes; q may have fewer queries.
 
-    A tree has a few nodes with many rows or queries, and many leaves of a few rows with one query each. The
-    leaves are computed together, padded to the longest of them; all partial results are merged at once.
+    A tree of texts has a few nodes with many positions or queries, and many short leaves with one query each.
+    The leaves are computed together, padded to the longest leaf. All partial outputs are merged at once.
     """
     k, v, table, _ = kv
     assert table is not None
@@ -219,13 +220,13 @@ def _leaves(
     table: Tensor,
     params: AttentionParams,
 ) -> _Part:
-    """Nodes with one query each: (row of the table, rows, query)."""
+    """Computes the attention of leaves with one query, given as (row of the table, positions, query)."""
     nodes, lengths, queries = (torch.tensor(column) for column in zip(*segments, strict=True))
     count = -(-int(lengths.max()) // k.shape[2])
     pages = table[nodes, :count].long()
     keys, values = (t[pages].transpose(1, 2).flatten(2, 3) for t in (k, v))  # [N, H_kv, rows, D]
     hidden = torch.arange(keys.shape[2]) >= lengths[:, None]
-    # Slots after a node's rows may hold anything, NaN too, and 0 * NaN is NaN.
+    # Slots after a node's positions may hold any value, even NaN, and 0 * NaN is NaN.
     values.masked_fill_(hidden[:, None, :, None], 0.0)
     own = q[queries]
     grouped = own.unflatten(1, (k.shape[1], -1))  # [N, H_kv, G, D]
@@ -239,7 +240,7 @@ def _leaves(
 
 
 def _merged(parts: list[_Part], q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """``reference.merge_states`` of each query's partial results, fp32; (0, -inf) where there are none."""
+    """Merges the partial outputs of each query in fp32; (0, -inf) for queries without any."""
     count, heads, _ = q.shape
     total = torch.zeros(count, heads, value_dim, dtype=torch.float32)
     top = torch.full((count, heads), -torch.inf, dtype=torch.float32)
@@ -250,5 +251,5 @@ def _merged(parts: list[_Part], q: Tensor, value_dim: int) -> tuple[Tensor, Tens
     weights = (lses - top[queries]).exp_()
     weight = torch.zeros(count, heads, dtype=torch.float32).index_add_(0, queries, weights)
     total.index_add_(0, queries, outs * weights[..., None])
-    # Where there is no part both are 0.
+    # ``total`` and ``weight`` are 0 for queries without any partial output.
     return total / weight.clamp_min(1e-30)[..., None], top + weight.log()

@@ -1,1 +1,1 @@
-"""The operations of a decoding pass in fp32 for few tokens, in C (``fp32.c``); torch's serve all else."""
+"""Operations of a decoding pass in fp32 for few tokens, in C (``fp32.c``); torch computes everything else."""

@@ -1,4 +1,4 @@
-"""New keys and values of a pass into fp32 KV slots on the CPU, by ``attention.h``."""
+"""The operator ``append_kv`` for fp32 KV slots on the CPU, by ``attention.h``."""
 
 import struct
 
@@ -20,7 +20,7 @@ def append_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """See ``kernels.step.append_kv``; by the definition for other dtypes than fp32."""
+    """See ``kernels.step.append_kv``; dtypes other than fp32 use the definition."""
     library = usable(k_cache, v_cache, k, v)
     if library is None or k_scale is not None or not start.is_contiguous():
         kv_slots.append_kv.definition(k_cache, v_cache, k, v, start, ring, k_scale, v_scale)

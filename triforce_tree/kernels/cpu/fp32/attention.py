@@ -1,4 +1,4 @@
-"""Attention with a plan for fp32 on the CPU, by ``attention.h``."""
+"""Attention in fp32 on the CPU with a plan, by ``attention.h``."""
 
 import struct
 
@@ -9,7 +9,7 @@ from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisib
 from triforce_tree.kernels.cpu.fp32.library import page_table, run_with_work, usable
 
 _ATTENTION = struct.Struct("35qdd")
-# Values are processed by vectors of up to 16 elements.
+# The C kernel processes values in vectors of up to 16 elements.
 _VECTOR = 16
 
 
@@ -21,12 +21,11 @@ def attention(
     first: FirstVisible | None = None,
     lse: Tensor | None = None,
 ) -> Tensor | None:
-    """``planned_attention`` without ``scales``; None where the C kernel does not serve the arguments.
+    """Computes ``planned_attention`` without scales, or returns None if the C kernel does not support it.
 
-    ``lse``, fp32 ``[queries, H_q]`` and dense, is written with the log-sum-exp of each query if it is given.
-
-    It serves fp32 keys and values, the latter of a multiple of 16 elements, and plans with as many queries
-    for each sequence. What a query gets does not depend on the other queries, bit for bit.
+    It supports fp32 keys and values, D_v a multiple of 16, and plans with equal numbers of queries of all
+    sequences. The output of a query does not depend on other queries, bit for bit. If ``lse`` is given, fp32
+    ``[queries, H_q]`` and dense, the log-sum-exp of each query is written to it.
     """
     k, v, table, _ = kv
     library, sinks = usable(q, k, v), params.sinks

@@ -1,4 +1,4 @@
-"""The two parts of a decoder layer around its attention on few fp32 rows, each one call (``decoder.h``)."""
+"""The parts of a decoder layer before and after attention for few fp32 rows, in C (``decoder.h``)."""
 
 import struct
 from typing import NamedTuple
@@ -14,7 +14,7 @@ _FINISH = struct.Struct("28qd")
 
 
 class Norm(NamedTuple):
-    """An RMS norm: its weight fp32 ``[D]``, and its epsilon."""
+    """Weight, fp32 ``[size]``, and epsilon of an RMS norm."""
 
     weight: Tensor
     eps: float
@@ -23,10 +23,10 @@ class Norm(NamedTuple):
 def project(
     x: Tensor, norm: Norm, matrices: tuple[Matrix, Matrix, Matrix], cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Computes the queries, keys and values of a decoder layer.
+    """Computes the queries, keys and values of a decoder layer from its input.
 
-    They are products of the normalised input with three matrices; rotary embeddings rotate halves of the
-    heads of queries and keys, as ``layers.rotary``.
+    The input is normalised and multiplied by three matrices. Queries and keys are rotated as by
+    ``layers.rotary``.
 
     Args:
         x: ``[B, T, size]``, with at most ``MOST_ROWS`` rows.
@@ -61,14 +61,14 @@ def project(
 def finish(
     attended: Tensor, residual: Tensor, norm: Norm, projection: Matrix, gate: Matrix, up: Matrix, down: Matrix
 ) -> Tensor | None:
-    """Computes the rest of a decoder layer after its attention.
+    """Computes the part of a decoder layer after attention: the output projection and a gated MLP.
 
-    It is the output projection and a gated MLP, each added to its input.
+    Each of the two is added to the residual stream.
 
     Args:
         attended: ``[B, T, H_q * D_v]``.
-        residual: ``[B, T, size]``, the input of the layer, with at most ``MOST_ROWS`` rows.
-        norm: of the MLP's input.
+        residual: ``[B, T, size]``, the input of the layer, at most ``MOST_ROWS`` rows.
+        norm: norm of the MLP's input.
 
     Returns:
         ``[B, T, size]``; None for arguments of other dtypes or layouts.

@@ -1,4 +1,4 @@
-"""Attention whose bits depend neither on the slots of keys nor on other queries, on the CPU (``exact.h``)."""
+"""Exact attention on the CPU by ``exact.h``; see ``attention.exact``."""
 
 import struct
 
@@ -13,10 +13,10 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def attention(request: ExactAttention) -> Tensor:
-    """Returns ``[B * T, H_q, D_v]`` in the dtype of ``q``, for fp32, bf16 and fp16 in host memory.
+    """Computes exact attention, ``[B * T, H_q, D_v]``, for fp32, bf16 and fp16 in host memory.
 
     Raises:
-        ValueError: there is no C kernel on this machine, or it does not serve the arguments.
+        ValueError: this machine has no C kernel, or the kernel does not support the arguments.
     """
     own, q, (k, v, table, _), params = library(), request.q, request.kv, request.params
     if own is None:
@@ -45,4 +45,4 @@ def attention(request: ExactAttention) -> Tensor:
 
 
 def near(lengths: Tensor, mask: Tensor, tokens: int) -> None:
-    """The kernel reads the mask itself."""
+    """Returns None, because the kernel reads the mask."""

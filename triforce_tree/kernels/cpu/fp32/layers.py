@@ -1,4 +1,4 @@
-"""The small operations of a decoder layer on few fp32 rows, each one call of the C library (``layers.h``)."""
+"""RMS norm and rotary embeddings, each one call of the C library for few fp32 rows (``layers.h``)."""
 
 import struct
 
@@ -12,7 +12,7 @@ _ROTARY = struct.Struct("18q")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension, as torch's ``rms_norm``."""
+    """Returns ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension, like ``rms_norm``."""
     library, size = usable(x, weight), x.shape[-1]
     if library is None or not x.is_contiguous():
         return torch.nn.functional.rms_norm(x, (size,), weight, eps)
@@ -24,14 +24,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Queries and keys by rotary embeddings whose halves are rotated (``x cos + rotate_half(x) sin``).
+    """Applies rotary embeddings to queries and keys (``x cos + rotate_half(x) sin``).
 
     Args:
         q, k: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]``, any strides with the last dimension dense.
         cos, sin: ``[B, T, D]``, or ``[1, T, D]`` for all sequences.
 
     Returns:
-        both, or None for arguments of other shapes or dtypes.
+        rotated queries and keys, or None for arguments of other shapes or dtypes.
     """
     batch, heads, tokens, dim = q.shape
     fits = cos.shape == sin.shape and cos.shape[1:] == (tokens, dim) and cos.shape[0] in (1, batch)

@@ -1,7 +1,7 @@
 """The compiled library of ``fp32.c``.
 
-Its functions take the address of a request: the bytes of a C struct, made by ``struct`` in a microsecond,
-where a ``ctypes.Structure`` takes five.
+Its functions take the address of a C struct. The module ``struct`` packs its bytes in 1 us, where a
+``ctypes.Structure`` takes 5 us.
 """
 
 import ctypes
@@ -40,13 +40,13 @@ _FUNCTIONS = (
     "accept_greedy", "append", "begin_tree", "expand_nodes", "exponential", "finish", "gated", "linear",
     "place_nodes", "project", "rms_norm", "rotary",
 )  # fmt: skip
-# These return the bytes of workspace that they need.
+# These functions return the bytes of workspace that they need.
 _WITH_WORK = ("attention", "exact_attention", "move_kv", "select_chunks", "traverse_tree")
 
 
 @cache
 def library(way: str | None = None) -> ctypes.CDLL | None:
-    """The library, compiled at the first call; None, with a warning, where that fails.
+    """Returns the library, compiled at the first call, or None with a warning if that fails.
 
     Args:
         way: instruction set, one of ``cpu_attention.fp32_instructions``; None for the fastest.
@@ -68,7 +68,7 @@ def library(way: str | None = None) -> ctypes.CDLL | None:
 
 
 def usable(*tensors: torch.Tensor) -> ctypes.CDLL | None:
-    """The library, where these are plain fp32 tensors in host memory whose last dimension is dense."""
+    """Returns the library if these are fp32 tensors in host memory with a dense last dimension, else None."""
     for x in tensors:
         if x.dtype is not torch.float32 or not x.is_cpu or x.stride(-1) != 1:
             return None
@@ -76,14 +76,14 @@ def usable(*tensors: torch.Tensor) -> ctypes.CDLL | None:
 
 
 def page_table(table: torch.Tensor | None) -> tuple[int, int, int]:
-    """Address and strides of pages int32 ``[B, pages]`` or ``[B, H_kv, pages]``; zeros without a table."""
+    """Returns address and strides of a table ``[B, pages]`` or ``[B, H_kv, pages]``, or zeros for None."""
     if table is None:
         return 0, 0, 0
     return table.data_ptr(), table.stride(0), table.stride(1) if table.ndim == 3 else 0
 
 
 class _Work(threading.local):
-    """Workspace of a thread's calls."""
+    """Workspace for the calls of one thread."""
 
     buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -94,12 +94,13 @@ _work = _Work()
 def run_with_work(
     function: Callable[[bytes], int], request: struct.Struct, fields: tuple[int | float, ...]
 ) -> None:
-    """Call a function that returns the bytes of workspace that it needs where it got fewer, else 0.
+    """Calls a C function with workspace, and again with more if it returns a number of bytes that it needs.
 
     Args:
-        request: of address and bytes of the workspace, and ``fields``.
+        function: returns 0 after computing its result.
+        request: struct of the address and bytes of the workspace, and ``fields``.
     """
     work = _work.buffer
     while needed := function(request.pack(work.data_ptr(), work.numel(), *fields)):
-        # Rounded up to a power of 2, as sequences grow; memory pages that are never touched cost nothing.
+        # The size is rounded up to a power of 2, because sequences grow; untouched memory pages cost nothing.
         work = _work.buffer = torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""Products of few fp32 rows with weight matrices: each weight is read from memory once, whatever the rows.
+"""Products of few fp32 rows with weight matrices, which read each weight from memory once.
 
-A row's result does not depend on the rows beside it, bit for bit.
+The result of a row does not depend on the other rows, bit for bit.
 """
 
 import struct
@@ -12,7 +12,7 @@ from torch import Tensor
 from triforce_tree.kernels.cpu.fp32.library import usable
 
 MOST_ROWS = 48
-"""Most rows for which this is faster than torch and oneDNN (AVX-512)."""
+"""Largest number of rows for which these products are faster than torch and oneDNN (AVX-512)."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _SAMPLE = 4096
@@ -21,13 +21,13 @@ _GATED = struct.Struct("14q")
 
 
 class Matrix(NamedTuple):
-    """A weight matrix as the kernel reads it.
+    """A weight matrix for the C kernel.
 
     Attributes:
-        weight: ``[outs, ins]``, fp32, 16 bits that are converted to fp32 exactly, or int8; dense.
+        weight: ``[outs, ins]``, dense, in fp32, bf16, fp16 or int8.
         bias: fp32 ``[outs]``, or None.
-        scales: fp32 ``[outs]``, by which int8 rows are multiplied; None for other weights.
-        fields: of the C struct.
+        scales: fp32 ``[outs]``, factors of the rows of int8 weights; None for other weights.
+        fields: values of the C struct ``Matrix``.
     """
 
     weight: Tensor
@@ -37,7 +37,7 @@ class Matrix(NamedTuple):
 
 
 def matrix(weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> Matrix:
-    """Arguments as the attributes of :class:`Matrix`."""
+    """Returns a :class:`Matrix`, which describes the arguments."""
     assert weight.is_contiguous(), "weights must be dense"
     assert (scales is not None) == (weight.dtype == torch.int8), "int8 has scales, no other type has"
     bias_at, scales_at = (0 if each is None else each.data_ptr() for each in (bias, scales))
@@ -45,19 +45,19 @@ def matrix(weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = N
 
 
 def in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 codes ``[outs, ins]`` of a weight, and fp32 scales ``[outs]`` of their rows."""
+    """Quantises a weight to the nearest int8 codes ``[outs, ins]`` with fp32 row scales ``[outs]``."""
     rows = weight.detach().float()
     scales = (rows.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     return (rows / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 def narrowed(weight: Tensor) -> Tensor | None:
-    """A copy of fp32 weights in 16 bits with exactly the same values; None where there is none.
+    """Returns a copy of fp32 weights in bf16 or fp16 if it has exactly the same values, else None.
 
-    Most checkpoints are trained in bf16 or fp16: in fp32 half of the bytes of their weights are zeros.
+    Most checkpoints are trained in bf16 or fp16, so half of the bits of their weights in fp32 are zeros.
     """
     for dtype in (torch.bfloat16, torch.float16):
-        # A few of them tell most of the time.
+        # A small sample usually shows that the values differ.
         for some in (weight.flatten()[:_SAMPLE], weight):
             copy = some.to(dtype)
             if not torch.equal(copy.float(), some):
@@ -68,13 +68,13 @@ def narrowed(weight: Tensor) -> Tensor | None:
 
 
 def widened(by: Matrix) -> Tensor:
-    """The weight in fp32."""
+    """Returns the weight in fp32."""
     weight = by.weight.float()
     return weight if by.scales is None else weight * by.scales[:, None]
 
 
 def linear(x: Tensor, by: Matrix) -> Tensor:
-    """``x @ weight.T + bias`` for ``[..., ins]``, as torch's ``linear`` up to rounding."""
+    """Returns ``x @ weight.T + bias`` for x ``[..., ins]``, equal to torch's ``linear`` up to rounding."""
     outs, ins = by.weight.shape
     library = usable(x)
     if library is None:
@@ -89,7 +89,7 @@ def linear(x: Tensor, by: Matrix) -> Tensor:
 
 
 def gated(x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)`` as torch up to rounding, fused for few rows."""
+    """Returns ``silu(x @ gate.T) * (x @ up.T)``, equal to torch up to rounding, and fused for few rows."""
     outs, ins = gate.weight.shape
     library, rows = usable(x), x.numel() // ins
     if library is None or rows > MOST_ROWS:

@@ -1,5 +1,8 @@
-"""Random numbers on the CPU: torch's Exp(1) takes 20 ns a number, and a stage of sampling needs one for every
-token of the vocabulary at every node that draws."""
+"""Random numbers on the CPU.
+
+Torch's Exp(1) takes 20 ns a number, and sampling needs a number for every token of the vocabulary at every
+node.
+"""
 
 import struct
 
@@ -12,9 +15,9 @@ _NOISE = struct.Struct("4q")
 
 
 def fill_exponential(out: Tensor, generator: torch.Generator) -> None:
-    """Fill fp32 numbers with draws from Exp(1), all above 0, as ``out.exponential_(generator=generator)``.
+    """Fills an fp32 tensor with positive draws from Exp(1), like ``out.exponential_(generator=generator)``.
 
-    On the CPU they follow from one draw of the generator, whatever the number of threads.
+    On the CPU they depend only on one draw of the generator, not on the number of threads.
     """
     library = usable(out) if out.is_contiguous() else None
     if library is None:

@@ -1,4 +1,4 @@
-"""Tree growth on the CPU, by ``grow.h``: for fp32 logits, and dense buffers."""
+"""Growth of token trees on the CPU by ``grow.h``, for fp32 logits and dense buffers."""
 
 import struct
 

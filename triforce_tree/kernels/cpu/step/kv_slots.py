@@ -1,4 +1,4 @@
-"""Commits of accepted paths on the CPU, by ``slots.h``, for any dtype."""
+"""Commit of accepted paths on the CPU by ``slots.h``, for any dtype."""
 
 import struct
 

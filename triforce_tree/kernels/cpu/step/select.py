@@ -1,4 +1,4 @@
-"""Selection of context chunks on the CPU, by ``select.h``: for queries and mean keys in fp32."""
+"""Selection of context chunks on the CPU by ``select.h``, for queries and mean keys in fp32."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""Verification of token trees on the CPU, by ``traversal.h``: for distributions in fp32."""
+"""Verification of token trees on the CPU by ``traversal.h``, for probs in fp32."""
 
 import struct
 
