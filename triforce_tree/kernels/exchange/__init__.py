@@ -1,4 +1,4 @@
-"""Chunks of KV, and experts, that are copied from host memory into slots on the device."""
+"""Copies of KV chunks and of experts from host memory into slots on the device."""
 
 from triforce_tree.kernels.exchange.chunks import exchange_chunks, fetch_chunks, fetch_words, place_of
 from triforce_tree.kernels.exchange.experts import choose_experts, fetch_experts

@@ -1,8 +1,8 @@
-"""Device slots that cache chunks of an offloaded KV: eviction in clock order, and fetching missing chunks.
+"""Cache of chunks of an offloaded KV cache in device slots, with eviction in clock order.
 
-Where the full KV is on the host, the retrieval level keeps copies of its selected chunks in slots on the
-device. Missing chunks replace chunks that are not selected, in clock order, so that recently selected ones
-tend to stay. Nothing synchronises with the host, and a captured graph serves any selection.
+If the full KV cache is on the host, the retrieval level keeps copies of its selected chunks in slots on the
+device. Missing chunks replace chunks that are not selected, in clock order, so that recently selected chunks
+tend to stay. No operator synchronises with the host, and a captured graph serves any selection.
 """
 
 import torch
@@ -15,16 +15,15 @@ from triforce_tree.kernels.operators import operator
 def exchange_chunks(
     held: Tensor, place: Tensor, wanted: Tensor, hand: Tensor, moves: Tensor, counts: Tensor
 ) -> None:
-    """Give a slot to every wanted chunk that has none.
+    """Assigns a slot to every wanted chunk that has none.
 
     Args:
-        held: int32 ``[B, H, S]``, the chunk in each slot, all different; changed in place.
-        place: int32 ``[B, H, C]``, the slot of each chunk, -1 for none; changed in place.
+        held: int32 ``[B, H, S]``, the chunk in each slot, all different; written.
+        place: int32 ``[B, H, C]``, the slot of each chunk, -1 for none; written.
         wanted: int32 ``[B, H, W]``, chunks, all different, W at most S.
-        hand: int32 ``[B, H]``, the clock hand: the slot where the search for a free one begins; changed in
-            place.
-        moves: int32 ``[B, H, 2, W]``, receives (slot, chunk) of the chunks to fetch, in its first columns.
-        counts: int32 ``[B, H]``, receives their number.
+        hand: int32 ``[B, H]``, the clock hand, at which the search for a free slot begins; written.
+        moves: int32 ``[B, H, 2, W]``; the first columns receive slot and chunk of the chunks to fetch.
+        counts: int32 ``[B, H]``, receives the number of chunks to fetch.
     """
     slots = held.shape[2]
     for b in range(held.shape[0]):
@@ -48,15 +47,16 @@ def exchange_chunks(
 def fetch_chunks(
     k: Tensor, v: Tensor, on_device: Tensor, on_host: Tensor, moves: Tensor, counts: Tensor, chunk: int
 ) -> None:
-    """Copy chunks of one sequence into their slots.
+    """Copies chunks of one sequence into their slots.
 
     Args:
-        k, v: ``[H, S * chunk or more, D]``, in v D_v; chunk slot s begins at ``s * chunk``; changed in place.
-        on_device: ``[R, H * (D + D_v)]``, the first R positions, on the device of ``k``: of each the keys of
-            all heads, then the values. R is a multiple of ``chunk``.
+        k, v: ``[H, S * chunk or more, D]`` and ``[H, S * chunk or more, D_v]``, written; slot s begins at
+            position ``s * chunk``.
+        on_device: ``[R, H * (D + D_v)]``, the first R positions, on the device of ``k``. A row holds the keys
+            of all heads, then the values. R is a multiple of ``chunk``.
         on_host: ``[F, H * (D + D_v)]``, the positions from R on, in host memory that the device can read.
-        moves: int32 ``[H, 2, W]``, (slot, chunk), of which the first ``counts`` are used.
-        counts: int32 ``[H]``.
+        moves: int32 ``[H, 2, W]``, slot and chunk of each move, of which the first ``counts`` are used.
+        counts: int32 ``[H]``, number of moves.
         chunk: positions per chunk.
     """
     first, (heads, _, dim) = on_device.shape[0], k.shape
@@ -71,17 +71,17 @@ def fetch_chunks(
 
 @operator("fetch_words", writes=("target",), triton=".chunks_kernels")
 def fetch_words(target: Tensor, source: Tensor) -> None:
-    """Copy from host memory that the device can read, without waiting for the copy engine's transfers.
+    """Copies from host memory that the device can read, without waiting for transfers of the copy engine.
 
     Args:
-        target: int32 ``[n]``, on the device; changed in place.
+        target: int32 ``[n]``, on the device; written.
         source: int32 ``[n]``, on the host.
     """
     target.copy_(source)
 
 
 def place_of(held: Tensor, chunks: int) -> Tensor:
-    """Returns the slot of each chunk, int32 ``[..., chunks]``, or -1; ``held`` is ``[..., S]``."""
+    """Returns the slot of each chunk, int32 ``[..., chunks]``, or -1, for ``held`` ``[..., S]``."""
     place = torch.full((*held.shape[:-1], chunks), -1, dtype=torch.int32, device=held.device)
     slots = torch.arange(held.shape[-1], dtype=torch.int32, device=held.device).expand_as(held)
     return place.scatter_(-1, held.long(), slots)

@@ -1,7 +1,7 @@
-"""Triton kernels of ``exchange``: one program per KV head assigns slots, many programs fetch chunks.
+"""Triton kernels of ``chunks``: one program per KV head assigns slots, and many programs fetch chunks.
 
-Fetching kernels read page-locked host memory over the bus: chunks are too small for the copy engine, where a
-few bytes would also wait for large copies.
+The fetching kernels read page-locked host memory over the bus. Chunks are too small for the copy engine, in
+which they would also wait for large copies.
 """
 
 import torch
@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-# Fetching programs per KV head: enough reads in flight to saturate the bus.
+# Fetching programs per KV head, enough to saturate the bus.
 _FETCHERS = 16
 _WORDS = 1024
-# Elements of a tile that a warp holds: 128 in each thread.
+# Elements of a tile that a warp holds, 128 in each thread.
 _HELD = 4096
 
 
@@ -46,7 +46,7 @@ def _exchange_kernel(
     tl.debug_barrier()
     tl.store(in_use + own, tl.full([BLOCK_W], 1, tl.int32), mask=(at < wanted_count) & (own >= 0))
     tl.debug_barrier()
-    # The slots in clock order, from the hand on.
+    # ``clock_order`` lists the slots from the clock hand on.
     hand = tl.load(hand_ptr + pair)
     clock_order = (hand + slot) % slots
     free = (slot < slots) & (tl.load(in_use + clock_order, mask=slot < slots, other=1) == 0)
@@ -103,7 +103,7 @@ def _copy_chunk(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Copy one chunk's keys and values; ``source`` points to its first position ``[H * D + H * D_v]``."""
+    """Copies the keys and values of a chunk; ``source`` points to its first row ``[H * D + H * D_v]``."""
     at = source + row.to(tl.int64) * heads * (DIM + VALUE_DIM)
     k = tl.load(at + head * DIM + column, mask=there)
     v = tl.load(at + heads * DIM + head * VALUE_DIM + v_column, mask=v_there)
@@ -186,7 +186,7 @@ def fetch_chunks(
         on_host = on_device
     block_c, block_d = triton.next_power_of_2(chunk), triton.next_power_of_2(dim)
     block_v = triton.next_power_of_2(value_dim)
-    # A chunk's keys, then its values, are in registers.
+    # Registers hold the keys of a chunk, and then its values.
     warps = min(32, max(4, block_c * max(block_d, block_v) // _HELD))
     options = {} if knobs.runtime.interpret else {"num_warps": warps}
     _fetch_kernel[(heads, _FETCHERS)](

@@ -1,6 +1,6 @@
-"""Triton kernels of ``exchange.experts``: one program lists the experts, many copy them.
+"""Triton kernels of ``experts``: one program lists the experts, and many programs copy them.
 
-The copying kernel reads page-locked host memory over the bus, as that of retrieved chunks does.
+The copying kernel reads page-locked host memory over the bus.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-# Programs that copy, and bytes of one of their steps: enough reads in flight to saturate the bus.
+# Number of programs that copy, and bytes of a step, which together saturate the bus.
 _PROGRAMS, _STEP_BYTES = 64, 8192
 _IDS = 1024
 
@@ -39,7 +39,7 @@ def _choose_kernel(
     tl.debug_barrier()
     routed = tl.load(moves_ptr + expert, mask=exists, other=0) > 0
     missing = routed & (tl.load(held_ptr + expert, mask=exists, other=0) != layer)
-    # All have read their flags before the list replaces them.
+    # All threads must have read their flags before the list overwrites them.
     tl.debug_barrier()
     order = tl.cumsum(missing.to(tl.int32), 0) - 1
     count = tl.sum(missing.to(tl.int32), 0)

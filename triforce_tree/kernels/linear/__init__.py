@@ -1,1 +1,1 @@
-"""Linear layers with few input rows, with weights of 16, 8 or 4 bits."""
+"""Linear layers with few input rows and weights of 16, 8 or 4 bits."""

@@ -1,24 +1,23 @@
-"""Tile shapes of few-row linear layers: a pure function of shape and device, never autotuned at a call."""
+"""Chooses tile shapes of linear layers with few rows by shape and device, without autotuning."""
 
 from dataclasses import dataclass, replace
 
 from triforce_tree.kernels.device import Device
 
 MOST_ROWS = 128
-"""Most input rows; more go to a general matrix product."""
+"""Largest number of input rows; more rows need a general matrix product."""
 
 MOST_PLAIN_ROWS = 64
-"""The same for 16-bit weights: the vendor's matrix product is as fast at 96 rows."""
+"""Largest number of input rows with 16-bit weights; the vendor's matrix product is as fast at 96 rows."""
 
 MOST_FUSED = 3
-"""Most weights of one launch."""
+"""Largest number of weights of one launch."""
 
 SPLIT_WORDS = 128
-"""Programs that share the columns of a tile divide them at multiples of so many 16-bit words, or of a
-step."""
+"""Programs that share a tile divide its columns at multiples of this number of 16-bit words, or of a step."""
 
 LEAST_BLOCK = 32
-"""Fewest output columns of a tile; callers size the counters by it."""
+"""Smallest number of output columns of a tile, which bounds the number of counters."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,13 @@ class LinearConfig:
 
     Attributes:
         block_n: output columns (rows of the weight) per tile.
-        width: 16-bit words of a weight row per step; 128 where the weight is packed.
-        splits: programs that share the input columns of a tile and sum their partial results (split-K).
+        width: 16-bit words of a row of the weight per step.
+        splits: number of programs that share the input columns of a tile and sum their partial results
+            (split-K).
         warps, stages: warps per program and depth of the load pipeline.
-        tma: load with the bulk copy engine where the layout allows it.
-        prefetch: first steps whose weights are prefetched while the previous kernel still runs. One is best
-            where that kernel allows dependent launches; more gain nothing there.
+        tma: whether the bulk copy engine loads the tiles where the layout allows it.
+        prefetch: number of first steps whose weights are prefetched while the previous kernel still runs. One
+            is best with programmatic dependent launch; more steps save no time.
     """
 
     block_n: int
@@ -46,8 +46,13 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class OneRowConfig:
-    """Tile and launch configuration of ``one_row``: ``block_n`` rows of the weight a program, in steps of
-    ``width`` columns; ``warps`` and ``stages`` as in :class:`LinearConfig`."""
+    """Tile and launch configuration of ``one_row``.
+
+    Attributes:
+        block_n: rows of the weight per program.
+        width: columns per step.
+        warps, stages: as in :class:`LinearConfig`.
+    """
 
     block_n: int
     width: int
@@ -56,15 +61,16 @@ class OneRowConfig:
 
 
 def row_block(rows: int) -> int:
-    """Input rows per tile: 16, 32, 64 or 128."""
+    """Returns the input rows of a tile: 16, 32, 64 or 128."""
     if not 0 < rows <= MOST_ROWS:
         raise ValueError(f"rows={rows} is outside 1 to {MOST_ROWS}; use a general matrix product")
     return max(16, 1 << (rows - 1).bit_length())
 
 
-# By bits and rows of the tile, for at most as many outputs as the first number: block_n, width, warps,
-# stages, tma, and how many programs a multiprocessor runs at once. Measured on an H200, by the benchmark
-# `linear`, with 4096, 6144, 12288, 22016 and 28672 outputs of 4096 inputs, and 768 and 4096 of more.
+# Entries by bits and rows of the tile: largest number of outputs, block_n, width, warps, stages, tma, and
+# number of programs that a multiprocessor runs at once. They were measured on an H200 by the benchmark
+# `linear`, with 4096, 6144, 12288, 22016 and 28672 outputs of 4096 inputs, and with 768 and 4096 outputs of
+# more inputs.
 _ANY_OUTS = 1 << 62
 _TABLE: dict[int, dict[int, tuple[tuple[int, int, int, int, int, int, int], ...]]] = {
     16: {
@@ -119,27 +125,27 @@ _TABLE: dict[int, dict[int, tuple[tuple[int, int, int, int, int, int, int], ...]
         128: ((_ANY_OUTS, 64, 64, 8, 3, 1, 2),),
     },
 }  # fmt: skip
-# With so few inputs programs do not split them; 16 bits and 16 rows have tiles of their own there.
+# Up to so many inputs, programs do not share a tile, and weights of 16 bits with 16 rows use their own table.
 _FEW_INS = 1024
 _FEW_INS_TABLE = ((1024, 64, 256, 4, 3, 1, 1), (_ANY_OUTS, 64, 128, 4, 5, 0, 1))
 _MOST_SPLITS = 8
-# Fewest inputs of layers that multiply one row without tensor cores, most of those in wide steps, and most
-# outputs of smaller programs.
+# Fewest inputs of layers that multiply one row without tensor cores, most inputs with wide steps, and most
+# outputs with narrower steps.
 _LEAST_ROW, _MOST_WIDE, _FEW_OUTS = 2048, 8192, 5120
-# Where all operands are in registers, sums and unpacked codes of larger tiles spill with 4 warps.
+# If all operands are in registers, sums and unpacked codes of larger tiles spill with 4 warps.
 _MOST_UNPACKED = 64 * 128 * 2
 _WGMMA_OUTS = 64
-# Major compute capabilities whose products are of tensor memory.
+# Major compute capabilities whose products use tensor memory.
 _TENSOR_MEMORY = (10, 11)
-# Shared memory of a multiprocessor where the table was measured.
+# Bytes of shared memory of a multiprocessor of the H200, on which the table was measured.
 _MEASURED_PER_SM = 233_472
 
 
 def choose(bits: int, rows: int, outs: int, ins: int, device: Device) -> LinearConfig:
-    """The configuration for ``rows`` rows and a weight ``[outs, ins]`` of 16, 8 or 4 bits.
+    """Returns the configuration for ``rows`` input rows and a weight ``[outs, ins]`` of 16, 8 or 4 bits.
 
     Args:
-        outs: outputs of all weights of the launch.
+        outs: number of outputs of all weights of the launch.
         device: its shared memory limits the tile, and its multiprocessors share the work.
 
     Raises:
@@ -166,10 +172,10 @@ def choose(bits: int, rows: int, outs: int, ins: int, device: Device) -> LinearC
 
 
 def choose_one_row(outs: int, ins: int, device: Device) -> OneRowConfig | None:
-    """The configuration for one row and a 16-bit weight ``[outs, ins]``; None with few inputs, and on AMD's
-    cards: the row is left to :func:`choose`.
+    """Returns the configuration for one row and a 16-bit weight ``[outs, ins]``; None: use :func:`choose`.
 
-    Measured on an H200 with the layers of a 7B and an 8B; other NVIDIA cards take the same.
+    It is None with few inputs and on GPUs of AMD. The configurations were measured on an H200 with the layers
+    of a 7B and an 8B model; other GPUs of NVIDIA use the same.
     """
     if not device.ptx or ins < _LEAST_ROW:
         return None
@@ -179,12 +185,12 @@ def choose_one_row(outs: int, ins: int, device: Device) -> OneRowConfig | None:
 
 
 def choose_exact(rows: int, outs: int, ins: int, device: Device) -> tuple[LinearConfig, int]:
-    """The configuration for 16-bit weights and the rows of its tile, with one order of sums for all ``rows``.
+    """Returns a configuration for 16-bit weights and the rows of its tile, whose order of sums is fixed.
 
-    An output is summed over its columns in order, within bounds that only the splits decide; these are for
-    one row. Tiles of other sizes then have the same bits, where they are multiplied by the same instruction
-    in steps of 16 columns: mma.sync, or wgmma, which tiles of 64 outputs and more take. Where that is not
-    known (tcgen05, AMD's cards, the interpreter), all rows have one tile.
+    An output is summed over the columns in order, within bounds that depend only on the splits, which are
+    those for one row. Tiles of other sizes give the same bits if the same instruction multiplies them in
+    steps of 16 columns: mma.sync, or wgmma for 64 outputs and more. Where this is not known (tcgen05, AMD,
+    the interpreter), any number of rows uses the same tile.
 
     Raises:
         ValueError: more than ``MOST_PLAIN_ROWS`` rows, or no tile fits the device.
@@ -203,7 +209,7 @@ def choose_exact(rows: int, outs: int, ins: int, device: Device) -> tuple[Linear
 
 
 def smaller(config: LinearConfig) -> LinearConfig | None:
-    """The next configuration that needs less shared memory; None after the smallest."""
+    """Returns the next configuration that needs less shared memory, or None after the smallest."""
     if config.stages > 3:
         return replace(config, stages=config.stages - 1)
     if config.width > 32:
@@ -214,10 +220,10 @@ def smaller(config: LinearConfig) -> LinearConfig | None:
 
 
 def shared_bytes(config: LinearConfig, bits: int, block_m: int, device: Device) -> int:
-    """Upper bound on the shared memory that the compiled kernel needs, in bytes, tight to a few hundred.
+    """Returns an upper bound on the bytes of shared memory of the compiled kernel, accurate to a few hundred.
 
-    Each stage of the pipeline has a tile of words and, for every plane of packed codes, one of x; the tiles
-    in use are in registers, or have a buffer of their own where products read them from shared memory.
+    Each stage of the pipeline has a tile of words and a tile of x for every plane of packed codes. Tiles in
+    use are in registers, or in another buffer if products read them from shared memory.
     """
     words, xs = 2 * config.width * config.block_n, 2 * config.width * block_m * 16 // bits
     from_shared = config.block_n >= 64 and device.shared_products

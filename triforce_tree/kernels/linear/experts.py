@@ -1,4 +1,4 @@
-"""Linear layers of routed experts with few tokens, in plain torch: the definition of the kernel."""
+"""Linear layers of routed experts with few tokens in plain torch, which define the kernel."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from triforce_tree.kernels.linear import reference
 from triforce_tree.kernels.operators import fake, operator
 
-# Pairs of token and expert whose weights are gathered at once.
+# Number of pairs of token and expert whose weights are gathered at once.
 _TOGETHER = 64
 
 
@@ -14,15 +14,15 @@ _TOGETHER = 64
 def expert_linear(
     x: Tensor, ids: Tensor, words: Tensor, scales: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
-    """Each token times the weights of each of its experts.
+    """Multiplies each token by the weights of each of its experts.
 
     Args:
         x: ``[R, K]``, or ``[R * k, K]`` with a row for each pair of token and expert.
-        ids: int64 or int32 ``[R, k]``, the experts of each token, 0 to E - 1.
-        words: ``[E, N, K]`` with any strides for 16 bits (and more, where no kernel is needed), else int16
-            ``[E, N, 128 * blocks]``.
-        scales: of packed words: fp32 ``[E, N]`` for 8 bits, bf16 ``[blocks, E * N, 4]`` for 4
-            (``reference.quantise`` of ``[E * N, K]``); None otherwise.
+        ids: int64 or int32 ``[R, k]``, the k experts of each of R tokens, 0 to E - 1.
+        words: weights ``[E, N, K]`` with any strides for 16 bits (or fp32 without a kernel), else packed
+            int16 words ``[E, N, 128 * blocks]``.
+        scales: scales of packed words, fp32 ``[E, N]`` for 8 bits, bf16 ``[blocks, E * N, 4]`` for 4 bits
+            (``reference.quantise`` of ``[E * N, K]``); else None.
         bias: ``[E, N]`` or None.
         bits: 16, 8 or 4.
 
@@ -45,7 +45,7 @@ def _(x: Tensor, ids: Tensor, words: Tensor, *_: object) -> Tensor:
 
 
 def _gathered(x: Tensor, ids: Tensor, words: Tensor, scales: Tensor | None, bits: int) -> Tensor:
-    """``[P, N]`` of pairs ``[P, K]`` and their experts ``[P]``; fp32 for packed weights."""
+    """Returns products ``[P, N]`` of rows ``[P, K]`` with their experts ``[P]``; fp32 for packed weights."""
     weight = words[ids]
     if bits < 16:
         assert scales is not None, "packed words have scales"
@@ -60,9 +60,9 @@ def _gathered(x: Tensor, ids: Tensor, words: Tensor, scales: Tensor | None, bits
 
 
 def quantise_experts(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantise ``[E, N, K]``: words ``[E, N, 128 * blocks]`` and scales, as ``expert_linear`` takes them.
+    """Quantises ``[E, N, K]`` to words ``[E, N, 128 * blocks]`` and scales for ``expert_linear``.
 
-    Experts are read one after the other, so that a strided weight is never copied whole.
+    Experts are quantised one after another, so that a strided weight is never copied as a whole.
     """
     parts = [reference.quantise(expert, bits) for expert in weight]
     words = torch.stack([words for words, _ in parts])

@@ -1,8 +1,8 @@
-"""Triton kernel: linear layers of routed experts, bound by reading the weights of each routed expert once.
+"""Triton kernel of linear layers of routed experts, limited by reading the weights of each expert once.
 
-Programs are numbered by tile of the outputs and by pair of token and expert. Of the pairs with one expert the
-first computes for the first ``BLOCK_M`` of them, the next after those for as many more; all others end at
-once. So nothing is sorted, and the launch is the same for any routing.
+There is a program for each tile of the outputs and each pair of token and expert. Pairs with the same expert
+form groups of ``BLOCK_M``. The program of the first pair of a group computes all pairs of the group, and the
+other programs end at once. So no pairs are sorted, and the launch is the same for any routing.
 """
 
 import triton
@@ -14,7 +14,7 @@ from triforce_tree.kernels.linear.unpack import four_planes, two_planes
 
 @triton.jit
 def _members(ids_ptr, pair, expert, pairs, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Pairs ``[BLOCK_M]`` that this program computes, -1 for none; they have one expert."""
+    """Returns the pairs ``[BLOCK_M]`` that this program computes, which have one expert, padded with -1."""
     at = tl.arange(0, BLOCK_P)
     same = tl.load(ids_ptr + at, mask=at < pairs, other=-1) == expert
     before = tl.sum((same & (at < pair)).to(tl.int32), 0)
@@ -25,7 +25,7 @@ def _members(ids_ptr, pair, expert, pairs, BLOCK_P: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def _columns(x_rows, column, there, ins, WIDTH: tl.constexpr):
-    """x transposed, ``[WIDTH, M]`` from ``column`` on; zero out of bounds."""
+    """Loads columns of x from ``column`` on, transposed to ``[WIDTH, M]``; zero out of bounds."""
     k = column + tl.arange(0, WIDTH)
     return tl.load(x_rows + k[None, :], mask=there[:, None] & (k < ins)[None, :], other=0.0).T
 
@@ -63,7 +63,7 @@ def expert_linear_kernel(
     expert = tl.load(ids_ptr + pair)
     mine = _members(ids_ptr, pair, expert, pairs, BLOCK_P, BLOCK_M)
     there = mine >= 0
-    # Without branches, which would end the pipelining of the loop: programs without pairs make no steps.
+    # Programs without pairs make no steps. A branch instead would prevent the pipelining of the loop.
     steps = tl.where(tl.max(mine, 0) >= 0, tl.cdiv(words, WIDTH), 0)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     in_outs = n < outs

@@ -1,4 +1,4 @@
-"""Linear layers of routed experts on the GPU: launching ``expert_linear_kernel``."""
+"""Launches the kernel of linear layers of routed experts."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from triforce_tree.kernels.linear.experts_kernel import expert_linear_kernel
 from triforce_tree.kernels.linear.launch import _packed_scales, _unpacking
 
 MOST_PAIRS = 512
-"""Pairs of token and expert of one launch: each program compares its own with all of them."""
+"""Largest number of pairs of token and expert of one launch, because each program reads all of them."""
 
 _BLOCK_M = 16
 _CONFIGS = {

@@ -1,13 +1,14 @@
-"""Triton kernel: linear layers with few input rows, bound by reading the weights once.
+"""Triton kernel of linear layers with few input rows, limited by reading the weights once.
 
 A tile of the weight is the first operand of the product, so that its many rows fill the M dimension of the
-tensor cores and the few rows of x their N dimension. Packed weights (format: ``linear.reference``) become
-16-bit values in the registers that feed the tensor cores. Scales multiply fp32 sums.
+tensor cores, and the few rows of x the N dimension. Packed weights (format: ``linear.reference``) are
+unpacked to 16-bit values in registers. Scales multiply fp32 sums.
 
-Several programs may share a tile's input columns (split-K). Each writes its fp32 sums; the last to finish
-adds all of them in column order, so results are deterministic.
+Several programs may share the input columns of a tile (split-K). Each writes its fp32 sums, and the last to
+finish adds all of them in the order of columns, so results are deterministic.
 
-Up to three weights that multiply the same x share one launch: their tiles are numbered consecutively.
+Up to three weights that multiply the same x share one launch, in which their tiles are numbered
+consecutively.
 """
 
 import triton
@@ -24,7 +25,7 @@ _SPLIT_WORDS = tl.constexpr(SPLIT_WORDS)
 def _columns(
     x_ptr, x_view, column, stride, rows, ins, M: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
 ):
-    """x transposed, ``[WIDTH, M]`` from ``column`` on; zero out of bounds."""
+    """Loads columns of x from ``column`` on, transposed to ``[WIDTH, M]``; zero out of bounds."""
     if TMA:
         return x_view.load([0, column]).T
     m, k = tl.arange(0, M), column + tl.arange(0, WIDTH)
@@ -34,13 +35,13 @@ def _columns(
 
 @triton.jit
 def _scale(scales, P: tl.constexpr):
-    """Plane P's bf16 scale out of the four in an int64, as an fp32 column."""
+    """Returns the bf16 scale of plane P, one of four in an int64, as an fp32 column."""
     return ((scales >> (16 * P)).to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit
 def _prefetch_rows(w_ptr, n, outs, stride, first, count, words):
-    """Prefetch ``count`` words of each row of a tile into L2, from ``first`` on, or the last ones."""
+    """Prefetches ``count`` words of each row of a tile into L2, from ``first`` on, or the last words."""
     count = tl.minimum(count, words)
     first = tl.minimum(first, words - count)
     rows = w_ptr + tl.minimum(n, outs - 1).to(tl.int64) * stride + first
@@ -52,13 +53,13 @@ def _prefetch_rows(w_ptr, n, outs, stride, first, count, words):
 
 @triton.jit
 def _finish(out_ptr, bias_ptr, acc, m, n, outs, stride, there):
-    """Add the bias to the sums ``[N, M]`` and store them as ``[M, N]``."""
+    """Adds the bias to the sums ``[N, M]`` and stores them as ``[M, N]``."""
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n < outs, other=0.0).to(tl.float32)[:, None]
     tl.store(out_ptr + m[None, :] * stride + n[:, None], acc.to(out_ptr.dtype.element_ty), mask=there)
 
 
-# Arguments that vary from call to call must not specialise the kernel.
+# Triton must not compile variants of the kernel for arguments that vary from call to call.
 @triton.jit(do_not_specialize=["rows", "splits", "prefetch", "first_1", "first_2"])
 def linear_kernel(
     out_ptr,  # [rows, outs], or the outputs of all weights side by side
@@ -128,7 +129,7 @@ def linear_kernel(
             if bias_ptr is not None:
                 bias_ptr = bias_ptr_2
     steps = tl.cdiv(words, WIDTH)
-    # The bounds are the same for every WIDTH up to SPLIT_WORDS.
+    # The bounds of a split do not depend on WIDTH, up to SPLIT_WORDS.
     EACH: tl.constexpr = 1 if WIDTH >= _SPLIT_WORDS else _SPLIT_WORDS // WIDTH
     units = tl.cdiv(steps, EACH)
     begin = split * units // splits * EACH
@@ -140,24 +141,24 @@ def linear_kernel(
     if BITS == 8:
         scale = tl.load(scales_ptr + n, mask=in_outs, other=0.0)[:, None]
     if BITS == 4:
-        # Loaded one step ahead, or each step would wait for its scales.
+        # Scales are loaded one step ahead, or each step would wait for its scales.
         next_scales = tl.load(scales_ptr + begin // PARTS * outs + n, mask=in_outs, other=0)
     if PDL:  # noqa: SIM102  a condition on a device value cannot be joined to one of the compiler
-        # Weights do not depend on the previous kernel: their first tiles are prefetched while it ends.
+        # The previous kernel does not write weights, so their first tiles are prefetched while it ends.
         if prefetch > 0:
             _prefetch_rows(w_ptr, n, outs, stride_w, begin * WIDTH, prefetch, words)
     wait_for_previous(PDL)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Scales are applied in the loop even where that could be done at the end: where products on unpacked
-    # operands chain one accumulator, the assembler waits for each of them.
+    # Scales are applied in the loop even if they could be applied at its end. With a single accumulator for
+    # products of unpacked operands, the assembler inserts a wait after each product.
     for step in tl.range(begin, end, num_stages=STAGES):
         if TMA:
             w = w_view.load([tile * BLOCK_N, step * WIDTH])
         else:
             k = step * WIDTH + tl.arange(0, WIDTH)
             w = tl.load(w_rows + k[None, :], mask=in_outs[:, None] & (k < words)[None, :], other=0)
-        # Planes of a block are 128 columns each, of which a step may cover a part.
+        # A plane of a block has 128 columns, of which a step may cover a part.
         column = step // PARTS * (128 * PLANES) + step % PARTS * WIDTH
         if BITS == 16:
             x = _columns(x_ptr, x_view, step * WIDTH, stride_x, rows, ins, BLOCK_M, WIDTH, TMA)
@@ -187,7 +188,7 @@ def linear_kernel(
         parts = partial_ptr + global_tile.to(tl.int64) * splits * (BLOCK_N * BLOCK_M)
         parts += (tl.arange(0, BLOCK_N) * BLOCK_M)[:, None] + m[None, :]
         tl.store(parts + split * (BLOCK_N * BLOCK_M), acc)
-        # All threads must have written before one of them increments the counter.
+        # All threads must have written their sums before one thread increments the counter.
         tl.debug_barrier()
         done_before = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if done_before == splits - 1:

@@ -1,4 +1,4 @@
-"""Linear layers with few input rows on the GPU: launching ``linear_kernel``, and the operators around it."""
+"""Operators of linear layers with few input rows, which launch the Triton kernels."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -26,30 +26,32 @@ from triforce_tree.kernels.linear.kernel import linear_kernel
 from triforce_tree.kernels.linear.one_row import multiply_row
 from triforce_tree.kernels.operators import fake, numbers, operator
 
-# In the place of a configuration's numbers.
+# It replaces the numbers of a configuration and selects ``choose_exact``.
 _EXACT = [0]
 
 
 def counters_for(outs: int, device: torch.device | str | None = None) -> Tensor:
-    """Zeroed counters for a weight of ``outs`` rows; calls that use them must run on one stream."""
+    """Returns zeroed counters for a weight of ``outs`` rows; calls that use them must run on one stream."""
     return torch.zeros(triton.cdiv(outs, LEAST_BLOCK), dtype=torch.int32, device=device)
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor, config: LinearConfig | None = None
 ) -> Tensor:
-    """See ``linear.reference.linear``; x and weight bf16 or fp16, 1 to ``MOST_ROWS`` rows.
+    """Computes ``linear.reference.linear`` for bf16 or fp16 and 1 to ``MOST_ROWS`` rows.
 
     Args:
-        counters: from ``counters_for``.
-        config: None for the one from the table.
+        counters: result of ``counters_for``.
+        config: tile shapes; None takes them from the table.
     """
     return _linear(x, weight, None, bias, counters, 16, _config_numbers(config))
 
 
 def pinned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor) -> Tensor:
-    """:func:`linear` with one order of sums for any number of rows up to ``MOST_PLAIN_ROWS``, so that a row's
-    bits do not depend on it; see ``configs.choose_exact``."""
+    """Computes :func:`linear` with one order of sums for any number of rows up to ``MOST_PLAIN_ROWS``.
+
+    The bits of a row do not depend on the number of rows; see ``configs.choose_exact``.
+    """
     return _linear(x, weight, None, bias, counters, 16, _EXACT)
 
 
@@ -62,7 +64,7 @@ def low_bit_linear(
     counters: Tensor,
     config: LinearConfig | None = None,
 ) -> Tensor:
-    """See ``linear.reference.low_bit_linear``; x bf16 or fp16, 1 to ``MOST_ROWS`` rows."""
+    """Computes ``linear.reference.low_bit_linear`` for x in bf16 or fp16 and 1 to ``MOST_ROWS`` rows."""
     return _linear(x, words, scales, bias, counters, bits, _config_numbers(config))
 
 
@@ -79,16 +81,16 @@ def linears(
     bits: int,
     config: LinearConfig | None = None,
 ) -> Tensor:
-    """Up to ``MOST_FUSED`` layers on the same x in one launch.
+    """Computes up to ``MOST_FUSED`` layers of the same x in one launch.
 
     Args:
-        weights, counters: those of each layer.
-        scales: those of each packed weight; none for 16 bits.
-        biases: those of each layer, or none.
+        weights, counters: weight and counters of each layer.
+        scales: scales of each packed weight; empty for 16 bits.
+        biases: bias of each layer, or empty.
         bits: 16, 8 or 4.
 
     Returns:
-        Their outputs side by side, ``[..., sum of outs]``.
+        the outputs of all layers, concatenated to ``[..., sum of outs]``.
     """
     return _linears(x, weights, scales, biases, counters, bits, _config_numbers(config))
 
@@ -127,7 +129,7 @@ def _linears(
         raise ValueError("the weights of a launch must have equal input columns and strides")
     none_each = [None] * len(words)
     if not describe(x.device).ptx and len(words) > 1 and not knobs.runtime.interpret:
-        # AMD's compiler does not support pointers that are selected at run time.
+        # AMD's compiler does not support pointers that a kernel selects at run time.
         each = zip(words, scales or none_each, biases or none_each, counters, strict=True)
         return torch.cat([_launch(x, [w], [s], [b], [c], bits, config) for w, s, b, c in each], -1)
     return _launch(x, words, scales or none_each, biases or none_each, counters, bits, config)
@@ -187,7 +189,7 @@ def _launch(
             )
             for w, s, bias, count in zip(words, scales, biases, counters, strict=True)
         ]
-        # Unused arguments repeat the last weight; no program reaches their tiles.
+        # Unused arguments repeat the last weight, whose tiles no program computes twice.
         sets += sets[-1:] * (MOST_FUSED - len(sets))
         made = linear_kernel[(sum(tiles) * cfg.splits,)](
             out,
@@ -207,14 +209,14 @@ def _launch(
 
 
 def _unpacking(device: Device) -> str:
-    """Returns which instructions ``unpack`` uses: its ``ASM``."""
+    """Returns the instructions that ``unpack`` uses, its argument ``ASM``."""
     if not device.ptx:
         return "none"
     return "sub" if device.bf16_sub else "fma"
 
 
 def _packed_scales(scales: Tensor | None, bits: int) -> Tensor | None:
-    """Scales as the kernel loads them: with 4 bits, the four bf16 scales of a row and block as one int64."""
+    """Returns scales for the kernel; with 4 bits, four bf16 scales of a row and block become one int64."""
     return scales.view(torch.int64) if scales is not None and bits == 4 else scales
 
 
@@ -233,7 +235,7 @@ def _check(x: Tensor, words: Tensor, scales: Tensor | None, counters: Tensor, bi
 
 
 def _has_view(matrix: Tensor) -> bool:
-    """Returns whether the bulk copy engine reads the matrix: rows must begin at multiples of 16 bytes."""
+    """Returns whether the bulk copy engine can read the matrix, whose rows must be aligned to 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
 
 

@@ -1,9 +1,9 @@
-"""Triton kernel: linear layers of one input row in 16 bits, as sums of products without tensor cores.
+"""Triton kernel of linear layers of one input row in 16 bits, without tensor cores.
 
-A program multiplies a few rows of the weight by all of x: nothing is split, merged or counted, and programs
-are so small that their number need not divide into waves. The first tile of the weight is loaded before the
-wait for the previous kernel, which does not write it: weights that are streamed come by copies, for which the
-stream waits before. Up to three weights of the same x share one launch, as in ``kernel``.
+A program multiplies a few rows of the weight by x. So no sums are merged, and programs are so small that an
+incomplete last wave takes little time. The first tile of the weight is loaded before the wait for the
+previous kernel, which does not write weights: weights that are copied to the device arrive by copies for
+which the stream has waited. Up to three weights of the same x share one launch, as in ``kernel``.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from triforce_tree.kernels.linear.configs import MOST_FUSED, OneRowConfig
 
 @triton.jit
 def _tile(w_ptr, n, k, outs, ins, stride, EVEN: tl.constexpr):
-    """Columns k of rows n of the weight; zero out of bounds."""
+    """Loads columns k of rows n of the weight; zero out of bounds."""
     at = w_ptr + n.to(tl.int64)[:, None] * stride + k[None, :]
     if EVEN:
         return tl.load(at)
@@ -28,7 +28,7 @@ def _tile(w_ptr, n, k, outs, ins, stride, EVEN: tl.constexpr):
 
 @triton.jit
 def _part(x_ptr, k, ins, EVEN: tl.constexpr):
-    """Columns k of x as an fp32 row."""
+    """Loads columns k of x as an fp32 row."""
     if EVEN:
         return tl.load(x_ptr + k).to(tl.float32)[None, :]
     return tl.load(x_ptr + k, mask=k < ins, other=0.0).to(tl.float32)[None, :]
@@ -89,17 +89,20 @@ def one_row_kernel(
 def multiply_row(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], config: OneRowConfig
 ) -> Tensor:
-    """The outputs ``[sum of outs]`` of up to ``MOST_FUSED`` layers on one dense row ``[ins]``.
+    """Computes up to ``MOST_FUSED`` layers of one dense row ``[ins]``.
 
     Args:
-        weights: ``[outs, ins]`` each, of equal strides, the last one 1.
-        biases: ``[outs]`` of each layer, or None of all.
+        weights: ``[outs, ins]`` each, with equal strides, of which the last is 1.
+        biases: ``[outs]`` each, or None for all layers.
+
+    Returns:
+        the outputs of all layers, concatenated to ``[sum of outs]``.
     """
     ins, outs = x.shape[0], [w.shape[0] for w in weights]
     out = torch.empty(sum(outs), dtype=x.dtype, device=x.device)
     programs = [triton.cdiv(count, config.block_n) for count in outs]
     sets = list(zip(weights, biases, outs, strict=True))
-    # Unused arguments repeat the last weight; no program reaches them.
+    # Unused arguments repeat the last weight, which no program computes twice.
     sets += sets[-1:] * (MOST_FUSED - len(sets))
     even = ins % config.width == 0 and all(count % config.block_n == 0 for count in outs)
     one_row_kernel[(sum(programs),)](

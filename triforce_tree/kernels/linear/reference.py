@@ -1,36 +1,38 @@
-"""Linear layers with few input rows in plain torch: the definition of the kernels, and of the low-bit format.
+"""Defines linear layers with few input rows in plain torch, and the format of packed weights.
 
-A packed weight is int16 words ``[N, 128 * blocks]``. A block covers ``128 * planes`` input columns, planes
-= 16 / bits; column ``128 * p + j`` of a block is plane p of its word j, from bit ``bits * p`` up. So the
-planes of a tile of words are contiguous column ranges, and with 4 bits each is one group with its own scale.
+A packed weight is int16 words ``[N, 128 * blocks]``. A word holds ``planes = 16 / bits`` codes, and a block
+of 128 words covers ``128 * planes`` input columns. Column ``128 * p + j`` of a block is plane p of word j,
+from bit ``bits * p`` up. So a plane of a block is a contiguous range of columns. With 4 bits it is a group
+with its own scale.
 
-Codes are symmetric, since draft models need no zero points: a weight is code times scale, the code is exact
-in bf16, and the scale multiplies the fp32 sum.
+A weight is code times scale, without a zero point. The code is exact in bf16, and the scale multiplies the
+fp32 sum.
 """
 
 import torch
 from torch import Tensor
 
 GROUP = 128
-"""Input columns of one plane of one block, and of one 4-bit scale."""
+"""Number of input columns of one plane of one block, and of one 4-bit scale."""
 
-# Clipping ratios tried per group of 4-bit codes: clipping the extreme value gives the others finer steps.
+# Clipping ratios to try for each group of 4-bit codes. Clipping the extreme value gives the others finer
+# steps.
 _CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 _CHUNK = 512
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x [..., K]`` times ``weight [N, K]`` transposed, plus ``bias [N]``."""
+    """Returns ``x [..., K]`` times ``weight [N, K]`` transposed, plus ``bias [N]``."""
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def low_bit_linear(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, bits: int) -> Tensor:
-    """``linear`` with a packed weight, multiplied in fp32.
+    """Computes ``linear`` with a packed weight, multiplied in fp32.
 
     Args:
         x: ``[..., K]``.
         words: int16 ``[N, 128 * blocks]``.
-        scales: from ``quantise``.
+        scales: result of ``quantise``.
         bias: ``[N]`` or None.
         bits: 8 or 4.
 
@@ -42,16 +44,16 @@ def low_bit_linear(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None
 
 
 def blocks_of(ins: int, bits: int) -> int:
-    """Number of blocks that hold ``ins`` input columns; the rest of the last one is zero."""
+    """Returns the number of blocks for ``ins`` input columns; the last block is padded with zeros."""
     return -(-ins // (GROUP * _planes(bits)))
 
 
 def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantise ``[N, K]`` to 8 bits with a scale per row, or to 4 bits with one per row and 128 columns.
+    """Quantises ``[N, K]`` to 8 bits with a scale per row, or to 4 bits with a scale per row and 128 columns.
 
     Returns:
-        int16 words ``[N, 128 * blocks]``, and scales: fp32 ``[N]`` for 8 bits, bf16 ``[blocks, N, 4]``
-        (group ``4 * block + plane``) for 4.
+        int16 words ``[N, 128 * blocks]``, and scales: fp32 ``[N]`` for 8 bits, bf16 ``[blocks, N, 4]`` for 4
+        bits (one scale for each plane of a block).
     """
     parts = [_quantise_rows(rows.float(), bits) for rows in weight.detach().split(_CHUNK)]
     words = torch.cat([words for words, _ in parts])
@@ -63,7 +65,7 @@ def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def dequantise(
     words: Tensor, scales: Tensor, bits: int, ins: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The weight ``[N, ins]`` of packed words."""
+    """Returns the weight ``[N, ins]`` of packed words."""
     outs, planes = words.shape[0], _planes(bits)
     shifts = torch.arange(0, 16, bits, device=words.device, dtype=torch.int32)[:, None]
     blocks = words.view(outs, -1, 1, GROUP).to(torch.int32)
@@ -82,7 +84,7 @@ def _planes(bits: int) -> int:
 
 
 def _quantise_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """fp32 rows ``[n, K]`` to words and scales."""
+    """Quantises fp32 rows ``[n, K]`` to words and scales."""
     outs, ins = weight.shape
     blocks, planes = blocks_of(ins, bits), _planes(bits)
     padded = torch.nn.functional.pad(weight, (0, blocks * planes * GROUP - ins))
@@ -100,9 +102,9 @@ def _quantise_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_steps(groups: Tensor) -> Tensor:
-    """bf16 values in fp32 ``[n, G]``: the step of least squared error for each group ``[n, G, 128]``.
+    """Returns the step of least squared error for each group of ``[n, G, 128]``; bf16 in fp32 ``[n, G]``.
 
-    A step is negative where the extreme value is positive, because codes range from -8 to 7.
+    A step is negative if the extreme value of the group is positive, because codes range from -8 to 7.
     """
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     tiny = torch.finfo(torch.bfloat16).tiny

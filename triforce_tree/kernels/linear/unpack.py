@@ -1,8 +1,9 @@
-"""Exact conversion of packed integers to bf16 or fp16 in registers, by bit operations on the float format.
+"""Converts packed integers exactly to bf16 or fp16 in registers, by bit operations on the float format.
 
-A code in the low mantissa bits of a power of two is that power plus the code, so an ``and``, an ``or`` and
-one subtraction make two floats. ``ASM`` selects the instructions: "sub" as written below, "fma" for GPUs
-before sm_90, which have no ``sub.bf16x2``, and "none" for plain Triton (in the interpreter, and on AMD).
+A float that is a power of two with a code in its low mantissa bits has the value of the power plus the code.
+So an ``and``, an ``or`` and one subtraction make two floats. ``ASM`` selects the instructions: "sub" for the
+assembly below, "fma" for GPUs before sm_90, which lack ``sub.bf16x2``, and "none" for plain Triton
+(interpreter and AMD).
 """
 
 import re
@@ -12,7 +13,7 @@ import triton.language as tl
 
 
 def _nibbles(kind: str, magic: int, offset: int) -> str:
-    """Four planes of 4-bit codes: a code in the low mantissa bits of ``magic`` is ``magic`` plus the code."""
+    """Returns the assembly for four planes of 4-bit codes; ``magic`` and ``offset`` hold two floats each."""
     lines = [
         f"shr.u32 t, $4, {4 * p}; lop3.b32 ${p}, t, 0x000f000f, m, 0xea; sub.{kind} ${p}, ${p}, o;"
         for p in range(4)
@@ -21,7 +22,7 @@ def _nibbles(kind: str, magic: int, offset: int) -> str:
     return "{" + start + " ".join(lines) + "}"
 
 
-# bf16 mantissas have 7 bits: the sign bit of a byte chooses between 128 and 256 to subtract.
+# A bf16 mantissa has 7 bits, so the sign bit of a byte chooses whether 128 or 256 is subtracted.
 _BYTES_BF16 = """{
     .reg .b32 s, t, m;
     mov.b32 m, 0x43004300;
@@ -33,7 +34,7 @@ _BYTES_BF16 = """{
     lop3.b32 s, t, 0x00800080, m, 0xea;
     sub.bf16x2 $1, $1, s;
 }"""
-# fp16 mantissas hold the byte itself, made unsigned by flipping its sign bit.
+# An fp16 mantissa holds the whole byte, which flipping its sign bit makes unsigned.
 _BYTES_FP16 = """{
     .reg .b32 t, m;
     mov.b32 m, 0x64806480;
@@ -46,7 +47,7 @@ _BYTES_FP16 = """{
 
 
 def _by_fma(text: str) -> str:
-    """Returns the assembly with ``a - b`` as ``fma(b, -1, a)``, which is exact as well."""
+    """Returns the assembly with ``a - b`` replaced by ``fma(b, -1, a)``, which is also exact."""
     text = re.sub(r"sub\.bf16x2 (\S+), \S+, (\S+);", r"fma.rn.bf16x2 \1, \2, n, \1;", text)
     return text.replace("{", "{ .reg .b32 n; mov.b32 n, 0xbf80bf80; ", 1)
 

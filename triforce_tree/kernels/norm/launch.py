@@ -1,4 +1,4 @@
-"""Triton kernel of ``reference.row_rms_norm``: a program has one row, or several of few columns."""
+"""Triton kernel of RMS norms, in which a program computes one row, or several rows with few columns."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from triforce_tree.kernels.launching import launched_early, wait_for_previous, w
 from triforce_tree.kernels.norm.reference import MOST_COLUMNS
 
 
-# It is not compiled again for other numbers of rows.
+# Without this, Triton would compile variants for other numbers of rows.
 @triton.jit(do_not_specialize=["rows"])
 def row_rms_norm_kernel(
     out_ptr,  # [rows, columns]
@@ -48,7 +48,7 @@ def row_rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float, late: bool
     """See ``reference.row_rms_norm``.
 
     Raises:
-        ValueError: rows are longer than ``MOST_COLUMNS``.
+        ValueError: rows have more than ``MOST_COLUMNS`` elements.
     """
     return _launch(x, None, weight, eps, shift, late)[1]
 
@@ -59,7 +59,7 @@ def add_rms_norm(
     """See ``reference.add_rms_norm``.
 
     Raises:
-        ValueError: rows are longer than ``MOST_COLUMNS``, or x and residual differ in shape or dtype.
+        ValueError: rows have more than ``MOST_COLUMNS`` elements, or x and residual differ in shape or dtype.
     """
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(
@@ -72,7 +72,7 @@ def add_rms_norm(
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, shift: float, late: bool
 ) -> tuple[Tensor, Tensor]:
-    """The sum, which is x without a residual, and its norm."""
+    """Computes the sum (x if there is no residual) and its norm."""
     x, columns = x.contiguous(), x.shape[-1]
     if columns > MOST_COLUMNS:
         raise ValueError(f"rows of {columns} elements; the kernel sums up to {MOST_COLUMNS}")
@@ -80,7 +80,7 @@ def _launch(
     total = x if residual is None else torch.empty_like(x)
     if x.numel():
         block, rows = triton.next_power_of_2(columns), x.numel() // columns
-        # By the columns alone: a row is summed in the same order whatever is computed beside it.
+        # It depends only on the columns, so that the order of a row's sums does not depend on other rows.
         each = max(1, 2048 // block)
         row_rms_norm_kernel[(triton.cdiv(rows, each),)](
             out, total, x, x if residual is None else residual, weight, eps, shift, columns, rows,

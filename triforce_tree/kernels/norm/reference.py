@@ -1,7 +1,7 @@
-"""Norms over the last dimension in plain torch: the definition of the kernels.
+"""Norms over the last dimension in plain torch, which define the kernels.
 
-Each row is summed by one program in one order. torch's own reductions on a GPU, and those that
-``torch.compile`` makes, divide a row among as many threads or blocks as the number of rows leaves free.
+A kernel sums each row in one program and in one order. Reductions of torch and of ``torch.compile`` on a GPU
+divide a row among a number of threads or blocks that depends on the number of rows.
 """
 
 import torch
@@ -10,18 +10,19 @@ from torch import Tensor
 from triforce_tree.kernels.operators import fake, operator
 
 MOST_COLUMNS = 32_768
-"""Most elements of a row."""
+"""Largest number of elements of a row."""
 
 
 @operator("row_rms_norm", triton=".launch")
 def row_rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float, late: bool) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps)`` in fp32, times ``weight + shift``.
+    """Returns ``x / sqrt(mean(x ** 2) + eps)``, computed in fp32, times ``weight + shift``.
 
     Args:
         x: ``[..., D]``.
         weight: ``[D]``.
         shift: 1 where the weight is stored as its difference from 1 (Gemma).
-        late: multiply in fp32 and round the product; else round first, and multiply in x's dtype (Llama).
+        late: whether the product with the weight is in fp32 and then rounded. Otherwise the norm is rounded
+            first, and multiplied in x's dtype (Llama).
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -39,13 +40,13 @@ def _(x: Tensor, weight: Tensor, *args: object) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float, late: bool
 ) -> tuple[Tensor, Tensor]:
-    """:func:`row_rms_norm` of ``x + residual``, which is rounded to their dtype before.
+    """Computes ``x + residual``, rounded to their dtype, and its :func:`row_rms_norm`.
 
     Args:
         x, residual: ``[..., D]`` of one dtype.
 
     Returns:
-        The sum and its norm, contiguous.
+        the sum and its norm, both contiguous.
     """
     total = (x + residual).contiguous()
     return total, row_rms_norm.definition(total, weight, eps, shift, late)
@@ -59,9 +60,9 @@ def _(x: Tensor, *args: object) -> tuple[Tensor, Tensor]:
 
 @operator("row_layer_norm")
 def row_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """torch's ``layer_norm`` over the last dimension; on a GPU its kernel gives each row to one block.
+    """Computes torch's ``layer_norm`` over the last dimension, whose GPU kernel sums each row in one block.
 
-    An operator, so that ``torch.compile`` does not replace it.
+    It is an operator so that ``torch.compile`` does not replace it.
     """
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 

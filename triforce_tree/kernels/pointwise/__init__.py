@@ -1,1 +1,1 @@
-"""Elementwise parts of a decoder layer, each in one kernel."""
+"""Elementwise operations of a decoder layer, each in one kernel."""

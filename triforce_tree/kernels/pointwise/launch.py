@@ -1,4 +1,4 @@
-"""Triton kernels of ``reference``."""
+"""Triton kernels of rotary embeddings and gated activations."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 from triforce_tree.kernels.launching import dense, warps
 from triforce_tree.kernels.pointwise.reference import ACTIVATIONS
 
-# Heads, or elements of a row, of one program.
+# Number of heads, and of elements of a row, of one program.
 _HEADS, _COLUMNS = 16, 2048
 
 
@@ -33,7 +33,7 @@ def _rotate(
     BLOCK_REST: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """Heads ``first`` and after of one token."""
+    """Rotates ``BLOCK_HEADS`` heads of one token, from head ``first`` on."""
     dtype = out_ptr.dtype.element_ty
     head = first + tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
@@ -58,7 +58,7 @@ def _rotate(
         tl.store(target + rest, tl.load(source + rest, mask=kept, other=0.0), mask=kept)
 
 
-# It is not compiled again for other lengths.
+# Without this, Triton would compile variants for other numbers of tokens.
 @triton.jit(do_not_specialize=["tokens"])
 def rotary_kernel(
     q_out_ptr,
@@ -85,7 +85,7 @@ def rotary_kernel(
     BLOCK_REST: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """Rotates ``BLOCK_HEADS`` heads of one token in each program, the heads of q before those of k."""
+    """Rotates ``BLOCK_HEADS`` heads of one token in each program, the heads of q before the heads of k."""
     token, sequence = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     cos_ptr += sequence * cos_stride_b + token * cos_stride_t
     sin_ptr += sequence * cos_stride_b + token * cos_stride_t
@@ -108,7 +108,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """See ``reference.rotary``.
 
     Raises:
-        ValueError: shapes or dtypes other than those.
+        ValueError: the kernel does not support these shapes or dtypes.
     """
     (batch, q_heads, tokens, dim), width = q.shape, cos.shape[-1]
     shapes = cos.shape == sin.shape and cos.shape[0] in (1, batch) and cos.shape[1] == tokens
@@ -133,7 +133,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), dim, width // 2,
             BLOCK_HEADS=_HEADS, BLOCK_HALF=triton.next_power_of_2(width // 2),
             BLOCK_REST=triton.next_power_of_2(rest) if rest else 0, ROUND=cos.dtype == q.dtype,
-            # Fused, one of the two products would not be rounded.
+            # With fused multiply-add, one of the two products would not be rounded.
             **warps(4, enable_fp_fusion=False),
         )  # fmt: skip
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
@@ -163,7 +163,7 @@ def gated_kernel(
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        # NaN stays NaN.
+        # Unlike a maximum, this keeps NaN.
         y = tl.where(x < 0.0, 0.0, x)
     y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)

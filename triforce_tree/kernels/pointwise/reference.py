@@ -1,7 +1,7 @@
-"""Rotary embeddings and gated activations in plain torch: the definition of the kernels.
+"""Rotary embeddings and gated activations in plain torch, which define the kernels.
 
-Both round where transformers' layers do, after each operation in the tensors' dtype: the kernels' results
-have the same bits, up to exponentials of another implementation.
+Like the layers of transformers, they round after each operation to the dtype of the tensors. So the results
+of the kernels have the same bits, except for differences between implementations of the exponential.
 """
 
 import torch
@@ -16,22 +16,22 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "relu": F.relu,
 }
-"""Of :func:`gated`, by name."""
+"""Activations of :func:`gated` by name."""
 
 
 @operator("rotary", triton=".launch")
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Applies rotary position embedding to halves (RoFormer, arXiv 2104.09864, in the layout of GPT-NeoX).
+    """Applies rotary position embeddings (RoFormer, arXiv 2104.09864), with rotated halves as in GPT-NeoX.
 
-    The first R elements of a head are rotated, the others copied. Products are rounded to the dtype of q
-    where cos and sin have it; with wider ones only the result is.
+    The first R elements of a head are rotated, the others copied. Products are rounded to the dtype of q if
+    cos and sin have this dtype; if they are wider, only the result is rounded.
 
     Args:
         q, k: ``[B, H_q, T, D]`` and ``[B, H_kv, T, D]`` of one dtype, any strides.
         cos, sin: ``[B, T, R]`` or ``[1, T, R]`` of one dtype, R even and at most D.
 
     Returns:
-        The rotated q and k, views of contiguous ``[B, T, H, D]``.
+        rotated q and k, views of contiguous ``[B, T, H, D]``.
     """
     width = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
@@ -53,14 +53,14 @@ def _(q: Tensor, k: Tensor, *args: object) -> tuple[Tensor, Tensor]:
 
 @operator("gated", triton=".launch")
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * up``, rounded after the activation and after the product.
+    """Returns ``activation(gate) * up``, rounded after the activation and after the product.
 
     Args:
-        gate, up: ``[..., N]``, halves of one tensor ``[..., 2 N]`` too.
-        activation: a name of ``ACTIVATIONS``.
+        gate, up: ``[..., N]``, which may be halves of one tensor ``[..., 2 N]``.
+        activation: a name in ``ACTIVATIONS``.
 
     Returns:
-        Contiguous ``[..., N]``.
+        contiguous ``[..., N]``.
     """
     return (ACTIVATIONS[activation](gate) * up).contiguous()
 

@@ -7,13 +7,13 @@ from triforce_tree.kernels.operators import fake, operator
 
 @operator("softmax_rows", triton=".softmax_kernels")
 def softmax_rows(scores: Tensor) -> Tensor:
-    """Softmax over the last dimension, each row by itself: its bits do not depend on the other rows.
+    """Computes softmax over the last dimension; the bits of a row do not depend on other rows.
 
     Args:
         scores: fp32 ``[..., V]``.
 
     Returns:
-        fp32 ``[..., V]``; a row with NaN, or of -inf alone, is all NaN.
+        fp32 ``[..., V]``; a row that has NaN, or only -inf, is all NaN.
     """
     return scores.softmax(-1)
 

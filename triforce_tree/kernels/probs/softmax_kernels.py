@@ -1,7 +1,6 @@
-"""Triton kernels of ``softmax``: many programs share a row of a long vocabulary, in two launches.
+"""Triton kernels of ``softmax``, in which many programs share a row of a long vocabulary, in two launches.
 
-Torch gives each row to one block of threads, which for a single row of 128,256 entries leaves all but one
-multiprocessor idle.
+Torch computes each row in one block, so for a single row of 128,256 elements only one multiprocessor works.
 """
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from triforce_tree.kernels.launching import dense, warps
 
-# Longest rows that torch's softmax takes; longer ones have about so many slices.
+# Longest row for torch's softmax, and approximate number of slices of a longer row.
 _WHOLE, _SLICES = 16384, 32
 _MOST_BLOCK = 8192
-# Below all scores; -inf would make NaN of slices without any.
+# Lower than all scores; -inf would give NaN in slices without scores.
 _FLOOR = tl.constexpr(-3.0e38)
 
 
@@ -69,7 +68,7 @@ def softmax_rows(scores: Tensor) -> Tensor:
         return scores.softmax(-1)
     flat = dense(scores).reshape(-1, vocab)
     rows, probs = flat.shape[0], torch.empty_like(flat)
-    # By the vocabulary alone: a row's sums have one order whatever is computed beside it.
+    # It depends only on the vocabulary, so that the order of a row's sums does not depend on other rows.
     block = min(_MOST_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _SLICES)))
     slices = triton.cdiv(vocab, block)
     tops = torch.empty(rows, slices, dtype=torch.float32, device=scores.device)

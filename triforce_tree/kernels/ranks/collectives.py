@@ -1,4 +1,4 @@
-"""Sums and merged attention over the ranks of a group: small ones over peer memory, else by NCCL or gloo."""
+"""Sums and merged attention over ranks, by peer memory for small tensors, else by NCCL or gloo."""
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from triforce_tree.runtime.distributed import (
 
 @torch.library.custom_op("triforce_tree::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, size: int = 0) -> Tensor:
-    """The sum over the tensor group of ``size`` processes, by default over all.
+    """Returns the sum of x over the tensor group of ``size`` processes, or over all processes if 0.
 
-    It is opaque to torch.compile, and capturable in a CUDA graph.
+    It is opaque to torch.compile, and a CUDA graph can capture it.
     """
     group = tensor_group(size)
     if group is not None and (peers := group.peers) is not None and peers.takes(x):
@@ -33,13 +33,14 @@ def _(x: Tensor, size: int = 0) -> Tensor:
 
 
 def merged_over_ranks(out: Tensor, lse: Tensor, group: Group) -> Tensor:
-    """Attention to the keys of all ranks of a group, from that to this rank's: one collective.
+    """Merges the attention to the keys of each rank of a group by one collective.
 
-    Every rank gathers the same bytes and merges them in the same order: results are equal to the bit.
+    Every rank gathers the same bytes and merges them in the same order, so all ranks have the same result,
+    bit for bit.
 
     Args:
-        out: ``[..., D]``; zeros where this rank has no keys.
-        lse: fp32 ``[...]``, natural log-sum-exps; -inf where it has none.
+        out: ``[..., D]``, attention to the keys of this rank; zeros if it has no keys.
+        lse: fp32 ``[...]``, log-sum-exps (natural logarithm); -inf if this rank has no keys.
 
     Returns:
         ``[..., D]`` in the dtype of ``out``.
@@ -49,7 +50,7 @@ def merged_over_ranks(out: Tensor, lse: Tensor, group: Group) -> Tensor:
         traffic.add("all_gather", out)
         return merge_with_peers(out, lse, peers.memories, peers.calls, peers.rank)
     width = out.shape[-1] * out.itemsize
-    # Bytes: gloo does not gather all dtypes, and one message takes less time than two.
+    # Both are gathered as bytes: gloo does not support all dtypes, and one message takes less time than two.
     parts = out.view(torch.uint8), lse[..., None].view(torch.uint8)
     gathered = all_gather_tensor(torch.cat(parts, -1), group)
     outs = gathered[..., :width].contiguous().view(out.dtype)
@@ -58,5 +59,5 @@ def merged_over_ranks(out: Tensor, lse: Tensor, group: Group) -> Tensor:
 
 
 def merged_bytes(queries: int, heads: int, value_dim: int, itemsize: int) -> int:
-    """Bytes that a rank hands over in one :func:`merged_over_ranks`, once a layer and forward."""
+    """Returns the bytes that a rank sends in one :func:`merged_over_ranks` (once per layer and forward)."""
     return queries * heads * (value_dim * itemsize + 4)

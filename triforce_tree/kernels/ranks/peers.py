@@ -1,11 +1,13 @@
-"""Sums, and merged attention, over ranks that read each other's memory: one kernel in place of a collective.
+"""Sums and merged attention over ranks that read each other's memory, by one kernel instead of a collective.
 
-Each rank writes its part into its own memory, tells the others, waits for theirs and reads them. A message is
-divided into channels, one program of a GPU each, which wait for the same channel of the other ranks alone. A
-channel writes into two halves of its memory in turn: a rank that is one call ahead cannot overwrite what
-another one still reads, and it gets no further before that one has arrived at the call.
+Each rank writes its part into its own memory, increments counters of the other ranks, waits for their parts
+and reads them. A message is divided into channels. Each channel has one program, which waits only for the
+same channel of the other ranks. A channel alternates between two halves of its memory. So a rank that is one
+call ahead does not overwrite a part that another rank still reads, and it waits before it could be two calls
+ahead.
 
-All ranks read the same values and combine them in the order of ranks: results are equal to the bit.
+All ranks read the same values and combine them in the order of ranks, so all have the same result, bit for
+bit.
 """
 
 import time
@@ -21,13 +23,14 @@ from triforce_tree.runtime.peer_memory import ELEMENTS, Layout, layout, rows_of_
 
 @operator("sum_with_peers", writes=("memories", "calls"), triton=".peers_kernels")
 def sum_with_peers(x: Tensor, memories: Sequence[Tensor], calls: Tensor, rank: int) -> Tensor:
-    """The sum of all ranks' tensors, in fp32 and rounded once.
+    """Returns the sum of the tensors of all ranks, computed in fp32 and rounded once.
 
     Args:
-        x: contiguous, at most ``CHANNELS * ELEMENTS`` elements, in at most 4 bytes each.
-        memories: uint8 ``[memory_bytes()]`` of all ranks; this one's is written, the others' counters too.
-        calls: int32 ``[CHANNELS]``, of this rank; counted here.
-        rank: of this process among ``memories``.
+        x: contiguous, at most ``CHANNELS * ELEMENTS`` elements of at most 4 bytes.
+        memories: uint8 ``[memory_bytes()]`` of each rank. The memory of this rank and the counters of the
+            others are written.
+        calls: int32 ``[CHANNELS]``, number of calls of each channel of this rank; incremented.
+        rank: index of this process in ``memories``.
     """
     flat = x.reshape(-1)
     used = -(-flat.numel() // ELEMENTS)
@@ -50,13 +53,13 @@ def _(x: Tensor, memories: Sequence[Tensor], calls: Tensor, rank: int) -> Tensor
 def merge_with_peers(
     out: Tensor, lse: Tensor, memories: Sequence[Tensor], calls: Tensor, rank: int
 ) -> Tensor:
-    """Attention to the keys of all ranks, from that to each one's, see ``merge_states``.
+    """Merges the attention to the keys of each rank; see ``merge_states``.
 
     Args:
-        out: contiguous ``[..., D]``, D at most ``ELEMENTS``, in at most 4 bytes each.
-        lse: fp32, contiguous ``[...]``, natural log-sum-exps; -inf where this rank has no keys.
-        memories, calls, rank: as for :func:`sum_with_peers`; at most ``CHANNELS`` times
-            :func:`rows_of_channel` rows.
+        out: contiguous ``[..., D]``, D at most ``ELEMENTS``, with elements of at most 4 bytes.
+        lse: fp32, contiguous ``[...]``, log-sum-exps (natural logarithm); -inf if this rank has no keys.
+        memories, calls, rank: as for :func:`sum_with_peers`. ``lse`` has at most ``CHANNELS`` times
+            :func:`rows_of_channel` elements.
 
     Returns:
         ``[..., D]`` in the dtype of ``out``.
@@ -84,7 +87,7 @@ def _(out: Tensor, lse: Tensor, memories: Sequence[Tensor], calls: Tensor, rank:
 
 
 def _meet(places: Sequence[Layout], calls: Tensor, used: int, rank: int) -> None:
-    """Tell all ranks that this one's part is written, and wait for theirs."""
+    """Tells the other ranks that the part of this rank is written, and waits for their parts."""
     calls[:used] += 1
     others = [number for number in range(len(places)) if number != rank]
     for number in others:

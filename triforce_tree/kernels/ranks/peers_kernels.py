@@ -1,7 +1,7 @@
-"""Triton kernels of ``peers``: a program for each channel, which waits inside for those of other ranks.
+"""Triton kernels of ``peers``; the program of a channel waits for the same channel of other ranks.
 
-Programs start in ascending order on every rank, and each waits for the same channel alone: the lowest ones
-always meet, however few programs a device runs at once.
+Programs start in ascending order on every rank. So programs of the lowest channels always run at the same
+time, even if a device runs few programs at once, and there is no deadlock.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from triforce_tree.runtime.peer_memory import CHANNELS, ELEMENTS, MOST_RANKS, la
 
 @triton.jit
 def _meet(arrived, channel, call, RANKS: tl.constexpr, MOST: tl.constexpr, OWN: tl.constexpr):
-    # What the other threads have written comes before the release below.
+    # The writes of all threads must precede the release below.
     tl.debug_barrier()
     for peer in tl.static_range(RANKS):
         if peer != OWN:
-            # Without a use of the old value nothing waits for the other card.
+            # The old value is not used, so the program does not wait for the other GPU.
             tl.atomic_add(arrived[peer] + channel * MOST + OWN, 1, sem="release", scope="sys")
     for peer in tl.static_range(RANKS):
         if peer != OWN:
             counter = arrived[OWN] + channel * MOST + peer
-            # The difference is right where counters have wrapped around, too.
+            # The difference is also correct after the counters have wrapped around.
             while tl.atomic_add(counter, 0, sem="acquire", scope="sys") - (call + 1) < 0:
                 pass
     tl.debug_barrier()
@@ -96,14 +96,14 @@ def _merge_kernel(
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for peer in tl.static_range(RANKS):
-        # No load waits for another one. Its own part a rank reads back, too: the code is then the same on all
-        # of them, and so are the bits.
+        # No load waits for another load. A rank also reads its own part from memory, so that the code and the
+        # bits are the same on all ranks.
         part = tl.load(lses[peer] + begin + own, volatile=True)
         value = tl.load(data[peer] + place, mask=there, other=0.0, volatile=True)
         top = tl.maximum(best, part)
         floor = tl.where(top == float("-inf"), 0.0, top)
         part_weight, rescale = tl.exp(part - floor), tl.exp(best - floor)
-        # The output of an empty part may hold anything, NaN too.
+        # The output of an empty part may hold any value, even NaN.
         value = tl.where((part_weight > 0.0)[:, None], value.to(tl.float32), 0.0)
         acc = acc * rescale[:, None] + value * part_weight[:, None]
         weight = weight * rescale + part_weight

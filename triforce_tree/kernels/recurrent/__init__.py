@@ -1,4 +1,4 @@
-"""The recurrence of linear attention and state space layers over a few rows, from a given state."""
+"""Recurrence of linear attention and state space layers over a few tokens, from a given state."""
 
 from triforce_tree.kernels.recurrent.recurrence import linear_recurrence
 

@@ -1,12 +1,13 @@
-"""The recurrence of Mamba, Mamba-2, gated delta rule and Kimi delta attention, row by row.
+"""Recurrence of Mamba, Mamba-2, the gated delta rule and Kimi delta attention, token by token.
 
-All four keep a matrix per head, decay it, add the outer product of a value and a key, and read it by a query:
+For every head, a matrix S decays, receives the outer product of a vector u and the key k, and is multiplied
+by the query q:
 
     S <- S * exp(decay);  S <- S + u k^T;  out = S q,
 
-with ``u = v``, or by the delta rule ``u = beta (v - S k)``. They differ in what the decay depends on: on the
-head (Mamba-2, gated delta rule: Dao & Gu, arXiv 2405.21060; Yang et al., arXiv 2412.06464), also on the key's
-dimension (Kimi delta attention, arXiv 2510.26692), or on the dimensions of both (Mamba: Gu & Dao, arXiv
+where u is the value v, or ``beta (v - S k)`` with the delta rule. The decay depends on the head (Mamba-2: Dao
+& Gu, arXiv 2405.21060; gated delta rule: Yang et al., arXiv 2412.06464), on the head and the dimension of the
+key (Kimi delta attention, arXiv 2510.26692), or on the dimensions of key and value (Mamba: Gu & Dao, arXiv
 2312.00752).
 """
 
@@ -28,21 +29,22 @@ def linear_recurrence(
     counts: Tensor | None,
     out: Tensor | None,
 ) -> None:
-    """Processes T tokens of each of B sequences one after the other.
+    """Processes T tokens of each of B sequences one after another.
 
-    Everything is fp32 except ``counts``. H heads of V x K states share G heads of queries and keys, H a
-    multiple of G.
+    All tensors are fp32 except ``counts``. The H heads share G heads of queries and keys; H is a multiple of
+    G. Keys have K elements and values V.
 
     Args:
-        state: ``[B, H, V, K]``; with ``counts`` the state after so many rows is written to it.
+        state: ``[B, H, V, K]``; with ``counts``, the state after that many tokens is written to it.
         q, k: ``[B, T, G, K]``.
         v: ``[B, T, H, V]``.
-        decay: logarithms: ``[B, T, H, 1]`` of a head, ``[B, T, H, K]`` of each dimension of its keys; with
-            ``rates`` ``[B, T, H, V]``, which are multiplied by them.
+        decay: logarithms of the decay, ``[B, T, H, 1]`` for each head or ``[B, T, H, K]`` for each dimension
+            of the key. With ``rates`` it is ``[B, T, H, V]`` and is multiplied by them.
         rates: ``[H, V, K]``, or None.
-        beta: ``[B, T, H]`` of the delta rule; None where a row adds ``v k^T`` alone.
-        counts: int64 ``[B]``, rows to process, at most T. None: all, and ``state`` is left as it is.
-        out: ``[B, T, H, V]``, written for the processed rows; None where only the state is wanted.
+        beta: ``[B, T, H]`` for the delta rule; None for u = v.
+        counts: int64 ``[B]``, number of tokens to process, at most T. None processes all tokens and does not
+            write ``state``.
+        out: ``[B, T, H, V]``, written for the processed tokens; None computes only the state.
     """
     shared = state.shape[1] // k.shape[2]
     now = state

@@ -1,14 +1,14 @@
-"""The Triton kernel of ``recurrence``: one program per head and block of value dimensions, rows in order.
+"""Triton kernel of ``recurrence``, with one program for each head and block of dimensions of values.
 
-Value dimensions are independent of each other, so a program reads its part of the state once and keeps it in
-registers. A pass is limited by reading the state, which few rows do not make longer.
+Dimensions of values are independent of each other, so a program reads its part of the state once and keeps it
+in registers. Reading the state takes most of the time, whatever the number of tokens.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements of a program's part of the state: 16 registers of each thread of four warps.
+# Elements of a program's part of the state, 16 registers in each thread of four warps.
 _TILE = 2048
 _HEAD, _KEY, _BOTH = 0, 1, 2
 
@@ -91,7 +91,7 @@ def linear_recurrence(
     kind = _BOTH if rates is not None else _HEAD if decay.shape[-1] == 1 else _KEY
     block_k = triton.next_power_of_2(keys)
     block_v = min(triton.next_power_of_2(values), max(1, _TILE // block_k))
-    # Addresses of arguments that this variant does not read.
+    # ``unused`` replaces arguments that this variant does not read.
     unused = state
     _recurrence_kernel[batch * heads, triton.cdiv(values, block_v)](
         state, q, k, v, decay,

@@ -1,4 +1,4 @@
-"""Suffix matching: an index of the n-grams of sequences, and chains grafted onto token trees."""
+"""Suffix matching: an index of n-grams of sequences, and chains that are added to token trees."""
 
 from triforce_tree.kernels.suffix.graft import graft_chain
 from triforce_tree.kernels.suffix.ngrams import index_ngrams, match_suffix

@@ -1,4 +1,4 @@
-"""A chain of deterministic tokens beside a token tree, as one tree that shares their common paths."""
+"""Adds a chain of deterministic tokens to a token tree."""
 
 import torch
 from torch import Tensor
@@ -20,18 +20,18 @@ def graft_chain(
     own_rows: Tensor,
     chain: Tensor,
 ) -> None:
-    """Writes a tree of M nodes and, after them, a chain of L tokens below its root.
+    """Writes a token tree of M nodes, and after them a chain of L tokens below its root.
 
-    The chain follows the tree as long as a child has its next token; node M + j, at depth j + 1, is the
-    chain's token j where no node of the tree is, else it is unused. So of the siblings of a node the chain's
-    is the last, and no token of its own path is there twice.
+    The chain follows the path of the tree whose tokens equal its first tokens. The remaining tokens of the
+    chain become new nodes: token j is node M + j at depth j + 1. Nodes M + j of tokens on the path are
+    unused. So a node of the chain comes after its siblings, and siblings have different tokens.
 
     Args:
-        tokens, parents: int64 ``[B, M + L]``, written, as all of ``TokenTree``.
-        mask_words: int64 ``[B, M + L, W]``, written; 64 W >= M + L.
-        rows: int64 ``[B, M + L]``, written; ``FIXED`` for the chain.
-        own_tokens, own_parents, own_rows: int64 ``[B, M]``, of the tree.
-        own_words: int64 ``[B, M, w]``, w <= W.
+        tokens, parents: int64 ``[B, M + L]``, token and parent of each node; written.
+        mask_words: int64 ``[B, M + L, W]``, masks of ancestors with 64 W >= M + L; written.
+        rows: int64 ``[B, M + L]``, ``q_rows`` of ``traverse_tree``; written; ``FIXED`` for the chain.
+        own_tokens, own_parents, own_rows: int64 ``[B, M]``, the tree without the chain.
+        own_words: int64 ``[B, M, w]``, its masks, w <= W.
         chain: int64 ``[B, L]``, padded with -1.
     """
     nodes, length, words = own_tokens.shape[1], chain.shape[1], own_words.shape[2]
@@ -52,6 +52,6 @@ def graft_chain(
         tokens[b, nodes:] = torch.where(index[:length] >= shared, chain[b], -1)
         parents[b, nodes:] = torch.where(index[:length] > shared, index[nodes:] - 1, node)
         above = mask_words[b, node]
-        # bool [L, M + L]: the nodes of the chain up to each of its own.
+        # seen, bool [L, M + L], marks for each node of the chain the new nodes up to it.
         seen = (index >= nodes + shared) & (index <= index[nodes:, None])
         mask_words[b, nodes:] = above | pack_mask(seen, mask_words.shape[2])

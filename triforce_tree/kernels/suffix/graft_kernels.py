@@ -1,4 +1,4 @@
-"""Triton kernel that grafts a chain onto a token tree; see ``graft``."""
+"""Triton kernel that adds a chain to a token tree; see ``graft``."""
 
 import triton
 import triton.language as tl
@@ -12,11 +12,11 @@ _FIXED = tl.constexpr(FIXED)
 
 @triton.jit
 def _graft_kernel(
-    tokens_ptr,  # int64 [B, M + L], as the next
+    tokens_ptr,  # int64 [B, M + L], like parents_ptr
     parents_ptr,
     words_ptr,  # int64 [B, M + L, WORDS]
     rows_ptr,  # int64 [B, M + L]
-    own_tokens_ptr,  # int64 [B, M], as the next
+    own_tokens_ptr,  # int64 [B, M], like own_parents_ptr
     own_parents_ptr,
     own_words_ptr,  # int64 [B, M, OWN_WORDS]
     own_rows_ptr,  # int64 [B, M]
@@ -67,7 +67,7 @@ def _graft_kernel(
             word = tl.load(own_words_ptr + index * OWN_WORDS + i, mask=real, other=0)
             above = tl.load(own_words_ptr + node * OWN_WORDS + i)
         tl.store(words_ptr + index * WORDS + i, word, mask=real)
-        # Bits ``begin`` to ``own``, those of this word.
+        # Of the bits ``begin`` to ``own``, this sets those in word i.
         low, high = tl.minimum(tl.maximum(begin - 64 * i, 0), 64), tl.minimum(own - 64 * i, 63)
         low_bits = tl.where(low < 64, (own * 0 + 1) << tl.minimum(low, 63), 0) - 1
         high_bits = tl.where(high >= 63, -1, ((own * 0 + 1) << (tl.maximum(high, 0) + 1)) - 1)

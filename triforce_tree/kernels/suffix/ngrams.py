@@ -1,13 +1,12 @@
 """Finds where the newest tokens of a sequence occurred before, by hash tables of n-grams.
 
-There is one table for each of C lengths n.
+There is one table for each of C lengths n. An entry holds the last position at which an n-gram with its hash
+ends. Adding a token and looking up a suffix access C entries each, whatever the length of the sequence. The
+tokens at the found position are compared with the suffix, so a hash collision can hide an occurrence, but
+cannot give a false one.
 
-An entry is the last position at which an n-gram with this hash ends. To extend the tables by a token, and to
-look up a suffix, takes C entries each, however long the sequence is; what an entry points to is compared with
-the sequence, so that a collision can hide an occurrence, but never makes a false one.
-
-The hash of the n-gram that ends at position i is the sum of (t_{i-j} + 1) powers_j over j < n, modulo 2^64
-(Karp and Rabin's rolling hash), multiplied again to spread it.
+The hash of the n-gram that ends at position i is the sum of (t_{i-j} + 1) powers_j over j < n, modulo 2^64,
+where t_i is the token at position i (Karp and Rabin's rolling hash). A multiplication spreads its bits.
 """
 
 import torch
@@ -16,18 +15,18 @@ from torch import Tensor
 from triforce_tree.kernels.operators import operator
 
 _BASE, SPREAD = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51
-# The bits of the spread hash that number an entry begin here, which leaves 24.
+# The bits of the hash from this one on are the number of the entry; 24 bits remain.
 HASH_BITS, MOST_ENTRIES = 40, 1 << 24
 KEPT = 0.9
-"""Share of the evidence about a class of matches that is kept when new evidence is added."""
-# Positions that the definition hashes at once.
+"""Factor on earlier counts of a class of matches when new counts are added."""
+# Number of positions that the definition hashes at once.
 _BLOCK = 4096
 PRIOR_TOKENS = 4.0
-"""Proposed tokens that the expected acceptance of a class weighs as much as."""
+"""Weight of the expected acceptance rate of a class, in proposed tokens."""
 
 
 def powers(count: int, device: torch.device) -> Tensor:
-    """int64 ``[count]``: the powers of the hash's base modulo 2^64."""
+    """Returns the powers of the base of the hash modulo 2^64, int64 ``[count]``."""
     values, value = [], 1
     for _ in range(count):
         values.append(value - (1 << 64) if value >> 63 else value)
@@ -36,7 +35,7 @@ def powers(count: int, device: torch.device) -> Tensor:
 
 
 def _entries(hashes: Tensor, lengths: Tensor, size: int) -> Tensor:
-    """The entries of hashes of n-grams of these lengths in tables of ``size`` entries, a power of two."""
+    """Returns the entries of n-grams in tables of ``size`` entries (a power of two), by hash and length."""
     mixed = (hashes ^ (hashes >> 32)) + lengths
     return ((mixed * SPREAD) >> HASH_BITS) & (size - 1)
 
@@ -45,16 +44,16 @@ def _entries(hashes: Tensor, lengths: Tensor, size: int) -> Tensor:
 def index_ngrams(
     table: Tensor, tokens: Tensor, lengths: Tensor, powers: Tensor, first: Tensor, until: Tensor, count: int
 ) -> None:
-    """Enters the n-grams that end at positions ``first[b]`` to ``until[b] - 1``, at most ``count`` of them.
+    """Adds the n-grams that end at positions ``first[b]`` to ``until[b] - 1``, at most ``count`` of them.
 
     Args:
-        table: int32 ``[B, C, S]``, written: the last position of each n-gram by its hash, -1 for none; S is a
+        table: int32 ``[B, C, S]``, last position of each n-gram by its hash, -1 for none; written. S is a
             power of two.
         tokens: int64 ``[B, capacity]``.
         lengths: int64 ``[C]``, ascending n.
         powers: int64 ``[largest n]``, see :func:`powers`.
         first, until: int64 ``[B]``.
-        count: most positions of a sequence.
+        count: largest number of positions of a sequence.
     """
     entries, back = table.shape[2], torch.arange(len(powers), device=tokens.device)
     offsets = torch.arange(len(lengths), device=tokens.device) * entries
@@ -86,25 +85,27 @@ def match_suffix(
 ) -> None:
     """Proposes the tokens that followed an earlier occurrence of each sequence's suffix.
 
-    For every length n the table names the last n-gram before position ``committed[b]`` that equals the suffix
-    which ends at ``end[b]``. Of these occurrences the one that agrees with the suffix longest is taken, the
-    last among equals; agreement is counted up to the largest n. Where its continuation reaches the end of the
-    sequence, it goes on with what it proposed: the text repeats itself with that period.
+    For every length n, the table holds the last occurrence of the n tokens that end at ``end[b]``, if it ends
+    before ``committed[b]``. The occurrence with the longest match is used, of equals the last one; matches
+    longer than the largest n count as the largest n. If its continuation reaches the end of the sequence, the
+    proposal repeats it, as a text with this period would.
 
-    The chain, of one token or more, is as long as the product of the expected acceptance of its tokens is at
-    least ``least``. That is estimated for each class of matches, by the largest n that they reach: from what
-    of the earlier proposals of their class turned out to follow in the sequence.
+    The proposal has at least one token, and ends where the product of the acceptance rates of its tokens
+    falls below ``least``. The class of a match is the largest n that it reaches. The acceptance rate of a
+    class is estimated from earlier proposals of this class: which of their tokens then followed in the
+    sequence.
 
     Args:
-        chain: int64 ``[B, L]``, the last proposal; overwritten by the new one, padded with -1.
-        last: int64 ``[B, 2]``, the position after which the last proposal was made, -1 for none, and its
+        chain: int64 ``[B, L]``, the last proposal; overwritten by the new proposal, padded with -1.
+        last: int64 ``[B, 2]``, the position after which the last proposal was made (-1 for none), and its
             class; overwritten.
-        counts: fp32 ``[B, C, 2]``, proposed tokens that followed, and those that were judged; updated.
+        counts: fp32 ``[B, C, 2]``, for each class the proposed tokens that followed, and all proposed tokens
+            that were compared; updated.
         table, lengths, powers: see :func:`index_ngrams`.
         tokens: int64 ``[B, capacity]``.
-        expected: fp32 ``[C]``, the acceptance of each class before anything was observed.
-        committed, end: int64 ``[B]``: positions of the last token that is committed, and of the last one.
-        least: see above.
+        expected: fp32 ``[C]``, acceptance rate of each class before any proposal.
+        committed, end: int64 ``[B]``, positions of the last committed token and of the last token.
+        least: smallest product of acceptance rates.
     """
     sizes = lengths.tolist()
     bounds = zip(committed.tolist(), end.tolist(), last.tolist(), strict=True)
@@ -137,7 +138,7 @@ def match_suffix(
 def _longest(
     table: Tensor, tokens: Tensor, lengths: Tensor, powers: Tensor, limit: int, stop: int
 ) -> tuple[int, int]:
-    """Tokens that agree, and the last position of the occurrence; 0 and -1 for none."""
+    """Returns the length of the longest match and its last position; 0 and -1 if there is none."""
     newest = tokens[max(0, stop + 1 - len(powers)) : stop + 1].flip(0)
     hashes = ((newest + 1) * powers[: len(newest)]).cumsum(0)
     known = lengths[lengths <= len(newest)]

@@ -1,4 +1,4 @@
-"""Triton kernels of the index of n-grams; see ``ngrams``."""
+"""Triton kernels of ``ngrams``."""
 
 import triton
 import triton.language as tl
@@ -80,7 +80,7 @@ def _match_kernel(
     tokens_ptr += sequence * tokens_b
     end = tl.load(end_ptr + sequence)
 
-    # What of the last proposal followed.
+    # This counts the tokens of the last proposal that followed.
     slot = tl.arange(0, BLOCK_L)
     before = tl.load(last_ptr)
     kind = tl.load(last_ptr + 1)
@@ -95,7 +95,7 @@ def _match_kernel(
         tl.store(counts_ptr + kind * 2, tl.load(counts_ptr + kind * 2) * _KEPT + followed)
         tl.store(counts_ptr + kind * 2 + 1, tl.load(counts_ptr + kind * 2 + 1) * _KEPT + seen)
 
-    # The occurrence that agrees longest, the last among equals, in one int64.
+    # ``best`` holds the length and position of the longest match in one int64, of equals the last.
     committed = tl.load(committed_ptr + sequence)
     back = tl.arange(0, BLOCK_N)
     held = (back < longest) & (back <= end)
@@ -107,7 +107,7 @@ def _match_kernel(
         hashed = tl.sum(tl.where(back < length, terms, 0), 0)
         at = tl.load(table_ptr + row * size + _entry(hashed, length, size)).to(tl.int64)
         real = (at >= 0) & (at < committed) & (length <= end + 1)
-        # Of an entry that is not real, whose position may be anything, nothing is read.
+        # An entry that is not ``real`` may hold any position, so its tokens are not read.
         at = tl.where(real, at, -1)
         earlier = tl.load(tokens_ptr + at - back, mask=held & (back <= at), other=-2)
         equal = tl.min(tl.where(earlier == newest, BLOCK_N, back), 0).to(tl.int64)
