@@ -105,7 +105,7 @@ def _files_of(rows: Sequence[Record]) -> str:
 
 
 def _others(rows: Sequence[Record]) -> list[Record]:
-    """Those of models that others trained, at their lowest temperature."""
+    """Returns the rows of models that others trained, at their lowest temperature."""
     found = [r for r in rows if not r["part"].startswith(PAIR_SHAPE)]
     lowest = min((r["temperature"] for r in found), default=None)
     return [r for r in found if r["temperature"] == lowest]

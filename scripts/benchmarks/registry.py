@@ -1,4 +1,4 @@
-"""All benchmarks by name."""
+"""Lists all benchmarks by name."""
 
 import re
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Benchmark(NamedTuple):
     to_file: bool = False
 
     def wrote(self, file: str) -> bool:
-        """Whether a results file of this name is one of it."""
+        """Returns whether it writes results files of this name."""
         pattern = re.escape(self.writes).replace(re.escape(MACHINE), "[a-z0-9]+")
         return bool(re.fullmatch(pattern, file)) if self.writes else False
 

@@ -1,4 +1,4 @@
-"""What every check shares: its command line, its verdicts, and the line of JSON that it ends with."""
+"""Defines what every check shares: command line, verdicts, and the line of JSON at its end."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Where the attention heads of a small Llama are in an inflated one.
+"""Places the attention heads of a small Llama in an inflated one.
 
 Under grouped-query attention each small KV head gets KV heads of its own. The query heads of such a group
 that have no small head are copies of one that has, without effect on the output: a retrieval cache
@@ -27,7 +27,7 @@ _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """Which small head each head of the new model holds.
+    """Names the small head that each head of the new model holds.
 
     Attributes:
         kv: ``kv[i]`` is the small KV head of KV head i.

@@ -110,13 +110,15 @@ class Filter:
         self.contaminated = self.repeated = 0
 
     def holds(self, words: list[str]) -> bool:
-        """Whether the held-out text has a shingle of these words, or all of them as a short paragraph."""
+        """Returns whether the held-out text has a shingle of these words, or all of them as a short
+        paragraph.
+        """
         if len(words) < SHINGLE:
             return len(words) > 3 and hash(tuple(words)) in self.short
         return not self.held_out.isdisjoint(shingles(words))
 
     def repeats(self, words: list[str]) -> bool:
-        """Whether a paragraph of six words or more was seen before; numbers do not make one new."""
+        """Returns whether a paragraph of six words or more was seen before; numbers do not make one new."""
         if len(words) < 6:
             return False
         key = hash(tuple(w for w in words if not w[0].isdigit()))
@@ -125,7 +127,7 @@ class Filter:
         return repeated
 
     def __call__(self, text: str) -> str:
-        """What is left of a document; empty where that is little."""
+        """Returns what is left of a document; empty if that is little."""
         paragraphs = [(p, words) for p in text.split("\n\n") if (words := words_of(p))]
         clean = [(p, words) for p, words in paragraphs if not self.holds(words)]
         kept = [p.rstrip() for p, words in clean if not self.repeats(words)]

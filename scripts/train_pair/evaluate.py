@@ -1,4 +1,4 @@
-"""What the embedded pair can do, through the engine's own caches: docs/results/pair.jsonl.
+"""Measures what the embedded pair can do, through the engine's own caches: docs/results/pair.jsonl.
 
     python -m scripts.train_pair.evaluate                      # on a CPU: needles up to 16K, overlaps at 16K
     python -m scripts.train_pair.evaluate --device cuda --lengths 2048 8192 16384 32768 122880 \

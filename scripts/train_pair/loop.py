@@ -16,7 +16,7 @@ Losses = Callable[[float], tuple[Tensor, dict[str, Any]]]
 
 
 class TrainingRun(Protocol):
-    """What the loop needs of a process: see ``run.Run``."""
+    """Lists what the loop needs of a process: see ``run.Run``."""
 
     args: argparse.Namespace
 

@@ -23,7 +23,7 @@ _CLOCK, _EARLIER = "clock.json", ".earlier"
 
 
 class Run:
-    """Where this process runs and where it writes.
+    """Holds where this process runs and where it writes.
 
     Args:
         args: the command line's; ``data`` is the folder that the tokenizer's files are copied from.
@@ -46,7 +46,9 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of products: bf16 on a GPU, and on a CPU with AMX, where it is five times as fast; else fp32."""
+        """Returns the dtype of products: bf16 on a GPU, and on a CPU with AMX, which is five times as fast;
+        else fp32.
+        """
         fast = self.device.type == "cuda" or "AMX" in instructions()
         return torch.bfloat16 if fast else torch.float32
 

@@ -61,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reached in this run, in bytes and FLOPs per second."""
+    """Holds the rates that this machine reached in this run, in bytes and FLOPs per second."""
 
     read_bandwidth: float
     matmul_rate: float
@@ -80,7 +80,9 @@ def tree_mask(size: int, device: torch.device | str = "cuda") -> Tensor:
 
 
 def copies_of(size: int, device: torch.device) -> int:
-    """How many copies of ``size`` bytes leave nothing of the first in the cache; on a CPU at most a few."""
+    """Returns the number of copies of ``size`` bytes that together overflow the cache; on a CPU at most a
+    few.
+    """
     if device.type == "cuda":
         return max(2, -(-4 * L2_BYTES // size))
     return min(_CPU_COPIES, max(2, -(-4 * _CPU_CACHE_BYTES // size)))

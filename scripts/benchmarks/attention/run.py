@@ -100,7 +100,7 @@ def add_peers(row: Record, cell: Cell, names: list[str]) -> None:
 
 
 def time_layout(cell: Cell, layout: str | int, ceilings: Ceilings) -> Record:
-    """The same cell unpaged in both storage orders, or paged."""
+    """Times a cell in one layout of the KV slots: a storage order without pages, or pages of a size."""
     took = ours(cell, random_kv(cell, "rows" if layout == "rows" else "heads"), layout)
     name = f"page {layout}" if isinstance(layout, int) else layout
     percent = round(100 * cell.roof_us(ceilings) / took, 1)
@@ -108,7 +108,7 @@ def time_layout(cell: Cell, layout: str | int, ceilings: Ceilings) -> Record:
 
 
 def started() -> Record:
-    """What a results file begins with."""
+    """Returns the header of a results file."""
     try:
         flashinfer = version("flashinfer-python")
     except PackageNotFoundError:

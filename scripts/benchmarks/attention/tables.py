@@ -64,7 +64,7 @@ def _cells_note(content: Record, rows: Sequence[Record]) -> str:
 
 
 def _aimed(content: Record) -> list[Record]:
-    """What was aimed for and what was reached, with the fastest peer of the same run."""
+    """Returns a row for each goal: what was reached, and the fastest peer of the same run."""
     rows = []
     for row in (row for row in content["rows"] if row["batch"] == 1):
         aim, ours = AIMS.get((row["hq"], row["hkv"], row["l"], row["t"])), row["ours_us"]
@@ -91,7 +91,7 @@ def _layout_columns(content: Record) -> Columns:
 
 
 def _fits(content: Record) -> list[Record]:
-    """By architecture: how many kernels compile, the most shared memory, the most spilled bytes."""
+    """Returns a row for each architecture: compiled kernels, most shared memory, most spilled bytes."""
     rows = []
     for arch in dict.fromkeys(kind["arch"] for kind in content["kernels"]):
         kernels = [row for row in content["kernels"] if row["arch"] == arch]

@@ -62,7 +62,7 @@ _WARM_UP = 8
 
 
 def fits(target: PreTrainedModel, context: int, cards: int, way: str, device: torch.device) -> bool:
-    """Whether weights and cache are expected to fit; decided alike by all ranks, before any allocates."""
+    """Returns whether weights and cache are expected to fit. All ranks decide alike, before any allocates."""
     if device.type != "cuda":
         return True
     config = target.config

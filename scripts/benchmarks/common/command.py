@@ -1,4 +1,4 @@
-"""What benchmarks share on the command line, and what makes a run tiny."""
+"""Defines the options that benchmarks share, and the tiny models of a trial run."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ TINY_OPTIONS: Record = {
 
 
 def parser(name: str, doc: str | None, tiny: bool = True) -> argparse.ArgumentParser:
-    """With ``--out``, ``--seed`` and, where a benchmark can be tiny, ``--tiny``."""
+    """Returns a parser with ``--out``, ``--seed`` and, if ``tiny`` is set, ``--tiny``."""
     made = argparse.ArgumentParser(
         prog=f"python -m scripts.{name}",
         description=(doc or "").partition("\n")[0],
@@ -56,7 +56,7 @@ def need_gpu(made: argparse.ArgumentParser) -> None:
 
 
 def machine_of(device: torch.device) -> str:
-    """For the name of a results file: ``h200`` of an NVIDIA H200; ``cpu``."""
+    """Returns the machine as results files are named after it, such as ``h200`` or ``cpu``."""
     if device.type == "cpu":
         return "cpu"
     name = torch.cuda.get_device_name(device)
@@ -65,7 +65,7 @@ def machine_of(device: torch.device) -> str:
 
 
 def results_folder(out: Path | None, tiny: bool) -> Path:
-    """Where results go: ``out``, else docs/results, but a folder to forget for tiny models."""
+    """Returns the folder of the results: ``out``, else docs/results, but a temporary one for tiny models."""
     folder = out or (Path(tempfile.mkdtemp()) if tiny else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

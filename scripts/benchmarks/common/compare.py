@@ -49,7 +49,9 @@ def replay(bench: Bench, prompts: Prompts, texts: Prompts) -> tuple[Run, dict[st
 
 @torch.no_grad()
 def _gap(bench: Bench, heads: Prompts, b: int, ours: int) -> dict[str, float]:
-    """How near sequence ``b`` was to the token ``ours`` after ``heads[b]``, by logits of plain forwards."""
+    """Returns how near sequence ``b`` was to the token ``ours`` after ``heads[b]``, by logits of plain
+    forwards.
+    """
     width = chain_nodes(bench.program)
     with bench.shortened([p[: len(p) - width] for p in heads], width):
         many = last_logits(bench, heads, width)[b, -_NOISE_TOKENS:]

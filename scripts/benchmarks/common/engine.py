@@ -140,7 +140,7 @@ class Bench:
 
     @property
     def pass_bytes(self) -> int:
-        """What a pass of level 2 copies to the device when it verifies more than one token."""
+        """Returns the bytes that a pass of level 2 over several tokens copies to the device."""
         return self.offloaded.host.streamed_bytes(self.offloaded.share(2)) + self.weights_on_host
 
     def peak_gib(self) -> float:
@@ -248,7 +248,7 @@ class Bench:
             cache.settings = before
 
     def _traffic(self) -> tuple[float, float, float]:
-        """See ``Run``; since the program was opened."""
+        """Returns ``Run.traffic`` since the program was opened."""
         weights = self.target.streamed
         bus = weights.copied if weights is not None else 0
         if not self.program.cache.backend.transfers:

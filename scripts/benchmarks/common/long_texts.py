@@ -11,7 +11,7 @@ from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 def long_prompts(
     texts: Texts, names: Sequence[str], lengths: Iterable[int]
 ) -> dict[int, dict[str, list[int]]]:
-    """By length and name the beginning of each text, in tokens of the embedded pair.
+    """Returns the beginning of each text by length and name, in tokens of the embedded pair.
 
     Where a text is short, others come before it.
 

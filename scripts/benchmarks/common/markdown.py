@@ -133,7 +133,7 @@ def noted(template: str, file: str) -> Caption:
 def origin(
     content: Record, rows: Sequence[Record], file: str, measured: Callable[[Record], str], note: str = "In"
 ) -> str:
-    """Where the figures of these rows come from, each run once, and what its notes say.
+    """Returns the caption that names the runs of these rows and repeats their notes.
 
     Args:
         content: of the results file.

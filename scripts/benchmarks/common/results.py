@@ -44,7 +44,7 @@ def header(seed: int) -> Record:
 
 
 def _command() -> str:
-    """That of this process; of a rank, which torchrun starts with "-u", the one that started all ranks."""
+    """Returns the command of this process, or for a rank that of torchrun, which starts ranks with "-u"."""
     words = sys.orig_argv[1:]
     if (ranks := world_size()) == 1:
         return shlex.join(["python", *words])
@@ -103,7 +103,7 @@ def content_at(path: Path) -> Record:
 
 
 def open_records(path: Path, settings: Record) -> results.Records:
-    """Those of an earlier run with the same settings; those of other settings or code are dropped."""
+    """Returns the records of an earlier run with the same settings; records of other settings are deleted."""
     try:
         return results.Records(path, settings)
     except ValueError:

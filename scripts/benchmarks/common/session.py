@@ -1,4 +1,4 @@
-"""How a benchmark of decoding runs: a part's plan lists steps, a session measures those that its file lacks.
+"""Runs a benchmark of decoding: a part's plan lists steps, and a session measures those that its file lacks.
 
 A benchmark declares plans, rows and what it measures beside the common figures. Every measurement is on disk
 as soon as it is made: a run that was cut short goes on from there when it is called again.
@@ -84,17 +84,17 @@ class Plan(ABC):
     options: Record = field(default_factory=dict)
 
     def tiny(self, **more: Any) -> Self:
-        """The same in seconds on a CPU."""
+        """Returns a plan for tiny models, which takes seconds on a CPU."""
         smaller = {"shape": TINY_SHAPES[self.shape], "draft_shape": TINY_DRAFT, "plain_tokens": 4}
         return replace(self, **{**smaller, "options": self.options | TINY_OPTIONS, **more})
 
     def as_dict(self) -> Record:
-        """What must agree for measurements to stand side by side."""
+        """Returns the settings that all measurements of one part share."""
         named = {name: asdict(self)[name] for name in ("shape", "draft_shape", "options")}
         return named | {"vocabulary": inflated_vocabulary(self.shape)}
 
     def step(self, number: int, batch: int, context: int, setting: Record, *keys: Record) -> Step:
-        """A step whose keys differ from the usual one by ``keys``; without any, one for each temperature."""
+        """Returns a step whose keys differ from the usual one by ``keys``, else by the temperature."""
         usual = {
             "method": OURS, "prompt": f"prompt {number + 1}", "start": context, "batch": batch,
             "context": context, "new_tokens": self.new_tokens, "temperature": 0.0, "setting": setting,
@@ -104,7 +104,7 @@ class Plan(ABC):
 
     @abstractmethod
     def steps(self) -> Iterable[Step]:
-        """All that the part measures."""
+        """Returns everything that the part measures."""
 
 
 class Session(ABC):
@@ -130,33 +130,33 @@ class Session(ABC):
 
     @abstractmethod
     def machine(self) -> Record:
-        """What is measured of the machine, for the part's header."""
+        """Measures the machine, and returns figures for the part's header."""
 
     def new_bench(self) -> Bench:
         return Bench(self.plan.shape, self.plan.draft_shape, self.device, self.seed)
 
     @abstractmethod
     def figures(self, prompts: Prompts, stages: dict[str, float], run: Run) -> Record:
-        """What the benchmark adds to a measurement of our engine."""
+        """Returns the figures that the benchmark adds to a measurement of our engine."""
 
     def say(self, text: str) -> None:
         print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """Something that could not be measured as planned: said here and in the file."""
+        """Reports something that could not be measured as planned, here and in the file."""
         self.say(text)
         self.file.note(text[:500])
 
     def lacking(self, step: Step) -> list[Record]:
-        """The step's measurements that are still to be made."""
+        """Returns the keys of the step's measurements that the file lacks."""
         return [key for key in step.keys if self.file.find(**key) is None]
 
     @abstractmethod
     def measure(self, step: Step) -> None:
-        """What the step lacks."""
+        """Makes the measurements that the file lacks of a step."""
 
     def feed(self, step: Step, tokens: int | None = None) -> tuple[list[list[int]], list[str]]:
-        """The step's prompts, in the full cache, and where they come from; of each the first ``tokens``."""
+        """Prefills the first ``tokens`` of each prompt; returns the prompts and their sources."""
         left_out = len(self.library.left_out)
         numbers = range(step.number * step.batch, (step.number + 1) * step.batch)
         prompts = [self.library.prompt(number, step.context) for number in numbers]
@@ -169,7 +169,7 @@ class Session(ABC):
         return fed, [prompt.name for prompt in prompts]
 
     def ours(self, key: Record, prompts: Prompts, sources: list[str]) -> Run:
-        """Our engine, and the times of its stages."""
+        """Measures our engine, and the times of its stages."""
         bench, temperature, new = self.bench, key["temperature"], key["new_tokens"]
         run = bench.decode(temperature, prompts, new)
         passes = max(1, min(_PROFILED, new // (bench.program.max_draft_tokens + 1)))
@@ -180,14 +180,14 @@ class Session(ABC):
         return run
 
     def add(self, sample: Record, run: Run) -> None:
-        """A measurement made from this run."""
+        """Adds a measurement of this run to the file."""
         self.file.add(sample)
         names = ("start", "temperature", "setting", "method", "ms_per_token", "tokens_per_pass", "exact")
         said = [f"{name} {sample[name]}" for name in names if sample.get(name) is not None]
         self.say(f"{sample['prompt']}, {', '.join(said)}")
 
     def plain(self, key: Record, prompts: Prompts, texts: Prompts | None, method: str = PLAIN) -> None:
-        """Autoregressive decoding in the same program: along ``texts``, or a few tokens of its own."""
+        """Measures plain decoding in the same program: along ``texts``, or a few tokens of its own."""
         exact: Record = {}
         if texts is not None:
             run, exact["exact"] = replay(self.bench, prompts, texts)
@@ -199,7 +199,7 @@ class Session(ABC):
 
 
 def parts_parser(name: str, doc: str | None, parts: Iterable[str]) -> argparse.ArgumentParser:
-    """Of a benchmark whose results file has parts, which can be measured one by one."""
+    """Returns the parser of a benchmark whose results file has parts, which can be measured one by one."""
     made = parser(name, doc)
     add = made.add_argument
     add("--part", choices=[*parts, "all"], nargs="+", required=True, help="what to measure")

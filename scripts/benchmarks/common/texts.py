@@ -19,7 +19,7 @@ _CHARACTERS = 5
 
 @dataclass(frozen=True)
 class Source:
-    """Where a text comes from: packages' docstrings, or with ``code`` their sources; none: pydoc."""
+    """Names the packages whose docstrings, or with ``code`` sources, are a text; none: pydoc's topics."""
 
     name: str
     packages: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
-    """What the work returns, and its seconds, those of the device included."""
+    """Runs the work; returns its result and its seconds, those of the device included."""
     synchronize(device)
     start = time.perf_counter()
     result = work()

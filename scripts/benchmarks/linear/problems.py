@@ -29,7 +29,7 @@ class Shape:
 
 
 def block(width: int, inner: int, heads: int | None = None) -> list[Shape]:
-    """What a decoder layer multiplies: q+k+v, o, gate+up, down."""
+    """Returns the shapes that a decoder layer multiplies: q+k+v, o, gate+up, down."""
     keys = width if heads is None else heads
     return [
         Shape((width, keys, keys), width), Shape((width,), width),
@@ -42,7 +42,7 @@ ODD = [Shape((1000,), 1000), Shape((100, 33, 65), 264), Shape((333,), 520), Shap
 
 
 def weight_bytes(bits: int, shape: Shape) -> int:
-    """What one call must read of the weights and their scales."""
+    """Returns the bytes of weights and scales that one call must read."""
     if bits == 16:
         return shape.out * shape.ins * 2
     scales = shape.out * 4 if bits == 8 else reference.blocks_of(shape.ins, 4) * shape.out * 8

@@ -50,7 +50,7 @@ class SharedSession(OffloadSession):
 
 
 def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
-    """Those of one card, with what each rank's link did."""
+    """Returns the rows of one card, with the bandwidth of each rank's bus."""
     more = {"gpus": header["settings"]["gpus"], "bus_gbps_by_rank": header["bus_gbps_by_rank"]}
     found = []
     for row in rows_of_one(part, header, samples):

@@ -118,13 +118,13 @@ def _origin(content: Record, rows: Sequence[Record]) -> str:
 
 
 def _headline(content: Record) -> Columns:
-    """Beside streamed plain decoding, and beside that with the CPU where it was measured."""
+    """Returns the columns; plain decoding with attention on the CPU has some where it was measured."""
     attended = any("attended_baseline_ms_per_token" in row for row in _rows(content))
     return {**HEADLINE, **(ATTENDED if attended else {})}
 
 
 def memory(content: Record) -> str | None:
-    """Where the bytes were, a column for each program, and the allocator's own peak."""
+    """Makes the table of where the bytes were, a column for each program, and of the allocator's peak."""
     found = _rows(content, _STREAMED)
     rows = {(r["shape"], r["context"], r["gpu_memory_cap_gib"]): r for r in found}.values()
     if not rows:

@@ -85,7 +85,7 @@ class Parts:
             spans.clear()
 
     def seconds(self) -> Record:
-        """Of all layers, since the last reset."""
+        """Returns the seconds of all layers since the last reset."""
         synchronize(self._device)
         sums = {name: sum(self._between(*span) for span in spans) for name, spans in self._spans.items()}
         count = len(self._layers)
@@ -103,7 +103,7 @@ class Parts:
 
 
 def flops(model: HFModel, tokens: int) -> float:
-    """Of the layers' linears and attention over so many tokens."""
+    """Returns the FLOPs of the layers' linears and attention over so many tokens."""
     layers = sum(w.numel() for name, w in model.model.named_parameters() if "layers" in name and w.dim() == 2)
     heads = model.heads
     pairs = tokens * (tokens + 1) / 2

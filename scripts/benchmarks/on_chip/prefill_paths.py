@@ -49,7 +49,7 @@ def way(path: str) -> Iterator[None]:
 
 
 def usable(paths: list[str]) -> list[str]:
-    """Those that can be measured here; says which are left out, and why.
+    """Returns the paths that can be measured here; prints which are left out, and why.
 
     Without flash-attn 4 the engine's attention is cuDNN's, which is not measured twice.
     """

@@ -74,7 +74,7 @@ class OnChip(Plan):
         return self.kind(self)
 
     def beside_plain(self, key: Record) -> bool:
-        """Whether plain decoding is measured beside this."""
+        """Returns whether plain decoding is measured beside this."""
         return True
 
     def tiny(self, **more: Any) -> Self:
@@ -165,7 +165,7 @@ class OnChipSession(Session):
         }
 
     def add(self, sample: Record, run: Run) -> None:
-        """Of one long decoding, a measurement at each length."""
+        """Adds a measurement; one long decoding gives a measurement at each length."""
         if sample["method"] == PLAIN or not self.plan.outputs:
             super().add(sample, run)
             return
@@ -191,7 +191,7 @@ class OnChipSession(Session):
 
 
 def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
-    """Beside the faster of two baselines."""
+    """Returns rows that compare with the faster of two baselines."""
     return rows_of_samples(part, header, samples, (PLAIN, STATIC))
 
 

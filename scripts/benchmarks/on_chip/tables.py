@@ -86,7 +86,7 @@ OUTPUTS: Columns = {
 
 
 def prefill_path(row: Record) -> str:
-    """What computed attention; of the engine, what it chose where it had a choice."""
+    """Returns the name of what computed attention; for the engine also what it chose."""
     choices = row.get("choices", {})
     if row["path"] != "engine" or not choices.get("flash_attn_4"):
         return PREFILL_PATHS[row["path"]]
@@ -125,7 +125,7 @@ def _rows(*parts: str, order: tuple[str, ...] = ()) -> Rows:
 
 
 def _levels(content: Record) -> list[Record]:
-    """What each stage of a pass takes, beside its own roofline."""
+    """Returns the time of each stage of a pass beside its roofline."""
     lines: list[Record] = []
     for row in rows_of(content, *HEADLINES):
         where = f"{row['shape']}, {row['batch']} x {row['context']:,}, T={row['temperature']:g}"
@@ -140,7 +140,7 @@ def _levels(content: Record) -> list[Record]:
 
 
 def _costs(content: Record) -> list[Record]:
-    """What is paid once: prefill, capture, memory."""
+    """Returns what is paid once: prefill, capture, memory."""
     rows = _rows(*HEADLINES)(content)
     return list({(r["shape"], r["batch"], r["context"]): r for r in rows}.values())
 

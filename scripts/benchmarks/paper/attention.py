@@ -14,7 +14,7 @@ _CHUNK = 1024
 
 
 def sees_everything(model: PreTrainedModel) -> bool:
-    """Whether every layer is an attention layer that sees all tokens before its own."""
+    """Returns whether every layer is an attention layer that sees all tokens before its own."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     # Some older configurations name no kinds of layers, but a window for all of them.
@@ -26,7 +26,7 @@ def sees_everything(model: PreTrainedModel) -> bool:
 def recovered(
     model: PreTrainedModel, tokens: Sequence[int], prompt: int, budget: int
 ) -> tuple[list[float], list[list[float]]]:
-    """How much attention the ``budget`` tokens receive that the prompt's last token attends to most.
+    """Measures the attention to the ``budget`` tokens that the prompt's last token attends to most.
 
     Args:
         model: for which :func:`sees_everything` holds.

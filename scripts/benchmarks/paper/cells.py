@@ -28,7 +28,7 @@ _FOLLOWING = 65
 
 
 class Cells:
-    """What measures the cells of one run.
+    """Measures the cells of one run.
 
     Args:
         timed: models and settings of timed generations; its options are "our settings".
@@ -215,7 +215,7 @@ class _Timing:
         self._seed, self._wanted = seed, wanted
 
     def decode(self, new_tokens: int, drafts: bool) -> Record:
-        """Until the first text has ``new_tokens`` tokens; a token of a batch is one of each text."""
+        """Decodes until the first text has ``new_tokens`` tokens; a token of a batch is one of each text."""
         loop = DecodingLoop.over(self._program, self._to_probs, self._seed)
         if not drafts:
             loop.policy.fixed = 0

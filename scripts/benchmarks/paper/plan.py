@@ -1,4 +1,4 @@
-"""Which measurements answer which number of the paper: cells by item, their sizes scaled to a context."""
+"""Lists the measurements for each number of the paper: cells by item, their sizes scaled to a context."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ ASKED = "asked for"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the cells of a run are made of.
+    """Holds the sizes of a run's cells.
 
     Attributes:
         context: tokens of a prompt, in place of the paper's 122,880; other lengths are scaled with it.
@@ -279,5 +279,5 @@ def rounds(gamma_1: int, gamma_2: int) -> int:
 
 
 def uses_own_budget(context: int) -> bool:
-    """Whether "our settings" are the engine's own, the budget included."""
+    """Returns whether "our settings" are the engine's defaults, the budget included."""
     return context >= _LARGE

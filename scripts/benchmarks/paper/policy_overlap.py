@@ -87,7 +87,7 @@ def measure(
     received: Sequence[Tensor] | None,
     recent: int = RECENT,
 ) -> list[list[float]]:
-    """For each policy, the overlap at every token after the prompt.
+    """Returns for each policy the overlap at every token after the prompt.
 
     Args:
         tokens: a text, given to all levels.

@@ -68,7 +68,7 @@ class Item:
 
 @cache
 def items() -> Mapping[str, Item]:
-    """All tables and figures by name."""
+    """Returns the numbers of all tables and figures by name."""
     found = {}
     for item in json.loads(_FILE.read_text(encoding="utf-8"))["items"]:
         places = [{name: row.get(name, item[name]) for name in _PLACE} for row in item["rows"]]

@@ -36,7 +36,7 @@ _COMPARED = ("table-1", "figure-3")
 
 @dataclass(frozen=True)
 class _Defaults:
-    """By device: the paper's sizes on a GPU, small ones on a CPU."""
+    """Holds the default sizes of a device: the paper's on a GPU, small ones on a CPU."""
 
     context: int
     new_tokens: int

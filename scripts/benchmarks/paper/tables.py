@@ -68,7 +68,7 @@ _NOTES = {
 
 
 def sizes_of(records: Records) -> Sizes:
-    """Those of the run that made the records."""
+    """Returns the sizes of the run that made the records."""
     own = records.settings
     return Sizes(own["context"], own["new_tokens"], own["prompts"], own["budget"])
 

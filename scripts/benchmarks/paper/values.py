@@ -60,7 +60,7 @@ def _speedup(record: Record, line: Line) -> float | None:
 
 
 def _accepted(record: Record, line: Line) -> float | None:
-    """What the target accepts, as a share of what it verifies."""
+    """Returns the share of verified tokens that the target accepts."""
     found = record["acceptance"].get("target")
     return None if found is None else float(found)
 

@@ -42,7 +42,7 @@ class Clients:
         self.stored = self.together = 0
 
     def wanted(self, fits: Fits) -> int:
-        """All that wait and fit; called after each pass."""
+        """Returns how many clients wait and fit; called after each pass."""
         store = self._engine.last_program
         assert store is not None
         self.stored = max(self.stored, store.store.tokens()[0])

@@ -1,4 +1,4 @@
-"""What the benchmarks of shared keys and values have in common: models, clocks, and layouts side by side."""
+"""Holds what the benchmarks of shared keys and values have in common: models, clocks, layouts."""
 
 import argparse
 import statistics
@@ -18,7 +18,7 @@ LAYOUTS = ("stored once", "copied")
 
 
 def common_options(made: argparse.ArgumentParser, context: int) -> None:
-    """What both benchmarks are told."""
+    """Adds the options of both benchmarks."""
     made.add_argument("--shape", default="llama-3.1-8b", help="of the target, unless --tiny")
     made.add_argument("--context", nargs="+", type=int, default=[context], help="tokens of the document")
     made.add_argument("--levels", nargs="+", type=int, default=[1, 2, 3], choices=[1, 2, 3])

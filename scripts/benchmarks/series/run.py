@@ -1,4 +1,4 @@
-"""All benchmarks of a GPU or of a CPU, one after another within a time limit, on several cards side by side.
+"""Runs all benchmarks of a GPU or a CPU one after another within a time limit; on several cards side by side.
 
     python -m scripts.benchmarks series --list
     python -m scripts.benchmarks series --texts texts.json.xz --out results

@@ -39,11 +39,11 @@ class Step:
 
     @property
     def benchmark(self) -> str:
-        """By which steps that write one results file are told: they do not run side by side."""
+        """Names the results file: steps of one name do not run side by side."""
         return " ".join(shlex.split(self.words)[:2])
 
     def writes(self, file: str) -> bool:
-        """Whether docs/results has what the step measures in a file of this name."""
+        """Returns whether the step writes a file of this name in docs/results."""
         module, *words = shlex.split(self.words)
         if module == "scripts.benchmarks":
             return BENCHMARKS[words[0]].wrote(file)
@@ -78,7 +78,7 @@ class Step:
 
 
 def _lacks_texts(words: Sequence[str], number: int, texts: Path | None) -> bool:
-    """Whether a word is ``--texts {texts}``, and there are none."""
+    """Returns whether a word is ``--texts {texts}``, and there are none."""
     return texts is None and TEXTS in words[number : number + 2]
 
 

@@ -1,4 +1,4 @@
-"""How each text is read from Python itself, an installed package or a system package.
+"""Reads texts from Python itself, an installed package or a system package.
 
 Every loader returns at most about ``_MOST`` characters, more than any prompt needs, and raises
 :class:`MissingTextError` where its source is not installed.

@@ -1,4 +1,4 @@
-"""All texts in one compressed file, for machines where their packages are not installed."""
+"""Packs all texts into one compressed file, for machines where their packages are not installed."""
 
 import json
 import lzma

@@ -200,7 +200,7 @@ def prompts(source: TextSource, ids: Sequence[int], context: int, count: int = 1
 
 
 def copied(ids: Sequence[int]) -> list[int]:
-    """As many tokens: the first half of ``ids``, then passages of it in another order.
+    """Returns as many tokens as ``ids`` has: its first half, then passages of that half in another order.
 
     The last passage breaks off in its middle, so that a text that goes on copying can be foreseen.
 

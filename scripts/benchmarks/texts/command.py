@@ -81,7 +81,7 @@ def files_by_shape(
     sources: Sequence[TextSource],
     make_rows: Rows,
 ) -> Iterator[tuple[Grid, ResultsFile]]:
-    """For each of the command line's shapes its grid, and the part of the results file that it goes to.
+    """Yields for each of the command line's shapes its grid and its part of the results file.
 
     What is measured with other options than the defaults is a part of its own.
     """
@@ -100,7 +100,7 @@ def files_by_shape(
 
 
 def device_for_shapes(made: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:
-    """That of :func:`device_for`; ends where inflated shapes are asked for without a GPU."""
+    """Returns the device by :func:`device_for`; exits if inflated shapes are asked for without a GPU."""
     device = device_for(args)
     inflated = [shape for shape in args.shapes if shape != PAIR]
     if device.type == "cpu" and inflated and not args.tiny:
@@ -122,7 +122,9 @@ def device_for(args: argparse.Namespace) -> torch.device:
 def found_texts(
     made: argparse.ArgumentParser, args: argparse.Namespace, one_a_kind: bool
 ) -> tuple[Texts, list[TextSource], list[str]]:
-    """Where texts are read from, those that are here, and what is said of the others; ends without any."""
+    """Returns the reader of texts, the texts that are here, and what to print of the others; exits without
+    any.
+    """
     try:
         texts = Texts(args.texts)
         return texts, *chosen_sources(texts, args.kinds, one_a_kind)
@@ -166,7 +168,7 @@ def print_rows(file: ResultsFile, limit: TimeLimit, complete: bool) -> None:
 def grid_parser(
     name: str, doc: str | None, contexts: Sequence[int], shapes: Iterable[str], default: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """Of a benchmark that measures grids; ``shapes`` are the models that it knows."""
+    """Returns the parser of a benchmark that measures grids; ``shapes`` are the models that it knows."""
     made = parser(f"benchmarks {name}", doc)
     add = made.add_argument
     add("--shapes", nargs="+", choices=list(shapes), default=list(default), help="models; pair: not inflated")

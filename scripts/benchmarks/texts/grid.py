@@ -36,7 +36,7 @@ _WARM_UP, _PLAIN_WARM_UP = 8, 2
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured of one shape.
+    """Lists what is measured of one shape.
 
     Attributes:
         shape, draft_shape: what the embedded pair is inflated to; None: the pair as it is.
@@ -62,7 +62,9 @@ class Grid:
 
     @property
     def offloads(self) -> bool:
-        """Whether a part of the cache may be in host memory, where transformers' static cache cannot be."""
+        """Returns whether a part of the cache may be in host memory, where transformers' static cache cannot
+        be.
+        """
         return bool(self.options.keys() & {"offload", "gpu_memory"})
 
     def keys(self, source: TextSource, context: int, temperature: float, static: bool) -> list[Record]:

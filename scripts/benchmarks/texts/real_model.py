@@ -135,7 +135,7 @@ def configuration(target: str) -> LlamaConfig:
 
 
 def digest_of(draft: str) -> str:
-    """Of a draft's weights, which figures with different drafts are told apart by."""
+    """Returns a digest of a draft's weights, by which results of different drafts are kept apart."""
     files = sorted(Path(draft).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(

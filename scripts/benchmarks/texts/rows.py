@@ -68,7 +68,7 @@ def _static(here: list[Record], plain: float) -> float | None:
 
 
 def _place(sample: Record) -> tuple[float, int, int | None]:
-    """What runs that were made beside each other have in common."""
+    """Returns the key that runs made beside each other have in common."""
     return sample["temperature"], sample["seed"], sample.get("run")
 
 

@@ -52,7 +52,7 @@ def _kind(row: Record) -> int:
 
 
 def _sorted(content: Record) -> list[Record]:
-    """By model and options, temperature, then kind."""
+    """Returns the rows by model and options, temperature, then kind."""
     return sorted(
         content["rows"],
         key=lambda r: (r["model"], r["part"], r["context"], r["temperature"], _kind(r), r["text"]),

@@ -39,7 +39,8 @@ def by_sequences(problem: Problem, q: Tensor) -> Calls:
 
 
 def shared_pages(problem: Problem, q: Tensor) -> Calls:
-    """The same with each position stored once, in a page of one slot (as RadixAttention); read for each.
+    """Makes calls in which each position is stored once, in a page of one slot (as RadixAttention), and read
+    by each path.
 
     The engine's on a CPU in short trees.
     """

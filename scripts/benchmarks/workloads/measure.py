@@ -21,7 +21,7 @@ PARTS = (ATTENTION, DECODING)
 
 @dataclass(frozen=True)
 class Run:
-    """What is measured.
+    """Lists what is measured.
 
     Attributes:
         engine: decodes; its target's heads and dtype are those of attention alone.

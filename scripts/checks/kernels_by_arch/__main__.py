@@ -75,7 +75,7 @@ _REGISTERS = re.compile(r"Used (\d+) registers|\.vgpr_count:\s*(\d+)")
 
 
 class _Driver:
-    """As much of Triton's driver as compiling asks for."""
+    """Implements as much of Triton's driver as compiling needs."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -171,7 +171,7 @@ def compile_share(task: tuple[str, int, int, int]) -> list[Row]:
 
 
 def shares_of(tasks: list[tuple[str, int, int, int]], jobs: int) -> Iterator[list[Row]]:
-    """What ``compile_share`` returns for each task, by so many processes; by this one alone for 1."""
+    """Yields what ``compile_share`` returns for each task, from so many processes; from this one for 1."""
     if jobs == 1:
         yield from map(compile_share, tasks)
         return
@@ -181,7 +181,7 @@ def shares_of(tasks: list[tuple[str, int, int, int]], jobs: int) -> Iterator[lis
 
 
 def faults(kernels: list[Row]) -> Iterator[str]:
-    """What is wrong in a summary, a line each."""
+    """Yields a line for each thing that is wrong in a summary."""
     for kind in kernels:
         name = f"{kind['arch']}, {kind['kernel']}"
         known = NOT_COMPILED.get(kind["kernel"], ()) if kind["arch"].startswith("gfx") else ()
@@ -200,7 +200,7 @@ def faults(kernels: list[Row]) -> Iterator[str]:
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """What the results file keeps: of each kernel on each architecture the extremes, and all that spill."""
+    """Returns what the results file keeps: extremes by kernel and architecture, and all that spill."""
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         kinds.setdefault((row["arch"], row["kernel"]), []).append(row)

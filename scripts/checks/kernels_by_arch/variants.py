@@ -47,7 +47,7 @@ class Variant(NamedTuple):
 
 
 def variants(device: Device) -> Iterator[Variant]:
-    """All variants for a GPU, whose tiles decide which row counts differ."""
+    """Returns all variants for a GPU, whose tiles decide which row counts differ."""
     yield from _attention(device)
     yield from (Variant(*each) for each in linears.launches(device))
     for always in (_exact, _int8, _merges, _kv_slots, _retrieval, _acceptance, _growth, _softmax, _exchange):

@@ -1,4 +1,4 @@
-"""Which classes of transformers run on which path: tiny random models of all of them against model.generate.
+"""Compares tiny random models of all classes of transformers with model.generate, on every path.
 
     python -m scripts.checks.models --jobs 2                       # all; goes on where it was ended
     python -m scripts.checks.models --only llama gemma3 --paths "2 levels" batch --out /tmp/models.jsonl

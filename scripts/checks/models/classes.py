@@ -32,7 +32,9 @@ class Family:
 
 
 def families() -> dict[str, Family]:
-    """All classes by name, causal LMs first, each with the first model type whose configuration it takes."""
+    """Returns all classes by name, causal LMs first, each with the first model type whose configuration it
+    takes.
+    """
     found: dict[str, Family] = {}
     for mapping in (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -44,6 +46,6 @@ def families() -> dict[str, Family]:
 
 
 def _own_type(family: Family) -> Family:
-    """With the model type of its own configuration, where the first of the mapping belongs to another."""
+    """Returns the family with the model type of its own configuration."""
     declared = getattr(family.config_class, "model_type", "") or family.model_type
     return Family(family.name, declared)

@@ -1,4 +1,4 @@
-"""What a row of the table says: how a path of the engine ended for a feature set of a class."""
+"""Defines a row of the table: how a path of the engine ended for a feature set of a class."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,7 +33,7 @@ class Row:
         return self.model_class, self.feature_set, self.path
 
     def as_dict(self) -> dict[str, Any]:
-        """As it is in the results file, where the class is named ``class``."""
+        """Returns the record of the results file, where the class is named ``class``."""
         found = {name: value for name, value in asdict(self).items() if value or name != "commit"}
         return {"class" if name == "model_class" else name: value for name, value in found.items()}
 

@@ -1,4 +1,4 @@
-"""What single families need beside the general rules, as keywords of their configurations."""
+"""Lists what single families need beside the general rules, as keywords of their configurations."""
 
 from typing import Any
 

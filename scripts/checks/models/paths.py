@@ -84,7 +84,9 @@ class Trial:
 
     @cached_property
     def recurrent(self) -> bool:
-        """Whether some layers keep recurrent state: trees are chains, and the draft is of another family."""
+        """Returns whether some layers keep recurrent state; then trees are chains, and the draft is of
+        another family.
+        """
         return bool(mixers(self.model))
 
     @cached_property
@@ -111,7 +113,7 @@ class Trial:
         return self._expected[length]
 
     def refusal(self) -> Outcome | None:
-        """What ``load`` says to the class alone, where it raises."""
+        """Returns what ``load`` raises for the class without a draft, or None."""
         return _raised(lambda: triforce_tree.load(self.model, levels=1))
 
     def run(self, name: str) -> Outcome:
@@ -160,7 +162,7 @@ class Trial:
 
 
 def _raised(call: Callable[[], Any]) -> Outcome | None:
-    """What a call raised: a refusal is a ValueError of our own code; all else is a crash."""
+    """Returns what a call raised: a refusal is a ValueError of our own code; all else is a crash."""
     try:
         call()
     except Exception as error:

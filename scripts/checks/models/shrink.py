@@ -119,7 +119,7 @@ class _Reserved:
 
 
 class _Layers:
-    """Which layers a tiny model has: the first of each kind, and at least two.
+    """Chooses the layers of a tiny model: the first of each kind, and at least two.
 
     The kind of a layer is what all lists with one entry a layer say of it.
     """

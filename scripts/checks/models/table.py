@@ -66,13 +66,13 @@ def with_captured(content: Record) -> tuple[Record, str]:
 
 
 def _older(content: Record) -> str:
-    """How many rows were kept from which older commits, where there are any."""
+    """Returns a sentence that counts the rows of each older commit; empty without any."""
     counts = Counter(row["commit"] for row in content["rows"] if row.get("commit"))
     return "".join(f"{count:,} rows of commit {commit}. " for commit, count in counts.most_common())
 
 
 def summary(content: Record, paths: list[str]) -> str:
-    """How many feature sets ended how on each path."""
+    """Returns a table of how many feature sets ended how on each path."""
     counts = Counter((row["path"], row["outcome"]) for row in content["rows"])
     outcomes = sorted({outcome for _, outcome in counts})
     lines = [[path, *(str(counts[path, outcome]) for outcome in outcomes)] for path in paths]

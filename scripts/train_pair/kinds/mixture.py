@@ -55,7 +55,7 @@ class Mixture:
 
     @property
     def tokens(self) -> int:
-        """Of all files together."""
+        """Returns the number of tokens of all files together."""
         return sum(map(len, self._arrays))
 
     def __call__(self, rows: int, length: int) -> Tensor:

@@ -58,11 +58,11 @@ class KindSource:
 
     @property
     def of_debian(self) -> bool:
-        """Whether Debian has it, rather than Python's index."""
+        """Returns whether the text is from a package of Debian."""
         return any(path.startswith("usr/") for path in self.paths)
 
     def entries(self, root: Path) -> list[str]:
-        """What ``corpus.gather`` takes."""
+        """Returns the sources as ``corpus.gather`` takes them."""
         if not self.paths:
             return [f"{self.kind}={'docstrings' if self.docstrings else 'code'}:{self.package}"]
         folders = [root] if self.of_debian else package_folders(self.package)
