@@ -1,4 +1,4 @@
-"""What all tests share: no network, few threads, fixed seeds, poisoned memory, markers."""
+"""Sets up what all tests share: no network, few threads, fixed seeds, poisoned memory, markers."""
 
 import gc
 import importlib

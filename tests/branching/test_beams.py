@@ -148,7 +148,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_samples_are_those_of_a_batch(kind: str) -> None:
-    """With drafts, and wherever keys and values are; each draws by the seed and its number alone."""
+    """Each sample draws by the seed and its number alone, also with drafts and offloaded keys and values."""
     made = triforce_tree.load(TARGET, perturbed(TARGET, 0.05), **load_arguments({**SMALL, **SAMPLED[kind]}))
     options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 6}
     out = made.generate([PROMPT, PROMPT[:9]], num_return_sequences=2, seed=7, output_scores=True, **options)

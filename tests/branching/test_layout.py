@@ -1,4 +1,6 @@
-"""What the queries of a forward over a tree see, and attention over it by the kernel and its definition."""
+"""Tests what the queries of a forward over a tree see, and attention over it by the kernel and its
+definition.
+"""
 
 import random
 

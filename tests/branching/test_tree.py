@@ -69,7 +69,7 @@ def test_leaves_continue_as_their_texts_alone(
 def test_scores_are_the_targets(
     family: str, most: int, most_read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in several forwards, of tokens that are stored already and of some that are not."""
+    """Some of the tokens are stored already, others need several forwards."""
     monkeypatch.setattr(attention, "MOST_READ", most_read)
     made = engine(family)
     tree, leaves = grown(made)
@@ -207,7 +207,9 @@ def test_stop_strings_end_each_leaf_by_itself() -> None:
 
 @pytest.mark.parametrize("options", [GREEDY, {"temperature": 1.3, "top_k": 20, "seed": 5}])
 def test_forwards_may_be_queued_before_their_tokens_are_known(options: dict[str, Any]) -> None:
-    """As on a GPU: the same texts, some of which end while the forward after their last token is queued."""
+    """A GPU queues forwards so. The texts are the same; some end while the forward after their last token is
+    queued.
+    """
     found, logprobs, free, queued = [], [], [], []
     for queues in (False, True):
         tree, leaves = grown(engine())
@@ -231,7 +233,7 @@ def test_forwards_may_be_queued_before_their_tokens_are_known(options: dict[str,
 
 
 def test_nan_leaves_a_tree_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another forward is queued already."""
+    """Another forward may be queued already."""
     made = engine()
     tree = made.tree(PROMPT)
     tree._slots.queues = True

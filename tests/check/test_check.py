@@ -258,7 +258,7 @@ def test_the_retrieval_levels_distribution_does_not_depend_on_the_tree_it_verifi
 
 
 def sharpened(engine: Engine) -> Engine:
-    """The same models with attention to few tokens, so that the selection matters."""
+    """Returns the same models with attention to few tokens, so that the selection matters."""
     target = copy.deepcopy(engine.target.model)
     with torch.no_grad():
         for name, weight in target.named_parameters():

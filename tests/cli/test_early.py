@@ -1,4 +1,4 @@
-"""What can be refused early is refused before torch is imported, within two seconds, in one line."""
+"""Commands are refused before torch is imported, within two seconds, in one line."""
 
 import json
 import os

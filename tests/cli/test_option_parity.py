@@ -24,7 +24,7 @@ NOT_OF_LOAD = {
 
 
 def actions(*command: str) -> Iterator[argparse.Action]:
-    """Of one command's parser."""
+    """Returns the actions of one command's parser."""
     parser: argparse.ArgumentParser = arguments.parser()
     for name in command:
         [subparsers] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]

@@ -1,4 +1,4 @@
-"""What commands print where texts differ, where stdout cannot encode them, and after Ctrl-C."""
+"""Tests what commands print where texts differ, where stdout cannot encode them, and after Ctrl-C."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What the command line writes goes on from the prompt, where a decoder strips the first space of a text."""
+"""Text on the command line continues the prompt, also where a decoder strips the first space of a text."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""How many levels a prompt gets, which buffers serve it, and memory plans that change nothing."""
+"""Tests how many levels a prompt gets, which buffers serve it, and memory plans that change nothing."""
 
 import pytest
 

@@ -19,7 +19,7 @@ from triforce_tree.verify.sampling import ProbsFromLogits
 
 @pytest.mark.parametrize("name", CASES)
 def test_generated_tokens_follow_the_targets_distribution(name: str) -> None:
-    """By levels that are strangers to each other, behind a prompt that only the full cache holds."""
+    """The levels are unrelated models, and only the full cache holds the whole prompt."""
     case = CASES[name]
     assert len(case.prompt) > 2 * max(SMALL["budget"], SMALL["window"])
     assert case.distance(case.generations()) < NOISE
@@ -27,7 +27,7 @@ def test_generated_tokens_follow_the_targets_distribution(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["best-first, cold", "runner-ups"])
 def test_the_operators_decide_as_their_definitions(name: str) -> None:
-    """With random numbers that are constructed to give each outcome."""
+    """The random numbers are constructed to give each outcome."""
     case = CASES[name]
     assert case.distance(case.generations(operators=True)) < NOISE
 
@@ -76,7 +76,7 @@ def test_stop_tokens_only_cut_the_distribution(levels: int) -> None:
 
 
 def test_a_draft_that_is_the_target_is_never_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its window holds the prompt, only the drafted tokens themselves are drawn, and the bonus."""
+    """If its window holds the prompt, only the drafted tokens and the bonus token are drawn."""
     # Torch computes draft and target alike, bit by bit; the C kernels round a window's sums in another order.
     for module in (fp32_library, host_layers, host_linears):
         monkeypatch.setattr(module, "library", lambda way=None: None)
@@ -94,7 +94,7 @@ def test_a_draft_that_is_the_target_is_never_rejected(monkeypatch: pytest.Monkey
 
 
 def test_sequences_of_a_batch_are_independent() -> None:
-    """The same distribution in batches of any size."""
+    """The distribution is the same in batches of any size."""
     case = Case(3, 2, 2, options=BOTH)
     probs = [case.generations(batch=batch).distribution(case.to_probs, case.tokens) for batch in (1, 7, 32)]
     assert total_variation(probs[0], probs[1]) < NOISE

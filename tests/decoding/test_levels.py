@@ -1,4 +1,4 @@
-"""What level 1 sees, and how many of its tokens level 2 accepts."""
+"""Tests what level 1 sees, and how many of its tokens level 2 accepts."""
 
 from dataclasses import replace
 from itertools import cycle
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_draft_that_is_the_target_is_always_accepted(to_probs: ProbsFromLogits) -> None:
-    """As long as its window covers the sequence; sampled, up to rounding."""
+    """This holds while its window covers the sequence; sampled, up to rounding."""
     target = model("llama-gqa")
     program = program_of(target, target, 2, 3, tree="chain:3", window=200)
     # Whole passes: no token is cut off.
@@ -58,7 +58,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(to_probs: ProbsFromLogits
 def test_a_budget_that_holds_the_context_makes_level_1_as_good_as_level_2(
     runner_ups: bool, to_probs: ProbsFromLogits
 ) -> None:
-    """Whatever the draft: every token of a chain is accepted."""
+    """Every token of a chain is accepted, whatever the draft is."""
     target = model("llama-gqa")
     program = program_of(
         target, draft_of("llama-gqa"), 3, 3, **{**EVERYTHING, "window": 6}, runner_ups=runner_ups
@@ -87,7 +87,7 @@ def test_more_retrieved_chunks_are_more_like_the_whole_context() -> None:
 def test_retrieved_chunks_are_those_that_the_root_attends_to_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Per sequence, layer and KV head, from the full cache's own keys, in one refresh of the retrieval."""
+    """One refresh selects them per sequence, layer and KV head, from the full cache's own keys."""
     choices: list[tuple[torch.Tensor, torch.Tensor, float]] = []
     select = step.select_chunks
 
@@ -175,7 +175,7 @@ def test_a_right_draft_lengthens_passes_by_the_tree_behind_the_chain(
 
 @pytest.mark.parametrize("levels", [2, 3])
 def test_plain_passes_between_leave_no_trace(levels: int) -> None:
-    """What the draft, the retrieval view and its means did not see is caught up with."""
+    """The draft, the retrieval view and its means first process what they did not see."""
     target = model("llama-gqa")
     program = program_of(target, target, levels, 3, **EVERYTHING, tree="chain:3", runner_ups=False)
     prompts = COVERED

@@ -1,4 +1,4 @@
-"""What decoding refuses with a message, and unusual requests that it serves."""
+"""Tests what decoding refuses with a message, and unusual requests that it serves."""
 
 import pytest
 import torch

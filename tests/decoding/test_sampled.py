@@ -44,7 +44,7 @@ def many(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.usefixtures("many")
 def test_three_tokens_follow_the_targets_distribution(name: str) -> None:
-    """With unrelated models at the levels: else it would prove little."""
+    """The levels are unrelated models, since related ones would prove little."""
     chance, levels = sampled(name)
     assert chance > SOUND
     for level in levels[1:]:
@@ -53,7 +53,7 @@ def test_three_tokens_follow_the_targets_distribution(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "hierarchy, chain"])
 def test_noise_that_is_drawn_once_is_detected(name: str, many: pytest.MonkeyPatch) -> None:
-    """The same random numbers in every pass: the enumeration, which uses none, cannot detect it."""
+    """Every pass has the same random numbers. The enumeration uses none, and cannot detect it."""
     draw, drawn = Noise.draw, set()
 
     def once(self: Noise, generator: torch.Generator) -> None:

@@ -1,4 +1,4 @@
-"""How the sequences of a batch end, each on its own, and what the statistics count."""
+"""Tests how the sequences of a batch end, each on its own, and what the statistics count."""
 
 from collections.abc import Callable
 

@@ -31,7 +31,7 @@ def commands(text: str) -> list[str]:
 
 
 def check(command: str) -> bool:
-    """Whether it is a command of this project; raises AssertionError for one that would be refused."""
+    """Returns whether it is a command of this project; raises AssertionError if it would be refused."""
     if not re.match(r"(\w+=\S+ )*(\.venv/bin/)?(triforce-tree|python|make|torchrun)\b", command):
         return False
     words = shlex.split(command, comments=True)
@@ -59,7 +59,7 @@ def check(command: str) -> bool:
 
 
 def _exit_code(words: list[str]) -> object:
-    """Of the command line's parser, 0 for a command that it takes."""
+    """Returns the exit code of the command line's parser, 0 for a command that it takes."""
     try:
         parser().parse_args(words)
     except SystemExit as end:  # of --help, too

@@ -172,7 +172,7 @@ class Hog(logging.Handler):
 
 @pytest.mark.parametrize("moment", ["capture", "decoding"])
 def test_another_program_takes_device_memory(offloaded: Offloaded, moment: str) -> None:
-    """Before the graphs are captured, and while decoding."""
+    """The program allocates before the graphs are captured, and while decoding."""
     if moment == "decoding" and not offloaded.exact:
         pytest.skip("in 16 bits nothing is allocated once the graphs are captured")
     plan = offloaded.engine.memory_plan(PROMPT, PASSES)

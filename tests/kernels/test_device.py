@@ -139,7 +139,7 @@ def test_configurations_for_a_4090() -> None:
 
 
 def test_the_demo_fits_a_4090() -> None:
-    """All tiles of the embedded pair, from plain decoding to the longest chain."""
+    """Its shared memory holds all tiles of the embedded pair, from plain decoding to the longest chain."""
     card = KNOWN["sm_89"]
     for name in ("target", "draft"):
         config = json.loads((PAIR / name / "config.json").read_text())

@@ -16,7 +16,7 @@ HALF = torch.float16
 
 @pytest.mark.parametrize("outs, ins", [(70, 1100), (130, 300), (2048, 4096), (4096, 11008)])
 def test_pinned_linears(outs: int, ins: int) -> None:
-    """Whatever the number of rows: among them those that other tiles are chosen for."""
+    """The rows have equal bits in forwards of any number of rows, also where other tiles are chosen."""
     triton_ops.require_triton()
     from triforce_tree.kernels.linear import launch
 

@@ -47,7 +47,7 @@ def exact(x: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def within_error_limit(made: Tensor, expected: Tensor) -> bool:
-    """At most twice the error of rounding the exact result once."""
+    """Returns whether the error is at most twice that of rounding the exact result once."""
     allowed = 2 * (expected.to(made.dtype).double() - expected).abs().max() + 1e-6
     return bool((made.double() - expected).abs().max() <= allowed)
 

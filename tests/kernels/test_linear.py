@@ -44,7 +44,7 @@ def problem(rows: int, outs: int, ins: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def within_error_limit(made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """At most twice the error of rounding the exact result once, or of torch."""
+    """Returns whether the error is at most twice that of rounding the exact result once, or of torch."""
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     others = [exact.to(x.dtype)]
     if weight.dtype == x.dtype:

@@ -26,7 +26,7 @@ def counters() -> Tensor:
 
 
 def at_once(run: Callable[[int], list[Tensor]], ranks: int = RANKS) -> list[list[Tensor]]:
-    """What each rank returns, all of them in threads of their own."""
+    """Returns what each rank returns; each runs in a thread of its own."""
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(run, range(ranks)))
 

@@ -61,7 +61,7 @@ def test_the_kernel_agrees_with_the_definition(shape: tuple[int, ...], kind: str
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_at_once_are_rows_one_by_one_to_the_bit(kind: str) -> None:
-    """And a sequence that keeps k of them has the state after k, whatever the others keep."""
+    """A sequence that keeps k of them has the state after k, whatever the others keep."""
     given = problem((3, 6, 2, 4, 8, 12), kind, delta=kind != "both")
     out, state = torch.empty_like(given["v"]), given["state"].clone()
     linear_recurrence(**given, counts=None, out=out)

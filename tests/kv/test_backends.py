@@ -173,7 +173,7 @@ def draw() -> random.Random:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_forwards_see_the_text_and_their_own_path(kind: str, draw: random.Random) -> None:
-    """After prompts that begin alike, passes that each accept something, and shorter texts again."""
+    """Prompts that begin alike are followed by passes that accept something, and by shorter texts."""
     cache, common = Cache(KINDS[kind], 2), prompt_of(40)
     for prompts in ([common + prompt_of(9), common + prompt_of(30)[::-1]], [prompt_of(3), [*common, 5, 6]]):
         cache.feed(prompts)
@@ -228,7 +228,7 @@ def test_sequences_come_and_go(kind: str, draw: random.Random) -> None:
 
 
 class _Stop(Exception):
-    """What a callback raises."""
+    """Is raised by a callback."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,7 +261,7 @@ SAVED = [kind for kind in KINDS if "pool" not in kind and kind != "ranks"]
 @pytest.mark.parametrize("kind", SAVED)
 @torch.no_grad()
 def test_what_is_saved_can_be_stored_anywhere(kind: str, draw: random.Random) -> None:
-    """In any backend for the same target and bits."""
+    """Any backend for the same target and bits can store it."""
     one = Cache(KINDS[kind], 1)
     one.feed([prompt_of(45)])
     for _ in range(3):
@@ -295,7 +295,7 @@ def test_what_is_saved_can_be_stored_anywhere(kind: str, draw: random.Random) ->
 )  # fmt: skip
 @torch.no_grad()
 def test_an_earlier_backend_is_taken_over(before: str, after: str, draw: random.Random) -> None:
-    """By one for more sequences, which computes the rest alone."""
+    """A backend for more sequences takes it over, and computes only the rest."""
     one, two = Cache(KINDS[before], 1), Cache(KINDS[after], 2)
     prompts = [prompt_of(50), [*prompt_of(50)[:40], 9, 8]]
     one.feed(prompts[:1])
@@ -340,7 +340,7 @@ def test_what_is_forgotten_is_computed_again(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "windows" not in kind])
 @torch.no_grad()
 def test_level_1_sees_all_of_a_short_text(kind: str, draw: random.Random) -> None:
-    """Where the budget holds the whole text, its logits are the target's."""
+    """If the budget holds the whole text, its logits are the target's."""
     settings = {**KINDS[kind].options, "budget": 96, "recent": 32, "chunk": 32}
     made = Kind(KINDS[kind].family, settings, dict(KINDS[kind].how), KINDS[kind].tolerance)
     if "pool" in made.how:

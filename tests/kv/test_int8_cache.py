@@ -57,7 +57,7 @@ def test_every_level_decodes_the_target_with_that_cache(family: str) -> None:
 
 
 def test_the_cache_changes_the_logits() -> None:
-    """What the other tests compare with is another model than the target with a cache of 16 bits."""
+    """The other tests compare with another model than the target with a cache of 16 bits."""
     target, ids = tiny("llama-gqa"), torch.tensor([PROMPTS[1]])
     with torch.no_grad():
         own, other = (model(ids).logits for model in (target, with_rounded_kv(target)))

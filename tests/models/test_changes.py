@@ -1,4 +1,4 @@
-"""What changes in a model after an engine's first call takes effect in every level."""
+"""Changes in a model after an engine's first call take effect in every level."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -262,7 +262,7 @@ def test_a_change_after_the_first_call_takes_effect(name: str, path: str) -> Non
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_in_a_session_a_batch_and_kept_prefixes(name: str) -> None:
-    """What was kept of the model before the change is computed anew."""
+    """Everything that was kept of the model before the change is computed again."""
     model = model_of()
     options: Any = {**SMALL, "prefill_chunk": 16, "prefix_cache": "64MiB"}
     engine = triforce_tree.load(model, DRAFT, levels=2, **load_arguments({**options, "rounds": 1}))
@@ -295,7 +295,7 @@ STILL = [*FAMILIES, "phi3-longrope", "llama-longrope", "llama-dynamic", "llama4"
 
 @pytest.mark.parametrize("family", STILL)
 def test_nothing_is_made_anew_where_nothing_has_changed(family: str) -> None:
-    """What forwards, transformers' generate and training write is no change."""
+    """Writes of forwards, transformers' generate and training are no change."""
     model = tiny(family)
     engine = triforce_tree.load(model, levels=2, **load_arguments({**SMALL_LOOKUP, "lookup": 4, "rounds": 1}))
     text(engine, SECOND)

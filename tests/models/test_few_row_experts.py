@@ -31,7 +31,7 @@ def made(family: str) -> PreTrainedModel:
 
 
 def call(module: nn.Module, rows: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What a module of 4 experts returns for ``rows`` tokens of 2 experts each."""
+    """Returns the output of a module of 4 experts for ``rows`` tokens of 2 experts each."""
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, 32, generator=generator).to(dtype)
     ids = torch.rand(rows, 4, generator=generator).argsort(1)[:, :2]

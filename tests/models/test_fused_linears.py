@@ -32,7 +32,7 @@ def _forget_compiled() -> None:
 
 
 class Layer(nn.Module):
-    """As in a decoder layer: three linears of one input, two of another, and a single one."""
+    """Has the linears of a decoder layer: three of one input, two of another, and a single one."""
 
     def __init__(self, bits: int, bias: bool = True) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_more_linears_than_one_launch_takes() -> None:
     ids=["llama", "qwen2", "qwen3", "phi3"],
 )
 def test_decoder_layers(family: type[PreTrainedConfig], expected: Counter[str]) -> None:
-    """Among them a family with biases, one with normed heads, and one whose linears are fused already."""
+    """One family has biases, one normed heads, and one linears that are fused already."""
     config = family(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, pad_token_id=0,

@@ -91,7 +91,7 @@ def test_logits_equal_transformers(config, more, layers, way, monkeypatch) -> No
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_of_8_bits(tied: bool) -> None:
-    """All linear layers and the head; fused layers compute what the same weights give in fp32."""
+    """All linear layers and the head have them; fused layers compute what the same weights give in fp32."""
     model = made(LlamaConfig, tie_word_embeddings=tied)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step = int8_step_model(HFModel(model))

@@ -31,7 +31,7 @@ BATCH, LENGTH = 3, 1024
 
 
 def tensors(held: object, depth: int = 0) -> Iterator[Tensor]:
-    """All tensors that an object holds, in lists, closures and objects of drafters too."""
+    """Yields all tensors that an object holds, in lists, closures and objects of drafters too."""
     if isinstance(held, Tensor):
         yield held
     elif isinstance(held, list | tuple):

@@ -34,7 +34,7 @@ SHORTEST, SHORT, MEDIUM, PROMPT = (prompt_of(length) for length in (20, 50, 100,
 
 @dataclass
 class Memory:
-    """What the device is said to have free: bytes beside a copy that exists."""
+    """Simulates the free memory of a device: bytes beside a copy that exists."""
 
     free: int = 1 << 50
 

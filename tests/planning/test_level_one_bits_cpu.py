@@ -28,7 +28,7 @@ def test_what_gains_from_few_bits_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_cpu_takes_eight_bits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any option of its own; the text stays the target's."""
+    """No option asks for it, and the text stays the target's."""
     monkeypatch.setattr(device_defaults, "_LEAST_LAYER_CPU", 1 << 10)
     monkeypatch.setattr(device_defaults, "_LEAST_UNUSED", 0)
     monkeypatch.setattr(device_defaults, "_UNUSED", 0.0)

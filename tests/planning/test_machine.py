@@ -19,7 +19,7 @@ def test_the_cpus_rate_is_measured_once() -> None:
 
 
 def test_a_slow_cpu_is_measured_in_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a simulated clock: attention at 0.1 GB/s."""
+    """A simulated clock gives attention 0.1 GB/s."""
     seconds = [0.0]
 
     def attention(_: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""When drafting pauses and is tried again, within a request and from one to the next."""
+"""Tests when drafting pauses and is tried again, within a request and from one to the next."""
 
 from itertools import pairwise
 from statistics import mean

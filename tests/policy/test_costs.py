@@ -1,4 +1,4 @@
-"""What passes cost: by the length of the context, the times of decoding and the shape of the tree."""
+"""Tests what passes cost: by the length of the context, the times of decoding and the shape of the tree."""
 
 import json
 import random
@@ -248,7 +248,7 @@ def test_stages_that_did_not_run_are_corrected_like_plain_passes() -> None:
 
 
 def test_costs_of_a_shape_are_predicted_by_its_tokens_and_forwards() -> None:
-    """On a device whose verifications cost 1 + 0.01 a token, and a draft's forward 0.1."""
+    """The device's verifications cost 1 + 0.01 a token, and a draft's forward 0.1."""
 
     def exact(name: str, slope: float) -> StageSeconds:
         shape = shape_of(name)

@@ -1,4 +1,6 @@
-"""When passes verify matched tokens: their acceptance by length of the match, beside other passes' speed."""
+"""Tests when passes verify matched tokens: their acceptance by length of the match, beside other passes'
+speed.
+"""
 
 import math
 
@@ -136,7 +138,7 @@ def test_matches_are_verified_while_drafting_pauses() -> None:
 
 
 def test_given_passes_leave_no_choice() -> None:
-    """Also where they are given after the choice was made, as for plain decoding beside it."""
+    """They may be given after the choice was made, as for plain decoding beside it."""
     policy = policy_of()
     assert chosen(policy, 64) == MATCHED
     for fixed in (0, 1):

@@ -1,4 +1,4 @@
-"""Which passes are chosen, on simulated acceptance and given costs."""
+"""Tests which passes are chosen, on simulated acceptance and given costs."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_tokens_of_a_chain_and_the_acceptance_that_yields_them() -> None:
 
 
 def test_shorter_chains_cost_less_where_their_verification_does() -> None:
-    """As on a CPU: each verified token has its price."""
+    """Each verified token has its price, as on a CPU."""
     cost = StageSeconds(1.0, draft=0.1, retrieval=0.4, chain=5.0, root=1.0)
     assert cost.of(PassKind(3, 2), 0.25) == pytest.approx(1.0 + 2.0)
     assert cost.of(PassKind(3, 2), 2.0) == pytest.approx(1.0 + 5.0), "no chain is longer than the longest"
@@ -97,7 +97,7 @@ def test_learnt_estimates_decide_about_the_first_pass() -> None:
 @pytest.mark.parametrize("levels", [2, 3, MIXED])
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_rejected_drafts_cost_less_than_2_percent(levels: int, cost: Cost) -> None:
-    """Of 256 tokens as well, with what the drafter does when it resumes."""
+    """The bound holds for 256 tokens as well, and includes what the drafter does when it resumes."""
     for prepare in (0.0, 0.5):
         for tokens in (256, 512, 4000):
             policy = policy_of(levels, replace(costs_of(levels, cost), prepare=prepare))

@@ -25,7 +25,7 @@ TEXTS = {"sure": SURE, "usual": USUAL, "spread": SPREAD, "rare": RARE}
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("text", TEXTS)
 def test_within_two_percent_of_the_best_shape(levels: int, machine: str, text: str) -> None:
-    """After a while; passes count by what they yield in the mean, so that the choices alone are judged.
+    """This holds after some passes. Passes count by what they yield in the mean, so only choices are judged.
 
     Whether to draft at all is judged in ``test_controller.py``: here plain passes are left out.
     """
@@ -47,7 +47,7 @@ def test_within_two_percent_of_the_best_shape(levels: int, machine: str, text: s
 
 
 def test_levels_and_shapes_are_chosen_together() -> None:
-    """As close as the choice of levels alone, where passes of both kinds and all shapes differ little."""
+    """The bound is that of levels alone; passes of both kinds and all shapes differ little."""
     for machine, text in ((FLAT, USUAL), (PRICED, SURE), (BETWEEN, SPREAD)):
         simulation = Simulation(machine, text, 0)
         rates = simulation.rates(text)

@@ -1,4 +1,4 @@
-"""What trials of other levels and shapes of trees cost; what trees behind chains teach of two levels."""
+"""Tests the cost of trials of other levels and shapes, and what trees behind chains teach of two levels."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Where a text ends, also inside an accepted block, with any drafter; the statistics of each level."""
+"""Tests where a text ends, also inside an accepted block, with any drafter; the statistics of each level."""
 
 from functools import cache
 from typing import Any
@@ -40,7 +40,7 @@ def loop_of(kind: str) -> DecodingLoop:
 
 
 def blocks(kind: str, ending: Ending) -> tuple[list[list[int]], str | None]:
-    """What each pass of level 2 yields, and why the text ended."""
+    """Returns what each pass of level 2 yields, and why the text ended."""
     loop, [sequence] = loop_of(kind), sequences_of([PROMPT], [ending])
     loop.begin([sequence], cached=True)
     return [new for [(_, new)] in loop.decode()], sequence.finish_reason

@@ -142,7 +142,7 @@ class NotCopyable(LogitsProcessor):
 
 
 class RowByRow(LogitsProcessor):
-    """Without state, but what it does to a sequence depends on its row."""
+    """Has no state, but what it does to a sequence depends on its batch index."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return torch.stack([moved(row, number + 1) for number, row in enumerate(scores)])
@@ -342,7 +342,7 @@ class Derived(Stateless):
 
 
 class Declared(Counter):
-    """What it counts does not change its answers."""
+    """Counts something that does not change its answers."""
 
     keeps_state = False
 

@@ -46,7 +46,7 @@ def test_graphs_outlive_cleared_cublas_workspaces() -> None:
 
 @pytest.mark.gpu
 def test_graphs_outlive_those_of_the_same_stream() -> None:
-    """From torch 2.12 on a graph that is destroyed frees the workspaces of the stream it was captured on."""
+    """From torch 2.12 on, a graph that is destroyed frees the workspaces of the stream it was captured on."""
     products = [Product() for _ in range(4)]
     for ended in (2, 0):
         del products[ended]

@@ -1,4 +1,4 @@
-"""What the benchmark `on_chip` computes apart from any model: prompts, settings, rows, tables."""
+"""Tests what the benchmark `on_chip` computes apart from any model: prompts, settings, rows, tables."""
 
 import json
 import re

@@ -13,7 +13,7 @@ COMMAND = ["-m", "scripts.benchmarks", "parallel", "--tiny", "--out"]
 
 
 def steps(folder: Path) -> list[str]:
-    """What rank 0 says it did; rank 1 says nothing."""
+    """Runs two ranks, and returns what rank 0 reports; rank 1 reports nothing."""
     first, second = ranks_of([*COMMAND, str(folder)])
     assert (first.code, second.code) == (0, 0), first.err
     assert second.out == ""

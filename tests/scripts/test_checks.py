@@ -1,4 +1,4 @@
-"""What the checks share, and the links at the repository's top."""
+"""Tests what the checks share, and the links at the repository's top."""
 
 import json
 from typing import Any

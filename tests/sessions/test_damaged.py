@@ -159,7 +159,7 @@ def test_states(case: str, tmp_path: Path) -> None:
 
 
 def test_after_a_refused_load_all_goes_on(folder: Path, tmp_path: Path) -> None:
-    """Also in an engine whose buffers held another session: it is not read again."""
+    """The engine's buffers may hold another session, which is not read again."""
     own = engine()
     other = own.session(prompt_of(90))
     other.generate(**NINE)

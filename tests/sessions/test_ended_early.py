@@ -43,7 +43,7 @@ def some(draw: random.Random) -> list[int]:
 def asked(
     session: Session, model: PreTrainedModel, draw: random.Random, how: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """What a session generates next, and what the model alone would."""
+    """Returns what a session generates next, and what the model alone would."""
     question = some(draw)
     prompt = [*session.tokens, *question]
     out = session.generate(question, **GREEDY, **how)

@@ -1,4 +1,4 @@
-"""What the host does for another turn of a long session: few looks at all of its tokens, counted."""
+"""Tests what the host does for another turn of a long session: few looks at all of its tokens, counted."""
 
 import sys
 from typing import Any

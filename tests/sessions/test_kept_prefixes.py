@@ -173,7 +173,7 @@ def test_a_last_layer_on_the_device_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("kind", ["8 bits", "windows", "short convolutions"])
 def test_buffers_grow_and_change_their_settings(kind: str) -> None:
-    """What they hold is copied to larger ones, or the same memory serves programs of other levels."""
+    """Larger ones get a copy of what they hold, or the same memory serves programs of other levels."""
     own = engine(kind).with_options()
     session = own.session(PROMPT, reserve=0)
     session.generate(max_new_tokens=9, do_sample=False)

@@ -1,4 +1,4 @@
-"""What goes on from kept keys and values: chunk means and the index of n-grams, the same as made anew."""
+"""Tests chunk means and the index of n-grams after kept keys and values, which equal those of a new text."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def engine(**options: Any) -> Engine:
 
 
 def chunk_means(made: Engine, length: int) -> list[Tensor]:
-    """Of all chunks that are whole."""
+    """Returns the means of all whole chunks."""
     cache = made._hierarchy._program[1].cache
     if cache.backend.transfers:
         found, length = [cache.backend.cache.means], cache.backend.cache.host.base[0]
@@ -42,7 +42,7 @@ def chunk_means(made: Engine, length: int) -> list[Tensor]:
 def test_chunk_means_before_kept_tokens_stay(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
 ) -> None:
-    """Only those after them are computed, and all have the bits of a cold prefill."""
+    """Only later ones are computed, and all have the bits of a cold prefill."""
     computed: list[int] = []
     update, store = PagedRetrievalView.update_chunk_means, OffloadedCache.store_means
 

@@ -159,7 +159,7 @@ def test_a_save_that_fails_at_any_call(error: BaseException, tmp_path: Path) -> 
 
 
 def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
-    """What the operating system itself raises."""
+    """The operating system itself raises the error."""
     session = generated()
     session.save(tmp_path)
     tokens, before = list(session.tokens), contents(tmp_path)

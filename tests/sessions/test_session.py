@@ -198,7 +198,7 @@ def test_a_question_that_was_changed_is_read_again() -> None:
 
 
 def test_a_question_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where :meth:`Session.prompt` has read an equal one."""
+    """A second turn does not read it if :meth:`Session.prompt` has read an equal one."""
     for question in ("Who is it", [{"role": "user", "content": "Who is it"}]):
         session = engine().session([{"role": "system", "content": "Be brief"}])
         session.prompt(question)

@@ -18,7 +18,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("buffered", [False, True])
 def test_what_is_written_is_read(buffered: bool, tmp_path: Path) -> None:
-    """Also where a tensor does not begin at a multiple of its elements' size."""
+    """A tensor may begin at an offset that is no multiple of its elements' size."""
     path = tmp_path / "file"
     described = write_tensors(path, TENSORS)
     assert path.stat().st_size == described.size

@@ -261,7 +261,7 @@ WRONG = StageCosts((100,), (StageSeconds(50.0, draft=500.0, tree=500.0),))
 def test_the_table_is_corrected_by_the_passes_of_two_requests(
     repeatable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With a seed too, where nothing else corrects costs."""
+    """The table is corrected with a seed too, for which nothing else corrects costs."""
     monkeypatch.setattr(costs, "LEAST_PASSES", 8)
     kept = costs.CostTable(tmp_path / "stage_costs.json")
     monkeypatch.setattr(chooser, "user_table", lambda: kept)
@@ -281,7 +281,9 @@ def test_the_table_is_corrected_by_the_passes_of_two_requests(
 
 
 def test_first_use_makes_the_stages_of_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where stages take seconds to make: those of further shapes come between passes, if they pay."""
+    """Stages that take seconds to make are made for one shape; those of others come between passes, if they
+    pay.
+    """
     slow, fast = StageSeconds(1.0, draft=0.2, tree=3.0), StageSeconds(1.0, draft=0.02, tree=1.01)
     table = [StageCosts((1,), (own,)) for own in (slow, fast, fast)]
     monkeypatch.setattr(chooser, "costs_by_shape", lambda *_: table)

@@ -104,7 +104,7 @@ def test_stages_are_made_where_a_pass_first_takes_them() -> None:
 
 @pytest.mark.parametrize("levels", [2, 3])
 def test_a_capture_between_passes_leaves_no_trace(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where each stage is run twice before it is captured: the tokens are the same."""
+    """A GPU runs each stage twice before it is captured; the tokens are the same."""
     expected = [switched(shaped(levels), to_probs, 2)[0] for to_probs in (GREEDY, SAMPLED)]
     plain = prepared_stages.executed_parts
 
@@ -125,7 +125,7 @@ def test_a_capture_between_passes_leaves_no_trace(levels: int, monkeypatch: pyte
 
 
 def test_stages_made_between_passes_are_not_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of two further shapes, of which each takes an hour."""
+    """The stages of two further shapes take an hour each."""
     clock, make, hours = time.perf_counter, prepared_stages.tree_stages, [0]
 
     def slowly(*args: Any) -> dict[str, Stage]:
@@ -179,7 +179,7 @@ def test_memory_that_runs_out_in_a_capture_leaves_no_trace(
 @pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("levels", [2, 3])
 def test_counts_by_rank_are_those_of_the_paths(levels: int, to_probs: ProbsFromLogits) -> None:
-    """Beside a count on the host, from the trees themselves."""
+    """The counts are compared with a count on the host, from the trees themselves."""
     program = shaped(levels, 1)
     program.prepare(to_probs)
     seen: list[tuple[list[list[int]], list[list[int]]]] = []

@@ -13,7 +13,7 @@ SECOND = PassTimes(DRAFTING, 4.0, {"draft": 0.1, "target": 0.6}, True, (PLAIN, 0
 
 
 class Message:
-    """What rank 0 sends: twice the times of this rank, which are there only once they were waited for."""
+    """Stands for the message of rank 0: twice the times of this rank, available after a wait."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""What the stages cost: measured at two context lengths, and interpolated between them."""
+"""Tests what the stages cost: measured at two context lengths, and interpolated between them."""
 
 import logging
 import math
@@ -100,7 +100,7 @@ def test_stages_are_measured_at_two_lengths(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_interruptions_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All samples after the warm-up but one take forty times as long: another process has the cores."""
+    """Another process has the cores, so all samples after the warm-up but one take forty times as long."""
     tree = iter([1, 40, 40, 1] * 10)
     stages = SlowStages(
         monkeypatch, draft=lambda n: 1e-3, target=lambda n: 6e-3 * next(tree), plain=lambda n: 3e-3,

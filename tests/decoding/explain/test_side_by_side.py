@@ -42,7 +42,7 @@ def prefilled(levels: int = 3) -> DecodingProgram:
 
 
 def decoded(to_probs: ProbsFromLogits, seed: int) -> list[int]:
-    """In one go, by the same settings."""
+    """Returns the new tokens of one decoding without interruptions, by the same settings."""
     program = prefilled()
     loop = DecodingLoop.over(program, to_probs, seed, repeatable=True)
     [new] = finished(loop, [PROMPT], [NEW], again=True)
@@ -75,7 +75,7 @@ def test_every_token_has_the_level_that_proposed_it(levels: int, to_probs: Probs
 
 
 def test_matched_tokens_in_the_place_of_a_tree_are_not_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows is known, so that all matched tokens are right; the draft foresees nothing."""
+    """All matched tokens are right, because the continuation is known; the draft foresees nothing."""
     text = [*PROMPT, *reference(model("llama-gqa"), PROMPT, NEW + 8)]
     monkeypatch.setattr(SuffixIndex, "match", lambda self: (9, 64))
     monkeypatch.setattr(SuffixIndex, "continuation", lambda self, end, count: text[len(self._text) :][:count])
@@ -95,7 +95,7 @@ def test_matched_tokens_in_the_place_of_a_tree_are_not_the_drafts(monkeypatch: p
 def test_of_a_chain_beside_a_tree_its_own_nodes_are_matched_tokens(
     levels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the paths of the verified trees; the chain is the text that follows."""
+    """The chain is the text that follows, beside the paths of the verified trees."""
     text = [*PROMPT, *reference(model("llama-gqa"), PROMPT, NEW + 8)]
     monkeypatch.setattr(
         SuffixMatching,

@@ -47,7 +47,7 @@ def sdpa() -> None:
 
 
 def serves(made: AttentionBackend, case: Case) -> bool:
-    """Whether a backend says that it serves a case."""
+    """Returns whether a backend says that it serves a case."""
     dims = made.can.head_dims
     return (
         case.dtype in made.can.dtypes

@@ -60,7 +60,7 @@ def plan_of(heads: Heads, mask: Tensor, lengths: list[int], device: str = "cpu")
 
 
 def empty_plan(heads: Heads, mask: Tensor, lengths: list[int], depth: int, device: str = "cpu") -> PrefixPlan:
-    """Without prefixes; ``lengths`` of the sequences."""
+    """Returns a plan without prefixes for sequences of these ``lengths``."""
     batch = len(lengths)
     words = pack_mask(mask).repeat(batch, 1).to(device)
     counts = torch.tensor([*lengths, *[0] * depth * batch], dtype=torch.int32, device=device)

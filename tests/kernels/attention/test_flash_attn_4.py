@@ -36,7 +36,7 @@ class StandIn:
         softcap: float,
         learnable_sink: Tensor | None,
     ) -> tuple[Tensor, None]:
-        """From ``[B, T, H, D]``, the mask aligned to the last position."""
+        """Attends over ``[B, T, H, D]``, the mask aligned to the last position."""
         self.calls.append((q.shape, k.stride(), v.stride()))
         if self.error is not None:
             raise self.error
@@ -230,7 +230,7 @@ def test_rows_that_begin_anywhere_would_be_copied() -> None:
 def test_on_a_gpu(
     heads: int, kv_heads: int, dim: int, extras: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most twice the error of plain torch in the same dtype."""
+    """The error is at most twice that of plain torch in the same dtype."""
     if flash_attn_4.unavailable() is not None:
         pytest.skip("flash-attn 4 is not installed")
     q = torch.randn(1, 512, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)

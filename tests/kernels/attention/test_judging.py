@@ -1,4 +1,4 @@
-"""What judges the attention kernels: wrong results are told from rounding."""
+"""Tests the checks of attention kernels, which tell wrong results from rounding."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ PAGE = 4
 
 
 def attend(q: Tensor, kv: KV, plan: Plan, first: FirstVisible | None = None, **variant: Any) -> Tensor:
-    """By the CPU's backend, with a scale of 0.4."""
+    """Attends by the CPU's backend, with a scale of 0.4."""
     made = backend("cpu").trees(plan, q.dtype)
     made.begin()
     return made.run(q, kv, AttentionParams(0.4, **variant), first)

@@ -66,7 +66,7 @@ def test_wide_heads_go_in_blocks_on_a_gpu(dims: tuple[int, int], monkeypatch: py
 
 @pytest.mark.parametrize(("dim", "softcap"), [(512, None), (128, 30.0)])
 def test_no_scores_of_a_chunk_over_all_positions(dim: int, softcap: float | None) -> None:
-    """By the shapes alone; all scores in fp32 would be 32 GiB."""
+    """The shapes alone show it; all scores in fp32 would be 32 GiB."""
     shapes = (1, 16, 4096, dim), (1, 4, 131_072, dim), (1, 4, 131_072, dim)
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     with _Sizes() as made:

@@ -239,7 +239,7 @@ def test_merge_of_parts_in_their_own_tensors(count):
 
 
 def test_fakes_agree_with_the_operators():
-    """So torch.compile keeps the operators in its graph."""
+    """torch.compile needs it to keep the operators in its graph."""
     outs, lses = torch.randn(2, 3, 64, device=DEVICE), torch.randn(2, 3, device=DEVICE)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(reference.merge_states.overload, (outs, lses), test_utils=checks)

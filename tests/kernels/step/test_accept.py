@@ -35,7 +35,7 @@ def test_greedy_acceptance_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_reference_greedy_finds_the_longest_accepted_path(seed) -> None:
-    """Among all nodes: every token on the path is the target's argmax at its parent."""
+    """It is the longest path of all nodes whose tokens are the target's argmax at their parents."""
     torch.manual_seed(seed)
     problem = acceptance_cases.greedy(3, 12, 4, "cpu", seed)
     tokens, parents, best, depth = problem.args

@@ -25,7 +25,7 @@ def ops() -> SimpleNamespace:
 
 @runs_kernels
 def test_fakes_agree_with_the_operators(ops) -> None:
-    """So torch.compile keeps the operators in its graph."""
+    """torch.compile needs it to keep the operators in its graph."""
     for problem in (
         step_cases.append(1, 2, 20, 3, 16, SINGLE, DEVICE),
         step_cases.move(2, 1, 2, 20, 3, 16, SINGLE, DEVICE),
@@ -71,7 +71,6 @@ def test_kernels_have_the_signatures_of_their_operators(ops) -> None:
 
 @pytest.mark.gpu
 def test_operators_dispatch_by_device() -> None:
-    """The same call runs the kernel on a GPU and the definition on the CPU."""
     problem = acceptance_cases.greedy(3, 16, 9, "cpu")
     on_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in problem.args]
     for made, exact in zip(step.accept_greedy(*on_gpu), step.accept_greedy(*problem.args), strict=True):

@@ -73,7 +73,7 @@ def test_a_residual_of_nothing(ops) -> None:
 @runs_kernels
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_root_alone(depth, ops) -> None:
-    """As plain decoding draws: equal weights, probabilities of 0, and a row of NaN."""
+    """Plain decoding draws so. The cases are equal weights, probabilities of 0, and a row of NaN."""
     p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [torch.nan] * 3], device=DEVICE)[:, None]
     root = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)
     noise = torch.ones(3, 1, device=DEVICE), torch.ones(3, 3, device=DEVICE)
@@ -87,7 +87,7 @@ def test_a_root_alone(depth, ops) -> None:
 
 @runs_kernels
 def test_a_long_chain_with_runner_ups(ops) -> None:
-    """As level 2 verifies: 12 tokens, and a second sibling of each; some are absent."""
+    """Level 2 verifies such trees: 12 tokens, and a second sibling of each; some are absent."""
     torch.manual_seed(0)
     length, vocab = 12, 60
     parents = [-1, *range(length), *range(length)]

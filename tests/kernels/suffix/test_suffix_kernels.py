@@ -39,7 +39,7 @@ def by_search(tokens: list[int], committed: int, length: int) -> tuple[int, list
 
 @pytest.mark.parametrize("seed", range(6))
 def test_proposals_equal_a_naive_search(seed: int) -> None:
-    """Of all sequences the match, the tokens after it, and how many of them are proposed."""
+    """The match, the tokens after it and the number of proposals are equal for each sequence."""
     batch, most, length = 60, 60, 8
     problem = suffix_cases.matching(batch, most, "cpu", length, 2 + seed, seed, entries=1 << 16)
     old, last, counts, _, tokens, *_, committed, end, least = problem.args

@@ -60,7 +60,7 @@ def test_states_are_those_of_the_definition(
 
 
 def definition(heads: Heads, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """What the device computes from the same keys and values."""
+    """Returns what the device computes from the same keys and values."""
     count = q.shape[0]
     plan = plan_trees(heads, [torch.ones(count, 0, dtype=torch.bool)], [kv.shape[0]], device=q.device)
     k, v = (part.transpose(0, 1)[None] for part in heads.split(kv))

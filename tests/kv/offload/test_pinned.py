@@ -1,4 +1,4 @@
-"""How much host memory is available, under which limit, and errors where it cannot be locked."""
+"""Tests how much host memory is available, under which limit, and errors where it cannot be locked."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     [(64, 60, 6.4), (512, 500, 51.2), (32, 30, 4.0), (64, 20, 6.4), (16, 6, 3.0), (64, 2, 1.0)],
 )
 def test_a_tenth_or_4_gib_is_left_to_the_system(described, total: float, free: float, left: float) -> None:
-    """But no more than half of what is available, or small machines would have nothing."""
+    """It is no more than half of what is available, or small machines would have nothing."""
     described((total, free))
     size, name = usable()
     assert size / GIB == pytest.approx(free - left)

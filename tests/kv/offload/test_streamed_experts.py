@@ -78,7 +78,7 @@ class Routing:
         return lambda module, args: self.calls.append((number, set(args[1].flatten().tolist())))
 
     def copies(self, held: dict[int, int] | None = None) -> int:
-        """How many experts must be copied if all modules share one set of slots."""
+        """Returns how many experts must be copied if all modules share one set of slots."""
         held, count = dict(held or {}), 0
         for number, wanted in self.calls:
             missing = [expert for expert in wanted if held.get(expert) != number]

@@ -98,7 +98,7 @@ def program_of(model: HFModel, levels: int, bits: int = 8, family: str = "llama-
 
 
 def target_logits(model: HFModel, width: int = 7) -> Tensor:
-    """Of the last tokens, from a layerwise prefill and one pass of the target."""
+    """Returns logits of the last tokens, from a layerwise prefill and one pass of the target."""
     cache = OffloadedCache(model, 1, 160, 0, 40, 0, 0, 0, Offload(0, PIECE, 2))
     step = StepModel(few_row_copy(model.model))
     with model.active():

@@ -1,4 +1,4 @@
-"""Which split of a text over ranks is chosen, by estimates that are compared with measured times."""
+"""Tests which split of a text over ranks is chosen, by estimates that are compared with measured times."""
 
 from pathlib import Path
 from typing import Any

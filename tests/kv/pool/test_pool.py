@@ -26,7 +26,7 @@ class Slots:
         self.moves += 1
 
     def admit(self, row: int, prompt: list[int], new_tokens: int) -> int:
-        """Also as a prefill would write it; returns how many tokens were there."""
+        """Admits a prompt and writes it as a prefill would; returns how many tokens were stored already."""
         self.pool.admit(row, prompt, new_tokens)
         self.prompts[row] = prompt
         kept = self.pool.held(row)
@@ -67,7 +67,7 @@ class Slots:
 
 @pytest.mark.parametrize("rows", [2, 3, 8])
 def test_random_rows_come_and_go(rows: int) -> None:
-    """What ``needed`` says to fit does; texts branch at any chunk, so that runs have to be put together."""
+    """Prompts fit if ``needed`` says so. Texts branch at any chunk, so that runs have to be put together."""
     seed = random.randrange(2**32)
     draw = random.Random(seed)
     slots = Slots(60 * rows, rows)
@@ -133,7 +133,7 @@ def test_what_is_forgotten_is_written_again() -> None:
 
 
 def test_another_pool_goes_on_with_it() -> None:
-    """With more rows, and where too little room is left for what no row uses."""
+    """It has more sequences, and may have too few slots to keep what no sequence uses."""
     for size, kept in ((52, True), (32, False)):
         slots, other = Slots(60, 2), Slots(size, 3)
         slots.admit(0, [7] * 13, 1)

@@ -154,7 +154,7 @@ def test_forced_tokens(family: str) -> None:
     [("qwen3.5", 1, 3), ("granite-4", 1, 3), ("jamba", 1, 3), ("qwen3.5", 2, 2), ("granite-4", 2, 2)],
 )
 def test_the_distribution_of_generated_tokens(family: str, levels: int, tokens: int) -> None:
-    """By enumeration of every draw, with a draft that is a stranger to the target."""
+    """Every draw is enumerated, with a draft that is unrelated to the target."""
     target, prompt = recurrent(family, vocab_size=3, **DENSE.get(family, {})), prompt_of(21, 3)
     draft = stranger(3, 3) if levels == 2 else None
     generations = Generations(target, draft, levels, prompt, tree="chain:2")
@@ -254,7 +254,7 @@ class _Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_pass_never_waits_for_the_device(family: str) -> None:
-    """So that a CUDA graph can capture it: the forward, with one row or several, and the commit."""
+    """A CUDA graph can therefore capture the forward, of one sequence or several, and the commit."""
     target = HFModel(model(family))
     step, states = step_model(target, False), RecurrentStates(target.states, 2, target.device, target.dtype)
 

@@ -26,7 +26,7 @@ TOKENS = 53
 
 
 def filled(model: HFModel, bits: int, kernels: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What a prompt leaves in the cache, and the logits of a token after it."""
+    """Returns what a prompt leaves in the cache, and the logits of a token after it."""
     store = KVStore(model.kv_shapes, 1, 64, torch.device("cpu"), model.dtype, scratch=16, bits=bits)
     for group in store.groups:
         for part in group.parts:

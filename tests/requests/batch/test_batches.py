@@ -161,7 +161,7 @@ def test_a_streamer_ends_its_sequence(engine: Engine, options: dict[str, float])
 
 
 def test_custom_generate_counts_from_the_padded_width() -> None:
-    """As transformers does: processors see the padding."""
+    """Processors see the padding, as in transformers."""
     ids, mask = (whole[1:] for whole in PADDED["left"])
     stop = alone(OTHER, 1)[0]
     run = triforce_tree.custom_generate(levels=2, **load_arguments(SMALL_LOOKUP))

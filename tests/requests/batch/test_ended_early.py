@@ -114,7 +114,7 @@ def texts_of(
 
 
 def check_held(engine: Engine, model: PreTrainedModel) -> None:
-    """What the cache says that it holds is there, in slots that nothing else has, and no row is in use."""
+    """Checks that the cache holds what it says, in slots of its own, and that no sequence is in use."""
     program = engine.last_program
     if program is None:
         return
@@ -180,7 +180,7 @@ def test_chunks_of_others_are_kept_when_somebody_leaves() -> None:
 
 
 def test_messages_and_logs_have_no_tokens() -> None:
-    """What a pool stores is users' texts."""
+    """A pool stores users' texts, which are private."""
     pool = PrefixPool(64, 4, 2, 2, 2, nothing)
     pool.admit(0, [4711] * 9, 1)
     assert "4711" not in f"{pool!r} {pool.path(0)!r} {list(pool.blocks())!r}"
@@ -189,7 +189,7 @@ def test_messages_and_logs_have_no_tokens() -> None:
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("kind", KINDS)
 def test_later_texts_are_those_of_a_fresh_engine(kind: str) -> None:
-    """Whatever raises, and whoever asks afterwards: other numbers of rows, prompts that begin alike."""
+    """This holds whatever raised before, for other batch sizes and prompts that begin alike."""
     seed = random.randrange(2**32)
     draw, (family, make) = random.Random(seed), KINDS[kind]
     target, wire = wired(family)

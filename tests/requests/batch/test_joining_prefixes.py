@@ -182,7 +182,7 @@ def test_a_row_beside_its_like_is_chosen() -> None:
 
 
 def test_nothing_moves_that_a_graph_would_hold() -> None:
-    """Of views, plans and slots; prompts leave and join, and slots are moved together."""
+    """Views, plans and slots stay in place while prompts leave and join, and slots are moved together."""
     engine, seen = SHARING["three levels"](), set()
 
     class Looking(Coming):

@@ -86,7 +86,7 @@ def texts(prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     ("kind", "together"), [("plain", 2), ("three levels", 2), *((kind, len(PROMPTS)) for kind in KINDS)]
 )
 def test_texts_are_those_of_each_alone(kind: str, together: int) -> None:
-    """Also where a sequence that has ended makes room for the next, and again over what is held."""
+    """A sequence that has ended makes way for the next, and a second batch reads what is held."""
     engine = KINDS[kind]()
     first = generated(engine, max_batch=together)
     backend = backend_of(engine)
@@ -102,7 +102,7 @@ def test_texts_are_those_of_each_alone(kind: str, together: int) -> None:
 
 @pytest.mark.parametrize(("kind", "common"), [("plain", WHOLE), ("three levels", COMMON), ("exact", WHOLE)])
 def test_what_is_common_is_computed_once(kind: str, common: int, fed: list[int]) -> None:
-    """Where it ends within a chunk, too, but in exact mode, whose bits depend on the chunks of a prefill."""
+    """It may end within a chunk, except in exact mode, whose bits depend on the chunks of a prefill."""
     engine = KINDS[kind]()
     prompts = [DOCUMENT + prompt_of(9)[n :: n + 1] for n in range(4)]
     assert generated(engine, prompts) == texts(prompts)
@@ -188,7 +188,7 @@ def _layout(prompts: list[list[int]], engine: Engine) -> Any:
 
 @pytest.mark.usefixtures("poisoned_empty")
 def test_documents_change_from_batch_to_batch() -> None:
-    """What the slots held of other groups is not taken for theirs."""
+    """Tokens that the slots held for other groups are not taken for theirs."""
     engine = KINDS["three levels"]()
     first, second, third = prompt_of(90)[40:], prompt_of(120)[::-1][:45], prompt_of(150)[60:]
     for documents in [(first, second), (second, first), (third[:50], second), (first, third[:45])]:

@@ -106,7 +106,7 @@ DRAFTED: dict[str, Callable[[], Engine]] = {
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("kind", DRAFTED)
 def test_every_sequence_is_its_own_text_and_drafted_as_alone(kind: str) -> None:
-    """As many passes as alone: a drafter that kept anything of the sequence before would be wrong."""
+    """It takes as many passes as alone, since the drafter keeps nothing of the sequence before."""
     engine = DRAFTED[kind]()
     out = engine.generate(PROMPTS, max_batch=3, max_new_tokens=NEW, do_sample=False)
     assert new_tokens(out) == [reference(TARGET, prompt, NEW) for prompt in PROMPTS]
@@ -141,7 +141,7 @@ def test_a_drafter_that_begins_whole_batches_alone_is_given_all_sequences() -> N
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_a_seed_gives_each_sequence_draws_of_its_own(levels: int) -> None:
-    """Those it has alone with the seed of its number, whichever row it gets and when."""
+    """They are those that it has alone with the seed of its number, at any batch index and time."""
     draft = {} if levels == 1 else {"draft": perturbed(TARGET, 0.3)}
     engine = triforce_tree.load(
         TARGET, levels=levels, **load_arguments({**draft, **(FIXED if draft else SMALL_LOOKUP)})
@@ -190,7 +190,7 @@ def test_memory_decides_how_many_are_decoded_together(
 
 
 def test_as_many_fit_as_memory_holds() -> None:
-    """Between none and all: as many as the planned bytes of each say."""
+    """Some fit, as many as the planned bytes of each say."""
     hierarchy = small_engine()._hierarchy
     how = (hierarchy.target, hierarchy.draft, hierarchy.config)
     sizes = Sizes.of(*how)

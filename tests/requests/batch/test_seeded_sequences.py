@@ -59,7 +59,7 @@ def engine_of(kind: str) -> Engine:
 
 @pytest.mark.parametrize("kind", ["plain", "lookup", "chain", "tree", "3 levels"])
 def test_a_seed_alone_decides_the_text(kind: str) -> None:
-    """The same by every drafter and number of levels, in any row: that of the definition."""
+    """It is that of the definition, with every drafter and number of levels, at any batch index."""
     engine = engine_of(kind)
     texts = [defined(prompt, seed) for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
     together = engine.generate(PROMPTS, seed=SEEDS, **SAMPLED)

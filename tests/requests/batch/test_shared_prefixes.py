@@ -72,7 +72,7 @@ def test_what_prompts_begin_with_is_prefilled_once(kind: str, rows: int, fed: li
 
 
 def test_a_drafter_that_reads_states_gets_those_it_needs(fed: list[int]) -> None:
-    """Those of the newest positions are computed, also where keys and values could be copied."""
+    """States of the newest positions are computed even if keys and values could be copied."""
     drafter = eagle(TARGET, "chain:3")
     engine = triforce_tree.load(TARGET, drafter=drafter, levels=2, **load_arguments({**OPTIONS, "rounds": 1}))
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)

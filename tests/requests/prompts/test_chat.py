@@ -79,7 +79,7 @@ def test_several_chats_are_a_batch(engine: Engine) -> None:
 
 
 def test_a_template_of_the_users_own_arguments_goes_through_the_tokenizer(engine: Engine) -> None:
-    """What a template takes beside messages is given to the tokenizer, whose output is a prompt."""
+    """The tokenizer gets what a template takes beside messages, and its output is a prompt."""
     batch = templated().apply_chat_template(
         CHATS["question"], add_generation_prompt=False, return_dict=True, return_tensors="pt"
     )

@@ -42,7 +42,7 @@ def test_one_build_keeps_its_scores_and_adds_newer_chunks() -> None:
 
 
 def test_bounds_are_not_below_any_key() -> None:
-    """With one key a chunk a bound is the product itself."""
+    """A chunk of one key has the product itself as its bound."""
     (q, _, _, table, *rest), keys = case()
     limit = torch.tensor([80, 40])
     policies.Bounds()(q, keys, limit, table, *rest, layer=0, keys=keys)

@@ -55,7 +55,7 @@ def stranger(vocabulary: int, seed: int, layers: int = 1) -> PreTrainedModel:
 
 
 class Generations:
-    """All continuations of one prompt that a decoding program can generate.
+    """Enumerates all continuations of one prompt that a decoding program can generate.
 
     Args:
         target: the model.

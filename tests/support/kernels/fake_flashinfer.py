@@ -95,7 +95,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
 
 def module() -> ModuleType:
-    """To be put in ``sys.modules`` as ``flashinfer``."""
+    """Returns a module to be put in ``sys.modules`` as ``flashinfer``."""
     made: Any = ModuleType("flashinfer")
     made.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
     return made

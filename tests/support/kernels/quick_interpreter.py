@@ -39,7 +39,7 @@ class _Launch:
 
 
 def _kept(look_up: Callable[[Any], Any], scalar: type) -> Callable[[Any], Any]:
-    """The same look-up, cached for scalar types; types of blocks and pointers cannot be hashed."""
+    """Caches the look-up for scalar types; types of blocks and pointers cannot be hashed."""
     found = cache(look_up)
     return lambda dtype: (found if type(dtype) is scalar else look_up)(dtype)
 

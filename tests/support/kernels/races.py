@@ -40,7 +40,7 @@ class Access(NamedTuple):
 
 
 class Stream:
-    """What this package uses of torch.cuda.Stream; number 0 is the computation's."""
+    """Implements what this package uses of torch.cuda.Stream; number 0 is the computation's."""
 
     def __init__(self, watch: "Watch") -> None:
         self.watch, self.number = watch, len(watch.clocks)
@@ -57,7 +57,7 @@ class Stream:
 
 
 class Event:
-    """What this package uses of torch.cuda.Event."""
+    """Implements what this package uses of torch.cuda.Event."""
 
     def __init__(self, watch: "Watch") -> None:
         self.watch, self.clock = watch, {}

@@ -95,7 +95,7 @@ def _pair(dims: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def append_to_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
-    """The same into a ring that has wrapped several times; the last sequence wraps to slot 0."""
+    """Appends to a ring that has wrapped several times; the last sequence wraps to slot 0."""
     problem = append(*args, seed=seed)
     *tensors, start = problem.args
     rng, count = random.Random(seed), tensors[2].shape[2]
@@ -144,7 +144,7 @@ def move(
 
 
 def move_in_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
-    """The same in a ring that has wrapped several times; the first path crosses its end."""
+    """Moves slots in a ring that has wrapped several times; the first path crosses its end."""
     problem = move(*args, seed=seed)
     *kv, index, start = problem.args
     rng = random.Random(seed)
@@ -177,7 +177,7 @@ def means(
 
 
 def means_int8(*args: Any, seed: int = 0) -> Problem:
-    """The same of keys in int8."""
+    """Takes the means of keys in int8."""
     problem = means(*args, seed=seed)
     made, k, *rest = problem.args
     stored, scale = quantized(k)

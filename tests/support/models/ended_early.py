@@ -14,7 +14,7 @@ from tests.support.models.families import tiny
 
 
 class LeftError(Exception):
-    """What a callback raises when nobody waits any more."""
+    """Is raised by a callback when nobody waits any more."""
 
 
 def some_error(draw: random.Random) -> BaseException:

@@ -59,7 +59,7 @@ def program_of(
 
 
 def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tuple[Tensor, Tensor]:
-    """Of the last ``width`` tokens, from an offloaded cache, and from one on the device."""
+    """Returns logits of the last ``width`` tokens, from an offloaded cache and from one on the device."""
     target, prompt = HFModel(model(family)), PROMPTS[1]
     step = StepModel(few_row_copy(target.model))
     cache = OffloadedCache(target, 1, 160, 0, 40, 0, 0, 0, split)

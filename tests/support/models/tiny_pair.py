@@ -31,7 +31,7 @@ class TinyPair:
 
     @property
     def options(self) -> list[str]:
-        """For the command line."""
+        """Returns the options for the command line."""
         return ["--target", self.target, "--draft", self.draft, "--device", "cpu"]
 
     def load(self, **options: object) -> Engine:

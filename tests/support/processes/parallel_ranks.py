@@ -105,7 +105,7 @@ def generations() -> dict[str, Any]:
 
 
 def logits() -> dict[str, Any]:
-    """For each family the relative error of the sharded model's logits, and the heads of one shard."""
+    """Returns by family the relative error of the sharded model's logits, and the heads of one shard."""
     result: dict[str, Any] = {}
     group = distributed.join("cpu")
     assert group is not None
@@ -237,7 +237,7 @@ def fault() -> dict[str, Any]:
 
 
 def checks() -> dict[str, Any]:
-    """All jobs that can share two processes."""
+    """Runs all jobs that can share two processes."""
     results = {job.__name__: job() for job in (communication, logits, generations, graph)}
     # Last, since it patches modules.
     return {**results, "decisions": decisions()}
