@@ -1,9 +1,9 @@
 /* Attention of a few queries to many KV positions ("rows": one key and one value of every head), on a CPU with AMX,
  * AVX-512 or AVX2.
  *
- * A task is a run of rows for a group of heads. It is computed block by block by one of two headers: with products in
- * bf16 where the processor has them, else in fp32. Each task has a softmax state (outputs, maxima, sums) of its own,
- * and the states are merged in order of the rows: results do not depend on the number of threads, bit for bit.
+ * A task is a run of rows for a group of heads. One of two headers computes it block by block, with products in bf16 if
+ * the processor has them, else in fp32. Each task has its own softmax state (outputs, maxima, sums). The states are
+ * merged in the order of rows, so results do not depend on the number of threads, bit for bit.
  */
 #if defined(__AMX_BF16__) || defined(__AVX512BF16__)
 #include "cpu_block_bf16.h"
@@ -16,44 +16,44 @@
 #include "threads.h"
 
 enum {
-    RUN = 2048,          /* rows of a task, at most */
+    RUN = 2048,          /* most rows of a task */
     TASKS = 96,          /* target number of tasks of a request: several for each thread */
     PAGE = 4096,         /* bytes; hardware prefetchers do not cross page boundaries */
-    STATES = 512 * 1024, /* bytes of a task's outputs, at most, so that they stay in L2 beside the keys and values */
+    STATES = 512 * 1024, /* most bytes of a task's outputs, so that L2 holds them with keys and values */
 };
 
 /* Inputs and outputs of one call. The query heads that share a KV head are stacked as query rows of that head. */
 typedef struct {
     const element *q;  /* [queries, heads * group, dim] */
     const char *keys;  /* [count, heads, dim] of elements, ``stride`` bytes from one row to the next */
-    const char *values; /* [count, heads, value_dim], likewise */
+    const char *values; /* [count, heads, value_dim], with the same stride */
     void *work;        /* host_attention_work bytes, aligned to 64 */
     element *out;      /* [queries, heads * group, value_dim] */
-    float *lse;        /* [queries, heads * group], natural logarithms */
-    double *seconds;   /* the elapsed time is added to it */
+    float *lse;        /* [queries, heads * group], log-sum-exps (natural logarithm) */
+    double *seconds;   /* the duration of the call is added to it */
     int64_t count, stride;
     int32_t heads, group, queries, dim, value_dim, threads;
     float scale; /* factor on the scores */
 } Request;
 
-/* A request and what is derived from it. */
+/* A request and values that are computed from it. */
 typedef struct {
     const Request *request;
     int tiles;      /* tiles of query rows per KV head */
     int run, block; /* rows per task, and per block */
     float scale;    /* for exponentials in base 2 */
-    packed *q;      /* [heads], as pack_queries leaves them */
+    packed *q;      /* [heads], results of pack_queries */
     char *scratch;  /* [threads] */
     int64_t runs, groups; /* groups of heads */
-    float *states;  /* [runs, heads] of outputs, maxima, sums */
+    float *states;  /* [runs, heads], each outputs, maxima and sums */
 } Job;
 
-/* Index of query row ``row`` of a KV head in [queries, heads * group]. */
+/* Returns the index of query row ``row`` of a KV head in [queries, heads * group]. */
 static inline int64_t query_index(const Request *request, int head, int row) {
     return ((int64_t)(row % request->queries) * request->heads + head) * request->group + row / request->queries;
 }
 
-/* Pack the query rows of a KV head, chunk of tiles by chunk of tiles. */
+/* Packs the query rows of a KV head, one chunk of tiles after another. */
 static void pack_queries(const Request *request, int head, packed *out) {
     const int count = request->queries * request->group, dim = request->dim, tiles = (count + TILE - 1) / TILE;
     for (int first = 0; first < tiles; first += CHUNK, out += CHUNK * TILE * dim) {
@@ -66,7 +66,7 @@ static void pack_queries(const Request *request, int head, packed *out) {
     }
 }
 
-/* Heads per task: as many as fill a page of keys, so that its cache lines are read in order, or fewer. */
+/* Returns the heads of a task, at most as many as fill a memory page of keys, so that its lines are read in order. */
 static int heads_per_task(int tiles, int dim, int value_dim) {
     int heads = PAGE / (dim * sizeof(element));
     while (heads > 1 && heads * tiles * TILE * value_dim * sizeof(float) > STATES)
@@ -74,8 +74,8 @@ static int heads_per_task(int tiles, int dim, int value_dim) {
     return heads;
 }
 
-/* Rows per task: long runs leave fewer states to write and merge, many tasks balance the load better. It depends on
- * the shape alone, so that the number of threads does not change results. */
+/* Returns the rows of a task. Longer runs write and merge fewer states, and more tasks balance the load better. The
+ * number depends only on the shape, so that the number of threads does not change results. */
 static int rows_per_task(int64_t count, int heads, int tiles, int dim, int value_dim) {
     const int group = heads_per_task(tiles, dim, value_dim), groups = (heads + group - 1) / group;
     const int64_t blocks = (count * groups / TASKS + BLOCK - 1) / BLOCK;
@@ -88,7 +88,7 @@ static State task_state(const Job *job, int64_t run, int head) {
     return (State){out, out + queries * value_dim, out + queries * (value_dim + 1)};
 }
 
-/* Attention of one head's queries to at most a block of rows, from ``row`` on. */
+/* Computes the attention of one head's queries to at most a block of rows, from ``row`` on. */
 static void attend_block(const Job *job, int64_t run, int64_t row, int rows, int head, Scratch *scratch) {
     const Request *request = job->request;
     const int dim = request->dim, value_dim = request->value_dim;
@@ -105,7 +105,7 @@ static void attend_block(const Job *job, int64_t run, int64_t row, int rows, int
     }
 }
 
-/* One task: a run of rows for heads ``first`` to ``last`` (exclusive). */
+/* Computes a task: a run of rows for heads ``first`` to ``last`` (exclusive). */
 static void attend_run(const Job *job, int64_t run, int first, int last, Scratch *scratch) {
     const Request *request = job->request;
     const int64_t begin = run * job->run, end = min_of(begin + job->run, request->count);
@@ -135,7 +135,7 @@ static void attend_run(const Job *job, int64_t run, int first, int last, Scratch
         }
 }
 
-/* Merge the states of all runs for one query row; without runs outputs are 0 and the log-sum-exp is -inf. */
+/* Merges the states of all runs for one query row. Without runs, outputs are 0 and the log-sum-exp is -inf. */
 static void merge(const Job *job, int64_t runs, int head, int row) {
     const int value_dim = job->request->value_dim;
     float total[MAX_DIM] = {0}, max = NO_MAX, sum = 0;
@@ -156,7 +156,7 @@ static void merge(const Job *job, int64_t runs, int head, int row) {
 /* Must be called first, once per process; returns 0, or the system's error number. */
 int host_attention_init(void) { return ask_system(); }
 
-/* Bytes of a request's ``work``; ``rows`` is the number of query rows of a KV head (queries * group). */
+/* Returns the bytes of ``work`` of a request; ``rows`` is the number of query rows of a KV head (queries * group). */
 int64_t host_attention_work(int64_t count, int heads, int rows, int dim, int value_dim, int threads) {
     const int tiles = (rows + TILE - 1) / TILE, run = rows_per_task(count, heads, tiles, dim, value_dim);
     const int64_t runs = (count + run - 1) / run;
@@ -186,8 +186,8 @@ static void merge_task(const void *argument, int64_t head, int64_t worker) {
         merge(job, job->runs, head, row);
 }
 
-/* Compute a Request: dim and value_dim are multiples of 32, at most MAX_DIM; count may be 0. It cannot fail and calls no CUDA
- * function, so that it can be a host function of a CUDA stream. */
+/* Computes a Request: dim and value_dim are multiples of 32 up to MAX_DIM, and count may be 0. It cannot fail and calls
+ * no CUDA function, so that it can be a host function of a CUDA stream. */
 void host_attention(void *argument) {
     const Request *request = argument;
     const int heads = request->heads, dim = request->dim, value_dim = request->value_dim, rows = request->queries * request->group;

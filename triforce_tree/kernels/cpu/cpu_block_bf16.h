@@ -1,10 +1,11 @@
 /* Attention of a chunk of queries to a block of keys and values, with products in bf16: included by cpu_attention.c.
  *
- * Four phases, each in caches: values are interleaved in pairs for the second product, scores are computed transposed
- * (K Q^T, so that keys are read in place), probabilities are computed with a running maximum, and outputs are
- * accumulated. Vector elements are queries until the probabilities are transposed for the second product.
- * Meanwhile the next block is prefetched a few cache lines at a time, so that memory is always busy: it is the next
- * head's, adjacent to this one, so that the hardware prefetches within the same pages as well.
+ * There are four phases, whose data stay in caches. First, values are interleaved in pairs for the second product.
+ * Second, scores are computed transposed (K Q^T), so that keys are read in place. Third, probabilities are computed
+ * with a running maximum. Fourth, outputs are accumulated. The elements of a vector are different queries until the
+ * probabilities are transposed for the second product. Meanwhile a few cache lines of the next block are prefetched at
+ * a time, so that memory is always busy. The next block is the adjacent head's, so that the hardware also prefetches
+ * within the same memory pages.
  */
 #include "cpu_tiles.h"
 
@@ -12,14 +13,14 @@ typedef bf16 packed;
 
 enum {
     CHUNK = 4,   /* tiles of queries that are processed together */
-    BLOCK = 128, /* most rows that are */
+    BLOCK = 128, /* most rows that are processed together */
 };
 
 /* Scratch memory of one thread, for one block. */
 typedef struct {
     float *scores; /* [BLOCK, tiles * TILE] */
-    bf16 *probs;   /* tiles [tiles, BLOCK / PAIRED] of [TILE queries, PAIRED rows] */
-    bf16 *values;  /* tiles [BLOCK / PAIRED, value_dim / TILE] of [TILE pairs of rows, PAIRED dimensions] */
+    bf16 *probs;   /* [tiles, BLOCK / PAIRED] tiles of [TILE queries, PAIRED rows] */
+    bf16 *values;  /* [BLOCK / PAIRED, value_dim / TILE] tiles of [TILE pairs of rows, PAIRED dimensions] */
     bf16 *rest;    /* [PAIRED, dim], keys of the last, partial step, padded with zeros */
     Prefetcher prefetcher;
 } Scratch;
@@ -36,10 +37,10 @@ static inline Scratch scratch_of(char *memory, int dim, int value_dim) {
     return (Scratch){.scores = scores, .probs = probs, .values = values, .rest = values + BLOCK * value_dim};
 }
 
-/* Rows per block: fewer make better use of hardware prefetching, more load and store outputs less often. */
+/* Returns the rows of a block. Fewer rows use hardware prefetching better, more rows load and store outputs less. */
 static int block_of(int tiles) { return tiles <= CHUNK ? BLOCK / 4 : tiles <= 2 * CHUNK ? BLOCK / 2 : BLOCK; }
 
-/* Transpose 16 x 16 32-bit words. */
+/* Transposes 16 x 16 32-bit words. */
 static inline void transpose(const __m512i *in, bf16 *out) {
     __m512i a[16], b[16];
     for (int i = 0; i < 8; i++) {
@@ -65,7 +66,7 @@ static inline void transpose(const __m512i *in, bf16 *out) {
     }
 }
 
-/* Queries, NULL where there are none, as tiles [dim / PAIRED, tiles] of [TILE pairs of dimensions, TILE queries]. */
+/* Packs queries (NULL for padding) as [dim / PAIRED, tiles] tiles of [TILE pairs of dimensions, TILE queries]. */
 static void pack_chunk(const bf16 *const *queries, int tiles, int dim, packed *out) {
     for (int d = 0; d < dim; d += PAIRED)
         for (int t = 0; t < tiles; t++, out += ELEMENTS) {
@@ -78,7 +79,7 @@ static void pack_chunk(const bf16 *const *queries, int tiles, int dim, packed *o
         }
 }
 
-/* Interleave the elements of two rows. */
+/* Interleaves the elements of two rows. */
 static inline void pair(__m512i upper, __m512i lower, bf16 *first, bf16 *second) {
     static const uint16_t ORDER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
@@ -100,7 +101,7 @@ static void begin_block(const char *keys, const char *values, int64_t stride, in
             pair(_mm512_loadu_si512(upper + d), row + 1 < rows ? _mm512_loadu_si512(lower + d) : none, to,
                  to + ELEMENTS);
     }
-    /* Padding rows have probability 0, and 0 times the value here must be 0, not NaN. */
+    /* Padding rows have probability 0, and 0 times their values must be 0, not NaN. */
     for (int row = (rows + 1) / 2 * 2; row % PAIRED; row += 2) {
         bf16 *to = out + (row / PAIRED) * (value_dim / TILE) * ELEMENTS + row % PAIRED / 2 * PAIRED;
         for (int d = 0; d < value_dim; d += TILE, to += ELEMENTS)
@@ -108,7 +109,7 @@ static void begin_block(const char *keys, const char *values, int64_t stride, in
     }
 }
 
-/* Scores of PAIRED rows: out [PAIRED, tiles * TILE] = K Q^T. */
+/* Computes the scores of PAIRED rows: out [PAIRED, tiles * TILE] = K Q^T. */
 static void scores_of(const char *keys, int64_t stride, const bf16 *q, int tiles, int dim, float *out,
                       Prefetcher *prefetcher) {
     for (int t = 0; t < tiles; t += 2) {
@@ -120,7 +121,7 @@ static void scores_of(const char *keys, int64_t stride, const bf16 *q, int tiles
     }
 }
 
-/* out [tiles, value_dim / TILE] of tiles += P V. */
+/* Adds P V to out, [tiles, value_dim / TILE] tiles. */
 static void add_outputs(Scratch *scratch, int tiles, int steps, int value_dim, float *out) {
     const int dims = value_dim / TILE;
     for (int t = 0; t < tiles; t += 2) {
@@ -135,7 +136,7 @@ static void add_outputs(Scratch *scratch, int tiles, int steps, int value_dim, f
     }
 }
 
-/* Round two rows of probabilities to bf16 and interleave them. */
+/* Rounds two rows of probabilities to bf16 and interleaves them. */
 static inline __m512i rounded(__m512 upper, __m512 lower) {
     const __m512i half = _mm512_set1_epi32(0x8000);
     __m512i a = _mm512_add_epi32(_mm512_castps_si512(upper), half);
@@ -143,7 +144,7 @@ static inline __m512i rounded(__m512 upper, __m512 lower) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
 }
 
-/* Probabilities from scores for one tile of queries; updates ``state``, rescaling outputs if the maximum changed. */
+/* Computes probabilities of one tile of queries from scores, and updates ``state``; rescales outputs if needed. */
 static void softmax_tile(Scratch *scratch, int tile, int tiles, int rows, int value_dim, float scale, State state) {
     const int steps = (rows + PAIRED - 1) / PAIRED, row_stride = tiles * TILE;
     const float *scores = scratch->scores + tile * TILE;
@@ -177,7 +178,7 @@ static void softmax_tile(Scratch *scratch, int tile, int tiles, int rows, int va
             }
 }
 
-/* Add a block of rows, after begin_block, to the state of some tiles of queries: outputs [tiles, value_dim / TILE]. */
+/* Adds a block of rows to the state of some tiles of queries, after begin_block. */
 static void add_block(const char *keys, int64_t stride, int rows, const bf16 *q, int tiles, int dim, int value_dim,
                       float scale, State state, Scratch *scratch) {
     const int steps = (rows + PAIRED - 1) / PAIRED, dims = value_dim / TILE;
@@ -201,7 +202,7 @@ static void add_block(const char *keys, int64_t stride, int rows, const bf16 *q,
     add_outputs(scratch, tiles, steps, value_dim, state.out);
 }
 
-/* total [value_dim] += factor times the outputs of a query. */
+/* Adds ``factor`` times the outputs of a query to ``total``, [value_dim]. */
 static void add_query(const float *out, int query, int value_dim, float factor, float *total) {
     out += query / TILE * TILE * value_dim + query % TILE * TILE;
     for (int d = 0; d < value_dim; d += LANES)

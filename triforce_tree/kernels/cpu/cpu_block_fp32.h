@@ -1,9 +1,9 @@
 /* Attention of a chunk of queries to a block of keys and values, with products in fp32: included by cpu_attention.c
  * where the processor has no bf16 products, or the elements are fp16.
  *
- * Keys and values are converted to fp32 once per block for all queries. Both products have the same form: elements of
- * a few rows (scores) or dimensions (outputs), each times a vector of queries, accumulated in registers. So vector
- * elements are queries throughout, and nothing is transposed. Meanwhile the next block is prefetched a few cache lines
+ * Keys and values are converted to fp32 once per block for all queries. Both products multiply elements of a few rows
+ * (scores) or dimensions (outputs) by a vector of queries and accumulate in registers. So the elements of a vector are
+ * always different queries, and no matrix is transposed. Meanwhile a few cache lines of the next block are prefetched
  * at a time.
  */
 #include "cpu_shared.h"
@@ -13,15 +13,15 @@ typedef float packed;
 enum {
     TILE = LANES,        /* queries per vector */
     CHUNK = 64 / TILE,   /* tiles that are processed together */
-    BLOCK = 64,          /* most rows that are */
+    BLOCK = 64,          /* most rows that are processed together */
     GAP = LINE / 4,      /* padding between rows, so that a column does not map to a few cache sets */
-    SINGLE = 8,          /* rows of a product with one tile of queries, in registers */
-    TWIN = LANES / 2,    /* and with two */
+    SINGLE = 8,          /* rows of a product with one tile of queries */
+    TWIN = LANES / 2,    /* rows of a product with two tiles */
 };
 
 /* Scratch memory of one thread, for one block. */
 typedef struct {
-    float *scores;        /* [tiles, BLOCK, TILE], then probabilities */
+    float *scores;        /* [tiles, BLOCK, TILE], later probabilities */
     float *keys, *values; /* [BLOCK, dim + GAP] and [BLOCK, value_dim + GAP] */
     Prefetcher prefetcher;
 } Scratch;
@@ -42,7 +42,7 @@ static inline void end_tiles(void) {}
 
 static int block_of(int tiles) { return tiles <= CHUNK ? BLOCK / 2 : BLOCK; }
 
-/* Queries, NULL where there are none, as [tiles, dim, TILE]. */
+/* Packs queries (NULL for padding) as [tiles, dim, TILE]. */
 static void pack_chunk(const element *const *queries, int tiles, int dim, packed *out) {
     for (int t = 0; t < tiles; t++, out += TILE * dim)
         for (int i = 0; i < TILE; i++) {
@@ -57,7 +57,7 @@ static void pack_chunk(const element *const *queries, int tiles, int dim, packed
         }
 }
 
-/* Convert rows to fp32, padded with zeros to a multiple of SINGLE. */
+/* Converts rows to fp32, padded with zeros to a multiple of SINGLE. */
 static void widen(const char *rows, int64_t stride, int count, int dim, float *out) {
     for (int row = 0; row < count; row++)
         for (int d = 0; d < dim; d += LANES)
@@ -72,7 +72,7 @@ static void begin_block(const char *keys, const char *values, int64_t stride, in
     widen(values, stride, rows, value_dim, scratch->values);
 }
 
-/* c [rows, tile] = or += a [rows, steps] b [steps, tile]: ``tiles`` is 1 or 2, ``rows`` as many as fit registers. */
+/* Sets c [rows, tile] to a [rows, steps] b [steps, tile], or adds it, for ``tiles`` 1 or 2 and rows in registers. */
 static inline __attribute__((always_inline)) void multiply(const float *a, int64_t row, int64_t step, const float *b,
                                                            int64_t b_tile, float *c, int64_t c_tile, int rows,
                                                            int tiles, int steps, int to_add) {
@@ -97,7 +97,7 @@ static inline __attribute__((always_inline)) void multiply(const float *a, int64
             store(c + y * TILE + x * c_tile, sums[y][x]);
 }
 
-/* The same for all rows, up to a multiple of SINGLE, and all tiles. */
+/* Calls multiply for all rows, rounded up to a multiple of SINGLE, and all tiles. */
 static inline __attribute__((always_inline)) void product(const float *a, int64_t row, int64_t step, const float *b,
                                                           int64_t b_tile, float *c, int64_t c_tile, int rows,
                                                           int tiles, int steps, int to_add, Prefetcher *prefetcher) {
@@ -114,7 +114,7 @@ static inline __attribute__((always_inline)) void product(const float *a, int64_
         }
 }
 
-/* Probabilities from scores for one tile; updates its state, rescaling outputs if the maximum changed. */
+/* Computes probabilities of one tile from scores, and updates its state; rescales outputs if the maximum changed. */
 static void softmax_tile(float *scores, int rows, int value_dim, float scale, float *out, float *max, float *sum) {
     const Max by = block_max(scores, TILE, rows, max, scale);
     vec totals[2] = {broadcast(0), broadcast(0)};
@@ -129,10 +129,10 @@ static void softmax_tile(float *scores, int rows, int value_dim, float scale, fl
             store(out, load(out) * rescale);
 }
 
-/* Add a block of rows, after begin_block, to the state of some tiles of queries. */
+/* Adds a block of rows to the state of some tiles of queries, after begin_block. */
 static void add_block(const char *keys, int64_t stride, int rows, const packed *q, int tiles, int dim, int value_dim,
                       float scale, State state, Scratch *scratch) {
-    (void)keys, (void)stride; /* begin_block has converted them. */
+    (void)keys, (void)stride; /* begin_block has converted the keys. */
     const int64_t tile = TILE * BLOCK;
     const int prefetch_calls = ((rows + SINGLE - 1) / SINGLE + value_dim / SINGLE) * ((tiles + 1) / 2);
     scratch->prefetcher.pace = (scratch->prefetcher.share + prefetch_calls - 1) / prefetch_calls;
@@ -147,7 +147,7 @@ static void add_block(const char *keys, int64_t stride, int rows, const packed *
             rows, 1, &scratch->prefetcher);
 }
 
-/* total [value_dim] += factor times the outputs of a query. */
+/* Adds ``factor`` times the outputs of a query to ``total``, [value_dim]. */
 static void add_query(const float *out, int query, int value_dim, float factor, float *total) {
     out += query / TILE * TILE * value_dim + query % TILE;
     for (int d = 0; d < value_dim; d++)

@@ -1,15 +1,15 @@
-/* Shared by all instruction sets of cpu_attention.c: fp32 vectors, the online softmax, prefetching.
+/* fp32 vectors, the online softmax and prefetching for all instruction sets of cpu_attention.c.
  *
- * The elements of a vector, AVX-512 or AVX2, are different queries. The compiler provides +, - and * of vectors.
+ * The elements of a vector (AVX-512 or AVX2) are different queries. The compiler provides +, - and * of vectors.
  */
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
-typedef uint16_t element; /* of keys, values, queries and outputs: bf16, or fp16 if FP16 is defined */
+typedef uint16_t element; /* element of keys, values, queries and outputs: fp16 if FP16 is defined, else bf16 */
 
 enum { LINE = 64, MAX_DIM = 512 }; /* bytes of a cache line; most elements of a key or value */
-static const float NO_MAX = -1e30f; /* initial maximum; finite, so that differences are */
+static const float NO_MAX = -1e30f; /* initial maximum, finite so that differences are finite */
 /* Unnormalised probabilities may reach 2^8 before the maximum is updated and outputs are rescaled, which is rare. */
 static const float SLACK = 8.0f;
 
@@ -23,14 +23,14 @@ static inline vec broadcast(float x) { return _mm512_set1_ps(x); }
 static inline vec fmadd(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vec fmsub(vec a, vec b, vec c) { return _mm512_fmsub_ps(a, b, c); }
 static inline vec max_of(vec a, vec b) { return _mm512_max_ps(a, b); }
-/* x * 2^n, with n the integer in the low bits of y. */
+/* Returns x * 2^n, with n the integer in the low bits of y. */
 static inline vec scaled_by_exp2(vec x, vec y) {
     const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(y), 23);
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), exponent));
 }
-/* Whether any element is above max, or NaN. */
+/* Returns whether any element is above max, or NaN. */
 static inline int any_above(vec x, float max) { return _mm512_cmp_ps_mask(x, broadcast(max), _CMP_NLE_UQ) != 0; }
-/* ``x``, but ``if_equal`` where a equals b. */
+/* Returns ``if_equal`` where a equals b, else ``x``. */
 static inline vec unless_equal(vec a, vec b, vec if_equal, vec x) {
     return _mm512_mask_mov_ps(if_equal, _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ), x);
 }
@@ -53,16 +53,16 @@ static inline vec broadcast(float x) { return _mm256_set1_ps(x); }
 static inline vec fmadd(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vec fmsub(vec a, vec b, vec c) { return _mm256_fmsub_ps(a, b, c); }
 static inline vec max_of(vec a, vec b) { return _mm256_max_ps(a, b); }
-/* x * 2^n, with n the integer in the low bits of y. */
+/* Returns x * 2^n, with n the integer in the low bits of y. */
 static inline vec scaled_by_exp2(vec x, vec y) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(y), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
 }
-/* Whether any element is above max, or NaN. */
+/* Returns whether any element is above max, or NaN. */
 static inline int any_above(vec x, float max) {
     return _mm256_movemask_ps(_mm256_cmp_ps(x, broadcast(max), _CMP_NLE_UQ));
 }
-/* ``x``, but ``if_equal`` where a equals b. */
+/* Returns ``if_equal`` where a equals b, else ``x``. */
 static inline vec unless_equal(vec a, vec b, vec if_equal, vec x) {
     return _mm256_blendv_ps(if_equal, x, _mm256_cmp_ps(a, b, _CMP_NEQ_UQ));
 }
@@ -89,7 +89,7 @@ static inline element round_to_element(float x) {
 
 static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* 2^x for x <= 8 with a relative error of 3e-6: exponent bits for the integer part, a polynomial for the rest. */
+/* Returns 2^x for x <= 8 with a relative error of 3e-6, by exponent bits for the integer part and a polynomial. */
 static inline vec exp2_of(vec x) {
     const vec shift = broadcast(0x1.8p23f);
     x = max_of(x, broadcast(-126.0f));
@@ -108,13 +108,13 @@ typedef struct {
     float *out, *max, *sum;
 } State;
 
-/* Maxima of a vector of queries over a block of rows. */
+/* The maxima of a vector of queries over a block of rows. */
 typedef struct {
     vec old, max, factor, base; /* maxima before and after, scale, and scale * max */
     int changed;
 } Max;
 
-/* Of ``rows`` vectors of scores, which are ``row_stride`` floats apart. */
+/* Returns the maxima over ``rows`` vectors of scores, which are ``row_stride`` floats apart. */
 static inline Max block_max(const float *scores, int64_t row_stride, int rows, const float *max, float scale) {
     const vec old = load(max), factor = broadcast(scale);
     vec highest[4] = {old, old, old, old};
@@ -134,13 +134,13 @@ static inline vec prob_of(const float *score, const Max *by) {
     return exp2_of(fmsub(load(score), by->factor, by->base));
 }
 
-/* Update maxima and sums after a block; returns the factor on earlier outputs, which is 1 unless ``changed``. */
+/* Updates maxima and sums after a block; returns the factor on earlier outputs, which is 1 unless ``changed``. */
 static inline vec update_max_and_sum(const Max *by, vec total, float *max, float *sum) {
     if (!by->changed) {
         store(sum, load(sum) + total);
         return broadcast(1);
     }
-    /* Exactly 1 where a query's maximum is unchanged: rounding errors would accumulate over the blocks. */
+    /* The factor is exactly 1 for an unchanged maximum, because rounding errors would accumulate over blocks. */
     const vec rescale =
         unless_equal(by->max, by->old, broadcast(1), exp2_of(fmsub(by->old, by->factor, by->base)));
     store(sum, fmadd(load(sum), rescale, total));
@@ -153,7 +153,7 @@ typedef struct {
     const char *keys, *values;
     int64_t stride;
     int left, at;           /* rows left; byte offset in a row */
-    int width, value_width; /* bytes of one head's key and value; of a value that is wider only so many */
+    int width, value_width; /* bytes of one head's key, and of its value up to this width */
     int share, pace, owed;  /* cache lines: per chunk of queries, per call of prefetch, and due now */
 } Prefetcher;
 

@@ -1,4 +1,4 @@
-/* Products of bf16 tiles with sums in fp32: with AMX, or with the bf16 dot products of AVX-512.
+/* Products of bf16 tiles with sums in fp32, by AMX or by the bf16 dot products of AVX-512.
  *
  * A tile has 16 rows of 64 bytes. In a left tile row i holds 32 elements of matrix row i; in a right tile row i holds
  * the elements of matrix rows 2i and 2i + 1, interleaved, for 16 columns.
@@ -18,8 +18,8 @@ enum {
     SQUARE = TILE * TILE,     /* elements of an fp32 tile */
 };
 
-/* Addresses of the tiles of a product. Strides: ``row`` from one tile row to the next, ``step`` from one tile to the
- * next of the sum, ``lower`` and ``beside`` to the second tile below and to the right. */
+/* Addresses and strides of the tiles of a product. ``row`` is the stride between rows of a tile, ``step`` between tiles
+ * that are summed, ``lower`` to the second tile below, and ``beside`` to the second tile on the right. */
 typedef struct {
     const char *at;
     int64_t row, step, lower; /* bytes */
@@ -37,13 +37,13 @@ typedef struct {
 
 #ifdef __AMX_BF16__
 
-/* Request permission to use tile registers, once per process; returns 0, or the error number. */
+/* Requests permission to use tile registers, once per process; returns 0 or the error number. */
 static int ask_system(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? errno : 0;
 }
 
-/* A constant: stores to a local that only ``_tile_loadconfig`` reads may be dropped, since its asm declares 8 bytes. */
+/* It is constant, because ``_tile_loadconfig`` declares only 8 bytes, so stores to a local could be dropped. */
 static const struct {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
@@ -53,11 +53,11 @@ static const struct {
 static inline void begin_tiles(void) { _tile_loadconfig(&TILES); }
 static inline void end_tiles(void) { _tile_release(); }
 
-/* ``lower`` x ``beside`` results, 1 or 2 each, of sums of ``steps`` products; ``add`` to what is there. */
+/* Computes ``lower`` x ``beside`` (1 or 2 each) sums of ``steps`` products; ``add`` keeps earlier results. */
 static inline __attribute__((always_inline)) void multiply(Left a, Right b, Result c, int steps, int lower, int beside,
                                                            int add, Prefetcher *prefetcher) {
     const int64_t row = c.row * sizeof(float);
-    /* Keep earlier stores before the tile loads: some versions of gcc do not know that these read memory. */
+    /* This keeps earlier stores before the tile loads, which in some versions of gcc do not declare that they read. */
     __asm__ volatile("" ::: "memory");
     if (add) {
         _tile_loadd(0, c.at, row);
@@ -104,8 +104,8 @@ static int ask_system(void) { return 0; }
 static inline void begin_tiles(void) {}
 static inline void end_tiles(void) {}
 
-/* Some rows of one result tile, or of two side by side, in registers: each accumulates a pair of elements of its left
- * row times a right row. Two result tiles share the loads of the left. */
+/* Computes some rows of one or two adjacent result tiles in registers. Each row accumulates pairs of elements of its
+ * left row times right rows. Two result tiles share the loads of left rows. */
 static inline __attribute__((always_inline)) void multiply_rows(const char *a, int64_t row, int64_t a_step, Right b,
                                                                 float *c, Result at, int rows, int beside, int steps,
                                                                 int add) {
@@ -133,7 +133,7 @@ static inline __attribute__((always_inline)) void multiply_rows(const char *a, i
         store(c + i % rows * at.row + i / rows * at.beside, sums[i]);
 }
 
-/* ``lower`` x ``beside`` results, 1 or 2 each, of sums of ``steps`` products; ``add`` to what is there. */
+/* Computes ``lower`` x ``beside`` (1 or 2 each) sums of ``steps`` products; ``add`` keeps earlier results. */
 static inline void multiply(Left a, Right b, Result c, int steps, int lower, int beside, int add,
                             Prefetcher *prefetcher) {
     const int half = TILE / 2;

@@ -1,9 +1,9 @@
-/* Work that is shared among threads, in a way that other programs on the same processors delay as little as may be.
+/* Shares work among threads so that other programs on the same processors delay it little.
  *
- * The calling thread takes tasks itself until none is left, and then waits for those that helpers have begun: a helper
- * that the system does not run takes no task, and delays nothing. Who waits looks for a moment and then sleeps. Where a
- * helper is displaced in the middle of a task, the caller has to wait for it; calls then do without helpers for a while.
- * Nothing that is computed may depend on which thread runs a task. */
+ * The calling thread takes tasks until none is left, and then waits for tasks that helper threads have begun. A helper
+ * that the system does not run takes no task, so it causes no delay. A waiting thread polls for a short time and then
+ * sleeps. If the system displaces a helper during a task, the caller has to wait for it, and the next calls use no
+ * helpers for a while. Results must not depend on which thread runs a task. */
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
@@ -13,15 +13,15 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Task ``number`` of a call, run by ``worker``: 0 is the caller, helpers are below the call's number of threads. */
+/* Runs task ``number`` of a call on thread ``worker``: 0 is the caller, helpers have numbers 1, 2, ... */
 typedef void (*Task)(const void *argument, int64_t number, int64_t worker);
 
 enum {
-    LOOKS = 32,      /* at what is waited for, between two looks at the clock */
+    LOOKS = 32,      /* polls between two looks at the clock */
     STACK = 1 << 20, /* bytes of a helper's stack */
-    /* Nanoseconds: for which a helper looks for the next call before it sleeps, and the caller for the end of the last
-     * tasks; after which a thread that did not run was displaced; for which calls then do without helpers, after the
-     * first time and at most: twice as long each time that it happens again soon. */
+    /* Nanoseconds for which a helper polls for the next call, and the caller for the end of tasks, before they sleep;
+     * delay after which a thread counts as displaced; first and longest pause of helpers after a displacement. A pause
+     * is twice as long as the last if the displacement happens again soon. */
     HELPER_LOOKS = 50000,
     CALLER_LOOKS = 100000,
     DISPLACED = 300000,
@@ -30,10 +30,10 @@ enum {
 };
 
 static struct {
-    _Alignas(64) _Atomic uint64_t open;       /* threads of the call << 32 | tasks that nobody has taken */
-    _Alignas(64) _Atomic uint32_t unfinished; /* tasks */
+    _Alignas(64) _Atomic uint64_t open;       /* threads of the call << 32 | tasks that no thread has taken */
+    _Alignas(64) _Atomic uint32_t unfinished; /* number of tasks */
     _Atomic uint32_t caller_sleeps;
-    _Alignas(64) _Atomic uint32_t calls, asleep; /* wrapping around; sleeping helpers */
+    _Alignas(64) _Atomic uint32_t calls, asleep; /* number of calls, which wraps around; sleeping helpers */
     _Atomic int64_t paused_until, pause;         /* nanoseconds */
     atomic_flag used;
     Task task;
@@ -58,13 +58,13 @@ static void wake(_Atomic uint32_t *word, int64_t count) {
 
 static int has_task(uint64_t open, int64_t worker) { return (uint32_t)open && worker < (int64_t)(open >> 32); }
 
-/* Take tasks of the present call until none is left. */
+/* Takes tasks of the current call until none is left. */
 static void take_tasks(int64_t worker) {
     uint64_t open = atomic_load(&pool.open);
     while (has_task(open, worker)) {
         if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1))
             continue;
-        /* The call does not end before this task: what is read here is the call's own. */
+        /* The call does not end before this task, so task, argument and count belong to it. */
         pool.task(pool.argument, pool.count - (uint32_t)open, worker);
         if (atomic_fetch_sub(&pool.unfinished, 1) == 1 && atomic_load(&pool.caller_sleeps))
             wake(&pool.unfinished, 1);
@@ -72,7 +72,7 @@ static void take_tasks(int64_t worker) {
     }
 }
 
-/* A thread was displaced, as was seen at this time. */
+/* Pauses helpers, because a thread was displaced at ``time``. */
 static void pause_helpers(int64_t time) {
     const int64_t until = atomic_load(&pool.paused_until), before = atomic_load(&pool.pause);
     if (time < until)
@@ -109,13 +109,13 @@ static void *help(void *number) {
     return NULL;
 }
 
-/* Without enough memory or threads there are fewer helpers. */
+/* Starts up to ``wanted`` helpers, fewer if memory or threads do not suffice. */
 static void start_helpers(int64_t wanted) {
-    if (pool.process != getpid()) /* after a fork, which copies no other threads */
+    if (pool.process != getpid()) /* a fork does not copy other threads */
         pool.process = getpid(), pool.helpers = 0, pool.asleep = 0;
     if (pool.helpers >= wanted)
         return;
-    /* Signals are for the program's own threads. */
+    /* Helpers block all signals, which are for the program's own threads. */
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -130,7 +130,7 @@ static void start_helpers(int64_t wanted) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* Wait until no task is unfinished; ``begun``: when the call began. */
+/* Waits until no task is unfinished; the call began at ``begun``. */
 static void wait_for_helpers(int64_t begun) {
     const int64_t own = now();
     int64_t time = own;
@@ -146,13 +146,13 @@ static void wait_for_helpers(int64_t begun) {
         atomic_store(&pool.caller_sleeps, 0);
         time = now();
     }
-    /* The last tasks of others take no longer than all that the caller has done in this call. */
+    /* The last tasks of helpers take no longer than the caller's work in this call, unless a helper was displaced. */
     if (time - own > DISPLACED + (own - begun))
         pause_helpers(time);
 }
 
-/* Run ``count`` tasks, below 2^32, on at most so many threads. While another call has the helpers, and inside a task,
- * the calling thread runs all of them. */
+/* Runs ``count`` (below 2^32) tasks on at most ``threads`` threads. The calling thread runs all of them inside a task,
+ * or while another call uses the helpers. */
 static void share(Task task, const void *argument, int64_t count, int64_t threads) {
     if (threads < 2 || count < 2 || atomic_flag_test_and_set(&pool.used)) {
         for (int64_t number = 0; number < count; number++)

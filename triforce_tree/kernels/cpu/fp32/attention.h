@@ -1,14 +1,14 @@
 /* Attention of the tokens of a pass to the KV slots of their sequences, under the mask of a token tree.
  *
- * A task is a run of positions of one sequence and KV head, with all query rows (query heads of the group, and tokens)
- * of it. Runs begin at multiples of RUN, and are merged in order: what a query gets depends neither on the number of
- * threads nor on the other queries, bit for bit.
+ * A task is a run of positions of one sequence and KV head, for all query rows (tokens times query heads of the group).
+ * Runs begin at multiples of RUN and are merged in order. So the output of a query depends neither on the number of
+ * threads nor on other queries, bit for bit.
  */
 
 enum {
     BLOCK = 64,     /* positions whose scores are computed together */
 #ifdef __AVX512F__
-    WIDE = 8, FEW = 3, NARROW = 4, MANY = 6, /* vectors of an output x rows that are summed in registers */
+    WIDE = 8, FEW = 3, NARROW = 4, MANY = 6, /* vectors of an output, and rows, that are summed in registers */
 #else
     WIDE = 4, FEW = 2, NARROW = 2, MANY = 4,
 #endif
@@ -20,36 +20,36 @@ typedef struct {
     const float *q;              /* [batch, heads * group, tokens, dim], dim dense */
     int64_t q_batch, q_head, q_token; /* elements */
     const float *keys, *values;  /* [batch, heads, slots, dim], or pages [pages, heads, page, dim]; dim dense */
-    int64_t k_outer, k_head, k_slot, v_outer, v_head, v_slot; /* elements; outer: of sequences, or of pages */
+    int64_t k_outer, k_head, k_slot, v_outer, v_head, v_slot; /* elements; outer: between sequences or pages */
     const int32_t *table;        /* [batch, heads, pages], or NULL */
     int64_t table_batch, table_head, page;
-    const int32_t *lengths, *segments; /* of the plan, on [batch] and [6, batch] */
+    const int32_t *lengths, *segments; /* [batch] and [6, batch], of the plan */
     const int64_t *mask;         /* [planned, words] */
     int64_t words;
-    const int32_t *first, *low, *high; /* first visible positions of planned queries, their least and most; or NULL */
+    const int32_t *first, *low, *high; /* first visible positions of queries, their minimum and maximum; or NULL */
     const float *sinks;          /* [heads * group], or NULL */
     float *out;                  /* [batch, tokens, heads * group, value_dim], dense */
-    float *lse;                  /* [batch, tokens, heads * group], natural logarithms of sums of exponentials; or NULL */
+    float *lse;                  /* [batch, tokens, heads * group], log-sum-exps (natural logarithm); or NULL */
     int64_t batch, tokens, heads, group, dim, value_dim, threads;
-    double scale, softcap;       /* softcap 0: none */
+    double scale, softcap;       /* softcap is 0 for none */
 } AttentionRequest;
 
 /* One sequence of a request. */
 typedef struct {
-    int64_t length, end, start, first_query, runs; /* positions: before the tail, all, first that is read */
+    int64_t length, end, start, first_query, runs; /* positions before the tail, all, first to read */
 } Sequence;
 
 static Sequence sequence_of(const AttentionRequest *request, int64_t b) {
     const int64_t batch = request->batch, tails = request->segments[2 * batch + b];
     const int64_t planned = request->segments[4 * batch + b], length = request->lengths[b];
-    /* Each planned query that is left out also shortens the tail. */
+    /* Each planned query that the call leaves out also shortens the tail. */
     const int64_t end = length + tails - planned + request->tokens;
     const int64_t start = request->low ? request->low[b] : 0;
     const int64_t runs = (end + RUN - 1) / RUN - start / RUN;
     return (Sequence){length, end, start, request->segments[3 * batch + b], runs};
 }
 
-/* Addresses of the keys and values of ``count`` positions from ``from`` on. */
+/* Finds the addresses of the keys and values of ``count`` positions from ``from`` on. */
 static void find_rows(const AttentionRequest *request, int64_t b, int64_t head, int64_t from, int count,
                       const char **keys, const char **values) {
     const float *k = request->keys + head * request->k_head, *v = request->values + head * request->v_head;
@@ -64,7 +64,7 @@ static void find_rows(const AttentionRequest *request, int64_t b, int64_t head, 
     }
 }
 
-/* Whether the query of planned index ``query`` sees a position. */
+/* Returns whether the query of planned index ``query`` sees a position. */
 static inline int sees(const AttentionRequest *request, const Sequence *sequence, int64_t query, int64_t position) {
     if (request->first && position < request->first[query])
         return 0;
@@ -72,7 +72,7 @@ static inline int sees(const AttentionRequest *request, const Sequence *sequence
     return bit < 0 || (request->mask[query * request->words + bit / 64] >> bit % 64 & 1);
 }
 
-/* out [rows, dim] += probs [rows, BLOCK] values [count, dim], for ``wide`` vectors and ``rows`` rows in registers. */
+/* Adds probs [rows, BLOCK] values [count, dim] to out [rows, dim], for ``wide`` vectors and ``rows`` in registers. */
 INLINE void add_tile(const char *const *values, const char *const *ahead, int count, const float *probs, float *out,
                      int64_t out_row, int64_t at, int wide, int rows) {
     vec sums[MANY][WIDE];
@@ -105,7 +105,7 @@ INLINE void add_tile(const char *const *values, const char *const *ahead, int co
             store(out + m * out_row + at + i * LANES, sums[m][i]);
 }
 
-/* The same with any ``rows`` up to MANY. */
+/* Calls add_tile for any number of rows up to MANY. */
 INLINE void add_columns(const char *const *values, const char *const *ahead, int count, const float *probs, float *out,
                         int64_t out_row, int64_t at, int wide, int rows) {
     switch (wide == WIDE && rows > FEW ? FEW : rows) {
@@ -137,7 +137,7 @@ static void add_values(const char *const *values, const char *const *ahead, int 
     }
 }
 
-/* Scores of a row's block to probabilities; updates its maximum and sum, and rescales its output. */
+/* Turns the scores of a row's block into probabilities, updates its maximum and sum, and rescales its output. */
 static void softmax_row(float *scores, int count, float *out, int64_t dim, float *state) {
     for (int n = count; n % LANES; n++)
         scores[n] = -INFINITY;
@@ -159,7 +159,7 @@ static void softmax_row(float *scores, int count, float *out, int64_t dim, float
     vec total = broadcast(0);
     for (int n = 0; n < count; n += LANES) {
         const vec score = load(scores + n);
-        /* Exactly 0 where nothing is visible. */
+        /* The probability is exactly 0 for a hidden position. */
         const vec prob = unless_equal(score, broadcast(-INFINITY), broadcast(0), exp_of(score - broadcast(now)));
         store(scores + n, prob);
         total += prob;
@@ -167,7 +167,7 @@ static void softmax_row(float *scores, int count, float *out, int64_t dim, float
     state[1] += sum_of(total);
 }
 
-/* One task: the positions of a sequence's ``number``-th run, for one KV head. ``state``: [rows] outputs, then STATE. */
+/* Computes a task: run ``number`` of a sequence for one KV head. ``state`` has [rows] outputs, then STATE floats. */
 static void attend_run(const void *argument, int64_t b, int64_t head, int64_t number, float *state, float *scratch) {
     const AttentionRequest *request = argument;
     const Sequence own = sequence_of(request, b), *sequence = &own;
@@ -228,7 +228,7 @@ static void attend_run(const void *argument, int64_t b, int64_t head, int64_t nu
     }
 }
 
-/* Merge the states of a sequence and head for one query row. */
+/* Merges the states of a sequence and head for one query row. */
 static void merge_row(const void *argument, const float *states, int64_t runs, int64_t apart, int64_t row,
                       int64_t query_head, int64_t at) {
     const AttentionRequest *request = argument;
@@ -260,7 +260,7 @@ static void merge_row(const void *argument, const float *states, int64_t runs, i
         request->lse[at] = most + logf(sum);
 }
 
-/* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
+/* Returns the bytes that ``work`` needs if it has less, else 0 after computing the result. */
 int64_t attention(const void *argument) {
     const AttentionRequest *request = argument;
     const int64_t rows = request->tokens * request->group;
@@ -286,7 +286,7 @@ typedef struct {
     int64_t batch, heads, tokens, size, ring;
 } AppendRequest;
 
-/* Token t of sequence b goes to slot start[b] + t, or that modulo ``ring``; slots from ``size`` on are dropped. */
+/* Writes token t of sequence b to slot start[b] + t (modulo ``ring`` if not 0), and drops slots from ``size`` on. */
 void append(const void *argument) {
     const AppendRequest *request = argument;
     for (int part = 0; part < 2; part++) {

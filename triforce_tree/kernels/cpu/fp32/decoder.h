@@ -1,18 +1,18 @@
-/* The two parts of a decoder layer around its attention, each in one call. */
+/* The parts of a decoder layer before and after attention, each in one call. */
 
 typedef struct {
     const float *x;            /* [rows, length] */
     const float *norm;         /* [length] */
     Matrix matrices[3];        /* queries, keys, values */
-    int64_t outs[3];           /* of each matrix; those of queries and keys are multiples of dim */
+    int64_t outs[3];           /* rows of each matrix; for queries and keys they are multiples of dim */
     float *out[3];             /* [rows, outs] */
     float *normed;             /* [rows, length], workspace */
     const float *cos, *sin;    /* [sequences, tokens, dim], dense, for queries and keys */
-    int64_t rows, length, tokens, angles, dim, threads; /* angles: elements of cos from one sequence to the next */
+    int64_t rows, length, tokens, angles, dim, threads; /* angles: elements of cos between sequences */
     double eps;
 } ProjectRequest;
 
-/* Rows ``begin`` to ``end`` of all three matrices, one after the other. */
+/* Multiplies by rows ``begin`` to ``end`` of the three matrices, which are counted consecutively. */
 static void project_columns(const ProjectRequest *request, int64_t begin, int64_t end) {
     for (int i = 0; i < 3; i++) {
         const int64_t outs = request->outs[i], from = begin > 0 ? begin : 0, to = min_of(end, outs);
@@ -30,7 +30,7 @@ static void project_task(const void *argument, int64_t part, int64_t worker) {
     project_columns(request, begin_of(part, parts, outs), begin_of(part + 1, parts, outs));
 }
 
-/* Queries, keys and values of the normalised x; queries and keys by rotary embeddings, as ``rotary``. */
+/* Computes queries, keys and values of the normalised x, and rotates queries and keys like ``rotary``. */
 void project(const void *argument) {
     const ProjectRequest *request = argument;
     const NormRequest norm = {request->x, request->norm, request->normed, request->rows, request->length, request->eps};
@@ -63,7 +63,7 @@ typedef struct {
     double eps;
 } FinishRequest;
 
-/* Columns ``part`` of residual + x matrix^T, ``length`` columns in all. */
+/* Computes the columns of ``part`` of residual + x matrix^T, which has ``length`` columns. */
 static void add_product(const FinishRequest *request, const Matrix *matrix, int64_t part, const float *x,
                         int64_t x_length, const float *residual, float *out) {
     const int64_t length = request->length, parts = parts_of(length, request->threads);
@@ -85,7 +85,7 @@ static void down_task(const void *argument, int64_t part, int64_t worker) {
     add_product(request, &request->down, part, request->activated, request->neurons, request->joined, request->out);
 }
 
-/* y = residual + attended projection^T; out = y + the gated MLP of the normalised y. */
+/* Computes y = residual + attended projection^T, and out = y + the gated MLP of the normalised y. */
 void finish(const void *argument) {
     const FinishRequest *request = argument;
     const int64_t rows = request->rows, length = request->length, threads = request->threads;

@@ -1,9 +1,9 @@
 /* Attention whose bits do not depend on where the keys that a query sees are stored, nor on the other queries.
  *
- * The keys that a query sees have positions 0, 1, ...: those before the tail are in the slots of their positions, those
- * of the tail (its ancestors and its own) in any slots of ascending order. All sums go by position: runs begin at
- * multiples of RUN, the probabilities of a run are summed in LANES sums by position modulo LANES, and their values one by
- * one. A key that is not seen adds 0 * v or 0 to a sum, which does not change it.
+ * The keys that a query sees have positions 0, 1, ... Keys before the tail are in the slots of their positions. Keys of
+ * the tail (ancestors and the query's own key) are in any slots of ascending order. All sums are in the order of
+ * positions: runs begin at multiples of RUN, the probabilities of a run are summed in LANES sums by position modulo
+ * LANES, and values one by one. A hidden key adds 0 * v or 0 to a sum, which does not change it.
  */
 
 typedef struct {
@@ -16,17 +16,17 @@ typedef struct {
     int64_t table_batch, table_head, page;
     const int32_t *lengths;           /* [batch], positions before the tail */
     const int64_t *mask;              /* [batch, planned, words], tail slots that queries see without a window */
-    int64_t words, planned, tail;     /* planned queries of a sequence, of which the first ``tokens`` are given; slots */
+    int64_t words, planned, tail;     /* planned: queries of a sequence, of which ``tokens`` are given; tail: slots */
     const float *sinks;
     float *out;                       /* [batch, tokens, heads * group, value_dim], dense */
     int64_t batch, tokens, heads, group, dim, value_dim, threads, kind;
-    int64_t window, chunked;          /* positions that a query sees, 0 for all; they do not slide */
+    int64_t window, chunked;          /* positions that a query sees, 0 for all; whether the window does not slide */
     double softcap;
 } ExactRequest;
 
 static inline int bit_of(const int64_t *words, int64_t bit) { return words[bit / 64] >> bit % 64 & 1; }
 
-/* Tail slots before ``slot`` that a query sees: the position of that slot's key, counted from the tail's first. */
+/* Returns how many tail slots before ``slot`` a query sees, the position of the slot's key within the tail. */
 static int64_t seen_before(const int64_t *words, int64_t slot) {
     int64_t count = 0;
     for (int64_t w = 0; w < slot / 64; w++)
@@ -57,7 +57,7 @@ static float element_at(const char *at, int kind) {
     return lanes[0];
 }
 
-/* out += sum of probs[n] * values[n], one n after the other, for four vectors or one of the output at a time. */
+/* Adds probs[n] * values[n] to out, one n after another, for one or four vectors of the output at a time. */
 INLINE void weighted(const char *const *values, int count, const float *probs, float *out, int64_t at, int wide,
                      int kind) {
     vec sums[4];
@@ -91,7 +91,7 @@ INLINE void weighted_values(const char *const *values, int count, const float *p
                 out[at] = fmaf(probs[n], element_at(values[n] + at * element_bytes(kind), kind), out[at]);
 }
 
-/* One run of positions of a sequence and KV head. ``state``: [rows] outputs, then STATE floats each. */
+/* Computes one run of positions of a sequence and KV head. ``state`` is [rows] outputs, then STATE floats each. */
 INLINE void exact_run(const ExactRequest *request, int64_t b, int64_t head, int64_t run, float *state, float *scratch,
                       int kind) {
     const int64_t dim = request->dim, value_dim = request->value_dim, rows = request->tokens * request->group;
@@ -99,7 +99,7 @@ INLINE void exact_run(const ExactRequest *request, int64_t b, int64_t head, int6
     const int64_t *masks = request->mask + b * request->planned * request->words;
     const int64_t before = min_of(end, length) > begin ? min_of(end, length) - begin : 0;
     const int64_t tail = end > length ? request->tail : 0, count = before + tail;
-    /* The first position that any query sees: slots before it may hold anything. */
+    /* ``least`` is the first position that any query sees; slots before it may hold any value. */
     int64_t least = INT64_MAX;
     for (int64_t t = 0; t < request->tokens; t++) {
         const int64_t *words = masks + t * request->words;
@@ -185,7 +185,7 @@ static void exact_task(const void *argument, int64_t b, int64_t head, int64_t ru
     }
 }
 
-/* Merge the runs of one query row in their order. */
+/* Merges the runs of one query row in their order. */
 static void exact_merge(const void *argument, const float *states, int64_t runs, int64_t apart, int64_t row,
                         int64_t query_head, int64_t at) {
     const ExactRequest *request = argument;
@@ -211,7 +211,7 @@ static void exact_merge(const void *argument, const float *states, int64_t runs,
         out[d] /= sum;
 }
 
-/* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
+/* Returns the bytes that ``work`` needs if it has less, else 0 after computing the result. */
 int64_t exact_attention(const void *argument) {
     const ExactRequest *request = argument;
     const int64_t rows = request->tokens * request->group;

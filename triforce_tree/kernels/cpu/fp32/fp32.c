@@ -1,12 +1,12 @@
-/* The operations of a decoding pass on a CPU with AVX-512 or AVX2, in fp32, for few tokens: linear layers, attention,
- * the small operations between them, and what is done between forwards. Each function takes the address of its request. */
+/* Operations of a decoding pass on a CPU with AVX-512 or AVX2, in fp32 and for few tokens: linear layers, attention,
+ * smaller operations of a layer, and operations between forwards. Each function takes the address of its request. */
 #include "vectors.h"
 
 #include <float.h>
 
 #include "../threads.h"
 
-enum { MOST_GATED = 64 }; /* rows of ``gated`` */
+enum { MOST_GATED = 64 }; /* most rows of ``gated`` */
 
 #include "tasks.h"
 

@@ -1,4 +1,4 @@
-/* The small operations of a decoder layer. */
+/* RMS norm and rotary embeddings. */
 
 typedef struct {
     const float *x, *weight; /* [rows, length] and [length] */
@@ -7,7 +7,7 @@ typedef struct {
     double eps;
 } NormRequest;
 
-/* x / sqrt(mean(x^2) + eps) * weight. */
+/* Computes x / sqrt(mean(x^2) + eps) * weight. */
 void rms_norm(const void *argument) {
     const NormRequest *request = argument;
     const int64_t length = request->length, whole = length / LANES * LANES;
@@ -38,11 +38,11 @@ typedef struct {
 
 typedef struct {
     Rotated parts[2];        /* queries and keys */
-    const float *cos, *sin;  /* [batch, tokens, dim], dense; ``angles`` elements from one sequence to the next */
+    const float *cos, *sin;  /* [batch, tokens, dim], dense, with ``angles`` elements between sequences */
     int64_t batch, tokens, dim, angles;
 } RotaryRequest;
 
-/* x * cos + rotate_half(x) * sin. */
+/* Computes x * cos + rotate_half(x) * sin. */
 void rotary(const void *argument) {
     const RotaryRequest *request = argument;
     const int64_t dim = request->dim, half = dim / 2;

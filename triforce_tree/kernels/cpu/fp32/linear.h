@@ -1,20 +1,20 @@
-/* Products of a few rows with weight matrices, read once from memory. */
+/* Products of a few rows with weight matrices, which are read from memory once. */
 
-enum { PARTS = 4 }; /* of a matrix for each thread: one that begins late still takes a share */
+enum { PARTS = 4 }; /* parts of a matrix per thread, so that a thread that begins late still takes some */
 
-/* Rows of one weight matrix. */
+/* A weight matrix. */
 typedef struct {
     const char *weights; /* [outs, length], dense */
     const float *bias;   /* [outs], or NULL */
-    const float *scales; /* [outs], factors of the rows of INT8; else not read */
-    int64_t kind;        /* of the weights' elements */
+    const float *scales; /* [outs], factors of the rows of INT8; not read for other kinds */
+    int64_t kind;        /* how the elements of weights are stored */
 } Matrix;
 
-/* Rows ``begin`` to ``end`` of a matrix, by all rows of x; results [rows] of ``out`` begin with row ``begin``'s. */
+/* Multiplies rows ``begin`` to ``end`` of a matrix by all rows of x; rows of ``out`` begin at matrix row ``begin``. */
 INLINE void multiply_rows(const Matrix *matrix, int kind, int64_t begin, int64_t end, const float *x, int64_t rows,
                           int64_t length, float *out, int64_t out_row) {
     const int64_t row_bytes = length * element_bytes(kind), together = equal_parts(rows, MOST_LEFT);
-    /* As many bytes ahead for all kinds: rows in few bits are too short for memory to answer within a few of them. */
+    /* The distance in bytes is equal for all kinds, because rows of fewer bits are processed faster. */
     const int64_t ahead_bytes = RIGHT * row_bytes * element_bytes(FLOAT32) / element_bytes(kind);
     for (int64_t n = begin; n < end;) {
         const int right = end - n >= RIGHT ? RIGHT : 1;
@@ -60,12 +60,12 @@ typedef struct {
     int64_t rows, length, outs, threads;
 } LinearRequest;
 
-/* Rows of a matrix are shared among threads as so many parts. */
+/* Returns the number of parts into which the rows of a matrix are divided for the threads. */
 static int64_t parts_of(int64_t outs, int64_t threads) {
     return threads < 2 ? 1 : min_of(PARTS * threads, (outs + 2 * RIGHT - 1) / (2 * RIGHT));
 }
 
-/* The first row of a part, a multiple of RIGHT, or ``outs``. */
+/* Returns the first row of a part, a multiple of RIGHT or ``outs``. */
 static int64_t begin_of(int64_t part, int64_t parts, int64_t outs) {
     return min_of((outs + RIGHT - 1) / RIGHT * part / parts * RIGHT, outs);
 }
@@ -89,9 +89,9 @@ typedef struct {
     int64_t rows, length, outs, threads;
 } GatedRequest;
 
-enum { GATED_OUTS = 64 }; /* columns whose gates are kept before they are multiplied */
+enum { GATED_OUTS = 64 }; /* columns of a block, whose gates are kept until they are multiplied */
 
-/* A block of columns of silu(x gate^T) * (x up^T). */
+/* Computes a block of columns of silu(x gate^T) * (x up^T). */
 static void gated_block(const GatedRequest *request, int64_t block) {
     const int64_t rows = request->rows, outs = request->outs;
     const int64_t begin = block * GATED_OUTS, end = min_of(begin + GATED_OUTS, outs), count = end - begin;

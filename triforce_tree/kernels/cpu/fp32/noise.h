@@ -1,4 +1,4 @@
-/* Random numbers: number i of a call follows from the seed and i alone. */
+/* Random numbers; number i of a call depends only on the seed and i. */
 
 enum { NOISE_BLOCK = 256 };
 
@@ -8,7 +8,7 @@ typedef struct {
     int64_t count, threads;
 } NoiseRequest;
 
-/* 64 random bits: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). */
+/* Returns 64 random bits by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). */
 static inline uint64_t random_bits(uint64_t seed, uint64_t index) {
     uint64_t x = seed + (index + 1) * 0x9e3779b97f4a7c15u;
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
@@ -16,7 +16,7 @@ static inline uint64_t random_bits(uint64_t seed, uint64_t index) {
     return x ^ x >> 31;
 }
 
-/* ln(x) for normal x, to within two units of the last place (polynomial of Cephes' logf). */
+/* Returns ln(x) for normal x, to within two units of the last place (polynomial of Cephes' logf). */
 static inline float log_of(float x) {
     int32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -53,7 +53,7 @@ static void exponential_task(const void *argument, int64_t number, int64_t worke
 #pragma omp simd
         for (int i = 0; i < NOISE_BLOCK; i++) {
             const float u = uniform[i] < 0x1.fffffep-1f ? uniform[i] : 0x1.fffffep-1f, left = 1 - u;
-            /* 1 - u is rounded, and the quotient makes up for it: u itself where that leaves 1. */
+            /* The quotient corrects for the rounding of 1 - u; the result is u where 1 - u rounds to 1. */
             const float none = (float)(left >= 1);
             uniform[i] = (none - log_of(left)) / (none + (1 - left)) * u;
         }
@@ -62,7 +62,7 @@ static void exponential_task(const void *argument, int64_t number, int64_t worke
     }
 }
 
-/* Exp(1), with the relative precision of fp32 down to 2^-63: -log(1 - u) for uniform u in (0, 1). */
+/* Draws from Exp(1) as -log(1 - u) for uniform u in (0, 1), with the relative precision of fp32 down to 2^-63. */
 void exponential(const void *argument) {
     const NoiseRequest *request = argument;
     const int64_t numbers = NOISE_TASK * NOISE_BLOCK;

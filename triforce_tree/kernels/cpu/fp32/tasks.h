@@ -1,20 +1,20 @@
-/* How attention is divided among threads: a task for each run of positions of a sequence and KV head, then the merging
- * of the runs' states for each query row. Both go in any order, and none of the results depends on it. */
+/* Divides attention among threads: one task for each run of positions of a sequence and KV head, then tasks that merge
+ * the states of runs for each query row. Tasks run in any order, which does not change results. */
 
 enum {
     RUN = 512,      /* positions of a task, which begins at a multiple of it */
-    STATE = 2,      /* floats of a row's state beside its output: maximum and sum */
+    STATE = 2,      /* floats of a row's state after its output: maximum and sum */
 };
 
 typedef struct {
     const void *request;
     int64_t batch, heads, group, tokens, threads;
-    const int64_t *runs;    /* [batch], of each sequence */
-    int64_t state, scratch; /* floats: of a task's state, and of a thread */
+    const int64_t *runs;    /* [batch], number of runs of each sequence */
+    int64_t state, scratch; /* floats of a task's state, and of a thread's scratch */
     char *work;
     int64_t work_bytes;
     void (*attend)(const void *request, int64_t b, int64_t head, int64_t run, float *state, float *scratch);
-    /* Row ``row`` of a KV head, from ``runs`` states that are ``apart`` floats apart, to row ``at`` of the output
+    /* Merges row ``row`` of a KV head from ``runs`` states, ``apart`` floats apart, into row ``at`` of the output
      * [batch, tokens, heads * group]. */
     void (*merge)(const void *request, const float *states, int64_t runs, int64_t apart, int64_t row, int64_t query_head,
                   int64_t at);
@@ -26,7 +26,7 @@ typedef struct {
     float *states, *scratch;
 } TasksInWork;
 
-enum { MERGED = 16 }; /* rows of a task of the merging */
+enum { MERGED = 16 }; /* rows of a task that merges */
 
 static void attend_task(const void *argument, int64_t number, int64_t worker) {
     const TasksInWork *work = argument;
@@ -52,7 +52,7 @@ static void merge_task(const void *argument, int64_t number, int64_t worker) {
     }
 }
 
-/* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
+/* Returns the bytes that ``work`` needs if it has less, else 0 after computing the result. */
 static int64_t run_tasks(const Tasks *tasks) {
     const int64_t batch = tasks->batch, heads = tasks->heads, rows = tasks->tokens * tasks->group;
     const int64_t state = tasks->state, scratch = tasks->scratch;

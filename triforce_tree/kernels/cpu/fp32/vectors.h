@@ -1,4 +1,4 @@
-/* Shared by the kernels of fp32.c: loads of weights in 16 and 8 bits, sums over a vector, exponentials. */
+/* Loads of weights in 16 and 8 bits, sums over a vector, and exponentials for the kernels of fp32.c. */
 #include "../cpu_shared.h"
 
 #include <math.h>
@@ -14,7 +14,7 @@ enum { MOST_LEFT = 6 }; /* rows of x that are multiplied together: 24 sums, 4 ro
 #else
 enum { MOST_LEFT = 2 };
 #endif
-enum { RIGHT = 4 }; /* rows of weights that are */
+enum { RIGHT = 4 }; /* rows of weights that are multiplied together */
 
 INLINE int element_bytes(int kind) { return kind == FLOAT32 ? 4 : kind == INT8 ? 1 : 2; }
 
@@ -34,13 +34,13 @@ INLINE vec load_as(const char *at, int kind) {
 #endif
 }
 
-/* Rows that are processed together, at most ``most``: as equal parts of ``rows`` as may be. */
+/* Returns how many of ``rows`` are processed together, at most ``most``, so that parts are about equal. */
 static inline int64_t equal_parts(int64_t rows, int64_t most) {
     const int64_t parts = (rows + most - 1) / most;
     return (rows + parts - 1) / parts;
 }
 
-/* The first ``count`` elements, then zeros. */
+/* Loads the first ``count`` elements, followed by zeros. */
 static inline vec load_part(const char *at, int kind, int count) {
     char padded[LANES * 4] = {0};
     memcpy(padded, at, count * element_bytes(kind));
@@ -63,7 +63,7 @@ static inline float max_in(vec x) {
     return most;
 }
 
-/* The sums over the elements of each of four vectors. */
+/* Returns the sum over the elements of each of four vectors. */
 INLINE __m128 sums_of(vec a, vec b, vec c, vec d) {
 #ifdef __AVX512F__
     const vec ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
@@ -80,7 +80,7 @@ INLINE __m128 sums_of(vec a, vec b, vec c, vec d) {
     return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
 }
 
-/* e^x to within two units of the last place, for x from -87 to 88; beyond, the value there. NaN stays NaN. */
+/* Returns e^x to within two units of the last place for x clamped to -87 ... 88; NaN gives NaN. */
 static inline vec exp_of(vec x) {
     const vec shift = broadcast(0x1.8p23f);
     x = max_of(broadcast(-87.0f), x);
@@ -99,8 +99,8 @@ static inline vec exp_of(vec x) {
     return scaled_by_exp2(y, whole);
 }
 
-/* out[m * out_row + i] = the product of row m of x with row i of the ``right`` (at most RIGHT) others, at ``at``.
- * Each is summed in the same order, whatever ``left`` and ``right`` are. Meanwhile the rows ``ahead`` are prefetched. */
+/* Sets out[m * out_row + i] to the product of row m of x with row i of ``right`` (at most RIGHT) rows at ``at``. Each
+ * product is summed in the same order, whatever ``left`` and ``right`` are. The rows ``ahead`` are prefetched. */
 INLINE void dots(const char *const *at, const char *const *ahead, int kind, int right, const float *x, int64_t x_row,
                  int left, int length, float *out, int64_t out_row) {
     vec sums[MOST_LEFT][RIGHT];
@@ -142,7 +142,7 @@ INLINE void dots(const char *const *at, const char *const *ahead, int kind, int 
     }
 }
 
-/* The same with any ``left`` up to MOST_LEFT. */
+/* Calls dots for any ``left`` up to MOST_LEFT. */
 INLINE void dots_of(const char *const *at, const char *const *ahead, int kind, int right, const float *x,
                     int64_t x_row, int left, int length, float *out, int64_t out_row) {
     switch (left) {

@@ -1,6 +1,6 @@
 /* Growth of a token tree between the forwards of a draft model. */
 
-/* Where x is below the limit 0, else y. */
+/* Returns 0 where x is below the limit, else y. */
 static inline vec zero_below(vec x, float limit, vec y) {
 #ifdef __AVX512F__
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, broadcast(limit), _CMP_NLT_UQ), y);
@@ -9,7 +9,7 @@ static inline vec zero_below(vec x, float limit, vec y) {
 #endif
 }
 
-/* out [length] = softmax of x / temperature; NaN everywhere if there is one in x. */
+/* Computes out [length], the softmax of x / temperature; all elements are NaN if x has NaN. */
 static void softmax_of(const float *x, float temperature, int64_t length, float *out) {
     const int64_t whole = length / LANES * LANES;
     const vec heat = broadcast(temperature);
@@ -23,7 +23,7 @@ static void softmax_of(const float *x, float temperature, int64_t length, float 
     for (int64_t i = whole; i < length; i++)
         out[i] = x[i] / temperature, top = fmaxf(top, out[i]);
     top = fmaxf(top, max_in(most));
-    /* Tiny ones are 0, as what is impossible must be. */
+    /* Smaller exponentials become 0, so that impossible tokens have probability 0. */
     const float tiny = -87;
     vec sums = broadcast(0);
     float sum = 0;
@@ -41,11 +41,11 @@ static void softmax_of(const float *x, float temperature, int64_t length, float 
         out[i] /= sum;
 }
 
-/* NaN is the largest number. */
+/* Returns whether a is larger than b, where NaN is the largest number. */
 static inline int above(float a, float b) { return a > b || (a != a && b == b); }
 
-/* The ``count`` (at most ``length``) largest of non-negative x / by, or of x without ``by``, in descending order, of
- * equals the lower index first. */
+/* Finds the ``count`` (at most ``length``) largest of non-negative x / by, or of x if ``by`` is NULL, in descending
+ * order, of equals the lower index first. */
 static void largest_of(const float *x, const float *by, int64_t length, int64_t count, int64_t *found, float *values) {
     int64_t held = 0;
     for (int64_t at = 0; at < length; at += LANES) {
@@ -73,11 +73,11 @@ static void largest_of(const float *x, const float *by, int64_t length, int64_t 
 }
 
 typedef struct {
-    const float *logits;      /* [batch, nodes, vocabulary], the last dimension dense, as of the others */
+    const float *logits;      /* [batch, nodes, vocabulary]; the last dimension of all tensors is dense */
     int64_t logits_batch, logits_node;
-    const float *exponential; /* likewise, or NULL */
+    const float *exponential; /* [batch, nodes, vocabulary], or NULL */
     int64_t exponential_batch, exponential_node;
-    float *probs;             /* likewise */
+    float *probs;             /* [batch, nodes, vocabulary] */
     int64_t probs_batch, probs_node;
     const float *temperature; /* [], or NULL */
     int64_t *draws;           /* [batch, nodes, count] */
@@ -85,7 +85,7 @@ typedef struct {
     int64_t batch, nodes, vocabulary, count, threads;
 } ExpandRequest;
 
-enum { LEAST_SHARED = 65536 }; /* logits from which on threads share them */
+enum { LEAST_SHARED = 65536 }; /* fewest logits that threads share */
 
 static void expand_node(const void *argument, int64_t row, int64_t worker) {
     const ExpandRequest *request = argument;
@@ -115,8 +115,8 @@ void expand_nodes(const void *argument) {
 }
 
 typedef struct {
-    int64_t *tokens, *parents, *mask_words; /* [batch, nodes] and [batch, nodes, words]; dense, as the others */
-    float *path_probs;                      /* [batch, nodes], of another number of nodes */
+    int64_t *tokens, *parents, *mask_words; /* [batch, nodes] and [batch, nodes, words]; all tensors are dense */
+    float *path_probs;                      /* [batch, nodes], with its own number of nodes */
     int64_t *ids, *mask;                    /* [batch, width]; [batch * width, mask_words], or NULL */
     const int64_t *draws;                   /* [batch, frontier, count] */
     const float *by_rank;                   /* [batch, frontier, count] */
@@ -126,7 +126,7 @@ typedef struct {
     int64_t batch, nodes, path_nodes, words, mask_width, frontier, count, width, first, before;
 } PlaceRequest;
 
-/* Marks the ``width`` places of largest path probability, of equals the lower place. */
+/* Marks the ``width`` (parent, rank) with the largest path probabilities, of equals the lower index. */
 static void best_places(const PlaceRequest *request, int64_t b, char *chosen) {
     const int64_t places = request->frontier * request->count;
     const float *by_rank = request->by_rank + b * places;
@@ -144,7 +144,7 @@ static void best_places(const PlaceRequest *request, int64_t b, char *chosen) {
     }
 }
 
-/* Bits ``before`` ones, then those of ``words``, as far as they fit. */
+/* Writes ``before`` ones, then the bits of ``words`` that fit. */
 static void shifted_bits(const int64_t *words, int64_t count, int64_t before, int64_t *out, int64_t length) {
     const int64_t skipped = before / 64, shift = before % 64;
     for (int64_t i = 0; i < length; i++) {

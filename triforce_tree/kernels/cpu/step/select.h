@@ -3,7 +3,7 @@
 typedef struct {
     char *work;
     int64_t work_bytes;
-    const float *q;     /* [batch, heads * group, dim], the last dimension dense, as of the others */
+    const float *q;     /* [batch, heads * group, dim]; the last dimension of all tensors is dense */
     int64_t q_batch, q_head;
     const float *means; /* [batch, heads, chunks, columns], columns dim or 2 dim */
     int64_t means_batch, means_head, means_chunk;
@@ -16,7 +16,7 @@ typedef struct {
 
 enum { SCORED = 256 }; /* chunks of a task */
 
-/* The element of rank ``rank``, descending from 0, of numbers without NaN; reorders them. */
+/* Returns the element of rank ``rank``, descending from 0, of numbers without NaN, which it reorders. */
 static float nth_largest(float *numbers, int64_t count, int64_t rank) {
     int64_t low = 0, high = count - 1;
     while (low < high) {
@@ -42,7 +42,7 @@ static float nth_largest(float *numbers, int64_t count, int64_t rank) {
     return numbers[rank];
 }
 
-/* Raw scores [group, chunks] of the chunks ``begin`` to ``end`` of a head. */
+/* Computes the raw scores [group, chunks] of chunks ``begin`` to ``end`` of a head. */
 static void score_chunks(const SelectRequest *request, int64_t b, int64_t head, int64_t begin, int64_t end,
                          const float *q, float *scores) {
     const float *means = request->means + b * request->means_batch + head * request->means_head;
@@ -71,7 +71,7 @@ static void score_chunks(const SelectRequest *request, int64_t b, int64_t head, 
             scores[m * request->chunks + chunk] *= (float)request->scale;
 }
 
-/* The group's scores [limit] of each chunk into the first row: the largest log-softmax over its queries. */
+/* Writes the group's score of each chunk to the first row: the largest log-softmax over its queries. */
 static void join_group(float *scores, int64_t group, int64_t chunks, int64_t limit) {
     for (int64_t m = 0; m < group && group > 1; m++) {
         float *row = scores + m * chunks, most = -INFINITY, sum = 0;
@@ -82,7 +82,7 @@ static void join_group(float *scores, int64_t group, int64_t chunks, int64_t lim
         const float whole = most + logf(sum);
         for (int64_t i = 0; i < limit; i++) {
             row[i] -= whole;
-            /* NaN stays NaN. */
+            /* The comparisons keep NaN. */
             if (m && !(row[i] <= scores[i]) && scores[i] == scores[i])
                 scores[i] = row[i];
         }
@@ -92,7 +92,7 @@ static void join_group(float *scores, int64_t group, int64_t chunks, int64_t lim
     scores[0] = INFINITY;
 }
 
-/* A sequence's KV head: its queries [group, columns], scores [group, chunks] and a copy of one row of these. */
+/* Returns the workspace of a KV head: queries [group, columns], scores [group, chunks] and a copy of one row. */
 static float *head_work(const SelectRequest *request, int64_t each) {
     const int64_t own = request->group * (request->columns + request->chunks) + request->chunks;
     return (float *)(((intptr_t)request->work + LINE - 1) / LINE * LINE) + each * own;
@@ -136,7 +136,7 @@ static void choose_task(const void *argument, int64_t each, int64_t worker) {
             table[found++] = i;
 }
 
-/* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
+/* Returns the bytes that ``work`` needs if it has less, else 0 after computing the result. */
 int64_t select_chunks(const void *argument) {
     const SelectRequest *request = argument;
     const int64_t heads = request->batch * request->heads, parts = (request->chunks + SCORED - 1) / SCORED;

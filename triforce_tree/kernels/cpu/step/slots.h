@@ -13,14 +13,14 @@ typedef struct {
     int64_t index_batch, layers, batch, heads, size, places, ring;
 } MoveRequest;
 
-/* The slot of a position; -1 where there is none. */
+/* Returns the slot of a position, or -1 if there is none. */
 static inline int64_t moved_slot(const MoveRequest *request, int64_t position) {
     if (request->ring)
         return position % request->ring;
     return position < request->size ? position : -1;
 }
 
-/* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is moved. */
+/* Returns the bytes that ``work`` needs if it has less, else 0 after moving all slots. */
 int64_t move_kv(const void *argument) {
     const MoveRequest *request = argument;
     const int64_t places = request->places, most = request->kv[0].bytes > request->kv[1].bytes ? 0 : 1;
@@ -31,7 +31,7 @@ int64_t move_kv(const void *argument) {
         int64_t from[places], to[places], count = 0;
         for (int64_t i = 0; i < places; i++) {
             const int64_t offset = request->index[b * request->index_batch + i];
-            /* What stays in its place is no source of another: it would have to be read, but not written. */
+            /* A slot that is its own target is neither read nor written. */
             if (offset < 0 || offset == i)
                 continue;
             from[count] = moved_slot(request, request->start[b] + offset), to[count] = moved_slot(request, request->start[b] + i);

@@ -1,11 +1,11 @@
 /* Traversal verification of token trees; see kernels/step/traversal.py for what is computed. */
 
-enum { FIXED = -2 }; /* the row of q of a node that was proposed deterministically */
+enum { FIXED = -2 }; /* value of q_rows for a node that was proposed deterministically */
 
 typedef struct {
     char *work;
     int64_t work_bytes;
-    const int64_t *tokens, *parents, *q_rows; /* [batch, nodes]; *_batch elements from one sequence to the next */
+    const int64_t *tokens, *parents, *q_rows; /* [batch, nodes], with *_batch elements between sequences */
     int64_t tokens_batch, parents_batch, rows_batch;
     const float *p, *q;           /* [batch, nodes, vocabulary] and [batch, ..., vocabulary], the last dimension dense */
     int64_t p_batch, p_node, q_batch, q_node;
@@ -19,13 +19,13 @@ typedef struct {
     const TraverseRequest *request;
     const int64_t *tokens, *parents, *rows;
     const float *p, *q, *uniforms;
-    float *work;     /* [1 + 2 (depth + 1), vocabulary]: a residual, then what is left of p and q at each level */
+    float *work;     /* [1 + 2 (depth + 1), vocabulary]: a residual, then the current p and q of each level */
     char *rejected;  /* [nodes] */
     int64_t *path;   /* accepted nodes by level */
     int64_t length;
 } Traversal;
 
-/* left = max(weight * target - draft, 0), or without ``draft`` weight * target, but 0 at ``token``; returns its sum. */
+/* Sets left to max(weight * target - draft, 0), or to weight * target but 0 at ``token``; returns its sum. */
 static float residual_of(float weight, const float *target, const float *draft, int64_t token, int64_t length,
                          float *left) {
     float total = 0;
@@ -33,7 +33,7 @@ static float residual_of(float weight, const float *target, const float *draft, 
 #pragma omp simd reduction(+ : total)
         for (int64_t i = 0; i < length; i++) {
             const float mass = weight * target[i] - draft[i];
-            /* NaN stays NaN. */
+            /* The comparison keeps NaN. */
             left[i] = mass < 0 ? 0 : mass;
             total += left[i];
         }
@@ -48,7 +48,7 @@ static float residual_of(float weight, const float *target, const float *draft, 
     return total;
 }
 
-/* out = draft without a token, renormalised; zeros if nothing is left. */
+/* Sets out to draft without a token, renormalised; zeros if no probability is left. */
 static void without_token(const float *draft, int64_t token, int64_t length, float *out) {
     float total = 0;
 #pragma omp simd reduction(+ : total)
@@ -63,7 +63,7 @@ static void without_token(const float *draft, int64_t token, int64_t length, flo
             out[i] /= total;
 }
 
-/* What the next token is drawn from, if a node at or below this one is accepted; else NULL. */
+/* Returns the probs of the next token if a node in the subtree of this node is accepted, else NULL. */
 static const float *visit(Traversal *tree, int64_t node, float weight, int64_t level) {
     const TraverseRequest *request = tree->request;
     const int64_t nodes = request->nodes, vocabulary = request->vocabulary, row = tree->rows[node];
@@ -107,7 +107,7 @@ static const float *visit(Traversal *tree, int64_t node, float weight, int64_t l
     return target;
 }
 
-/* The lowest index of the largest weight / exponential among positive weights; 0 where there are none. */
+/* Returns the lowest index of the largest weight / exponential of positive weights, or 0 without any. */
 static int64_t drawn_from(const float *weights, const float *exponential, int64_t length) {
     float most = 0;
 #pragma omp simd reduction(max : most)
@@ -121,7 +121,7 @@ static int64_t drawn_from(const float *weights, const float *exponential, int64_
     return 0;
 }
 
-/* Returns the bytes of ``work`` that are needed, if it has less; else 0, when all is computed. */
+/* Returns the bytes that ``work`` needs if it has less, else 0 after computing the result. */
 int64_t traverse_tree(const void *argument) {
     const TraverseRequest *request = argument;
     const int64_t needed = (2 * request->depth + 3) * request->vocabulary * sizeof(float) + LINE;
@@ -152,13 +152,13 @@ int64_t traverse_tree(const void *argument) {
 }
 
 typedef struct {
-    const int64_t *tokens, *parents, *best; /* [batch, nodes]; *_batch elements from one sequence to the next */
+    const int64_t *tokens, *parents, *best; /* [batch, nodes], with *_batch elements between sequences */
     int64_t tokens_batch, parents_batch, best_batch;
-    int64_t *path, *count, *next; /* as of a traversal */
+    int64_t *path, *count, *next; /* as in TraverseRequest */
     int64_t batch, nodes, depth;
 } GreedyRequest;
 
-/* Follow the target's most probable tokens as long as a child proposes them. */
+/* Follows the target's most probable tokens as long as a child proposes them. */
 void accept_greedy(const void *argument) {
     const GreedyRequest *request = argument;
     const int64_t nodes = request->nodes, depth = request->depth;
