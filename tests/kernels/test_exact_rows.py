@@ -5,6 +5,7 @@ import torch
 
 from tests.support.kernels import triton_ops
 from tests.support.kernels.triton_ops import DEVICE
+from triforce_tree.kernels.linear.configs import counters_for
 from triforce_tree.kernels.norm import reference
 
 pytestmark = [
@@ -23,7 +24,7 @@ def test_pinned_linears(outs: int, ins: int) -> None:
     if DEVICE == "cpu" and outs > 1000:
         pytest.skip("the interpreter would take long, and has one tile for all rows")
     x, weight = torch.randn(64, ins).to(DEVICE, HALF), (torch.randn(outs, ins) / 30).to(DEVICE, HALF)
-    bias, counters = torch.randn(outs).to(DEVICE, HALF), launch.counters_for(outs, DEVICE)
+    bias, counters = torch.randn(outs).to(DEVICE, HALF), counters_for(outs, DEVICE)
     out = launch.pinned_linear(x, weight, bias, counters)
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     plain = torch.nn.functional.linear(x, weight, bias)

@@ -22,9 +22,9 @@ SIZES = [(1, 2, 5, 64, 128), (7, 3, 4, 100, 520), (40, 2, 3, 33, 333), (3, 1, 6,
 @pytest.fixture(name="kernel")
 def _kernel():
     triton_ops.require_triton()
-    from triforce_tree.kernels.linear import experts_launch
+    from triforce_tree.kernels.linear import experts_kernels
 
-    return experts_launch
+    return experts_kernels
 
 
 def problem(tokens: int, each: int, count: int, outs: int, ins: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

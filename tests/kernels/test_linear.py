@@ -16,6 +16,7 @@ from triforce_tree.kernels.linear.configs import (
     OneRowConfig,
     choose,
     choose_one_row,
+    counters_for,
     row_block,
 )
 
@@ -63,7 +64,7 @@ def within_error_limit(made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | N
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_results(kernels, bits, rows, outs, ins, config):
     x, weight, bias = problem(rows, outs, ins)
-    counters = kernels.counters_for(outs, DEVICE)
+    counters = counters_for(outs, DEVICE)
     if bits == 16:
         made = kernels.linear(x, weight, bias, counters, config)
     else:
@@ -83,7 +84,7 @@ def test_one_row(kernels, ins, biased):
     bias = bias if biased else None
     # Rows of a wider matrix, as slices of a joined weight.
     weight = torch.cat([weight, weight], 1)[:, :ins]
-    counters = kernels.counters_for(12, DEVICE)
+    counters = counters_for(12, DEVICE)
     assert choose_one_row(12, ins, KNOWN["sm_90"]) is not None
     config = OneRowConfig(4, 256, 4, 3)
     assert within_error_limit(multiplied(x, [weight], [bias], config), x, weight, bias)
@@ -113,7 +114,7 @@ def test_layers_that_multiply_one_row_without_tensor_cores():
 def test_leading_dimensions_strides_and_no_bias(kernels):
     x, weight, _ = problem(6, 64, 256)
     wide = torch.cat([x, x], 1)[:, :256].view(2, 3, 256)
-    made = kernels.linear(wide, weight, None, kernels.counters_for(64, DEVICE), TMA)
+    made = kernels.linear(wide, weight, None, counters_for(64, DEVICE), TMA)
     assert made.shape == (2, 3, 64)
     assert within_error_limit(made.view(6, 64), x, weight, None)
 
@@ -122,7 +123,7 @@ def test_fakes_agree_with_the_operators(kernels):
     x, weight, bias = problem(2, 64, 256)
     words, scales = reference.quantise(weight, 4)
     checks = ("test_schema", "test_faketensor")
-    counters = kernels.counters_for(64, DEVICE)
+    counters = counters_for(64, DEVICE)
     plain = kernels._config_numbers(TMA)
     for args in ((x, weight, None, bias, counters, 16, plain), (x, words, scales, None, counters, 4, plain)):
         torch.library.opcheck(kernels._linear.overload, args, test_utils=checks)
@@ -130,7 +131,7 @@ def test_fakes_agree_with_the_operators(kernels):
 
 def test_wrong_input_raises(kernels):
     x, weight, _ = problem(2, 64, 256)
-    counters = kernels.counters_for(64, DEVICE)
+    counters = counters_for(64, DEVICE)
     with pytest.raises(ValueError, match="rows=129"):
         kernels.linear(x.new_zeros(129, 256), weight, None, counters)
     with pytest.raises(ValueError, match="takes bf16 and fp16"):

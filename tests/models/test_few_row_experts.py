@@ -55,7 +55,7 @@ def test_the_implementation_computes_what_transformers_computes(family: str, row
 def test_through_the_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU path in Triton's interpreter."""
     triton_ops.require_triton()
-    from triforce_tree.kernels.linear import experts_launch
+    from triforce_tree.kernels.linear import experts_kernels
 
     model = made(family)
     module = expert_modules(model)[0]
@@ -65,7 +65,7 @@ def test_through_the_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def kernel(*args: object) -> Tensor:
         launched.append(1)
-        return experts_launch.expert_linear(*args)
+        return experts_kernels.expert_linear(*args)
 
     for name, layer in (("fused", module), ("packed", LowBitExperts(copy.deepcopy(module), 8))):
         # Rounded once more than the kernel, in fp16.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_tree.kernels.linear import reference
-from triforce_tree.kernels.linear.configs import LEAST_BLOCK, MOST_PLAIN_ROWS, MOST_ROWS
+from triforce_tree.kernels.linear.configs import MOST_PLAIN_ROWS, MOST_ROWS, counters_for
 from triforce_tree.models.experts.few_row import LowBitExperts
 from triforce_tree.models.experts.modules import is_fused
 from triforce_tree.models.host.linears import is_plain_linear
@@ -36,7 +36,8 @@ class FewRowLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.counters: Tensor
-        self.register_buffer("counters", _counters(linear), persistent=False)
+        counters = counters_for(linear.out_features, linear.weight.device)
+        self.register_buffer("counters", counters, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if _fits(x, MOST_PLAIN_ROWS) and self.weight.dtype == x.dtype:
@@ -70,7 +71,8 @@ class LowBitLinear(nn.Module):
         self.counters: Tensor
         self.register_buffer("words", words)
         self.register_buffer("scales", scales)
-        self.register_buffer("counters", _counters(linear), persistent=False)
+        counters = counters_for(linear.out_features, linear.weight.device)
+        self.register_buffer("counters", counters, persistent=False)
         self.bias, self._dtype = linear.bias, linear.weight.dtype
 
     @property
@@ -215,11 +217,6 @@ def _children_of_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.M
     for parent in parents.values():
         for name, child in parent.named_children():
             yield parent, name, child
-
-
-def _counters(linear: nn.Linear) -> Tensor:
-    size = -(-linear.out_features // LEAST_BLOCK)
-    return torch.zeros(size, dtype=torch.int32, device=linear.weight.device)
 
 
 def _fits(x: Tensor, most: int = MOST_ROWS) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.linear import launch, reference
-from triforce_tree.kernels.linear.configs import LinearConfig
+from triforce_tree.kernels.linear.configs import LinearConfig, counters_for
 
 BITS = (16, 8, 4)
 ROTATION = 256 * 2**20
@@ -58,7 +58,7 @@ class Weights:
 
     def __init__(self, bits: int, shape: Shape, copies: int = 1, dtype: torch.dtype = torch.bfloat16):
         self.bits, self.shape, self.dtype = bits, shape, dtype
-        self.counters = [launch.counters_for(outs, "cuda") for outs in shape.outs]
+        self.counters = [counters_for(outs, "cuda") for outs in shape.outs]
         self.words = [[self._words(outs) for outs in shape.outs] for _ in range(copies)]
         self.scales = [
             [self._scales(outs) for outs in shape.outs] if bits < 16 else [] for _ in range(copies)

@@ -8,7 +8,7 @@ import torch
 from triforce_tree.kernels.device import Device
 from triforce_tree.kernels.linear import launch as linear
 from triforce_tree.kernels.linear import reference
-from triforce_tree.kernels.linear.configs import choose, row_block
+from triforce_tree.kernels.linear.configs import choose, counters_for, row_block
 
 BITS = (16, 8, 4)
 _ROWS = (16, 32, 64, 128)
@@ -49,7 +49,7 @@ def _multiply(bits: int, count: int, out: int, ins: int, kind: str = "") -> None
     stored = width + (4 if kind == "unaligned" else 0)
     words = torch.zeros(out, stored, dtype=dtype if bits == 16 else torch.int16)[:, :width]
     scales = {16: None, 8: torch.zeros(out), 4: torch.zeros(blocks, out, 4, dtype=torch.bfloat16)}[bits]
-    counters = linear.counters_for(out)
+    counters = counters_for(out)
     if kind == "fused":
         linear.linears(x, [words] * 3, [] if scales is None else [scales] * 3, [], [counters] * 3, bits)
     elif scales is None:

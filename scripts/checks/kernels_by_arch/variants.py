@@ -19,7 +19,7 @@ from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, pla
 from triforce_tree.kernels.device import Device
 from triforce_tree.kernels.exchange import chunks_kernels as exchange_kernels
 from triforce_tree.kernels.exchange import experts_kernels
-from triforce_tree.kernels.linear import experts_launch
+from triforce_tree.kernels.linear import experts_kernels as linear_experts
 from triforce_tree.kernels.linear import reference as linear_reference
 from triforce_tree.kernels.probs import softmax_kernels
 from triforce_tree.kernels.recurrent import recurrence_kernels
@@ -269,7 +269,7 @@ def _route(bits: int, tokens: int, out: int, ins: int, kind: str) -> None:
     ]
     bias = torch.zeros(experts, out, dtype=dtype) if kind == "bias" else None
     x, routed = torch.zeros(tokens, ins, dtype=dtype), _ints(tokens, 4)
-    experts_launch.expert_linear(x, routed, words, scales, bias, bits)
+    linear_experts.expert_linear(x, routed, words, scales, bias, bits)
 
 
 def _states() -> Iterator[Variant]:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from triforce_tree.kernels.device import Device
 
 MOST_ROWS = 128
@@ -18,6 +21,11 @@ SPLIT_WORDS = 128
 
 LEAST_BLOCK = 32
 """Smallest number of output columns of a tile, which bounds the number of counters."""
+
+
+def counters_for(outs: int, device: torch.device | str | None = None) -> Tensor:
+    """Returns zeroed counters for a weight of ``outs`` rows; calls that use them must run on one stream."""
+    return torch.zeros(-(-outs // LEAST_BLOCK), dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)

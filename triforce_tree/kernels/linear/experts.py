@@ -10,7 +10,7 @@ from triforce_tree.kernels.operators import fake, operator
 _TOGETHER = 64
 
 
-@operator("expert_linear", triton=".experts_launch")
+@operator("expert_linear", triton=".experts_kernels")
 def expert_linear(
     x: Tensor, ids: Tensor, words: Tensor, scales: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:

@@ -30,18 +30,13 @@ from triforce_tree.kernels.operators import fake, numbers, operator
 _EXACT = [0]
 
 
-def counters_for(outs: int, device: torch.device | str | None = None) -> Tensor:
-    """Returns zeroed counters for a weight of ``outs`` rows; calls that use them must run on one stream."""
-    return torch.zeros(triton.cdiv(outs, LEAST_BLOCK), dtype=torch.int32, device=device)
-
-
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor, config: LinearConfig | None = None
 ) -> Tensor:
     """Computes ``linear.reference.linear`` for bf16 or fp16 and 1 to ``MOST_ROWS`` rows.
 
     Args:
-        counters: result of ``counters_for``.
+        counters: result of ``configs.counters_for``.
         config: tile shapes; None takes them from the table.
     """
     return _linear(x, weight, None, bias, counters, 16, _config_numbers(config))

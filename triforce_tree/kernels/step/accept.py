@@ -12,7 +12,7 @@ FIXED = -2
 """Value of ``q_rows`` for a node that, like its children, was proposed deterministically."""
 
 
-@operator("accept_greedy", triton=".accept_kernels", cpu="..cpu.step.traversal")
+@operator("accept_greedy", triton=".accept_kernels", cpu="..cpu.step.operators")
 def accept_greedy(tokens: Tensor, parents: Tensor, best: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Accepts the path whose tokens are the target's argmax at each node (greedy acceptance).
 

@@ -12,7 +12,7 @@ from triforce_tree.kernels.step.draws import Draws, NoiseDraws, draw_tokens, ran
     "begin_tree",
     writes=("ids", "positions", "root", "at", "lengths"),
     triton=".place_kernels",
-    cpu="..cpu.step.grow",
+    cpu="..cpu.step.operators",
 )
 def begin_tree(
     ids: Tensor,
@@ -52,7 +52,7 @@ def begin_tree(
     lengths.copy_(place - newest + 1)
 
 
-@operator("expand_nodes", writes=("probs",), triton=".grow_kernels", cpu="..cpu.step.grow")
+@operator("expand_nodes", writes=("probs",), triton=".grow_kernels", cpu="..cpu.step.operators")
 def expand_nodes(
     logits: Tensor, temperature: Tensor | None, exponential: Tensor | None, probs: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def expand_drawn(
     "place_nodes",
     writes=("tokens", "parents", "mask_words", "path_probs", "ids", "mask"),
     triton=".place_kernels",
-    cpu="..cpu.step.grow",
+    cpu="..cpu.step.operators",
 )
 def place_nodes(
     tokens: Tensor,

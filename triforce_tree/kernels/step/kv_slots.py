@@ -37,7 +37,7 @@ def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     "append_kv",
     writes=("k_cache", "v_cache", "k_scale", "v_scale"),
     triton=".kv_slots_kernels",
-    cpu="..cpu.fp32.append",
+    cpu="..cpu.step.operators",
 )
 def append_kv(
     k_cache: Tensor,
@@ -78,7 +78,7 @@ def append_kv(
         v_cache[sequence, :, first : first + count] = v[sequence, :, :count].to(v_cache.dtype)
 
 
-@operator("move_kv", writes=("k", "v"), triton=".kv_slots_kernels", cpu="..cpu.step.kv_slots")
+@operator("move_kv", writes=("k", "v"), triton=".kv_slots_kernels", cpu="..cpu.step.operators")
 def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
     """Commits accepted paths in place by moving position ``start[b] + index[b, i]`` to ``start[b] + i``.
 

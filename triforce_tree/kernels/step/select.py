@@ -41,7 +41,7 @@ def chunk_scores(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tenso
     return scores.amax(2).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-@operator("select_chunks", writes=("table",), triton=".select_kernels", cpu="..cpu.step.select")
+@operator("select_chunks", writes=("table",), triton=".select_kernels", cpu="..cpu.step.operators")
 def select_chunks(q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float) -> None:
     """Selects the chunks of a retrieval view per KV head: chunk 0 and the chunks with the highest scores.
 

@@ -11,7 +11,7 @@ from triforce_tree.kernels.step.accept import FIXED, empty_results
 from triforce_tree.kernels.step.draws import Draws, NoiseDraws
 
 
-@operator("traverse_tree", triton=".traversal_kernels", cpu="..cpu.step.traversal")
+@operator("traverse_tree", triton=".traversal_kernels", cpu="..cpu.step.operators")
 def traverse_tree(
     tokens: Tensor,
     parents: Tensor,
