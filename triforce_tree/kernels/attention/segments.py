@@ -1,8 +1,8 @@
-"""Plans of segments that change from forward to forward: nodes of a tree of texts, and common prefixes.
+"""Plans of segments that change between forwards: nodes of a tree of texts, and shared prefixes.
 
-Each node of a tree keeps its keys and values in pages of its own, once for all texts that go through it.
-The queries are in depth-first order, so that those which see a node are a range: DeFT-Flatten (arXiv
-2404.00242, section 3.3) over all nodes in one call.
+Each node of a tree has its own pages of keys and values, which all texts of its subtree share. The queries
+are in depth-first order, so that the queries which see a node are a range, and one call attends to all nodes
+(DeFT-Flatten, arXiv 2404.00242, section 3.3).
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from triforce_tree.kernels.attention.plan import (
 
 
 class Segment(NamedTuple):
-    """KV positions of one node, and the range of queries that sees them.
+    """KV positions of one node and the range of queries that see them.
 
     Attributes:
-        node: row of the page table.
-        length: positions, from the node's first, that all these queries see.
-        tail: positions after them; query ``first + i`` sees the first ``i + 1`` of them. 0, or ``queries``.
-        first, queries: the range.
+        node: row of the page table, one for each node.
+        length: number of positions, from the first of the node, that all these queries see.
+        tail: number of positions after them, 0 or ``queries``; query ``first + i`` sees the first ``i + 1``.
+        first, queries: first query and number of queries.
     """
 
     node: int
@@ -43,20 +43,20 @@ class Segment(NamedTuple):
 
 
 class NodePlan:
-    """A plan for up to so many queries over up to so many segments; :meth:`set` describes one forward.
+    """A plan with a largest number of queries and of segments; :meth:`set` describes one forward.
 
-    Captured graphs may hold ``plan``: its buffers keep their addresses, and what a forward does not use is
-    empty.
+    Captured graphs may hold ``plan``: its buffers keep their addresses, and segments that a forward does not
+    use are empty.
 
     Args:
-        heads: of the attention.
-        queries, segments: most of each in a forward.
-        owners: most pairs of a query and a segment that it sees.
-        tail: most positions of a segment's tail.
-        device, dtype: of queries and KV.
+        heads: heads of the attention.
+        queries, segments: largest numbers in a forward.
+        owners: largest number of pairs of a query and a segment that it sees.
+        tail: largest number of positions of a segment's tail.
+        device, dtype: of queries, keys and values.
 
     Attributes:
-        plan: for a backend's ``segments``.
+        plan: argument of a backend's ``segments``.
     """
 
     def __init__(
@@ -70,16 +70,17 @@ class NodePlan:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        # A segment with more queries than a tile has is cut into pieces, which run side by side and share KV
-        # through L2.
+        # A segment with more queries than a tile is divided into pieces, which run at the same time and share
+        # KV through L2.
         block = config_for(queries * heads.group, heads, dtype, device).block_m
         self._most = max(1, min(queries, block // heads.group))
-        # At least two: a single segment is a whole sequence for the kernel.
+        # There are at least two, because the kernel reads a single segment as a whole sequence.
         count = max(2, segments + owners // self._most)
         sizes = (count, 6 * count, queries + 1, owners)
         ends = [0]
         for size in sizes:
-            # Aligned to 16 bytes: Triton specialises kernels on the alignment of their pointers.
+            # Every part is aligned to 16 bytes, because Triton specialises kernels on the alignment of
+            # pointers.
             ends.append(ends[-1] + -(-size // 4) * 4)
         self._host = torch.zeros(ends[-1], dtype=torch.int32)
         self._device = torch.zeros(ends[-1], dtype=torch.int32, device=device)
@@ -99,7 +100,7 @@ class NodePlan:
         )
 
     def set(self, segments: Sequence[Segment]) -> None:
-        """Describe the coming forward.
+        """Writes the segments of the next forward.
 
         Raises:
             ValueError: more segments, pairs of queries and segments, or tail positions than planned.
@@ -146,9 +147,9 @@ class NodePlan:
 
 
 def definition(q: Tensor, kv: KV, made: Plan, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """Computes the result of a backend's ``segments`` in plain torch.
+    """Computes the attention of a backend's ``segments`` in plain torch.
 
-    It attends to each segment and merges the results (DeFT, section 3.2).
+    It attends to each segment and merges the partial outputs (DeFT, section 3.2).
     """
     assert kv.table is not None
     page = kv.k.shape[2]
@@ -176,7 +177,7 @@ def definition(q: Tensor, kv: KV, made: Plan, params: AttentionParams) -> tuple[
 
 
 class PrefixSegment(NamedTuple):
-    """``length`` slots from ``place`` on, which all queries of ``rows`` sequences from ``first`` on see."""
+    """A shared prefix in ``length`` slots from ``place`` on; ``rows`` sequences from ``first`` on see it."""
 
     place: int
     length: int
@@ -185,26 +186,26 @@ class PrefixSegment(NamedTuple):
 
 
 class PrefixPlan:
-    """Attention of T queries of each of B sequences, several of which begin alike: their prefix is read once.
+    """A plan for T queries of each of B sequences with shared prefixes, which are read once.
 
-    Prefixes, and what each sequence has after them, are runs of slots. A prefix is one segment, seen by the
-    queries of its sequences, and each sequence's own slots are another (cascade inference; Hydragen, arXiv
-    2402.05099; DeFT-Flatten, arXiv 2404.00242, section 3.3), which the kernel merges as it merges slices.
-    Captured graphs may hold ``plan``: :meth:`set` changes its buffers in place.
+    Shared prefixes and the remaining slots of each sequence are runs of slots. A prefix is one segment, which
+    the queries of its sequences see, and the own slots of each sequence are another segment (cascade
+    inference; Hydragen, arXiv 2402.05099; DeFT-Flatten, arXiv 2404.00242, section 3.3). The kernel merges the
+    partial outputs of a query. Captured graphs may hold ``plan``, whose buffers :meth:`set` changes in place.
 
     Args:
-        heads: of the attention.
+        heads: heads of the attention.
         mask: bool ``[T, N]`` over the last N positions of a sequence.
         batch: B.
-        depth: most prefixes of one sequence; ``depth * B`` segments are read once.
-        lengths: int32 ``[B + depth * B]``, positions of each sequence between its prefixes and the tail, then
-            of each segment, which :meth:`set` writes.
-        words: int64 ``[B * T, words]``, the mask that is read.
+        depth: largest number of shared prefixes of a sequence; the plan has ``depth * B`` segments for them.
+        lengths: int32 ``[B + depth * B]``; positions of each sequence between its prefixes and the tail, then
+            lengths of shared prefixes, which :meth:`set` writes.
+        words: int64 ``[B * T, words]``, the mask words that the kernel reads.
 
     Attributes:
-        plan: of all segments: each sequence's own slots, then the prefixes.
+        plan: plan of all segments: the own slots of each sequence, then the shared prefixes.
         batch, depth, count, tail: B, ``depth``, T and N.
-        prefixes, places: what :meth:`set` was given last, on the host.
+        prefixes, places: last arguments of :meth:`set`, on the host.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class PrefixPlan:
     ) -> None:
         self.batch, self.depth = batch, depth
         self.count, self.tail = mask.shape
-        # As many queries of segments as there can be, for the size of a backend's workspace.
+        # The largest possible number of queries of segments gives the size of a backend's workspace.
         nominal = [PrefixSegment(0, 0, 0, batch)] * depth
         zeros, places = [0] * (batch + depth * batch), [0] * batch
         columns = self._columns(nominal, places)
@@ -233,7 +234,7 @@ class PrefixPlan:
         return [list(column) for column in zip(*rows, strict=True)]
 
     def _owners(self, prefixes: Sequence[PrefixSegment]) -> tuple[list[int], list[int]]:
-        """The segments of all queries, and where those of each begin."""
+        """Returns the segments of all queries, and the first entry of each query."""
         owners, starts = list[int](), [0]
         for b in range(self.batch):
             seen = [self.batch + n for n, each in enumerate(prefixes) if 0 <= b - each.first < each.rows]
@@ -243,7 +244,7 @@ class PrefixPlan:
         return owners, starts
 
     def set(self, prefixes: Sequence[PrefixSegment], own: Sequence[int]) -> None:
-        """Describe the prefixes, at most ``depth`` of a sequence; ``own``: its first slots after them."""
+        """Writes the shared prefixes, at most ``depth`` of a sequence, and the first own slot of each."""
         plan, segments = self.plan, torch.tensor(self._columns(prefixes, own), dtype=torch.int32)
         plan.segments.copy_(segments)
         owners, starts = self._owners(prefixes)

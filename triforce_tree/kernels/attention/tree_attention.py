@@ -39,7 +39,7 @@ _UNSPECIALIZED = [
 def tree_attention_kernel(
     q_ptr,  # [queries, H_q, D]
     k_ptr,  # unpaged [B, H_kv, S, D] or pages [pages, H_kv, PAGE, D], any strides but the last
-    v_ptr,  # the same with D_v for D
+    v_ptr,  # [B, H_kv, S, D_v] or pages [pages, H_kv, PAGE, D_v]
     k_scale_ptr,  # fp32, with a stride of 1 between slots, if k and v are int8; else None
     v_scale_ptr,
     k_view,  # descriptors of matrix views of k and v, see ``launch.RowViews``, when TMA; unused otherwise

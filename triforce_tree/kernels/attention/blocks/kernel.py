@@ -1,8 +1,8 @@
-"""Triton kernels of attention by blocks of queries, see ``plan``: slices of the tile list, and their merge.
+"""Triton kernels of attention by blocks of queries (see ``plan``), which compute and merge partial outputs.
 
-The online softmax is that of ``tree_attention``, in base 2 on raw scores; fp32 is summed in fp64. Where a row
-of queries does not see a whole tile, its probabilities become 0 by its maximum alone, without a mask of the
-tile's elements.
+The online softmax is the same as in ``tree_attention``, in base 2 on raw scores; fp32 is summed in fp64. If a
+query row does not see a whole tile, its maximum is set so that its probabilities become 0, without a mask of
+elements.
 """
 
 import triton
@@ -19,13 +19,13 @@ from triforce_tree.kernels.attention.tiles import (
 )
 from triforce_tree.kernels.launching import wait_for_previous
 
-# Integers that vary from plan to plan must not make variants of the kernels.
+# Triton must not compile variants of the kernels for integers that vary from plan to plan.
 _UNSPECIALIZED = ["rows", "blocks", "slices", "view_rows_per_head", "view_columns_per_head"]
 
 
 @triton.jit
 def slot_offsets(slots, stride_page, stride_slot, PAGE: tl.constexpr):
-    """Element offsets of KV slots in pages."""
+    """Returns the element offsets of KV slots in pages."""
     return (slots // PAGE).to(tl.int64) * stride_page + (slots % PAGE).to(tl.int64) * stride_slot
 
 
@@ -33,13 +33,13 @@ def slot_offsets(slots, stride_page, stride_slot, PAGE: tl.constexpr):
 def block_attention_kernel(
     q_ptr,  # [queries, H_q, D]
     k_ptr,  # pages [pages, H_kv, PAGE, D], any strides but the last
-    v_ptr,  # the same with D_v for D
-    k_view,  # descriptors of matrix views of k and v, see ``launch.RowViews``, when TMA; unused otherwise
+    v_ptr,  # pages [pages, H_kv, PAGE, D_v]
+    k_view,  # descriptors of matrix views of k and v if TMA, see ``launch.RowViews``; else unused
     k_rest_view,
     v_view,
     partial_out_ptr,  # fp32 [pieces, BLOCK_M, D_v]
     partial_lse_ptr,  # fp32, or fp64 when EXACT, [pieces, BLOCK_M], base 2
-    shares_ptr,  # the rest: as in ``plan.Schedule``
+    shares_ptr,  # this and the next four are attributes of ``plan.Schedule``
     begins_ptr,
     columns_ptr,
     whole_ptr,
@@ -63,9 +63,9 @@ def block_attention_kernel(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,  # of the second part of keys that are two, see ``configs.key_parts``, else 0
+    BLOCK_REST: tl.constexpr,  # columns of the second part of keys, see ``configs.key_parts``; may be 0
     BLOCK_V: tl.constexpr,
-    VALUE_PARTS: tl.constexpr,  # the second dimension of the grid; each has BLOCK_V columns of the values
+    VALUE_PARTS: tl.constexpr,  # tiles of BLOCK_V columns of values, the second dimension of the grid
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
@@ -79,7 +79,7 @@ def block_attention_kernel(
     REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
     part = tl.program_id(0)
     if PDL:
-        # Prefetching before the wait is safe, because a prefetch does not read.
+        # A prefetch before the wait is safe, because it does not read values.
         prefetch(shares_ptr + part)
         prefetch(begins_ptr + part)
     wait_for_previous(PDL)
@@ -90,7 +90,7 @@ def block_attention_kernel(
     tile_row = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     v_columns = tl.arange(0, BLOCK_V)
-    if VALUE_PARTS > 1:  # all compute the same scores, and write the same sums of them
+    if VALUE_PARTS > 1:  # all parts compute the same scores and write the same log-sum-exps
         v_columns += tl.program_id(1) * BLOCK_V
     offsets = tl.arange(0, BLOCK_N)
     inside, v_inside = columns < DIM, v_columns < VALUE_DIM
@@ -131,7 +131,7 @@ def block_attention_kernel(
         weight = tl.zeros([BLOCK_M], REAL)
         acc = tl.zeros([BLOCK_M, BLOCK_V], REAL)
 
-        # Entries are read one tile ahead, or every copy would wait for its own.
+        # Entries are read one tile ahead, or every copy would wait for its entry.
         next_entry = tl.load(whole_ptr + first_whole + tl.minimum(begin, whole))
         for tile in tl.range(begin, tl.minimum(end, whole), num_stages=STAGES):
             entry = next_entry
@@ -156,7 +156,7 @@ def block_attention_kernel(
             visible = (token >= ((entry >> 32) & 0xFFFF).to(tl.int32)) & (token < (entry >> 48).to(tl.int32))
             top = tl.where(visible, tl.maximum(best, tl.max(scores, 1)), best)
             p = tl.exp2(scores * base - tl.where(visible, top * base, float("inf"))[:, None])
-            # A row that has seen nothing so far has best and top -inf, and -inf - -inf is NaN.
+            # A row that has seen no position has ``best`` and ``top`` -inf, and -inf - -inf is NaN.
             rescale = tl.exp2((best - tl.where(top == float("-inf"), 0.0, top)) * base)
             weight = weight * rescale + tl.sum(p, 1)
             acc = acc * rescale[:, None]
@@ -174,7 +174,7 @@ def block_attention_kernel(
         for tile in tl.range(tl.maximum(begin, whole) - whole, end - whole, num_stages=GATHER_STAGES):
             entries = tl.load(gathered_ptr + (first_gathered + tile) * BLOCK_N + offsets)
             slots, stops = (entries & 0xFFFFFFFF).to(tl.int32), (entries >> 48).to(tl.int32)
-            # Positions that fill up a tile are seen by nobody: their slot may hold anything, NaN too.
+            # No query sees positions that pad a tile; their slot may hold any value, even NaN.
             valid = stops > 0
             k_at = slot_offsets(slots, stride_kb, stride_ks, PAGE)
             k = edge_tile(k_head, k_at, columns, valid, inside)
@@ -204,7 +204,7 @@ def block_attention_kernel(
         empty = weight == 0.0
         acc = acc * (1.0 / tl.where(empty, 1.0, weight))[:, None]
         lse = tl.where(empty, float("-inf"), best * base + tl.log2(tl.where(empty, 1.0, weight)))
-        # Units and slices both rise along the list, so no two pieces have the same sum.
+        # Both the unit and the slice increase along the list, so no two pieces have the same sum.
         piece = (block * KV_HEADS + head + part).to(tl.int64) * BLOCK_M + tile_row
         tl.store(
             partial_out_ptr + piece[:, None] * VALUE_DIM + v_columns[None, :],
@@ -221,7 +221,7 @@ def block_attention_kernel(
 def block_combine_kernel(
     out_ptr,  # [queries, H_q, D_v]
     lse_ptr,  # fp32 [queries, H_q]
-    partial_out_ptr,  # as above
+    partial_out_ptr,  # as in ``block_attention_kernel``
     partial_lse_ptr,
     bounds_ptr,  # int32 [blocks, H_kv, 2]
     sinks_ptr,  # [H_q]
@@ -231,7 +231,7 @@ def block_combine_kernel(
     DIM: tl.constexpr,  # D_v
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,  # of one program; divides BLOCK_M
+    ROWS: tl.constexpr,  # query rows of one program; divides BLOCK_M
     CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
     EXACT: tl.constexpr,
@@ -246,7 +246,7 @@ def block_combine_kernel(
     inside = columns < DIM
     chunk = tl.arange(0, CHUNK)
     unit = first // BLOCK_M * KV_HEADS + head
-    # Bounds were written before the attention kernel started.
+    # Bounds were written before the attention kernel started, so they can be read while it runs.
     part = tl.load(bounds_ptr + 2 * unit)
     last = tl.load(bounds_ptr + 2 * unit + 1)
     wait_for_previous(PDL)

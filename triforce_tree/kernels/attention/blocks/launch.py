@@ -1,7 +1,6 @@
-"""Run a plan of blocks of queries: describe the tensors' layout, launch the two kernels.
+"""Runs a plan of blocks of queries with two Triton kernels.
 
-The launch is a torch operator with a fake implementation, as that of ``attention.launch``, and does not
-synchronise with the device.
+The launch is a torch operator with a fake implementation, and does not wait for the device.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from triforce_tree.kernels.fitting import fitted, within
 from triforce_tree.kernels.launching import launched_early, warps
 from triforce_tree.kernels.operators import fake, numbers, operator
 
-# From this many rows of all heads on there are programs enough for several rows each.
+# With at least this many query rows of all heads, a program merges several rows.
 _MANY_ROWS, _ROWS = 8192, 8
 
 
@@ -35,20 +34,20 @@ def run(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of all queries of a plan, once per layer.
+    """Computes the attention of all queries of a plan in one layer.
 
     Args:
-        q: ``[queries, H_q, D]``, last dimension dense.
-        k: pages ``[pages, H_kv, page, D]``, any strides with the last dimension dense.
-        v: the same with D_v for D.
-        plan: what they see.
+        q: ``[queries, H_q, D]``; the last dimension is dense.
+        k: pages ``[pages, H_kv, page, D]``; any strides with the last dimension dense.
+        v: pages ``[pages, H_kv, page, D_v]``.
+        plan: what the queries see.
         scale: positive factor on the raw scores.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
 
     Returns:
-        out ``[queries, H_q, D_v]`` in q's dtype and natural-log lse fp32 ``[queries, H_q]``; (0, -inf) for a
-        query that sees nothing.
+        out ``[queries, H_q, D_v]`` in q's dtype and log-sum-exps (natural logarithm), fp32
+        ``[queries, H_q]``; (0, -inf) for a query that sees no position.
 
     Raises:
         ValueError: a tensor does not fit the plan.
@@ -125,10 +124,10 @@ def _run(
         within(made, device)
 
     cfg = KernelConfig(*cast(Any, config))
-    # The plan was made for these tiles: less shared memory leaves fewer stages alone.
+    # The plan is for these tiles, so only the number of stages may be reduced to fit shared memory.
     fitted(cfg, _fewer_stages, attend)
     rows = _ROWS if queries * q_heads >= _MANY_ROWS else 1
-    # Enough pieces at once that most outputs need one round of loads.
+    # So many partial outputs are loaded at once that most outputs need one round.
     pieces = triton.next_power_of_2(2 + slices // max(1, min(slices, blocks * kv_heads)))
     width = max(16, triton.next_power_of_2(value_dim))
     chunk = max(1, min(64, 16_384 // width, pieces) // rows)

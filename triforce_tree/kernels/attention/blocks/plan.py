@@ -1,14 +1,14 @@
-"""Plans of attention over tree-shaped KV by blocks of queries, in buffers that captured graphs may hold.
+"""Plans of attention to trees of texts by blocks of queries, in buffers that captured graphs may hold.
 
-The queries are in depth-first order, and a block has as many of them as fill a tile: those of neighbouring
-leaves. All KV that some query of a block sees is one list of tiles: long nodes in whole tiles, and what is
-left of all nodes gathered position by position. Each tile, or each gathered position, has the range of
-queries that see it. So a block has one softmax over all nodes of its paths, and short nodes share tiles, as
-in DeFT-Flatten (arXiv 2404.00242, section 3.3). Nodes that several blocks see are read by each, at about the
+The queries are in depth-first order. A block holds the queries of neighbouring leaves that fill a tile. The
+KV positions that any query of a block sees form one list of tiles: whole tiles of long nodes, and tiles that
+gather the remaining positions of all nodes. The plan holds the range of queries that see each whole tile and
+each gathered position. So a block has one softmax over all nodes on its paths, and short nodes share tiles,
+as in DeFT-Flatten (arXiv 2404.00242, section 3.3). If several blocks see a node, each reads it, at about the
 same time, through L2.
 
-``segments.NodePlan`` has a partial result for every node and query instead, which takes longer where nodes
-are short or many.
+``segments.NodePlan`` has a partial output for every node and query instead, which takes more time for short
+or many nodes.
 """
 
 from collections.abc import Sequence
@@ -24,24 +24,24 @@ from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.attention.segments import Segment
 from triforce_tree.runtime.devices import pinned
 
-# A query takes 16 bits of an entry, which is signed.
+# The index of a query has 16 bits of a signed entry.
 _MOST_QUERIES = 2**15 - 1
 _COLUMNS = 4
 
 
 class Schedule(NamedTuple):
-    """Holds the buffers of a plan that the kernels read; all but the last two are int32.
+    """Buffers of a plan that the kernels read; all are int32 except the last two.
 
     Attributes:
-        shares: ``[slices + 1]``, the first tile of each slice in the list of all (block, KV head, tile), and
-            the number of all tiles.
-        begins: ``[slices]``, the block that each slice begins in.
-        columns: ``[4, blocks]``: first whole tile, whole tiles, first gathered tile, and tiles of all blocks
-            before, those of one KV head.
-        bounds: ``[blocks, H_kv, 2]``, the first and the last slice that has tiles of them.
-        whole: int64 ``[tiles + 1]``: of each whole tile its first slot and the range of queries that see it,
+        shares: ``[slices + 1]``, first tile of each slice in the list of all (block, KV head, tile), and
+            number of all tiles.
+        begins: ``[slices]``, block in which each slice begins.
+        columns: ``[4, blocks]``: first whole tile, number of whole tiles, first gathered tile, and number of
+            tiles of all earlier blocks in one KV head.
+        bounds: ``[blocks, H_kv, 2]``, first and last slice with tiles of this block and head.
+        whole: int64 ``[tiles + 1]``, first slot of each whole tile and the range of queries that see it, as
             ``slot | first << 32 | stop << 48``. The kernel reads one entry ahead.
-        gathered: the same of each gathered position.
+        gathered: int64, slot and range of queries of each gathered position, in the same format.
     """
 
     shares: Tensor
@@ -53,20 +53,21 @@ class Schedule(NamedTuple):
 
 
 class BlockPlan:
-    """A plan for up to so many queries over up to so many segments; :meth:`set` describes one forward.
+    """A plan with a largest number of queries and of segments; :meth:`set` describes one forward.
 
     Args:
-        heads: of the attention.
-        queries, segments: most of each in a forward; queries at most 32,767.
-        owners: most pairs of a query and a segment that it sees.
-        tail: most positions of a segment's tail.
-        pages, page: KV pages that nodes may have in all, and slots of a page.
-        device, dtype: of queries and KV.
+        heads: heads of the attention.
+        queries, segments: largest numbers in a forward; at most 32,767 queries.
+        owners: largest number of pairs of a query and a segment that it sees.
+        tail: largest number of positions of a segment's tail.
+        pages, page: number of KV pages of all nodes, and slots of a page.
+        device, dtype: of queries, keys and values.
 
     Attributes:
         config: tiles of the kernel.
-        schedule: buffers whose addresses stay; what a forward does not use is empty.
-        partial_out, partial_lse: workspace, ``[slices + blocks * H_kv, BLOCK_M, D_v]`` and without D_v.
+        schedule: buffers whose addresses never change; entries that a forward does not use are empty.
+        partial_out: fp32 ``[(slices + blocks * H_kv) * block_m, D_v]``, workspace for partial outputs.
+        partial_lse: fp32 or fp64 ``[(slices + blocks * H_kv) * block_m]``, for their log-sum-exps.
 
     Raises:
         ValueError: too many queries.
@@ -89,13 +90,13 @@ class BlockPlan:
             raise ValueError(f"{queries} queries exceed {_MOST_QUERIES}, the most of one plan; make several")
         self.heads, self.queries, self.page = heads, queries, page
         self.config = _paged(config_for(queries * heads.group, heads, dtype, device), page)
-        # Whole tiles lie within a page; pages that no tile divides are gathered.
+        # A whole tile is within a page. If tiles do not divide a page, all positions are gathered.
         self._tile = self.config.block_n if page % self.config.block_n == 0 else 0
         self.blocks = -(-queries * heads.group // self.config.block_m)
         self.slices = slices_for(self.config.block_m, device, self.config)
-        # A segment of w queries is seen by at most w * group / block_m + 2 blocks.
+        # At most w * group / block_m + 2 blocks see a segment of w queries.
         pairs = 2 * segments + owners * heads.group // self.config.block_m
-        # A node's pages are seen by a block once, or twice where the node has queries of its own.
+        # A block has the pages of a node once, or twice if the node has its own queries.
         seen = 2 * self.blocks * pages
         self._most_whole = seen * (page // self._tile) if self._tile else 0
         rest = pairs * (self._tile + tail) if self._tile else seen * page
@@ -103,7 +104,7 @@ class BlockPlan:
         self._most_segments = segments
         units = self.blocks * heads.kv
         sizes = (self.slices + 1, self.slices, _COLUMNS * self.blocks, 2 * units)
-        # Aligned to 16 bytes: Triton specialises kernels on the alignment of their pointers.
+        # Every part is aligned to 16 bytes, because Triton specialises kernels on the alignment of pointers.
         ends = [0]
         for size in sizes:
             ends.append(ends[-1] + -(-size // 4) * 4)
@@ -126,11 +127,11 @@ class BlockPlan:
         self.set([], [])
 
     def set(self, segments: Sequence[Segment], pages: Sequence[Sequence[int]]) -> None:
-        """Describe the coming forward.
+        """Writes the schedule of the next forward.
 
         Args:
             segments: what its queries see.
-            pages: of each node that segments name.
+            pages: KV pages of each node in ``segments``.
 
         Raises:
             ValueError: more segments, or more positions of all blocks, than planned.
@@ -144,7 +145,7 @@ class BlockPlan:
                 buffer[: len(own)].copy_(own, non_blocking=True)
 
     def prepare(self, segments: Sequence[Segment], pages: Sequence[Sequence[int]]) -> None:
-        """Plan the forward that probably follows; the arguments of :meth:`set`, which takes it if it does."""
+        """Plans a probable forward; :meth:`set` uses the result if its arguments are the same."""
         self._ahead = self._planned(segments, pages)
 
     def _planned(self, segments: Sequence[Segment], pages: Sequence[Sequence[int]]) -> "_Planned":
@@ -174,12 +175,12 @@ class BlockPlan:
         return _Planned(list(segments), [*map(tuple, pages)], *buffers)
 
     def _divided(self, tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``shares``, ``begins`` and ``bounds`` of a schedule from whole and gathered tiles of each block."""
+        """Returns ``shares``, ``begins`` and ``bounds`` of a schedule with these tiles, ``[2, blocks]``."""
         kv = self.heads.kv
         counts = np.zeros(self.blocks, dtype=np.int64)
         counts[: tiles.shape[1]] = tiles.sum(0)
         stops = np.cumsum(counts) * kv
-        # A slice without tiles writes nothing, so those that have none come after all others.
+        # Slices without tiles write no partial output, so they come after all others.
         total = int(counts.sum()) * kv
         used = max(1, min(self.slices, total))
         shares = np.minimum(np.arange(self.slices + 1), used) * total // used
@@ -192,7 +193,7 @@ class BlockPlan:
 
 
 class _Planned(NamedTuple):
-    """A forward, and what the device's buffers get for it."""
+    """Arguments of a forward, and the values of its device buffers."""
 
     segments: list[Segment]
     pages: list[tuple[int, ...]]
@@ -202,7 +203,7 @@ class _Planned(NamedTuple):
 
 
 class _Lists(NamedTuple):
-    """``whole`` and ``gathered`` of a schedule, and tiles of both that each block has, ``[2, blocks]``."""
+    """``whole`` and ``gathered`` of a schedule, and their numbers of tiles in each block, ``[2, blocks]``."""
 
     whole: np.ndarray
     gathered: np.ndarray
@@ -217,10 +218,10 @@ def _lists(
     group: int,
     config: KernelConfig,
 ) -> _Lists:
-    """The tiles of all blocks, in the order of blocks."""
+    """Returns the tiles of all blocks in the order of blocks."""
     table = np.array(segments, dtype=np.int64).reshape(-1, len(Segment._fields))
     node, length, tail, first, count = table[table[:, 4] > 0].T
-    # Blocks that see a segment, and pairs of both in the order of blocks.
+    # ``pair`` and ``block`` are all pairs of a segment and a block that sees it, in the order of blocks.
     begin = first * group // config.block_m
     spans = ((first + count) * group - 1) // config.block_m + 1 - begin
     pair = np.repeat(np.arange(len(spans)), spans)
@@ -233,7 +234,7 @@ def _lists(
     starts = _before(np.array([len(own) for own in pages], dtype=np.int64), len(pages))
 
     def entries(which: np.ndarray, positions: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Entries of positions of the segments ``which``, whose tails begin ``after``."""
+        """Returns the entries of positions in segments ``which``, whose tails begin at position ``after``."""
         slots = places[starts[node[which]] + positions // page] * page + positions % page
         seen = first[which] + np.maximum(positions - after, 0)
         return slots | seen << 32 | (first + count)[which] << 48
@@ -252,19 +253,19 @@ def _lists(
 
 
 def _within(counts: np.ndarray) -> np.ndarray:
-    """0 to n - 1 for each n of ``counts``, one after another."""
+    """Returns 0 ... n - 1 for each n of ``counts``, concatenated."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _before(counts: np.ndarray, size: int) -> np.ndarray:
-    """The sum of all counts before each of ``size`` places; those past the last count have none."""
+    """Returns the exclusive cumulative sum of ``counts``, which is first padded with zeros to ``size``."""
     padded = np.zeros(size, dtype=np.int64)
     padded[: len(counts)] = counts
     return np.cumsum(padded) - padded
 
 
 def _paged(config: KernelConfig, page: int) -> KernelConfig:
-    """The configuration with tiles no longer than a page, and as many bytes of KV in flight."""
+    """Returns the configuration with tiles at most as long as a page, and with more programs at once."""
     while config.block_n > max(page, EDGE):
         config = replace(config, block_n=config.block_n // 2, programs_per_sm=2 * config.programs_per_sm)
     return config

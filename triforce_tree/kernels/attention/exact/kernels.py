@@ -140,7 +140,7 @@ def store_piece(out_ptr, lse_ptr, piece, real, acc, best, weight, base, columns,
 def exact_far_kernel(
     q_ptr,  # [B * T, H_q, D], dense
     k_ptr,  # [B, H_kv, S, D] or pages [P, H_kv, PAGE, D], any strides but the last
-    v_ptr,  # the same with D_v for D
+    v_ptr,  # [B, H_kv, S, D_v] or pages [P, H_kv, PAGE, D_v]
     k_view,  # descriptors of matrix views of k and v when TMA, see ``launch.RowViews``; unused otherwise
     v_view,
     partial_out_ptr,  # fp32 [B * T, H_q, pieces, D_v]
@@ -255,7 +255,7 @@ def exact_far_kernel(
 def exact_near_kernel(
     q_ptr,  # [B * T, H_q, D], dense
     k_ptr,  # [B, H_kv, S, D] or pages [P, H_kv, PAGE, D], any strides but the last
-    v_ptr,  # the same with D_v for D
+    v_ptr,  # [B, H_kv, S, D_v] or pages [P, H_kv, PAGE, D_v]
     partial_out_ptr,  # fp32 [B * T, H_q, pieces, D_v]
     partial_lse_ptr,  # fp32 [B * T, H_q, pieces], base 2
     positions_ptr,  # int32 [B * T]
