@@ -131,7 +131,7 @@ class AttentionBackend:
     ) -> Attention:
         """Returns attention of sequences with shared prefixes to keys and values ``[1, H_kv, S, D]``.
 
-        The dtypes are those of :meth:`trees`.
+        :meth:`trees` describes the dtypes.
         """
         return _PrefixesInPages(self, plan, dtype, kv_dtype)
 

@@ -1,4 +1,4 @@
-"""Copies those experts of a layer to the device to which tokens are routed.
+"""Copies the experts of a layer to which tokens are routed from host memory to the device.
 
 Expert e of a layer is copied into slot e of device memory that several layers share. The router of the layer
 decides on the device which experts a pass needs. The kernels read the routing on the device and the weights

@@ -196,7 +196,7 @@ def choose_exact(rows: int, outs: int, ins: int, device: Device) -> tuple[Linear
     """Returns a configuration for 16-bit weights and the rows of its tile, whose order of sums is fixed.
 
     An output is summed over the columns in order, within bounds that depend only on the splits, which are
-    those for one row. Tiles of other sizes give the same bits if the same instruction multiplies them in
+    chosen for one row. Tiles of other sizes give the same bits if the same instruction multiplies them in
     steps of 16 columns: mma.sync, or wgmma for 64 outputs and more. Where this is not known (tcgen05, AMD,
     the interpreter), any number of rows uses the same tile.
 

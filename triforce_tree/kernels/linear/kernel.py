@@ -62,7 +62,7 @@ def _finish(out_ptr, bias_ptr, acc, m, n, outs, stride, there):
 # Triton must not compile variants of the kernel for arguments that vary from call to call.
 @triton.jit(do_not_specialize=["rows", "splits", "prefetch", "first_1", "first_2"])
 def linear_kernel(
-    out_ptr,  # [rows, outs], or the outputs of all weights side by side
+    out_ptr,  # [rows, outs], outputs of all weights, concatenated
     x_ptr,  # [rows, ins]
     x_view,  # descriptors of x and w when TMA, unused otherwise
     w_ptr,  # 16-bit [outs, words]

@@ -36,7 +36,7 @@ def _part(x_ptr, k, ins, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_1", "first_2"])
 def one_row_kernel(
-    out_ptr,  # [outs], or the outputs of all weights side by side
+    out_ptr,  # [outs], outputs of all weights, concatenated
     x_ptr,  # [ins]
     w_ptr,  # [outs, ins]
     bias_ptr,  # [outs], or None

@@ -118,7 +118,7 @@ def _draw_token(
 @triton.jit
 def _judge_kernel(
     outcome_ptr,  # int64 [B, N]: the token to emit if the node is accepted, else -1
-    rejected_ptr,  # int32 [B, N], scratch for rejected tokens, where those of siblings are contiguous
+    rejected_ptr,  # int32 [B, N], scratch for rejected tokens, in which siblings are contiguous
     tokens_ptr,  # int64 [B, N]; all inputs have a stride between sequences
     parents_ptr,
     p_ptr,  # fp32 [B, N, V]
