@@ -1,7 +1,8 @@
-"""Other implementations of tree attention on a GPU, each at the best its own options allow.
+"""Other implementations of tree attention on a GPU, each with its fastest options.
 
-Every one computes the same function on the same KV and is compared with ours before it is timed. Where one
-is not installed, cannot run a cell or gives another result, the reason is reported instead of a time.
+Each peer computes the same function on the same KV, and its result is compared with ours before it is timed.
+If a peer is not installed, cannot run a cell or gives another result, the reason is reported instead of a
+time.
 """
 
 import subprocess
@@ -21,22 +22,23 @@ from triforce_tree.kernels.attention.plan import KV as Stored
 from triforce_tree.kernels.attention.plan import AttentionParams, plan_trees
 
 PAGE = 64
-# The least that flash-attn takes.
+# Smallest page of flash-attn.
 _FLASH_PAGE = 256
 Calls = list[Callable[[], Tensor]]
-# From a cell, its queries and copies of its KV, a peer makes a call for each copy that returns the output.
+# Given a cell, its queries and copies of its KV, a peer returns a call for each copy, which returns the
+# output.
 Peer = Callable[[Cell, Tensor, KV], Calls]
 
 
 def dense_mask(cell: Cell, device: torch.device | str = "cuda") -> Tensor:
-    """Bool ``[T, L + T]``."""
+    """Returns the mask of prefix and tree, bool ``[T, L + T]``."""
     mask = torch.ones(cell.size, cell.rows, dtype=torch.bool, device=device)
     mask[:, cell.length :] = tree_mask(cell.size, device)
     return mask
 
 
 def sdpa(cell: Cell, q: Tensor, kv: KV) -> Calls:
-    """torch's own attention with a dense mask: what most tree decoders use."""
+    """Makes calls of torch's SDPA with a dense mask, which most tree decoders use."""
     mask, grouped = dense_mask(cell, q.device)[None, None], cell.query_heads != cell.kv_heads
     packed = q.view(cell.batch, cell.size, cell.query_heads, cell.dim).transpose(1, 2)
 
@@ -48,7 +50,7 @@ def sdpa(cell: Cell, q: Tensor, kv: KV) -> Calls:
 
 
 def flex(cell: Cell, q: Tensor, kv: KV) -> Calls:
-    """FlexAttention, max-autotune, a mask on the last blocks only, BLOCK_M set to compile."""
+    """Makes calls of FlexAttention with max-autotune and a mask on only the last blocks."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     _one_sequence(cell)
@@ -88,7 +90,7 @@ def _one_sequence(cell: Cell) -> None:
 
 
 def _paged(cell: Cell, kv: KV, page: int = PAGE) -> KV:
-    """``[B, H_kv, S, D]`` into pages ``[pages, page, H_kv, D]``, each sequence padded."""
+    """Copies ``[B, H_kv, S, D]`` into pages ``[pages, page, H_kv, D]``, with each sequence padded."""
     pages = -(-cell.rows // page)
 
     def one(x: Tensor) -> Tensor:
@@ -103,14 +105,14 @@ def _ints(*values: int) -> Tensor:
 
 
 def _space(filled: bool = False) -> Tensor:
-    """The workspace that FlashInfer asks for."""
+    """Returns the workspace of FlashInfer."""
     return (torch.zeros if filled else torch.empty)(256 * 2**20, dtype=torch.uint8, device="cuda")
 
 
 def _wrapper(
     cell: Cell, rows: int, first_page: int = 0, mask: Tensor | None = None, decode: bool = False
 ) -> Any:
-    """FlashInfer's wrapper of decoding or prefill, planned for ``rows`` KV rows from a page on."""
+    """Returns FlashInfer's wrapper, planned for ``rows`` KV positions from page ``first_page`` on."""
     import flashinfer
 
     _one_sequence(cell)
@@ -134,19 +136,19 @@ def _runs(wrapper: Any, cell: Cell, q: Tensor, kv: KV) -> Calls:
 
 
 def flashinfer_full_mask(cell: Cell, q: Tensor, kv: KV) -> Calls:
-    """FlashInfer fa2, paged, the tree as one custom mask over all rows."""
+    """Makes calls of FlashInfer fa2 on pages, with one custom mask over all positions."""
     return _runs(_wrapper(cell, cell.rows, mask=dense_mask(cell)), cell, q, kv)
 
 
 def flashinfer_decode(cell: Cell, q: Tensor, kv: KV) -> Calls:
-    """FlashInfer's decode kernel: one query only."""
+    """Makes calls of FlashInfer's decode kernel, for one query."""
     if cell.size > 1:
         raise NotImplementedError("one query only")
     return _runs(_wrapper(cell, cell.rows, decode=True), cell, q, kv)
 
 
 def flashinfer_cascade(cell: Cell, q: Tensor, kv: KV) -> Calls:
-    """FlashInfer fa2 by hand: prefix without a mask, T x T tree with one, merge_state in place."""
+    """Makes calls of FlashInfer fa2 on the prefix, and on the tree with a mask, and merges both in place."""
     import flashinfer
 
     if cell.length % PAGE:
@@ -165,7 +167,7 @@ def flashinfer_cascade(cell: Cell, q: Tensor, kv: KV) -> Calls:
 
 
 def flashinfer_xqa(cell: Cell, q: Tensor, kv: KV) -> Calls:
-    """FlashInfer XQA: draft-block bit mask, lengths on the device, one build per tree size."""
+    """Makes calls of FlashInfer XQA with a bit mask of the tree; it is compiled for each tree size."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
     paged = _paged(cell, kv)
@@ -189,7 +191,7 @@ def flashinfer_xqa(cell: Cell, q: Tensor, kv: KV) -> Calls:
 
 
 def flash_attention(cell: Cell, q: Tensor, kv: KV) -> Calls:
-    """flash-attn's decoding kernel on pages: it has no mask of a tree, so one query of each sequence."""
+    """Makes calls of flash-attn's decoding kernel on pages, for one query, because it has no tree mask."""
     from flash_attn import flash_attn_with_kvcache
 
     if cell.size > 1:
@@ -219,7 +221,7 @@ PEERS: dict[str, Peer] = {
 
 
 def peers(cell: Cell, kv: KV, names: Sequence[str]) -> dict[str, float | str]:
-    """Microseconds of each peer on this cell, or why it has none."""
+    """Returns the microseconds of each peer on this cell, or why it has no time."""
     q = torch.randn(cell.batch * cell.size, cell.query_heads, cell.dim, device="cuda").bfloat16()
     trees = [tree_mask(cell.size)] * cell.batch
     plan = plan_trees(cell.heads, trees, [cell.length] * cell.batch, device="cuda")
@@ -229,12 +231,12 @@ def peers(cell: Cell, kv: KV, names: Sequence[str]) -> dict[str, float | str]:
 
 
 def compared(make: Callable[[], Calls], expected: Tensor, most: float = 2e-2) -> float | str:
-    """Microseconds of one of the calls, or why there is no time.
+    """Returns the microseconds of a call, or why there is no time.
 
     Args:
-        make: the calls, each of which returns the output.
-        expected: of the first call.
-        most: relative difference from ``expected`` with which a result is still the same.
+        make: makes the calls, each of which returns the output.
+        expected: output of the first call.
+        most: largest relative difference from ``expected`` of a correct result.
     """
     device, calls = expected.device, Calls()
     try:
@@ -254,7 +256,7 @@ def compared(make: Callable[[], Calls], expected: Tensor, most: float = 2e-2) ->
             torch.cuda.empty_cache()
 
 
-# FlashInfer compiles at first use: modules of prefill and decode, one of XQA per tree and group.
+# FlashInfer compiles modules at their first use, for prefill, decode, and XQA per tree size and group.
 _BUILDS = [
     ("FlashInfer fa2 cascade", Cell(32, 8, 128, 16)), ("FlashInfer decode", Cell(32, 8, 128, 1)),
     *(("FlashInfer XQA", Cell(32, 8, 128, size)) for size in (1, 16, 64, 256)),
@@ -263,7 +265,7 @@ _BUILDS = [
 
 
 def build() -> None:
-    """Compile what the peers need, in parallel."""
+    """Compiles the modules of the peers in parallel."""
     if len(sys.argv) > 2:
         name, cell = _BUILDS[int(sys.argv[2])]
         print(name, cell, peers(cell, random_kv(cell)[:2], [name]), flush=True)

@@ -1,4 +1,4 @@
-"""One layer of tree attention: problems, rotated KV, and what the machine reaches at most."""
+"""Problems of tree attention in one layer, copies of their KV, and the rates that the machine reaches."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ from triforce_tree.kernels.attention.plan import Heads
 KV = list[tuple[Tensor, Tensor]]
 
 L2_BYTES = 60 * 2**20
-# On a CPU copies exceed caches of this size together, or are so many; filling more would take longer than the
-# calls. What is smaller is measured from the cache.
+# On a CPU, copies together exceed caches of this size, or there are so many. Filling more copies would take
+# longer than the calls. Smaller problems are measured from the cache.
 _CPU_CACHE_BYTES, _CPU_COPIES = 16 * 2**20, 8
-# Bytes a second of reading, and FLOPs a second, are measured with products of this size.
+# The size of the matrices by which the rate of products is measured.
 _PRODUCT = {"cuda": 8192, "cpu": 1024}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A line of the table: ``batch`` sequences of ``length`` prefix rows and a tree of ``size``.
+    """A problem of ``batch`` sequences, each with a prefix of ``length`` tokens and a tree of ``size`` nodes.
 
-    ``itemsize``: bytes of an element of queries, keys, values and results.
+    ``itemsize`` is the bytes of an element of queries, keys, values and results.
     """
 
     query_heads: int
@@ -43,7 +43,7 @@ class Cell:
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes: K and V once, queries and results once."""
+        """Returns the fewest bytes to transfer: keys, values, queries and results once."""
         kv = 2 * self.rows * self.kv_heads * self.dim * self.itemsize
         return self.batch * (kv + 2 * self.size * self.query_heads * self.dim * self.itemsize)
 
@@ -61,18 +61,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Holds the rates that this machine reached in this run, in bytes and FLOPs per second."""
+    """The rates that this machine reached in this run, in bytes and FLOPs per second."""
 
     read_bandwidth: float
     matmul_rate: float
 
     def roof_us(self, size: int, flops: int) -> float:
-        """Least microseconds of reading ``size`` bytes and computing ``flops``."""
+        """Returns the least microseconds for reading ``size`` bytes and computing ``flops``."""
         return max(size / self.read_bandwidth, flops / self.matmul_rate) * 1e6
 
 
 def tree_mask(size: int, device: torch.device | str = "cuda") -> Tensor:
-    """Ancestors of a heap-ordered binary tree: bool ``[T, T]``."""
+    """Returns the mask of ancestors in a heap-ordered binary tree, bool ``[T, T]``."""
     mask = torch.eye(size, dtype=torch.bool)
     for node in range(1, size):
         mask[node] |= mask[(node - 1) // 2]
@@ -80,9 +80,7 @@ def tree_mask(size: int, device: torch.device | str = "cuda") -> Tensor:
 
 
 def copies_of(size: int, device: torch.device) -> int:
-    """Returns the number of copies of ``size`` bytes that together overflow the cache; on a CPU at most a
-    few.
-    """
+    """Returns how many copies of ``size`` bytes together exceed the cache; on a CPU at most a few."""
     if device.type == "cuda":
         return max(2, -(-4 * L2_BYTES // size))
     return min(_CPU_COPIES, max(2, -(-4 * _CPU_CACHE_BYTES // size)))
@@ -94,7 +92,7 @@ def random_kv(
     device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
 ) -> KV:
-    """Enough copies of ``[B, H_kv, S, D]`` K and V that a round of calls leaves nothing in the cache."""
+    """Returns copies of K and V ``[B, H_kv, S, D]`` that together exceed the cache."""
     shape = (cell.batch, cell.kv_heads, cell.rows, cell.dim)
     if layout == "rows":
         shape = (cell.batch, cell.rows, cell.kv_heads, cell.dim)
@@ -107,7 +105,7 @@ def random_kv(
 
 
 def measure_ceilings(device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Ceilings:
-    """Read bandwidth (a large sum, nothing written) and the rate of a large product in ``dtype``."""
+    """Measures the read bandwidth by a large sum, and the rate of a large product in ``dtype``."""
     device = torch.device(device)
     if device.type == "cuda":
         from scripts.benchmarks.attention.read_kernel import read_rate

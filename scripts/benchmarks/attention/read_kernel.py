@@ -1,4 +1,4 @@
-"""A Triton kernel that reads memory and writes next to nothing: the bandwidth that a GPU reaches."""
+"""Measures the read bandwidth of a GPU by a Triton kernel that writes very little."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from scripts.benchmarks.common.timing import time_calls
 
-# Programs, and elements that each reads at a time; the best of them counts.
+# Pairs of the number of programs and of elements that each reads at a time; the fastest pair counts.
 _GRIDS = ((2**11, 4096), (2**12, 4096), (2**14, 8192), (2**13, 2048))
 
 
@@ -22,7 +22,7 @@ def _read_kernel(out_ptr, in_ptr, per_program, BLOCK: tl.constexpr):
 
 
 def read_rate(device: torch.device) -> float:
-    """Bytes a second of a sum over 4 GB."""
+    """Returns the bytes per second of a sum over 4 GB."""
     source = torch.randn(2**30, dtype=torch.float32, device=device)
     sums = torch.empty(2**17, dtype=torch.float32, device=device)
     rates = []

@@ -1,11 +1,11 @@
-"""Tree attention on one GPU: time per call beside the peers that are there.
+"""Times calls of tree attention and of the installed peers on one GPU.
 
     python -m scripts.benchmarks tree_attention --build --out docs/results
 
 The tests of ``tests/gpu/test_tree_attention.py`` must pass on the same GPU first. Calls are timed in a CUDA
-graph over KV copies that together exceed L2; the roofline of a cell is the larger of its bytes over the read
-bandwidth and its FLOPs over the matmul rate, both measured in the same run. One run makes the results file,
-which is written after each step.
+graph over copies of the KV that together exceed L2. The roofline of a cell is the larger of its bytes over
+the read bandwidth and its FLOPs over the rate of matrix products, both measured in the same run. One run
+makes the results file, which is written after each step.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.launch import TritonAttention, prepare
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, plan_trees
 
-# Query heads, KV heads, prefix, tree, sequences.
+# The arguments are query heads, KV heads, prefix, tree and sequences.
 CELLS = [
     Cell(32, 32, 122880, 16), Cell(32, 32, 122880, 64), Cell(32, 8, 122880, 1), Cell(32, 8, 122880, 16),
     Cell(32, 8, 122880, 64), Cell(32, 8, 32768, 16), Cell(32, 8, 32768, 64), Cell(32, 32, 4096, 16),
@@ -50,10 +50,10 @@ def _problem(cell: Cell) -> tuple[Tensor, TritonAttention]:
 
 
 def ours(cell: Cell, kv: list, layout: str | int = "heads") -> float:
-    """Microseconds of one call; with a page size for ``layout``, through a shuffled page table."""
+    """Returns the microseconds of one call; if ``layout`` is a page size, with a shuffled page table."""
     (q, attention), params, table = _problem(cell), AttentionParams(cell.dim**-0.5), None
     if isinstance(layout, int):
-        # Pages of all sequences in one pool; the same bytes as the unpaged copies.
+        # The pages of all sequences are in one pool, with the same bytes as the copies without pages.
         pages = cell.rows // layout + 1
         table = torch.randperm(cell.batch * pages, device="cuda").int().view(cell.batch, pages)
         shape = (cell.batch * pages, layout, cell.kv_heads, cell.dim)
@@ -65,7 +65,7 @@ def ours(cell: Cell, kv: list, layout: str | int = "heads") -> float:
 
 
 def error_ratio(cell: Cell, kv: tuple) -> float:
-    """Our largest error over torch's in bf16, against fp64, on the first sequence and KV head."""
+    """Returns our largest error over torch's in bf16, against fp64, for the first sequence and KV head."""
     (q, attention), scale = _problem(cell), cell.dim**-0.5
     group, mask = cell.heads.group, tree_mask(cell.size)
     out = attention.run(q, KV(*kv), AttentionParams(scale))
@@ -81,7 +81,7 @@ def error_ratio(cell: Cell, kv: tuple) -> float:
 
 
 def measure(cell: Cell, ceilings: Ceilings) -> Record:
-    """A row of ours, to which the peers are added."""
+    """Returns a row with our time, to which the peers are added."""
     kv = random_kv(cell)
     took, roof = ours(cell, kv), cell.roof_us(ceilings)
     return {
@@ -100,7 +100,7 @@ def add_peers(row: Record, cell: Cell, names: list[str]) -> None:
 
 
 def time_layout(cell: Cell, layout: str | int, ceilings: Ceilings) -> Record:
-    """Times a cell in one layout of the KV slots: a storage order without pages, or pages of a size."""
+    """Times a cell in one layout of KV slots, an order without pages or pages of one size."""
     took = ours(cell, random_kv(cell, "rows" if layout == "rows" else "heads"), layout)
     name = f"page {layout}" if isinstance(layout, int) else layout
     percent = round(100 * cell.roof_us(ceilings) / took, 1)
@@ -142,7 +142,7 @@ def main(words: Sequence[str] | None = None) -> None:
         save()
     result["layouts"] = [time_layout(cell, layout, ceilings) for cell in PAGED for layout in LAYOUTS]
     save()
-    # With few rows a KV head it comes nearest to ours, so those cells say most.
+    # With few query rows per KV head its time is closest to ours, so these cells are timed first.
     by_rows = sorted(
         zip(result["rows"], CELLS, strict=True), key=lambda p: p[1].batch * p[1].size * p[1].heads.group
     )

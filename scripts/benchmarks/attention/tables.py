@@ -10,7 +10,7 @@ SHORT = {
     "SDPA dense mask": "SDPA", "FlexAttention": "Flex", "FlashInfer fa2 full mask": "FI full mask",
     "FlashInfer fa2 cascade": "FI cascade", "FlashInfer XQA": "FI XQA", "FlashInfer decode": "FI decode",
 }  # fmt: skip
-# The aims, in microseconds: (query heads, KV heads, prefix, tree) of one sequence.
+# Goals in microseconds for (query heads, KV heads, prefix, tree) of one sequence.
 AIMS = {
     (32, 32, 122880, 16): 470, (32, 32, 122880, 64): 480, (32, 8, 122880, 1): 122, (32, 8, 122880, 16): 127,
     (32, 8, 122880, 64): 250, (32, 8, 32768, 16): 40, (32, 8, 32768, 64): 70, (32, 32, 4096, 16): 19,
@@ -49,7 +49,7 @@ _FITTED = (
 
 
 def _cells(content: Record) -> Columns:
-    """Ours, and the peers that have a time in any cell."""
+    """Returns the columns of our kernel and of the peers that have a time in any cell."""
     names = [name for name in SHORT if any(name in row["peers"] for row in content["rows"])]
     return {**CELLS, **{SHORT[name]: lambda row, name=name: us(row["peers"].get(name)) for name in names}}
 
@@ -64,7 +64,7 @@ def _cells_note(content: Record, rows: Sequence[Record]) -> str:
 
 
 def _aimed(content: Record) -> list[Record]:
-    """Returns a row for each goal: what was reached, and the fastest peer of the same run."""
+    """Returns a row for each goal, with our time and the fastest peer of the same run."""
     rows = []
     for row in (row for row in content["rows"] if row["batch"] == 1):
         aim, ours = AIMS.get((row["hq"], row["hkv"], row["l"], row["t"])), row["ours_us"]
@@ -77,7 +77,7 @@ def _aimed(content: Record) -> list[Record]:
 
 
 def _layouts(content: Record) -> list[Record]:
-    """A row for each layout, with the microseconds of each size."""
+    """Returns a row for each layout, with the microseconds of each size."""
     found: dict[str, Record] = {}
     for row in content["layouts"]:
         name = STORAGE.get(row["layout"], row["layout"].replace("page", "pages of"))

@@ -1,4 +1,4 @@
-"""Few-row linear layers to time and to test on a GPU: shapes, random weights, errors."""
+"""Linear layers with few rows for benchmarks and tests on a GPU: shapes, random weights, errors."""
 
 import copy
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ ROTATION = 256 * 2**20
 
 @dataclass(frozen=True)
 class Shape:
-    """Linears that share one input: the columns of each output, and those of the input."""
+    """Numbers of output columns of linears that share an input, and of its columns."""
 
     outs: tuple[int, ...]
     ins: int
@@ -54,7 +54,7 @@ def least_bytes(bits: int, rows: int, shape: Shape) -> int:
 
 
 class Weights:
-    """Random weights of one shape: ``copies`` of them, so that a round of calls leaves nothing in L2."""
+    """Random weights of one shape, in ``copies`` that together exceed L2."""
 
     def __init__(self, bits: int, shape: Shape, copies: int = 1, dtype: torch.dtype = torch.bfloat16):
         self.bits, self.shape, self.dtype = bits, shape, dtype
@@ -66,7 +66,7 @@ class Weights:
 
     @property
     def parts(self) -> "list[Weights]":
-        """Weights of each output alone, in the same memory."""
+        """Returns the weights of each output, which are views of these weights."""
         made = []
         for index, outs in enumerate(self.shape.outs):
             one = copy.copy(self)
@@ -102,7 +102,7 @@ class Weights:
         return launch.low_bit_linear(x, words[0], scales[0], one, self.bits, self.counters[0], config)
 
     def exact(self, x: Tensor, bias: list[Tensor] | None = None) -> tuple[Tensor, float]:
-        """The result in fp64 and the error allowed: twice that of torch in x's dtype."""
+        """Returns the result in fp64 and the allowed error, twice the error of torch in x's dtype."""
         words, scales, added = self.words[0], self.scales[0], torch.cat(bias) if bias else None
         weight = torch.cat(words)
         if scales:

@@ -1,11 +1,12 @@
-"""Few-row linear layers on one GPU: times of single launches, whole decoder layers and a peer.
+"""Times linear layers with few rows on one GPU: single launches, all linears of a decoder layer, and gemlite.
 
     python -m scripts.benchmarks linear --out linear.jsonl
-    python -m scripts.benchmarks linear --out linear.jsonl --quick      # single launches alone
+    python -m scripts.benchmarks linear --out linear.jsonl --quick      # only single launches
 
-Linears of one input are one launch. All run with the configurations that the engine chooses
-(``kernels/linear/configs.py``), in a CUDA graph, weights rotated beyond L2. ``tests/gpu/test_linear.py`` must
-pass on the same GPU first. The sweep over configurations was ``scripts/tune_linear.py`` of commit fcfaa8f.
+Linears of one input share a launch. All run in a CUDA graph with the configurations that the engine chooses
+(``kernels/linear/configs.py``), over several copies of the weights that together exceed L2.
+``tests/gpu/test_linear.py`` must pass on the same GPU first. The sweep over configurations was
+``scripts/tune_linear.py`` of commit fcfaa8f.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def _small_kernel(out_ptr, x_ptr, count, BLOCK: tl.constexpr):
 
 
 def small(x: Tensor, early: bool) -> Tensor:
-    """Something small, where a layer has norms, attention, activations; early: the next kernel may start."""
+    """Runs a small kernel in place of norms, attention and activations; ``early`` allows dependent launch."""
     if not early:
         return x.neg()
     out = torch.empty_like(x)
@@ -59,7 +60,7 @@ def chosen(bits: int, rows: int, shape: Shape) -> LinearConfig:
 
 
 def single(read_bandwidth: float) -> Iterator[Record]:
-    """Single launches beside cuBLAS and the roofline."""
+    """Yields the time of single launches, of cuBLAS, and the roofline."""
     for shape in SINGLE:
         for bits in (16,) if shape in LAYERS["68M"] else BITS:
             weights = Weights(bits, shape, max(2, -(-ROTATION // weight_bytes(bits, shape))))
@@ -79,7 +80,7 @@ def single(read_bandwidth: float) -> Iterator[Record]:
 
 
 def layers() -> Iterator[Record]:
-    """Microseconds of all linears of one layer, over as many layers as L2 cannot hold."""
+    """Yields the microseconds of all linears of one layer, over several layers that together exceed L2."""
     for name, bits in product(("7B", "8B"), BITS):
         size = sum(weight_bytes(bits, shape) for shape in LAYERS[name])
         made = [[Weights(bits, shape) for shape in LAYERS[name]] for _ in range(-(-2 * ROTATION // size))]
@@ -95,7 +96,7 @@ def layers() -> Iterator[Record]:
 
 
 def ways(bits: int, rows: int) -> dict[str, Callable[[Weights, Tensor], object]]:
-    """Ways to multiply one layer's weights, by their names in a results file."""
+    """Returns the ways to multiply by the weights of one layer, by their names in a results file."""
 
     def early(w: Weights, x: Tensor) -> Tensor:
         return w.call(small(x, True), config=replace(chosen(bits, rows, w.shape), prefetch=1))
@@ -112,7 +113,7 @@ def ways(bits: int, rows: int) -> dict[str, Callable[[Weights, Tensor], object]]
 
 
 def gemlite_times() -> Iterator[Record]:
-    """gemlite on weights of the same size, where it is installed; it tunes at its first calls."""
+    """Yields the times of gemlite on weights of the same size, if it is installed, after its tuning."""
     try:
         import gemlite
         from gemlite.helper import A16W4_HQQ_INT, A16W8_INT8

@@ -1,4 +1,4 @@
-"""The table of linear layers with few input rows, which docs/linear_layers.md explains."""
+"""The table of linear layers with few input rows in docs/linear_layers.md."""
 
 from itertools import product
 
@@ -6,7 +6,7 @@ from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, 
 
 FILE = "linear_h200.jsonl"
 COMMAND = f"python -m scripts.benchmarks linear --out docs/results/{FILE}"
-# What a layer of a 7B model multiplies, q+k+v and gate+up joined, as (outputs, inputs).
+# The linears of a layer of a 7B model as (outputs, inputs), with q+k+v and gate+up joined.
 _SHAPES = [((4096, 4096, 4096), 4096), ((4096,), 4096), ((11008, 11008), 4096), ((4096,), 11008)]
 EARLY = "fused, small kernels between, early, prefetch 1"
 LAYERS: Columns = {
@@ -23,7 +23,7 @@ _NOTE = (
 
 
 def _layers(content: Record) -> list[Record]:
-    """Microseconds of all linears of a 7B layer, by bits and rows."""
+    """Returns the microseconds of all linears of a 7B layer, by bits and rows."""
     measured = {(row["bits"], row["rows"]): row["us"] for row in content["layers"] if row["layer"] == "7B"}
     peer = {(row["bits"], row["shape"], row["rows"]): row["us"] for row in content["gemlite"]}
     roofs = {(c["bits"], tuple(c["outs"]), c["ins"], c["rows"]): c["roof_us"] for c in content["cells"]}

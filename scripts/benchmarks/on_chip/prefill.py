@@ -1,17 +1,19 @@
-"""Prefill on one GPU: seconds and TFLOP/s of whole prompts, by shape, context, chunk and path.
+"""Measures prefill on one GPU: seconds and TFLOP/s of whole prompts, by shape, context, chunk and path.
 
     python -m scripts.benchmarks prefill
     python -m scripts.benchmarks prefill --shapes llama-3.1-8b --contexts 32768 --chunks 4096
 
-Models have the shape's weights, random but for those of the inflated pair; times do not depend on them.
-Before a prompt is timed, one of two chunks compiles the kernels, and attention to each of its shapes lets
-libraries make their plans; the seconds of both stand in each row. FLOPs are 2 a weight and token, without
-embedding and head, and 2 x 2 a head's element and pair of positions that attend; the roofline is a product of
-8192 x 8192 matrices in bf16, measured in the same run. Parts are timed on the device: attention in all
-layers, linears in one of eight. ``--paths``: "engine" is what the engine does, "eager" has the layers as
-transformers wrote them, "cudnn" and "flash-attn-4" are the two that the engine chooses from where the latter
-is installed, "flash" is torch's flash attention; all but the first of them are measured with the first chunk
-alone. Attention of each is measured by itself as well: one layer's, of a first chunk behind the context.
+Models have weights of the given shape, most of them random; times do not depend on the values. Before a
+prompt is timed, a prompt of two chunks compiles the kernels, and attention with each of the prompt's shapes
+lets libraries make their plans. Each row has the seconds of both. FLOPs are 2 per weight and token, without
+embedding and head, and 2 x 2 per element of a head and pair of positions that attend. The roofline is a
+product of 8192 x 8192 matrices in bf16, measured in the same run. Parts are timed on the device: attention in
+all layers, linears in one of eight layers.
+
+``--paths``: "engine" is the engine's prefill. "eager" has the layers of transformers. "cudnn" and
+"flash-attn-4" are the two implementations from which the engine chooses if flash-attn 4 is installed, and
+"flash" is torch's flash attention. All paths except "engine" are measured only with the first chunk size. The
+attention of one layer is also measured alone, for a chunk after the context.
 """
 
 import statistics
@@ -43,12 +45,12 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import decoder_layers
 from triforce_tree.runtime.executor import free_memory
 
-# Positions of the least call of cuDNN's attention, and the layers of which one's linears are timed.
+# Fewest positions of a call of cuDNN's attention; the linears of one of so many layers are timed.
 _BLOCK, _EACH = 4096, 8
 
 
 class Parts:
-    """Seconds of the device in the linears and the attention of the layers of a model."""
+    """A timer of the linears and of the attention of a model, on the device."""
 
     def __init__(self, model: HFModel) -> None:
         self._device, self._layers = model.device, decoder_layers(model.model)
@@ -56,7 +58,7 @@ class Parts:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Inside, forwards are measured that run on copies of the model which are made inside."""
+        """Measures forwards of copies of the model that are made in its context."""
         own = prefill.windowed_attention
 
         def attention(*args: Any) -> Any:
@@ -103,7 +105,7 @@ class Parts:
 
 
 def flops(model: HFModel, tokens: int) -> float:
-    """Returns the FLOPs of the layers' linears and attention over so many tokens."""
+    """Returns the FLOPs of linears and attention of all layers for a prompt of ``tokens`` tokens."""
     layers = sum(w.numel() for name, w in model.model.named_parameters() if "layers" in name and w.dim() == 2)
     heads = model.heads
     pairs = tokens * (tokens + 1) / 2
@@ -111,17 +113,17 @@ def flops(model: HFModel, tokens: int) -> float:
 
 
 def warm_up(model: HFModel, run: Callable[[int], object], context: int, chunk: int) -> None:
-    """Compile what a prompt needs, and let libraries make their plans for its shapes."""
+    """Compiles the kernels of a prompt, and lets libraries make their plans for its shapes."""
     run(min(2 * chunk, context))
     heads, options = model.heads, {"dtype": model.dtype, "device": model.device}
     for queries in {min(chunk, context), context % chunk} - {0}:
-        # All blocks of which the positions before a chunk consist.
+        # The positions before a chunk are divided into blocks of these sizes.
         before, size = 0, _BLOCK
         while before + size + queries <= context:
             before, size = before + size, 2 * size
         q = torch.zeros(1, queries, heads.query, heads.dim, **options).transpose(1, 2)
         keys = torch.zeros(1, heads.kv, before + queries, heads.dim, **options)
-        # The engine chooses between cuDNN and flash-attn 4 anew where a context has doubled.
+        # The engine chooses between cuDNN and flash-attn 4 again when the context has doubled.
         for bits in range(queries.bit_length(), keys.shape[2].bit_length()):
             seen = keys[:, :, : 1 << bits]
             causal_attention(q, seen, seen, scale=1.0)
@@ -129,7 +131,7 @@ def warm_up(model: HFModel, run: Callable[[int], object], context: int, chunk: i
 
 
 def measure(model: HFModel, context: int, chunk: int, path: str, runs: int) -> Record:
-    """Seconds of a prompt, the median, of its parts, and of what was done before."""
+    """Returns the median seconds of a prompt, the seconds of its parts, and the seconds of the warm-up."""
     config = HierarchyConfig.from_options(levels=1, prefill_chunk=chunk)
     prompt, parts = torch.randint(3, model.vocab_size, (context + 1,)).tolist(), Parts(model)
     flash_attn_4.choices.clear()
@@ -145,13 +147,13 @@ def measure(model: HFModel, context: int, chunk: int, path: str, runs: int) -> R
     total = statistics.median(seconds)
     spent = {name: value / runs for name, value in parts.seconds().items()}
     spent["rest"] = statistics.mean(seconds) - sum(spent.values())
-    # Of the kinds of calls that were compared, those with flash-attn 4.
+    # ``flash_attn_4`` counts the compared kinds of calls for which the engine chose flash-attn 4.
     chosen = {"compared": len(flash_attn_4.choices), "flash_attn_4": sum(flash_attn_4.choices.values())}
     return {"warm_up_seconds": warm, "seconds": total, "parts": spent, "choices": chosen}
 
 
 def inflated(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The embedded target in this shape."""
+    """Returns the bundled target, inflated to this shape."""
     return inflate(load_model(PAIR / "target", device, dtype), shape)
 
 
@@ -181,7 +183,7 @@ def main(words: Sequence[str]) -> int:
             alone = attention_alone(model.heads, chunks[0], context, paths, device, dtype)
             attention += [{"shape": shape, **row} for row in alone]
             for chunk in chunks:
-                # Beside the first chunk alone: a prompt takes ten seconds.
+                # A prompt takes ten seconds, so other paths are measured only with the first chunk size.
                 for how in paths if chunk == chunks[0] else paths[:1]:
                     row: Record = {"shape": shape, "context": context, "chunk": chunk}
                     row["path"], row["kernels"] = PATHS[how]

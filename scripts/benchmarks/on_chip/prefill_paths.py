@@ -1,4 +1,4 @@
-"""Ways in which a prefill computes attention, by name, and each alone: one chunk behind a long prefix."""
+"""Implementations of attention in prefill, by name, and measurements of each alone on one chunk."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from triforce_tree.kernels.attention.prefill import attention_in_blocks, causal_
 from triforce_tree.models.prefill.layers import PrefillLayers
 
 FLASH_ATTN_4 = "flash-attn-4"
-# By name: what computes attention, and whether layers use our kernels.
+# Implementation of attention, and whether layers use our kernels, by name.
 PATHS = {
     "engine": ("engine", True),
     "eager": ("engine", False),
@@ -24,17 +24,17 @@ PATHS = {
     FLASH_ATTN_4: (FLASH_ATTN_4, True),
     "flash": ("flash", True),
 }
-# What the engine's choice is made of, which each of these fixes.
+# Values of flash-attn 4's environment variable that fix the engine's choice.
 _SETTINGS = {"cudnn": "0", FLASH_ATTN_4: "1", "flash": "0"}
-# Timed calls of attention alone.
+# Number of timed calls of attention alone.
 _CALLS = 10
-# Queries that are compared with fp32, of a chunk's last ones.
+# Number of last queries of a chunk that are compared with fp32.
 _COMPARED = 64
 
 
 @contextmanager
 def way(path: str) -> Iterator[None]:
-    """Inside, prefill takes this path: its attention, and its layers."""
+    """Makes prefill use the attention and the layers of this path within its context."""
     before, (attention, kernels) = torch.backends.cuda.cudnn_sdp_enabled(), PATHS[path]
     with ExitStack() as stack:
         if not kernels:
@@ -49,9 +49,9 @@ def way(path: str) -> Iterator[None]:
 
 
 def usable(paths: list[str]) -> list[str]:
-    """Returns the paths that can be measured here; prints which are left out, and why.
+    """Returns the paths that can be measured here, and prints why others are left out.
 
-    Without flash-attn 4 the engine's attention is cuDNN's, which is not measured twice.
+    Without flash-attn 4 the engine's attention is cuDNN's, so it is not measured twice.
     """
     if (why := flash_attn_4.unavailable()) is None:
         return paths
@@ -64,15 +64,15 @@ def usable(paths: list[str]) -> list[str]:
 def attention_alone(
     heads: Heads, queries: int, before: int, paths: list[str], device: torch.device, dtype: torch.dtype
 ) -> list[Record]:
-    """A row for each kind of attention in ``paths``: seconds of one call, its TFLOP/s, its error.
+    """Returns a row for each implementation in ``paths``: seconds, TFLOP/s and error of one call.
 
     Args:
-        heads: of one layer.
-        queries, before: positions of a chunk, and before it.
+        heads: heads of one layer.
+        queries, before: numbers of positions of a chunk and before it.
     """
     options = {"dtype": dtype, "device": device}
     q = torch.randn(1, queries, heads.query, heads.dim, **options).transpose(1, 2)
-    # As in a cache, whose slots go on after the last position.
+    # As in a KV cache, there are slots after the last position.
     k, v = (
         torch.randn(1, heads.kv, before + queries + 64, width, **options)[:, :, : before + queries]
         for width in (heads.dim, heads.value_dim)

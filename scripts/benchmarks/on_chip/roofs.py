@@ -1,4 +1,4 @@
-"""The least time that stages of decoding can take on this device, by the bytes that they read."""
+"""Lower bounds on the time of stages of decoding, by the bytes that they read."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from triforce_tree.models.model_copy import weight_bytes
 
 
 def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float) -> dict[str, float]:
-    """The least milliseconds a run of each stage can take: the bytes it must read over the bandwidth.
+    """Returns the least milliseconds of a run of each stage: the bytes that it reads over the bandwidth.
 
     Args:
-        lengths: tokens of each sequence.
-        bandwidth: bytes a second, measured in the same run.
+        lengths: number of tokens of each sequence.
+        bandwidth: bytes per second, measured in the same run.
     """
     slot = _slot_bytes(program.store)
     full = weight_bytes(program.full.model) + sum(lengths) * slot
@@ -26,12 +26,12 @@ def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float)
         config = program.retrieval.config
         seen = sum(min(config.budget, length) for length in lengths) * slot
         needed["retrieval"] = weight_bytes(program.retrieval_model.model) + seen
-        # Chunks are chosen by the means of their keys: half a slot a chunk.
+        # Chunks are selected by their mean keys, which have half the bytes of a slot.
         means = sum(length // config.chunk for length in lengths) * slot // 2
         needed["retrieval_refresh"] = needed["retrieval"] + means
     return {name: 1e3 * size / bandwidth for name, size in needed.items()}
 
 
 def _slot_bytes(store: KVStore) -> int:
-    """K and V of one token in all layers."""
+    """Returns the bytes of keys and values of one token in all layers."""
     return sum(part[:, 0, :, 0].nbytes for group in store.groups for part in group.parts)

@@ -1,9 +1,9 @@
-"""Speed of the inflated pair on one GPU: docs/results/on_chip_h200.jsonl, one part at a time.
+"""Measures the inflated models on one GPU, one part of docs/results/on_chip_h200.jsonl at a time.
 
-Prompts are real texts (``common/texts.py``), models the embedded pair inflated to real size. All
-temperatures, autoregressive decoding and transformers' static cache decode after the same prefill, in the
-same process, from graphs that were captured before. Times are of decoding alone, and no text ends early. A
-file that was made with other settings or another engine is not continued.
+Prompts are real texts (``common/texts.py``). The models are the bundled target and draft, inflated to the
+size of real models. All temperatures, autoregressive decoding and transformers' static cache decode after the
+same prefill, in the same process, with graphs that were captured before. Only decoding is timed, and no text
+ends early. A file with other settings or from another engine is not continued.
 """
 
 import statistics
@@ -33,7 +33,7 @@ DEFAULTS: Record = {
 
 
 def headline(plan: "OnChip") -> Iterator[Step]:
-    """Every temperature, on one prompt after the other; then transformers on the first one."""
+    """Yields a step with all temperatures for every prompt, then transformers on the first prompt."""
     for batch, context in plan.cells:
         for number in range(plan.prompts):
             yield plan.step(number, batch, context, {})
@@ -42,7 +42,7 @@ def headline(plan: "OnChip") -> Iterator[Step]:
 
 
 def lengths(plan: "OnChip") -> Iterator[Step]:
-    """Contexts that are beginnings of one text; the budget is at most a quarter of them."""
+    """Yields steps for contexts that begin one text; the budget is at most a quarter of the context."""
     groups: dict[int, list[int]] = {}
     for _, context in sorted(plan.cells, reverse=True):
         quarter = 1 << ((context // 4).bit_length() - 1)
@@ -57,12 +57,12 @@ def lengths(plan: "OnChip") -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class OnChip(Plan):
-    """Settings of one part.
+    """Settings of one part of the benchmark.
 
     Attributes:
-        kind: lists the steps.
-        outputs: lengths at which the time of one long decoding is read off.
-        static_tokens: of transformers' static cache; 0 leaves it out.
+        kind: yields the steps of the part.
+        outputs: numbers of new tokens at which the time of one long decoding is recorded.
+        static_tokens: new tokens with transformers' static cache; 0 leaves it out.
     """
 
     options: Record = field(default_factory=lambda: dict(DEFAULTS))
@@ -74,7 +74,7 @@ class OnChip(Plan):
         return self.kind(self)
 
     def beside_plain(self, key: Record) -> bool:
-        """Returns whether plain decoding is measured beside this."""
+        """Returns whether plain decoding is also measured."""
         return True
 
     def tiny(self, **more: Any) -> Self:
@@ -92,15 +92,15 @@ class OnChip(Plan):
 
 LONG = ((1, 122_880),)
 _LENGTHS = tuple((1, n) for n in (4096, 8192, 16_384, 32_768, 65_536, 122_880))
-# Four query heads of the 8B share a KV head, so 16 nodes fill one tile of 64.
+# Four query heads of the 8B model share a KV head, so 16 nodes fill a tile of 64 query rows.
 _8B = DEFAULTS | {"gamma": 15, "tree": "best-first:4,4,4,3"}
-# Nodes of all sequences add up, and so do their budgets.
+# The nodes and budgets of all sequences of a batch add up.
 _BATCH = DEFAULTS | {"gamma": 15, "tree": "chain:4", "budget": 2048, "refresh": 0}
 _TWO = (0.0, 0.6)
 PARTS = {
     "7b": OnChip(LLAMA_2_7B, LONG, static_tokens=64),
     "8b": OnChip(LLAMA_3_1_8B, LONG, static_tokens=16, options=_8B),
-    # Keys and values in 8 bits, of which transformers has no static cache.
+    # Transformers has no static cache with keys and values in 8 bits.
     "8b-kv8": OnChip(LLAMA_3_1_8B, LONG, options=_8B | {"kv_bits": 8}),
     "batch": OnChip(
         LLAMA_2_7B, ((6, 19_456), (2, 57_344), (10, 12_288)), temperatures=_TWO, prompts=2,
@@ -114,7 +114,7 @@ PARTS = {
 
 
 class OnChipSession(Session):
-    """One program after the other, whose cache is on the device."""
+    """A session that runs one decoding program after another, with the KV cache on the device."""
 
     def machine(self) -> Record:
         return {"read_bandwidth": read_bandwidth(self.device)}
@@ -176,13 +176,14 @@ class OnChipSession(Session):
             super().add(sample | read, run)
 
     def _static(self, key: Record, prompts: Prompts, sources: list[str]) -> None:
-        """transformers' static cache in our memory; a failure is noted and ends nothing."""
+        """Measures transformers with a static cache in our memory; a failure is only noted."""
         bench, new, compiled = self.bench, key["new_tokens"], self.device.type == "cuda"
-        # Before: torch.compile's graphs clear the cuBLAS workspaces that our captured stages may use.
+        # It runs first, because torch.compile's graphs clear cuBLAS workspaces that our captured stages may
+        # use.
         plain = bench.decode(0.0, prompts, new, rounds=0)
         try:
             found = static_decoding(bench.target, bench.program.store, prompts, new, compiled)
-        except Exception as error:  # foreign code on a borrowed cache; our figures do not depend on it
+        except Exception as error:  # it is transformers' code, and our figures do not depend on it
             self.note(f"{STATIC}: {type(error).__name__}: {error}")
             return
         both = zip(chain(*found.pop("tokens")), chain(*plain.texts), strict=True)

@@ -86,7 +86,7 @@ OUTPUTS: Columns = {
 
 
 def prefill_path(row: Record) -> str:
-    """Returns the name of what computed attention; for the engine also what it chose."""
+    """Returns the name of the implementation of attention, and for the engine the one that it chose."""
     choices = row.get("choices", {})
     if row["path"] != "engine" or not choices.get("flash_attn_4"):
         return PREFILL_PATHS[row["path"]]
@@ -94,7 +94,7 @@ def prefill_path(row: Record) -> str:
 
 
 def _alone(content: Record) -> list[Record]:
-    """Attention by itself, of each path; of the engine where it is measured by no other name."""
+    """Returns the measurements of attention alone; the engine's only if no other path equals it."""
     rows = [row | {"ms": 1e3 * row["seconds"]} for row in content.get("attention", ())]
     named = {row["path"] for row in rows} - {"engine"}
     return [row for row in rows if row["path"] != "engine" or "cudnn" not in named]
@@ -105,7 +105,7 @@ def setting(change: Record) -> str:
 
 
 def _rows(*parts: str, order: tuple[str, ...] = ()) -> Rows:
-    """Rows of these parts, with what several tables say of them; sorted where ``order`` says by what."""
+    """Returns a function that selects the rows of these parts, sorted by the keys in ``order``."""
 
     def find(content: Record) -> list[Record]:
         found = []
@@ -125,7 +125,7 @@ def _rows(*parts: str, order: tuple[str, ...] = ()) -> Rows:
 
 
 def _levels(content: Record) -> list[Record]:
-    """Returns the time of each stage of a pass beside its roofline."""
+    """Returns the time of each stage of a pass and its roofline."""
     lines: list[Record] = []
     for row in rows_of(content, *HEADLINES):
         where = f"{row['shape']}, {row['batch']} x {row['context']:,}, T={row['temperature']:g}"
@@ -140,7 +140,7 @@ def _levels(content: Record) -> list[Record]:
 
 
 def _costs(content: Record) -> list[Record]:
-    """Returns what is paid once: prefill, capture, memory."""
+    """Returns the costs that occur once: prefill, capture and memory."""
     rows = _rows(*HEADLINES)(content)
     return list({(r["shape"], r["batch"], r["context"]): r for r in rows}.values())
 
@@ -153,7 +153,7 @@ _origin = partial(origin, file=FILE, measured=_bandwidth, note="Not measured in"
 
 
 def texts(content: Record) -> str | None:
-    """The prompts."""
+    """Returns the names of the prompts as a list."""
     parts = [content["parts"][p] for p in HEADLINES if p in content["parts"]]
     return "".join(f"- {name}\n" for name in dict.fromkeys(n for p in parts for n in p["sources"])) or None
 

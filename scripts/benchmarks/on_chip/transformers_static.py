@@ -1,7 +1,7 @@
-"""transformers' own fastest decoding on the keys and values that our engine has computed.
+"""Decoding by transformers with a static cache that holds the keys and values of our engine.
 
-Its static cache is made of our store's memory, since a second full cache would not fit beside the first:
-decoding reads the same bytes from the same place.
+The static cache uses the memory of our store, because the device cannot hold a second full cache. So both
+engines read the same bytes from the same addresses.
 """
 
 import statistics
@@ -18,17 +18,17 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.pass_through import CACHE
 
-# torch.compile's CUDA graphs: a run that compiles, some that record, and then the replays that count.
+# torch.compile takes a run to compile and some runs to capture CUDA graphs; the replays after them count.
 _WARM_UPS = 6
 
 
 def alias(store: KVStore, target: HFModel) -> StaticCache:
-    """A static cache whose layers are the store's own memory."""
+    """Returns a static cache whose layers use the memory of the store."""
     cache = StaticCache(config=target.model.config, max_cache_len=store.slots)
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
-        # Through DLPack each tensor has a storage of its own: views of one storage that are written to
-        # would make torch.compile copy or refuse.
+        # DLPack gives each tensor its own storage. With written views of one storage, torch.compile would
+        # copy them or fail.
         layer.keys, layer.values = map(from_dlpack, store.layer(index))
         layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
         layer.cumulative_length = torch.zeros((), dtype=torch.int64, device=layer.device)
@@ -42,16 +42,16 @@ def alias(store: KVStore, target: HFModel) -> StaticCache:
 def static_decoding(
     target: HFModel, store: KVStore, prompts: Sequence[Sequence[int]], new: int, compiled: bool
 ) -> dict[str, Any]:
-    """Greedy decoding after prompts of one length whose keys and values are in the store.
+    """Decodes greedily after prompts of one length whose keys and values are in the store.
 
     Args:
-        target: the model, with its own attention (SDPA).
-        store: holds all but each prompt's last token; the slots after them are overwritten.
-        new: tokens of each text.
-        compiled: by ``torch.compile(mode="reduce-overhead")``.
+        target: the model, with transformers' attention (SDPA).
+        store: keys and values of all tokens of each prompt but the last; later slots are overwritten.
+        new: new tokens of each sequence.
+        compiled: whether ``torch.compile(mode="reduce-overhead")`` compiles the step.
 
     Returns:
-        median milliseconds a token, seconds of compiling and warming up, and the tokens.
+        median milliseconds per token, seconds of compiling and warming up, and the tokens.
     """
     length, device = len(prompts[0]) - 1, store.device
     cache = alias(store, target)
@@ -60,7 +60,7 @@ def static_decoding(
     roots = torch.tensor([[p[-1]] for p in prompts], device=device)
 
     def rewind() -> None:
-        """The next token goes to slot ``length``; slots after it, which the mask hides, must be finite."""
+        """Resets the cache to ``length`` tokens; later slots, which the mask hides, must be finite."""
         layers: list[Any] = cache.layers
         for layer in layers:
             layer.cumulative_length.fill_(length)
@@ -85,7 +85,7 @@ def static_decoding(
     for _ in range(new):
         start = time.perf_counter()
         tokens = step(tokens)
-        # generate() looks after each token whether the text has ended, so it waits for it too.
+        # generate() checks after each token whether the text has ended, so it also waits for each token.
         out.append(tokens[:, 0].tolist())
         times.append(time.perf_counter() - start)
     texts = [list(text) for text in zip(*out, strict=True)]
