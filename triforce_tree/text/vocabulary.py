@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,20 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a vocabulary.
+
+    Attributes:
+        special: whether it has a name, but no text.
+        raw: its bytes if they do not depend on its neighbours, else None. An id that the tokenizer does not
+            know has the bytes ``b""``.
+    """
+
+    special: bool
+    raw: bytes | None
 
 
 class Vocabulary:
@@ -29,8 +44,7 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self.of_bytes = _is_byte_level(tokenizer)
         self.clean_up: Callable[[str], str] | None = _clean_up(tokenizer)
-        self._raw: dict[int, bytes | None] = {}
-        self._special: dict[int, bool] = {}
+        self._tokens: dict[int, Token] = {}
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         """Returns the text of tokens before a clean-up of spaces.
@@ -42,42 +56,29 @@ class Vocabulary:
         text: Any = self._tokenizer.decode(list(tokens), skip_special_tokens=not special, **options)
         return str(text)
 
-    def special(self, token: int) -> bool:
-        """Returns whether a token has a name, but no text."""
-        special = self._special.get(token)
-        if special is None:
-            special = self._piece(token) is not None and not self.decode([token]) and bool(self.name(token))
-            self._special[token] = special
-        return special
-
     def name(self, token: int) -> str:
         """Returns the text of a single token; for a special token its name."""
         return self.decode([token], special=True)
 
-    def raw(self, token: int) -> bytes | None:
-        """Returns the bytes of a token if they do not depend on its neighbours, else None.
+    def token(self, token: int) -> Token:
+        """Returns what is known of a token."""
+        if token not in self._tokens:
+            self._tokens[token] = self._read(token)
+        return self._tokens[token]
 
-        An id that the tokenizer does not know has the bytes ``b""``.
-        """
-        if token not in self._raw:
-            self._raw[token] = self._bytes_of(token)
-        return self._raw[token]
-
-    def _bytes_of(self, token: int) -> bytes | None:
-        piece = self._piece(token)
-        if piece is None:
-            return b""
+    def _read(self, token: int) -> Token:
+        piece: Any = self._tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(piece, str):
+            return Token(False, b"")
+        special = not self.decode([token]) and bool(self.name(token))
         if self.of_bytes:
             table = _byte_of()
             known = [table.get(character) for character in piece]
-            return piece.encode() if None in known else bytes(byte for byte in known if byte is not None)
+            raw = piece.encode() if None in known else bytes(byte for byte in known if byte is not None)
+            return Token(special, raw)
         byte = _BYTE.fullmatch(piece)
         # If the decoder does not support byte tokens, "<0x0A>" is ordinary text.
-        return bytes.fromhex(byte[1]) if byte and self.name(token) != piece else None
-
-    def _piece(self, token: int) -> str | None:
-        piece: Any = self._tokenizer.convert_ids_to_tokens(token)
-        return piece if isinstance(piece, str) else None
+        return Token(special, bytes.fromhex(byte[1]) if byte and self.name(token) != piece else None)
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
