@@ -86,8 +86,10 @@ class Engine:
         self.tokenizer = tokenizer
         self._given = frozenset(given)
         self._notices = CostNotices()
-        self._in_session, self._capacity = False, 0
         self._config = config or HierarchyConfig()
+        # Which tokens are kept in the buffers between calls, and for how many tokens the buffers are made.
+        self._reuse: Reuse = "chunks" if self._config.prefix_cache else "none"
+        self._capacity = 0
         if self._config.offload_weights is True and streamed is None:
             raise ValueError(
                 "offload_weights=True takes effect when weights are loaded; use triforce_tree.load"
@@ -115,6 +117,8 @@ class Engine:
             )
         other = copy.copy(self)
         other._given, other._config = self._given | frozenset(given), self._config.changed(given)
+        if self._reuse != "all":
+            other._reuse = "chunks" if other._config.prefix_cache else "none"
         other._hierarchy = self._hierarchy.with_config(other._config)
         return other
 
@@ -207,12 +211,8 @@ class Engine:
         contents.
         """
         other = copy.copy(self)
-        other._in_session, other._capacity = True, min(tokens, self.target.max_positions or tokens)
+        other._reuse, other._capacity = "all", min(tokens, self.target.max_positions or tokens)
         return other
-
-    @property
-    def _reuse(self) -> Reuse:
-        return "all" if self._in_session else "chunks" if self._config.prefix_cache else "none"
 
     def close(self) -> None:
         """Free the last generation's buffers and the weights in host memory. Later calls raise
@@ -355,7 +355,7 @@ class Engine:
                 "progress": progress, "pinned": pinned, "max_batch": max_batch, "joining": joining,
             }  # fmt: skip
             return several_texts(self, beams, texts, {**given, **own})
-        target = self.target
+        target = self._hierarchy.target
         target.check_sizes()
         arguments = Arguments.read(target, self.tokenizer, inputs, given)
         count = len(arguments.prompts.tokens)

@@ -119,12 +119,16 @@ def test_what_commands_write_into_a_checkout_is_ignored_by_git() -> None:
 
 @pytest.mark.slow
 def test_the_readme_runs_as_written(tmp_path: Path) -> None:
-    """The text is made first, and the code after it needs nothing else."""
+    """The text is made first. The code needs nothing else, and the session of docs/python.md goes on with its
+    engine.
+    """
     blocks = BLOCK.findall((ROOT / "README.md").read_text("utf-8"))
+    others = BLOCK.findall((ROOT / "docs" / "python.md").read_text("utf-8"))
+    [session] = [block for language, block in others if language == "python" and "engine.session(" in block]
     lines = [line for language, block in blocks if not language for line in block.splitlines()]
     [making] = [line for line in lines if line.endswith("> book.txt")]
     code = "\n".join(block for language, block in blocks if language == "python")
-    (tmp_path / "readme.py").write_text(code, encoding="utf-8")
+    (tmp_path / "readme.py").write_text(f"{code}\n{session}", encoding="utf-8")
     # A shorter text than there, whose prefill takes a minute of a busy machine.
     making = making.replace("50_000", "8_000")
     shell = f"{making.replace('python -c', sys.executable + ' -c')} && {sys.executable} readme.py"
@@ -133,6 +137,7 @@ def test_the_readme_runs_as_written(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "name='target'" in done.stdout
+    assert (tmp_path / "book" / "session.json").is_file()
 
 
 def test_the_api_reference_names_what_is_there() -> None:

@@ -45,14 +45,14 @@ class BatchPool:
 
     def __call__(self) -> PoolSize | None:
         """Returns the size of the pool, or None if each sequence has its own slots."""
+        if not (self._shares and self._part) or (self._sequences < 2 and not self._joins):
+            return None
         key = self._hierarchy.config, self._sequences, self._part
         if key not in self._found:
             self._found[key] = self._made()
         return self._found[key]
 
     def _made(self) -> PoolSize | None:
-        if not (self._shares and self._part) or (self._sequences < 2 and not self._joins):
-            return None
         hierarchy, config = self._hierarchy, self._hierarchy.config
         unit = unit_of(hierarchy.target, config)
         if unit is None:

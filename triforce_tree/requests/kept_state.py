@@ -6,6 +6,7 @@ must therefore be called as in transformers: once per new token, with all sequen
 """
 
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ _KEEPING = frozenset(
         "DiaEOSDelayPatternLogitsProcessor",
     }
 )
+# Classes of transformers that are tested: the former calls a function of the user, the latter reads scores.
+_TESTED = ("PrefixConstrainedLogitsProcessor", "ConfidenceCriteria")
 # Packages whose processors follow a grammar from token to token.
 _GRAMMARS = frozenset(
     {
@@ -52,48 +55,43 @@ def why_in_step(request: Request, vocabulary: int) -> str | None:
     Args:
         vocabulary: V of the scores.
     """
-    trial = _Trial(request.input_ids, vocabulary)
-    for processor in request.processors:
-        if (why := _of_processor(processor, trial)) is not None:
-            return why
-    config = request.config
-    for criterion in request.criteria:
-        # The criteria get the scores of all new tokens if the output has them.
-        passed = bool(config.output_scores and config.return_dict_in_generate)
-        if (why := _of_criterion(criterion, trial, passed)) is not None:
-            return why
+    for module, entries in ((logits_process, request.processors), (stopping_criteria, request.criteria)):
+        for given in entries:
+            if (why := _why(given, module, request, vocabulary)) is not None:
+                return why
     return None
 
 
-def _of_processor(processor: Any, trial: "_Trial") -> str | None:
-    name = _name(processor)
-    if isinstance(declared := getattr(processor, "keeps_state", None), bool):
-        return f"{name} keeps state" if declared else None
-    if type(processor) is LogitsProcessorList:
-        return next((why for each in processor if (why := _of_processor(each, trial)) is not None), None)
-    if type(processor) is PrefixConstrainedLogitsProcessor:
-        allowed = processor._prefix_allowed_tokens_fn
-        return trial.why("prefix_allowed_tokens_fn", allowed, trial.of_prefixes())
-    if type(processor).__module__ == logits_process.__name__:
-        return f"{name} keeps state" if type(processor).__name__ in _KEEPING else None
-    return trial.why(name, processor, trial.of_scores(), by_sequence=True)
+def _why(given: Any, module: ModuleType, request: Request, vocabulary: int) -> str | None:
+    """Returns the reason for one processor or criterion, or None.
 
-
-def _of_criterion(criterion: Any, trial: "_Trial", scores_asked: bool) -> str | None:
-    name = _name(criterion)
-    if isinstance(declared := getattr(criterion, "keeps_state", None), bool):
+    Args:
+        module: the module of transformers' own processors, or of its criteria.
+    """
+    kind, name = type(given), _name(given)
+    if isinstance(declared := getattr(given, "keeps_state", None), bool):
         return f"{name} keeps state" if declared else None
-    if type(criterion) is StoppingCriteriaList:
-        found = (_of_criterion(each, trial, scores_asked) for each in criterion)
-        return next((why for why in found if why is not None), None)
-    known = type(criterion).__module__ == stopping_criteria.__name__
-    if scores_asked and not (known and type(criterion).__name__ != "ConfidenceCriteria"):
+    if kind in (LogitsProcessorList, StoppingCriteriaList):
+        reasons = (_why(each, module, request, vocabulary) for each in given)
+        return next((why for why in reasons if why is not None), None)
+    if kind.__module__ == module.__name__ and kind.__name__ not in _TESTED:
+        return f"{name} keeps state" if kind.__name__ in _KEEPING else None
+    ids, batch = request.input_ids, len(request.input_ids)
+    if kind is PrefixConstrainedLogitsProcessor:
+        calls = [(b, text[b]) for text in _texts(ids, vocabulary) for b in range(batch)]
+        return _why_of_calls("prefix_allowed_tokens_fn", given._prefix_allowed_tokens_fn, calls, ids.device)
+    if module is logits_process:
+        places = torch.arange(batch * vocabulary, device=ids.device)
+        scores = (places * 0.7).sin().view(batch, vocabulary) * 4
+        texts = [(text, scores) for text in _texts(ids, vocabulary)]
+        return _why_of_calls(name, given, texts, ids.device, apart=batch > 1)
+    if request.config.output_scores and request.config.return_dict_in_generate:
         return f"{name} may read the scores that output_scores=True asks for"
-    if known:
+    if kind.__module__ == module.__name__:
         return None
-    if trial.batch > 1:
+    if batch > 1:
         return f"{name} may look at all sequences of the batch"
-    return trial.why(name, criterion, trial.of_criteria())
+    return _why_of_calls(name, given, [(text, None) for text in _texts(ids, vocabulary)], ids.device)
 
 
 def _name(given: Any) -> str:
@@ -105,87 +103,65 @@ def _name(given: Any) -> str:
 Call = tuple[Any, ...]
 
 
-class _Trial:
-    """Generated test calls of processors and criteria for one generation.
+def _texts(ids: Tensor, vocabulary: int) -> list[Tensor]:
+    """Returns texts that are longer and shorter than their predecessors; each occurs more than once."""
+    ids = ids[:, -_MOST_TOKENS:]
+    coming = torch.arange(3, device=ids.device) + ids[:, -1:]
+    longest = torch.cat([ids, coming % vocabulary], 1)
+    other = torch.cat([ids, (coming[:, :1] + 7) % vocabulary], 1)
+    return [ids, longest, other, longest, longest[:, :-1], ids]
+
+
+def _why_of_calls(
+    name: str, given: Callable[..., Any], calls: list[Call], device: torch.device, apart: bool = False
+) -> str | None:
+    """Returns why a callable must be called once per token with all sequences, or None if it need not be.
 
     Args:
-        input_ids: int64 ``[B, W]``, the prompts.
-        vocabulary: V of the scores.
+        name: name of the callable.
+        given: the callable.
+        calls: arguments of the test calls; equal arguments must give equal results.
+        device: the device of the arguments.
+        apart: whether the result for a sequence must not depend on the other sequences of the call.
     """
+    package = type(given).__module__.partition(".")[0]
+    if package in _GRAMMARS:
+        return f"{name} of {package} keeps state"
+    drawn = RandomNumbers(device)
+    try:
+        with drawn:
+            copied = Isolated(given)
+            answers: list[tuple[Call, Any]] = []
+            for call in calls:
+                answer = copied.call(*_cloned(call))
+                for before, known in answers:
+                    if _equal(call, before) and not _equal(answer, known):
+                        return f"{name} keeps state (two calls with the same text have different results)"
+                answers.append((call, answer))
+            differs = apart and _differs_apart(copied, *answers[0])
+            changed = copied.changed()
+    except NotIsolatedError as error:
+        return f"{name} may keep state, as {error}; {_DECLARE}"
+    except Exception as error:
+        return f"{name} may keep state, as a made-up text ended in {type(error).__name__}; {_DECLARE}"
+    if drawn.drawn:
+        return f"{name} draws random numbers"
+    if differs:
+        return f"{name} looks at other sequences of the batch"
+    return f"{name} keeps state (its calls change it)" if changed else None
 
-    def __init__(self, input_ids: Tensor, vocabulary: int) -> None:
-        self._ids, self._vocabulary = input_ids, vocabulary
-        self.batch = len(input_ids)
 
-    def _texts(self) -> list[Tensor]:
-        """Returns texts that are longer and shorter than their predecessors; each occurs more than once."""
-        ids = self._ids[:, -_MOST_TOKENS:]
-        coming = torch.arange(3, device=ids.device) + ids[:, -1:]
-        longest = torch.cat([ids, coming % self._vocabulary], 1)
-        other = torch.cat([ids, (coming[:, :1] + 7) % self._vocabulary], 1)
-        return [ids, longest, other, longest, longest[:, :-1], ids]
-
-    def _scores(self) -> Tensor:
-        places = torch.arange(self.batch * self._vocabulary, device=self._ids.device)
-        return (places * 0.7).sin().view(self.batch, self._vocabulary) * 4
-
-    def of_scores(self) -> list[Call]:
-        """Returns test calls of a logits processor."""
-        return [(ids, self._scores()) for ids in self._texts()]
-
-    def of_criteria(self) -> list[Call]:
-        """Returns test calls of a stopping criterion that gets no scores."""
-        return [(ids, None) for ids in self._texts()]
-
-    def of_prefixes(self) -> list[Call]:
-        """Returns test calls of a function that is used as ``prefix_allowed_tokens_fn``."""
-        return [(row, ids[row]) for ids in self._texts() for row in range(self.batch)]
-
-    def why(
-        self, name: str, given: Callable[..., Any], calls: list[Call], by_sequence: bool = False
-    ) -> str | None:
-        """Returns why a callable must be called once per token with all sequences, or None if it need not be.
-
-        Args:
-            name: name of the callable.
-            given: the callable.
-            calls: arguments of the test calls; equal arguments must give equal results.
-            by_sequence: whether the result for a sequence must not depend on the other sequences.
-        """
-        package = type(given).__module__.partition(".")[0]
-        if package in _GRAMMARS:
-            return f"{name} of {package} keeps state"
-        drawn = RandomNumbers(self._ids.device)
-        try:
-            with drawn:
-                copied = Isolated(given)
-                answers: list[tuple[Call, Any]] = []
-                for call in calls:
-                    answer = copied.call(*_cloned(call))
-                    for before, known in answers:
-                        if _equal(call, before) and not _equal(answer, known):
-                            return f"{name} keeps state (two calls with the same text have different results)"
-                    answers.append((call, answer))
-                apart = by_sequence and self.batch > 1 and self._differs_apart(copied, *answers[0])
-                changed = copied.changed()
-        except NotIsolatedError as error:
-            return f"{name} may keep state, as {error}; {_DECLARE}"
-        except Exception as error:
-            return f"{name} may keep state, as a made-up text ended in {type(error).__name__}; {_DECLARE}"
-        if drawn.drawn:
-            return f"{name} draws random numbers"
-        if apart:
-            return f"{name} looks at other sequences of the batch"
-        return f"{name} keeps state (its calls change it)" if changed else None
-
-    def _differs_apart(self, copied: Isolated, call: Call, answer: Any) -> bool:
-        ids, scores = call
-        for row in range(self.batch):
-            alone = copied.call(ids[row : row + 1].clone(), scores[row : row + 1].clone())
-            # Sums of several rows may be rounded otherwise.
-            if not torch.allclose(alone, answer[row : row + 1], 1e-3, 1e-3, equal_nan=True):
-                return True
-        return False
+def _differs_apart(copied: Isolated, call: Call, answer: Any) -> bool:
+    """Returns whether a processor gives a sequence other scores when it is called with this sequence
+    alone.
+    """
+    ids, scores = call
+    for b in range(len(ids)):
+        alone = copied.call(ids[b : b + 1].clone(), scores[b : b + 1].clone())
+        # Sums of several rows may be rounded otherwise.
+        if not torch.allclose(alone, answer[b : b + 1], 1e-3, 1e-3, equal_nan=True):
+            return True
+    return False
 
 
 def _cloned(call: Iterable[Any]) -> list[Any]:

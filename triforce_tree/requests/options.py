@@ -158,7 +158,7 @@ def texts_asked(kwargs: Mapping[str, Any]) -> tuple[int, int]:
         value = kwargs.get(name)
         if value is None:
             value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-        found.append(checked(name, 1 if value is None else value))
+        found.append(1 if value is None else checked(name, value))
     beams, texts = found
     return beams, texts
 

@@ -212,6 +212,7 @@ class Request:
         processors, criteria: all of them, the user's included.
         model_inputs: inputs of the model's forward, as transformers prepared them.
         how: the options of this package.
+        pad_token: fills sequences that end before others.
     """
 
     given_ids: Tensor
@@ -223,6 +224,7 @@ class Request:
     criteria: StoppingCriteriaList
     model_inputs: Mapping[str, Any]
     how: RunOptions
+    pad_token: int
 
     @classmethod
     def of(
@@ -256,7 +258,10 @@ class Request:
             sequences.append(Sequence(prompt, ending, number, seeds[number]))
         # If processors read the tokens so far, the sequences of a batch are decoded one by one.
         to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
-        return cls(given_ids, input_ids, sequences, to_probs, config, processors, criteria, model_inputs, how)
+        return cls(
+            given_ids, input_ids, sequences, to_probs, config, processors, criteria, model_inputs, how,
+            _padding(vars(config))[0],
+        )  # fmt: skip
 
     @classmethod
     def from_transformers(
@@ -296,10 +301,6 @@ class Request:
     def new_tokens(self) -> int:
         """Returns the most new tokens of a sequence."""
         return self.sequences[0].ending.max_new_tokens
-
-    @property
-    def pad_token(self) -> int:
-        return _padding(vars(self.config))[0]
 
     @property
     def outputs(self) -> set[str]:

@@ -21,13 +21,14 @@ from triforce_tree.runtime import distributed
 from triforce_tree.runtime.files.json_files import parse_json
 from triforce_tree.runtime.fingerprint import shape_of, tokenizer_digest, weights_digest
 from triforce_tree.runtime.token_ids import id_tensor
-from triforce_tree.sessions.checks import check_fields, damaged
 from triforce_tree.sessions.folders import (
     FILE,
     STATES,
     TOKENS,
     NewFiles,
     SavedFiles,
+    check_fields,
+    damaged,
     layer_name,
     opened,
     saving,
@@ -53,8 +54,8 @@ def save(session: Saving, folder: Path) -> None:
     """Write a session into a folder; see :meth:`Session.save`."""
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; save sessions of one process")
-    told = {"messages": session.messages, "begun": session.begun, "turns": session.turns}
-    _check_json(told)
+    fields = {"messages": session.messages, "begun": session.begun, "turns": session.turns}
+    _check_json(fields)
     # The folder is tried before keys and values are computed that are not in the buffers any more.
     with saving(folder) as new:
         new.write(TOKENS, {"tokens": id_tensor(session.tokens)})
@@ -65,15 +66,15 @@ def save(session: Saving, folder: Path) -> None:
                 states = {str(number): state[0].cpu() for number, state in enumerate(cache.states.buffers)}
                 new.write(STATES, states)
             kept = {"chunk": cache.cached.chunk, "whole": cache.cached.whole[0]}
-        new.finish({**_identity(session.engine), **kept, **told})
+        new.finish({**_identity(session.engine), **kept, **fields})
 
 
-def _check_json(told: dict[str, Any]) -> None:
+def _check_json(fields: dict[str, Any]) -> None:
     """Raise ValueError if the values of a conversation do not survive being written to JSON and read
     again.
     """
     try:
-        parse_json(json.dumps(told).encode())
+        parse_json(json.dumps(fields).encode())
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the messages cannot be saved ({error}); use text and numbers in them") from error
 

@@ -25,36 +25,36 @@ _NOTHING = "there is nothing to continue; give the session a document or a quest
 
 
 class Session:
-    """One sequence that is continued again and again.
+    """One sequence that is continued by each call.
 
-    Its keys and values stay in the engine's buffers, those of the last generation. A call that finds them
-    there prefills what follows the longest common prefix; after another generation of the same engine, or of
-    another session with other tokens, that prefix is short, and the text is prefilled again: two documents
-    that take turns need an engine each, ``engine.with_options()``, over the same models (host memory holds
-    one offloaded cache at a time), or ``prefix_cache`` with a size. Layers with sliding windows and recurrent
-    layers can be continued where their last generation ended, and at the ends of the first and the newest
-    prompts, of which copies are kept.
+    Its keys and values stay in the engine's buffers, which hold the sequence of the last generation. A call
+    prefills only what follows the longest prefix that the buffers hold. After a generation of another text on
+    the same engine this prefix is short, and nearly the whole session is prefilled again. Two documents that
+    take turns therefore need an engine each, ``engine.with_options()`` over the same models (host memory
+    holds one offloaded cache at a time), or ``prefix_cache`` with a size. Layers with sliding windows and
+    recurrent layers can be continued where their last generation ended, and at the ends of the first and of
+    the newest prompts, of which copies are kept.
 
     The text is that of :meth:`Engine.generate` for the whole sequence. In 16 bits two nearly equal logits may
-    change their order, as keys and values of generated tokens are kept as decoding passes computed them.
+    change their order, because the keys and values of generated tokens were computed by decoding passes.
 
     Args:
-        engine: its models and settings.
+        engine: its models and settings are used.
         document: the beginning of the session: text, token ids of one sequence, or messages.
         reserve: number of tokens after the first prompt for which memory is allocated at once. A longer
-            sequence gets larger buffers with as many tokens in reserve, to which keys and values are copied
-            where the device holds both, and which are prefilled again if the device cannot hold both, or if
-            they are offloaded.
+            sequence gets larger buffers with as many tokens in reserve. Keys and values are copied to them if
+            the device holds both buffers. Otherwise, or if they are offloaded, they are computed again.
 
     Attributes:
-        tokens: all token ids so far. In a conversation that begins with messages they are those of the last
-            call's, none before the first: what a chat template writes depends on what follows.
+        tokens: all token ids so far. A conversation that begins with messages has none before its first call,
+            and then those of the last call, because what a chat template writes depends on what follows.
         messages: the conversation so far, answers included; None for a text.
-        begun: messages before the first call.
-        turns: after each call in a conversation, the numbers of tokens and of messages.
+        begun: number of messages before the first call.
+        turns: for each call of a conversation, the numbers of tokens and of messages after it.
 
     Raises:
-        ValueError: several sequences; text without a tokenizer; messages without a chat template.
+        ValueError: several sequences were given, text without a tokenizer, or messages without a chat
+            template.
     """
 
     def __init__(self, engine: LoadedEngine, document: Inputs | None = None, reserve: int = RESERVE) -> None:
@@ -62,7 +62,7 @@ class Session:
             raise ValueError(f"reserve={reserve} must be at least 0")
         self._engine, self._reserve, self._capacity = engine, reserve, 0
         self.turns: list[tuple[int, int]] = []
-        # A copy of the last prompt's question, and what it was read as.
+        # A copy of the question that ``prompt`` last got, with the messages and token ids that it gave.
         self._coming: tuple[Any, list[Message] | None, list[int]] | None = None
         self._texts = TokenizedTexts(engine.tokenizer) if engine.tokenizer is not None else None
         self.tokens: list[int] = []
@@ -81,14 +81,15 @@ class Session:
         Args:
             question: text or token ids, appended to the tokens as they are, without special tokens; None adds
                 nothing. In a conversation a text is a message of the user, and messages are appended to it.
-            kwargs: of :meth:`Engine.generate`.
+            kwargs: arguments of :meth:`Engine.generate`.
 
         Returns:
-            the output, whose ``sequences`` are the whole session and whose ``reused_tokens`` were kept.
+            The output. Its ``sequences`` are the whole session, and its ``reused_tokens`` count the tokens
+            that were not prefilled.
 
         Raises:
-            ValueError: as :meth:`Engine.generate`; nothing to continue; messages in a session of text. The
-                session is then as before.
+            ValueError: :meth:`Engine.generate` raises it, there is nothing to continue, or messages were
+                given to a session of text. The session is then unchanged.
         """
         if (count := texts_asked(kwargs)[1]) > 1:
             raise ValueError(
@@ -115,7 +116,7 @@ class Session:
         """Returns the token ids that :meth:`generate` would continue for this question.
 
         Raises:
-            ValueError: as :meth:`generate`.
+            ValueError: see :meth:`generate`.
         """
         messages, ids = self._asked(question)
         self._coming = (_comparable(question), messages, ids)
@@ -126,7 +127,7 @@ class Session:
         before.
 
         Args:
-            progress: called with numbers of tokens.
+            progress: called with the number of tokens of each prefilled chunk.
 
         Raises:
             ValueError: there are no tokens yet, or memory is short.
@@ -138,7 +139,7 @@ class Session:
         """Forget all tokens after the first ``length``, and messages of turns that end after them.
 
         Raises:
-            ValueError: there are not so many tokens.
+            ValueError: there are fewer tokens.
         """
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"length={length} must lie between 0 and the {len(self.tokens)} tokens so far")
@@ -164,15 +165,14 @@ class Session:
         """Write the session into a folder: tokens, messages, keys and values of each layer.
 
         Keys and values that are not in the buffers any more are computed first. They are copied layer by
-        layer, so that host memory holds two of them at a time. A session that the folder holds is replaced in
-        a single step when the disk holds all files of the new one, so the disk must hold both for a while;
-        where this fails, or the process is killed, the earlier one stays.
+        layer, and host memory holds two layers at a time. A session that the folder already has is replaced
+        in a single step, after all files of the new one were written, so the disk must hold both for a while.
+        If writing fails or the process is killed, the earlier session stays.
 
         Raises:
-            ValueError: there are no tokens yet; several processes share the target; messages hold what JSON
-                cannot.
-            OSError: the folder cannot be written, holds files of something else, or another process saves
-                to it.
+            ValueError: there are no tokens yet, several processes share the target, or a message has a value
+                that JSON cannot represent.
+            OSError: the folder cannot be written, has other files, or another process saves to it.
         """
         self._check_begun()
         saved.save(self, Path(folder))
@@ -182,11 +182,12 @@ class Session:
         """Returns a session that :meth:`save` wrote, with its keys and values in the engine's buffers.
 
         Args:
-            engine: over the same weights, with the same tokenizer and ``kv_bits``; offloaded or not.
-            reserve: tokens after its own that memory is taken for.
+            engine: has the same weights, tokenizer and ``kv_bits``; it may offload or not.
+            reserve: see :class:`Session`.
 
         Raises:
-            ValueError: it was saved with others, or a file is damaged.
+            ValueError: the session was saved with other weights, tokenizer or ``kv_bits``, or a file is
+                damaged.
             OSError: a file is missing.
         """
         with saved.opened_for(engine, Path(folder)) as (tokens, files):
