@@ -21,11 +21,11 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.user
 	@$(VENV)/bin/triforce-tree demo
 
-# A sample that takes a quarter of the time: no slow tests, two parameter sets of each other one.
+# Every test, with two of its parameter sets.
 test: $(VENV)/.dev
 	$(PY) -m pytest --sample $(PYTEST_ARGS)
 
-# All tests: before a release, and after a change that many parameter sets depend on.
+# All parameter sets: before a release, and after a change that many of them depend on.
 test-all: $(VENV)/.dev
 	$(PY) -m pytest $(PYTEST_ARGS)
 

@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption(
         "--sample",
         action="store_true",
-        help=f"leave out slow tests, and all but {SAMPLED} parameter sets of each test",
+        help=f"run only {SAMPLED} parameter sets of each test",
     )
 
 
@@ -102,11 +102,10 @@ _frozen: tuple[Path | None, int] = (None, 0)
 
 
 def sampled(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Those that are not slow; of each test ``SAMPLED`` parameter sets, the first and the last among them."""
+    """Returns ``SAMPLED`` parameter sets of each test, the first and the last among them."""
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if "slow" not in item.keywords:
-            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     steps = SAMPLED - 1
     return {
         found[number * (len(found) - 1) // steps] for found in by_test.values() for number in range(SAMPLED)
