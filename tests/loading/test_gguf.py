@@ -256,7 +256,7 @@ def test_a_bound_counts_no_letter_that_the_vocabulary_lacks(kind: str, tmp_path:
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     made = gguf.GGUFWriter(tmp_path / NAME, "llama")
     made.add_tokenizer_model(kind)
-    made.add_token_list(["a", "b", "ab"])
+    made.add_token_list(["a", "b", "ab", ""])
     made.write_header_to_file()
     made.write_kv_data_to_file()
     made.close()

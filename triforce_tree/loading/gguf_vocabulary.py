@@ -1,14 +1,13 @@
 """Bounds the number of tokens of a text by the vocabulary in a GGUF file. Nothing here imports torch."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from unicodedata import normalize
 
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram
-from tokenizers.pre_tokenizers import ByteLevel
 
+from triforce_tree.loading.byte_level import characters_of_bytes
 from triforce_tree.loading.gguf_header import vocabulary_of
 
 # A vocabulary with this token spells unknown letters by their bytes.
@@ -29,8 +28,8 @@ def least_tokens(path: Path) -> Callable[[str], int] | None:
     if not words or kind not in _SPELLINGS:
         return None
     spelled = _SPELLINGS[kind]
-    letters = set(_letters_of_bytes().values()) if kind == "gpt2" else set()
-    # Some files have tokens such as <think> or two spaces as they are read.
+    letters = set(characters_of_bytes().values()) if kind == "gpt2" else set()
+    # Some files have tokens such as <think> or two spaces in plain text.
     vocabulary = {*words, *(spelled(word) for word in words if not letters.issuperset(word))}
 
     def count(text: str) -> int:
@@ -41,7 +40,7 @@ def least_tokens(path: Path) -> Callable[[str], int] | None:
             text, unknown = text.translate(dict.fromkeys(map(ord, unknown))), set()
         if not text:
             return 0
-        useful = unknown.union(word for word in vocabulary if contained.issuperset(word))
+        useful = unknown.union(word for word in vocabulary if word and contained.issuperset(word))
         # The best segmentation under equal scores is the shortest.
         shortest = Tokenizer(Unigram([(word, -1.0) for word in useful], 0, False))
         return len(shortest.encode(text).ids)
@@ -50,17 +49,9 @@ def least_tokens(path: Path) -> Callable[[str], int] | None:
     return lambda text: min(map(count, {text, normalize("NFC", text)}))
 
 
-def _in_letters_of_bytes(text: str) -> str:
-    """Returns a text with a letter for each byte of it, as vocabularies of bytes spell their tokens."""
-    return text.encode("utf-8", "replace").decode("latin-1").translate(_letters_of_bytes())
-
-
-@cache
-def _letters_of_bytes() -> dict[int, str]:
-    letters = sorted(ByteLevel.alphabet())
-    # Printable bytes are their own letters; the others have those from 256, in order.
-    others = iter(letter for letter in letters if ord(letter) >= 256)
-    return {byte: chr(byte) if chr(byte) in letters else next(others) for byte in range(256)}
+def _in_characters_of_bytes(text: str) -> str:
+    """Returns a text with a character for each of its bytes, as byte-level vocabularies spell tokens."""
+    return text.encode("utf-8", "replace").decode("latin-1").translate(characters_of_bytes())
 
 
 def _with_marked_spaces(text: str) -> str:
@@ -68,7 +59,7 @@ def _with_marked_spaces(text: str) -> str:
 
 
 _SPELLINGS: dict[str, Callable[[str], str]] = {
-    "gpt2": _in_letters_of_bytes,
+    "gpt2": _in_characters_of_bytes,
     "llama": _with_marked_spaces,
     "gemma4": _with_marked_spaces,
 }

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from triforce_tree.drafters.token_map import TokenMap
+from triforce_tree.loading.byte_level import characters_of_bytes
 
 LEAST_SHARED = 0.05
 """A draft with another tokenizer must share this fraction of the target's vocabulary and of its own."""
@@ -148,24 +149,13 @@ def _texts(vocabulary: Mapping[str, int], size: int) -> dict[int, bytes]:
         sum(text.startswith(space) for text in vocabulary) for space in (_SPACE_OF_BYTES, _SPACE_OF_PIECES)
     )
     if of_bytes > of_pieces:
-        table = _characters_of_bytes()
+        table = {character: byte for byte, character in characters_of_bytes().items()}
         return {token: _from_characters(text, table) for token, text in tokens}
     texts = {token: _from_piece(text) if of_pieces else text.encode() for token, text in tokens}
     # Byte tokens come last, so that a token for a character precedes the byte token with the same text.
     return dict(
         sorted(texts.items(), key=lambda item: vocabulary.get(f"<0x{item[1].hex().upper()}>") == item[0])
     )
-
-
-def _characters_of_bytes() -> dict[str, int]:
-    """Returns the byte that each character of byte-level vocabularies represents (Radford et al., 2019).
-
-    Printable characters of Latin-1 represent themselves; the characters from 256 on represent the other bytes
-    in order.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def _from_characters(text: str, table: Mapping[str, int]) -> bytes:
