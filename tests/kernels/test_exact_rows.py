@@ -31,7 +31,7 @@ def test_pinned_linears(outs: int, ins: int) -> None:
     assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-3
     for rows in (1, 3, 17, 33):
         assert torch.equal(launch.pinned_linear(x[5 : 5 + rows], weight, bias, counters), out[5 : 5 + rows])
-    with pytest.raises(ValueError, match="70 rows, and tiles pinned for 64"):
+    with pytest.raises(ValueError, match="70 rows exceed 64"):
         launch.pinned_linear(torch.zeros(70, ins).to(DEVICE, HALF), weight, bias, counters)
 
 

@@ -250,7 +250,7 @@ def refuse(
     if reason := made.missing():
         raise ValueError(f"{given}: {reason}")
     if dtype not in can.dtypes:
-        raise ValueError(f"{given} does not serve models in {dtype}; {remedy}")
+        raise ValueError(f"{given} does not support models in {dtype}; {remedy}")
     if options["kv_bits"] not in can.kv_bits:
         raise ValueError(f"{given} does not work with kv_bits={options['kv_bits']}; leave one of them out")
     if options["exact"] and not can.exact:
@@ -258,10 +258,10 @@ def refuse(
     if options["offload"] and not can.pieces:
         raise ValueError(f"{given} does not work with an offloaded cache; leave one of them out")
     if not (can.tree_mask and can.lse):
-        raise ValueError(f"{given} has no mask of a tree, or no log-sum-exp; {remedy}")
+        raise ValueError(f"{given} has no tree masks, or no log-sum-exp; {remedy}")
     for one in heads:
         if can.head_dims is not None and not (one.dim == one.value_dim and one.dim in can.head_dims):
             raise ValueError(
-                f"{given} does not serve heads of {one.dim} and {one.value_dim} elements, but of "
+                f"{given} does not support heads of {one.dim} and {one.value_dim} elements, only "
                 f"{', '.join(map(str, can.head_dims))}; {remedy}"
             )

@@ -84,7 +84,7 @@ class TritonAttention:
             raise ValueError(f"q is {q.dtype}, the plan is for another dtype; plan with dtype={q.dtype}")
         if not params.scale > 0:
             raise ValueError(
-                f"scale={params.scale} must be positive: the running maximum is that of unscaled scores"
+                f"scale={params.scale} must be positive, because the kernel compares unscaled scores"
             )
         low = high = None
         if isinstance(first, FirstVisible):

@@ -42,7 +42,7 @@ def tree_attention_kernel(
     v_ptr,  # [B, H_kv, S, D_v] or pages [pages, H_kv, PAGE, D_v]
     k_scale_ptr,  # fp32, with a stride of 1 between slots, if k and v are int8; else None
     v_scale_ptr,
-    k_view,  # descriptors of matrix views of k and v, see ``launch.RowViews``, when TMA; unused otherwise
+    k_view,  # descriptors of matrix views of k and v if TMA, see ``launch.RowViews``; else unused
     k_rest_view,
     v_view,
     partial_out_ptr,  # fp32 [pieces, D_v]

@@ -157,7 +157,7 @@ class CpuAttention:
         if not dtypes_fit or not dense or (count > 1 and not rows_fit):
             raise ValueError(
                 f"q, k, v and out must be {self._dtype}, lse fp32, and all of them dense and in host memory, "
-                "k and v with rows equally far apart; convert them, and call .contiguous()"
+                "k and v with equal strides between positions; convert them, and call .contiguous()"
             )
         group = heads // kv
         work_bytes = (

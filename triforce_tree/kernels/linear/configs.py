@@ -204,7 +204,7 @@ def choose_exact(rows: int, outs: int, ins: int, device: Device) -> tuple[Linear
         ValueError: more than ``MOST_PLAIN_ROWS`` rows, or no tile fits the device.
     """
     if rows > MOST_PLAIN_ROWS:
-        raise ValueError(f"{rows} rows, and tiles pinned for {MOST_PLAIN_ROWS}; split the rows")
+        raise ValueError(f"{rows} rows exceed {MOST_PLAIN_ROWS}, the most with one order of sums; split them")
     if not device.ptx or device.capability[0] in _TENSOR_MEMORY:
         return choose(16, MOST_PLAIN_ROWS, outs, ins, device), MOST_PLAIN_ROWS
     config, one_row = choose(16, rows, outs, ins, device), choose(16, 1, outs, ins, device)

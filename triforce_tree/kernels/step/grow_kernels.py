@@ -194,7 +194,7 @@ def _sum_kernel(
 
 @triton.jit
 def _slice_kernel(
-    draws_ptr,  # as in ``_expand_kernel``, up to the noise
+    draws_ptr,  # this and the next five are as in ``_expand_kernel``
     ranks_ptr,
     probs_ptr,
     logits_ptr,

@@ -95,7 +95,7 @@ def _append_kernel(
 
 @triton.jit
 def _move_kernel(
-    k_ptr,  # [L, B, H, S, D] with strides, changed in place
+    k_ptr,  # [L, B, H, S, D] with strides, written
     v_ptr,  # [L, B, H, S, D_v]
     index_ptr,  # int64 [B, R], negative for no move
     start_ptr,  # int64 [B]
@@ -158,7 +158,7 @@ def _chunk_keys(chunk_start, k_s, scales, scale_s, position, inside, there):
 
 @triton.jit
 def _means_kernel(
-    means_ptr,  # [L, B, H, C, D] with strides, changed in place
+    means_ptr,  # [L, B, H, C, D] with strides, written
     k_ptr,  # [L, B, H, S, D] with strides
     scale_ptr,  # fp32 [L, B, H, S, 1] with strides where the keys are int8, else None
     first_ptr,  # int64 [B]
@@ -307,7 +307,7 @@ def _scale_strides(*pairs: tuple[Tensor, Tensor | None]) -> tuple[int | None, ..
     strides = set[tuple[int | None, ...]]()
     for cache, own in pairs:
         if (cache.dtype == torch.int8) != (own is not None):
-            raise ValueError(f"keys and values of {cache.dtype}: scales belong to int8, and to nothing else")
+            raise ValueError(f"scales belong to int8, but keys and values are {cache.dtype}")
         if own is not None and own.shape != (*cache.shape[:-1], 1):
             raise ValueError(f"scales {tuple(own.shape)} do not fit a cache of {tuple(cache.shape)}")
         strides.add((None,) * (cache.ndim - 1) if own is None else own.stride()[:-1])

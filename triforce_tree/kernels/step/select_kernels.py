@@ -79,7 +79,7 @@ def _score_kernel(
 @triton.jit
 def _ordered(value):
     """Returns int32 that compare like the fp32 values, with NaN as -inf, all above ``_LOWEST``."""
-    value = tl.where(value == 0.0, 0.0, value)  # -0.0 as 0.0
+    value = tl.where(value == 0.0, 0.0, value)  # -0.0 becomes 0.0
     value = tl.where(value == value, value, float("-inf"))
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)

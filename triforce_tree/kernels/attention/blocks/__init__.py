@@ -1,1 +1,1 @@
-"""Attention over tree-shaped KV by blocks of queries: the plan and its Triton kernels."""
+"""Attention to trees of texts by blocks of queries: plans and Triton kernels."""

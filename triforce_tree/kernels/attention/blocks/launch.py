@@ -66,7 +66,7 @@ def run(
             f"[pages, {heads.kv}, {plan.page}, D] with D = {heads.dim} and {heads.value_dim}"
         )
     if not scale > 0:
-        raise ValueError(f"scale={scale} must be positive: the running maximum is that of unscaled scores")
+        raise ValueError(f"scale={scale} must be positive, because the kernel compares unscaled scores")
     return _run(
         q, k, v, *plan.schedule, plan.partial_out, plan.partial_lse, sinks, scale, softcap or 0.0,
         plan.slices, numbers(plan.config),

@@ -141,7 +141,7 @@ def exact_far_kernel(
     q_ptr,  # [B * T, H_q, D], dense
     k_ptr,  # [B, H_kv, S, D] or pages [P, H_kv, PAGE, D], any strides but the last
     v_ptr,  # [B, H_kv, S, D_v] or pages [P, H_kv, PAGE, D_v]
-    k_view,  # descriptors of matrix views of k and v when TMA, see ``launch.RowViews``; unused otherwise
+    k_view,  # descriptors of matrix views of k and v if TMA, see ``launch.RowViews``; else unused
     v_view,
     partial_out_ptr,  # fp32 [B * T, H_q, pieces, D_v]
     partial_lse_ptr,  # fp32 [B * T, H_q, pieces], base 2

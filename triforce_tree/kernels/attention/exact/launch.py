@@ -77,7 +77,7 @@ def attention(request: ExactAttention) -> Tensor:
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; use bfloat16 or float16")
     if max(dim, value_dim) > _MOST_DIM:
-        raise ValueError(f"heads of {max(dim, value_dim)} elements; exact attention serves up to {_MOST_DIM}")
+        raise ValueError(f"heads have {max(dim, value_dim)} elements; exact attention supports {_MOST_DIM}")
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("the last dimension of k and v must be dense; call .contiguous() on them")
     found = request.near or near(request.lengths, request.mask, tokens)
