@@ -27,7 +27,7 @@ FLATTEN, BLOCKS = "by nodes, flattened", "by blocks of queries"
 
 
 def by_sequences(problem: Problem, q: Tensor) -> Calls:
-    """Paged decoding of each text for itself: what is common is stored and read for each."""
+    """Makes calls of paged decoding in which every text is stored and read by itself."""
     lengths = [len(path) for path in problem.paths]
     table = page_table(lengths, problem.page, problem.device)
 
@@ -40,9 +40,7 @@ def by_sequences(problem: Problem, q: Tensor) -> Calls:
 
 def shared_pages(problem: Problem, q: Tensor) -> Calls:
     """Makes calls in which each position is stored once, in a page of one slot (as RadixAttention), and read
-    by each path.
-
-    The engine's on a CPU in short trees.
+    by each path. The engine attends in this way on a CPU in short trees.
     """
     lengths = [len(path) for path in problem.paths]
     table = torch.zeros(len(lengths), max(lengths), dtype=torch.int32, device=problem.device)
@@ -72,25 +70,8 @@ def _sequences(
     return [partial(attention.run, q, KV(*stored(seed), table), params) for seed in copies]
 
 
-def _sizes(problem: Problem) -> tuple[int, int, int, int]:
-    sizes = Sizes.of(problem.layout, on_gpu=False)
-    return sizes.queries, sizes.segments, sizes.owners, sizes.tail
-
-
-def flattened(problem: Problem, q: Tensor) -> Calls:
-    """Each node stored once and read once for all queries below it (DeFT-Flatten).
-
-    The engine's on a CPU in long trees.
-    """
-    device, dtype = problem.device, problem.dtype
-    plan = NodePlan(problem.heads, *_sizes(problem), device=device, dtype=dtype)
-    plan.set(problem.layout.segments)
-    table = page_table(problem.lengths, problem.page, device)
-    attention, params = default(device).segments(plan.plan, dtype), AttentionParams(problem.scale)
-
-    def call(k: Tensor, v: Tensor) -> Tensor:
-        return attention.run(q, KV(k, v, table), params)
-
+def _nodes(problem: Problem, call: Callable[[Tensor, Tensor], Tensor]) -> Calls:
+    """Returns calls over copies of keys and values, with the pages of each node once."""
     made: Calls = []
     for seed in range(problem.copies(problem.workload.stored)):
         k, v = (in_pages(rows, problem.runs, problem.page) for rows in problem.rows(seed))
@@ -98,8 +79,28 @@ def flattened(problem: Problem, q: Tensor) -> Calls:
     return made
 
 
+def _sizes(problem: Problem) -> tuple[int, int, int, int]:
+    sizes = Sizes.of(problem.layout, on_gpu=False)
+    return sizes.queries, sizes.segments, sizes.owners, sizes.tail
+
+
+def flattened(problem: Problem, q: Tensor) -> Calls:
+    """Makes calls in which each node is stored once, and read once for all queries below it (DeFT-Flatten).
+    The engine attends in this way on a CPU in long trees.
+    """
+    device, dtype = problem.device, problem.dtype
+    plan = NodePlan(problem.heads, *_sizes(problem), device=device, dtype=dtype)
+    plan.set(problem.layout.segments)
+    table = page_table(problem.lengths, problem.page, device)
+    attention, params = default(device).segments(plan.plan, dtype), AttentionParams(problem.scale)
+
+    return _nodes(problem, lambda k, v: attention.run(q, KV(k, v, table), params))
+
+
 def by_blocks(problem: Problem, q: Tensor) -> Calls:
-    """The engine's on a GPU: all that a block of neighbouring queries sees is one list of tiles."""
+    """Makes calls of the engine's kernels on a GPU. What a block of neighbouring queries sees is one list of
+    tiles.
+    """
     if problem.device.type != "cuda":
         raise NotImplementedError("a CPU attends by nodes")
     from triforce_tree.kernels.attention.blocks import launch
@@ -111,14 +112,7 @@ def by_blocks(problem: Problem, q: Tensor) -> Calls:
     pages = [range(first, first + n) for first, n in zip(firsts, counts, strict=False)]
     plan.set(problem.layout.segments, pages)
 
-    def call(k: Tensor, v: Tensor) -> Tensor:
-        return launch.run(q, k, v, plan, scale=problem.scale)[0]
-
-    made: Calls = []
-    for seed in range(problem.copies(problem.workload.stored)):
-        k, v = (in_pages(rows, problem.runs, page) for rows in problem.rows(seed))
-        made.append(partial(call, k, v))
-    return made
+    return _nodes(problem, lambda k, v: launch.run(q, k, v, plan, scale=problem.scale)[0])
 
 
 WAYS: dict[str, Way] = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, lru_cache
 
 import torch
 
@@ -55,31 +55,22 @@ def measure(run: Run, series: Series) -> None:
     """Measure what the series lacks."""
     target = run.engine.target
     by_name = {workload.name: workload for workload in run.workloads}
-    held: dict[str, Any] = {}
 
-    def problem(workload: Workload) -> Problem:
-        # One at a time: the positions of its paths take memory.
-        if held.get("workload") is not workload:
-            made = Problem(workload, run.heads, page_slots(target), target.device, target.dtype)
-            held.update(workload=workload, problem=made)
-        found: Problem = held["problem"]
-        return found
+    @lru_cache(1)  # The positions of a problem's paths take memory.
+    def problem(name: str) -> Problem:
+        return Problem(by_name[name], run.heads, page_slots(target), target.device, target.dtype)
 
+    @cache
     def ceilings() -> Ceilings:
-        if "ceilings" not in held:
-            held["ceilings"] = measure_ceilings(target.device, target.dtype)
-        found: Ceilings = held["ceilings"]
-        return found
+        return measure_ceilings(target.device, target.dtype)
 
     def one(key: Record) -> Record:
-        workload = by_name[key["workload"]]
+        workload, way = by_name[key["workload"]], key["way"]
         sizes = {"texts": workload.queries, "stored": workload.stored, "seen": workload.read_by_sequences}
         if key["kind"] == DECODING:
-            return sizes | decoding.measure(
-                run.engine, workload, key["way"], run.tokens, run.new, series.stop
-            )
+            return sizes | decoding.measure(run.engine, workload, way, run.tokens, run.new, series.stop)
         with torch.inference_mode():
-            found = attention.measure(problem(workload), key["way"], ceilings())
+            found = attention.measure(problem(workload.name), way, ceilings())
         return sizes | {"layers": len(target.kv_shapes), **found}
 
     series.fill(run.keys(), one)
