@@ -15,8 +15,9 @@ def chunk_scores(q: Tensor, means: Tensor, limit: Tensor, scale: float) -> Tenso
 
     The score of a chunk for a query head estimates the attention that the chunk receives. It is
     ``scale * q.mean``, plus ``VARIANCE_WEIGHT * scale**2 * q**2.var`` with variances. The score for a KV head
-    is the maximum over the query heads of its group of the log-softmax over the candidates, because
-    probabilities could underflow. With one query head it is the raw score, which has the same order.
+    is the maximum over the query heads of its group of the log-softmax over the candidates. Logarithms are
+    used because probabilities could underflow. With one query head the score is the raw score, which has the
+    same order.
 
     Args:
         q: ``[B, H_q, D]``, one query per sequence.
