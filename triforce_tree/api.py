@@ -36,7 +36,7 @@ from triforce_tree.requests.inputs import Inputs, check_lengths, texts_of
 from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.options import check_keywords, refuse_dropped
 from triforce_tree.requests.output import GenerateOutput
-from triforce_tree.requests.request import Request, RunOptions
+from triforce_tree.requests.request import Prepared, Request, RunOptions
 from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
@@ -208,13 +208,13 @@ def custom_generate(
                     model, own or small, own_tokenizer, config, given, draft_tokenizer=others
                 )
         engine = engines[id(model)]
-        criteria = kwargs.pop("stopping_criteria")
+        processors, criteria, options = (
+            kwargs.pop(name) for name in ("logits_processor", "stopping_criteria", "generation_config")
+        )
         if strings and own_tokenizer is not None:
             criteria = StoppingCriteriaList([*criteria, StopStrings(own_tokenizer, strings)])
-        processors, options = kwargs.pop("logits_processor"), kwargs.pop("generation_config")
-        request = Request.from_transformers(
-            engine.target, input_ids, processors, criteria, options, kwargs, how
-        )
+        prepared = Prepared(processors, criteria, options, kwargs)
+        request = Request.from_transformers(engine.target, input_ids, prepared, how)
         out = engine.decode(request)
         assert out is not None, "a single sequence is decoded"
         return out if options.return_dict_in_generate else out.sequences

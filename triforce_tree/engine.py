@@ -62,15 +62,18 @@ class Engine:
 
     Args:
         target: a transformers causal LM.
-        draft: another one, or any :class:`~triforce_tree.drafters.base.Drafter`; None for suffix matching.
-        tokenizer: for text prompts and ``stop_strings``.
+        draft: a smaller causal LM, or any :class:`~triforce_tree.drafters.base.Drafter`; None for suffix
+            matching.
+        tokenizer: needed for text prompts and ``stop_strings``.
         config: settings of all levels.
-        given: names of options that stay as they are, even at their defaults.
-        streamed: the weights of the target's layers, where they are in host memory.
-        draft_tokenizer: the draft model's own, to compare; None where it is not at hand.
+        given: names of options that the user set. They are not replaced by defaults of the device.
+        streamed: the weights of the target's layers, if they are kept in host memory.
+        draft_tokenizer: the draft model's tokenizer, which is compared with the target's; None if it is not
+            known.
 
     Raises:
-        ValueError: models that cannot work together; ``offload_weights=True`` without ``streamed``.
+        ValueError: the models cannot work together, or ``offload_weights=True`` was given without
+            ``streamed``.
     """
 
     def __init__(

@@ -21,8 +21,8 @@ from triforce_tree.runtime.stats import Progress
 class Sample:
     """One measured generation.
 
-    ``decode_seconds``: for the last ``timed_tokens`` of ``tokens``, without prefill. ``acceptance``: rates of
-    our levels by name, or the tokens per pass of an assisted baseline.
+    ``decode_seconds`` is the time of the last ``timed_tokens`` of ``tokens``, without prefill. ``acceptance``
+    has the acceptance rates of our levels by name, or the tokens per pass of an assisted baseline.
     """
 
     prefill_seconds: float
@@ -34,7 +34,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Job:
-    """One generation, the same for every method, from the same distribution."""
+    """One generation that every method makes, from the same distribution."""
 
     prompt: list[int]
     temperature: float
@@ -154,9 +154,9 @@ METHODS: dict[str, Method] = {
     "transformers-prompt-lookup": transformers_generate(prompt_lookup_num_tokens=10),
 }
 DRAFTING = frozenset({"triforce", "triforce-3-level", "triforce-2-level"})
-# Which transformers' generate compiles on a GPU.
+# Methods that transformers' generate compiles on a GPU.
 COMPILED = frozenset({"transformers-static"})
-# Without prompt lookup: where a greedy model falls into a loop, it copies the loop.
+# Prompt lookup is left out, because it copies the loops of greedy models.
 BASELINES = frozenset({"transformers-static", "transformers-dynamic", "transformers-assistant"})
 
 

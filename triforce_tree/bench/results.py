@@ -1,8 +1,9 @@
 """Results files: one JSON line for each measurement, from which an interrupted run continues.
 
-The first line is the header: ``settings``, which have to be the same where a run continues, and ``about``:
-command, commit ("+" says that files were changed since), date, hardware, versions and seed. Each further line
-is a record. Files of several runs, which the benchmarks of a checkout write, have a header for each ``part``.
+The first line is the header. It has ``settings``, which must be the same for a run to continue, and
+``about``: command, commit (with "+" if files were changed since), date, hardware, versions and seed. Each
+further line is a record. Files of several runs, which the benchmarks of a checkout write, have a header for
+each ``part``.
 """
 
 import json
@@ -34,14 +35,14 @@ class Records:
     Args:
         path: the file; None keeps the records in memory only.
         settings: must be the same for old and new records to be comparable.
-        about: where the measurements come from, kept beside the settings when the file is made.
+        about: describes the origin of the measurements; written when the file is made.
 
     Attributes:
-        about: that of the file.
+        about: the description in the file.
 
     Raises:
-        ValueError: the file belongs to other settings or is no results file.
-        OSError: it cannot be written.
+        ValueError: the file has other settings or is not a results file.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path | None, settings: Record, about: Record | None = None) -> None:
@@ -75,7 +76,7 @@ class Records:
                     f"{str(path)!r} was made with {name}={settings.get(name)!r}, now it is "
                     f"{self.settings.get(name)!r}; give another path, or delete the file to start again"
                 )
-        # Where a run was killed while writing, that measurement is repeated.
+        # If a run was killed while it wrote a measurement, this measurement is repeated.
         with path.open("r+b") as file:
             file.truncate(complete)
         self.all, self.about = rest, head.get("about", {})

@@ -49,7 +49,7 @@ def measure(
     Args:
         engine: our models and settings.
         prompts: token ids.
-        place: what else a record is found by, such as the length of these prompts.
+        place: further keys of the records, such as the length of these prompts.
     """
     new_tokens, seed = timing.new_tokens, series.seed
     warm: set[tuple[str, float]] = set()

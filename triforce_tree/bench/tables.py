@@ -1,4 +1,4 @@
-"""Tables of results files: Markdown, and what the measurements of ``triforce-tree bench`` show."""
+"""Makes tables of the measurements of ``triforce-tree bench``, and Markdown of tables."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -42,11 +42,7 @@ def tables(records: Records) -> list[Table]:
 
 
 def write_beside(path: Path, records: Records, shown: Sequence[Table]) -> list[Path]:
-    """Writes the tables of a run beside its results file, as Markdown; returns the paths written.
-
-    Args:
-        path: of the results file.
-    """
+    """Writes the tables of a run as Markdown beside its results file ``path``; returns the written paths."""
     if not shown:
         return []
     known = records.about
@@ -61,9 +57,9 @@ def write_beside(path: Path, records: Records, shown: Sequence[Table]) -> list[P
 
 
 def speed_of(records: Records) -> list[Record]:
-    """Returns a row for each length, temperature and method: medians over prompts.
+    """Returns a record for each length, temperature and method, with medians over prompts.
 
-    A speed-up is against the fastest of the baselines at the same length and temperature.
+    Speed-ups are relative to the fastest baseline at the same length and temperature.
     """
     timed = [r for r in records.all if "decode_seconds" in r]
     groups = {

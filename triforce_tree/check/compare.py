@@ -1,4 +1,4 @@
-"""Compares a generation by the hierarchy with one by the target alone, of the same prompt."""
+"""Compares two generations of one prompt: by the hierarchy, and by the target alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,9 +36,10 @@ class Comparison:
     """Two generations of one prompt.
 
     Attributes:
-        ours: by the hierarchy; ``baseline``: by the target alone.
-        greedy: their tokens must agree, except at ties.
-        difference: the first one, judged; None where they agree, and where memory was short for judging.
+        ours: the generation by the hierarchy.
+        baseline: the generation by the target alone.
+        greedy: whether their tokens must agree, except at ties.
+        difference: the first difference; None if they agree, or if memory was too small for judging.
     """
 
     ours: GenerateOutput
@@ -113,8 +114,9 @@ def compared(
     """Judge two generations of a prompt by the same models.
 
     Args:
-        ours: by the hierarchy; ``baseline``: by the target alone.
-        greedy: both took the most probable token at each position.
+        ours: the generation by the hierarchy.
+        baseline: the generation by the target alone.
+        greedy: whether both took the most probable token at each position.
         to_scores: their logits processors; see :func:`triforce_tree.check.ties.first_difference`.
     """
     result = Comparison(ours, baseline, greedy)

@@ -40,13 +40,13 @@ def detectable(draws: int, freedom: int, significance: float) -> float:
     """Returns the least total variation distance that a chi-square test finds nine times in ten.
 
     A distribution at distance d gives the statistic a noncentrality of at least 4 d^2 for each draw
-    (Cauchy-Schwarz); the noncentral chi-square is taken as normal, with mean f + n and variance 2 (f + 2 n).
-    Rare tokens that share a bin are left out of account.
+    (Cauchy-Schwarz). The noncentral chi-square is approximated by a normal distribution with mean f + n and
+    variance 2 (f + 2 n). That rare tokens share bins is not considered.
 
     Args:
-        draws: of the test.
-        freedom: its degrees of freedom, at least 1.
-        significance: p-values below it are errors.
+        draws: number of draws of the test.
+        freedom: degrees of freedom of the test, at least 1.
+        significance: a smaller p-value counts as an error.
     """
 
     def root(grows: Callable[[float], float], high: float) -> float:
@@ -66,10 +66,10 @@ def shift(counts: Counter[int], probs: Tensor, draft: Tensor) -> tuple[float, fl
     """Returns the shift of draws towards the draft, and its variance if they follow ``probs``.
 
     Each draw x is weighted by min(1, q(x) / p(x)), the probability with which a verifier accepts it from the
-    draft: a wrong residual, or an acceptance that is too likely, emits more tokens of large weight.
+    draft. A wrong residual, or an acceptance that is too likely, emits more tokens of large weight.
 
     Args:
-        counts: of the draws.
+        counts: how often each token was drawn.
         probs: p, ``[V]``.
         draft: q, ``[V]``, which must not depend on the draws; 1 at each proposal of a deterministic drafter.
 
@@ -88,8 +88,8 @@ def shift(counts: Counter[int], probs: Tensor, draft: Tensor) -> tuple[float, fl
 def shift_p(parts: Sequence[tuple[float, float]]) -> float:
     """Returns an upper bound of the two-sided p-value of a sum of shifts.
 
-    Bennett's inequality: unlike a normal approximation it holds for any number of draws, also where nearly
-    all weights are equal.
+    It is Bennett's inequality, which holds for any number of draws, also if nearly all weights are equal. A
+    normal approximation does not.
     """
     total, variance = (sum(column) for column in zip(*parts, strict=True))
     if variance < 1e-12:

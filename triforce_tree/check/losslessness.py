@@ -1,15 +1,16 @@
 """Tests on any pair of models whether the output follows the target's own distribution.
 
-Logits after a prompt, prefilled as generation does it, must equal those of transformers' own forward. Greedy
-decoding must give the target's own tokens. Sampling is tested level by level: after one prefilled context
-many independent first tokens are drawn, each by a pass that starts from the same state, and compared with the
-exact distribution. All of it runs the stages that generation runs, under its settings.
+Logits after a prompt, which is prefilled as for a generation, must equal those of transformers' own forward.
+Greedy decoding must give the target's own tokens. Sampling is tested level by level: after one prefilled
+context many independent first tokens are drawn, each by a pass that starts from the same state, and compared
+with the exact distribution. All tests run the stages that a generation runs, with its settings.
 
-Three tests of the first tokens: a chi-square over all tokens, which finds any large error; the shift towards
-the draft, which is the direction of a wrong residual and of too many acceptances; and refused tokens that are
-emitted all the same, to which a correct residual gives no probability. With the embedded pair and a planted
-residual that is p itself, a quarter of the default draws found it with each of ten seeds, the chi-square
-alone with none. An error where nearly everything is accepted (levels that overlap by 0.99) may remain unseen.
+The first tokens are tested in three ways. A chi-square test over all tokens finds any large error. The shift
+towards the draft is the direction of a wrong residual and of too many acceptances. And no pass may emit a
+token that it has refused, because a correct residual gives such a token no probability. With the embedded
+pair and a planted fault (the residual is p itself), a quarter of the default draws found the fault with each
+of ten seeds; the chi-square test alone found it with none. If nearly everything is accepted (levels that
+overlap by 0.99), an error may not be noticed.
 """
 
 from collections import Counter
@@ -46,8 +47,8 @@ from triforce_tree.verify.verifier import Acceptance
 
 # A correct implementation has a smaller p-value once in ten thousand tests.
 SIGNIFICANCE = 1e-4
-MOST_FAILURES = 3  # greedy decoding is compared no further
-LAST_POSITIONS = 512  # where contexts of the sampling test may end
+MOST_FAILURES = 3  # after so many failures greedy decoding is not compared any further
+LAST_POSITIONS = 512  # contexts of the sampling test end at one of the last so many positions
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,12 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Sampling:
-    """First tokens of one level, with ``levels`` levels, against its exact distribution.
+    """First tokens of one level, with ``levels`` levels, compared with its exact distribution.
 
-    ``shift``: towards the draft (:func:`triforce_tree.check.goodness_of_fit.shift`), the mean over draws;
-    ``shift_p_value``: a bound of its p-value. ``refused_emitted``: passes that emitted a token which they had
-    refused at the same position.
+    ``shift`` is the mean shift of the draws towards the draft
+    (:func:`triforce_tree.check.goodness_of_fit.shift`), and ``shift_p_value`` an upper bound of its p-value.
+    ``refused_emitted`` is the number of passes that emitted a token which they had refused at the same
+    position.
     """
 
     level: str
@@ -127,9 +129,9 @@ class _FirstTokens:
 
     Attributes:
         probs: the exact distribution, fp32 ``[V]``.
-        draft: the distribution that proposals were drawn from, likewise; None without a drafter.
-        counts: of first tokens.
-        refused_emitted: as in :class:`Sampling`.
+        draft: the distribution that proposals were drawn from, fp32 ``[V]``; None without a drafter.
+        counts: how often each token was the first one.
+        refused_emitted: see :class:`Sampling`.
     """
 
     probs: Tensor | None = None
@@ -210,12 +212,12 @@ def sampling_checks(
 
     Args:
         engine: models and settings.
-        contexts: prompts; each contributes bins of its own.
+        contexts: prompts; each has bins of its own.
         draws: first tokens for each context and level.
-        levels: of the hierarchy, as :func:`triforce_tree.load` takes them.
-        temperature: of the distributions.
-        seed: of all draws.
-        each: called after every draw; may raise to end the test.
+        levels: number of levels, as in :func:`triforce_tree.load`.
+        temperature: the temperature of the distributions.
+        seed: the seed of all draws.
+        each: called after every draw; it may raise an exception to end the test.
 
     Raises:
         ValueError: the model returned NaN logits.

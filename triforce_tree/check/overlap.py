@@ -27,7 +27,7 @@ LEVEL_1_STEP = 3
 class LevelProbs:
     """Distributions of the next token, fp32 ``[T, V]`` each, at T positions of a text, and its ``tokens``.
 
-    ``draft`` is None where the drafter is deterministic, or left out.
+    ``draft`` is None if the drafter is deterministic or does not run.
     """
 
     draft: Tensor | None
@@ -47,12 +47,12 @@ def teacher_forced(
     """Yields the distributions of all three levels over ``tokens[prompt_tokens:]``, one pass at a time.
 
     Args:
-        engine: models and settings; with three levels, whatever its ``levels`` is.
+        engine: models and settings. Three levels are used whatever its ``levels`` is.
         tokens: a text of more than ``prompt_tokens`` tokens.
-        prompt_tokens: how many are prefilled before the first pass.
-        temperature: of the distributions; above 0.
-        progress: of prefill.
-        seed: of the drafter's draws, which its trees below the root depend on.
+        prompt_tokens: number of tokens that are prefilled before the first pass.
+        temperature: the temperature of the distributions; above 0.
+        progress: called with the number of tokens of each prefilled chunk.
+        seed: the seed of the drafter's draws, on which its trees below the root depend.
     """
     text, to_probs = list(tokens), ProbsFromLogits.at(temperature)
     generator = torch.Generator(engine.target.device)
@@ -74,7 +74,7 @@ def forced_passes(
     first ``at`` tokens of the text.
 
     Args:
-        generator: of the drafter's draws; None leaves the drafter out.
+        generator: draws the drafter's random numbers. With None the drafter does not run.
     """
     while at < len(text):
         stop = min(at + program.max_draft_tokens + 1, len(text))
@@ -104,9 +104,9 @@ def greedy_ranks(p: Tensor, q: Tensor, ranks: int) -> Tensor:
 def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
     """Returns the probability ``[ranks]`` that the r-th of siblings drawn from q is accepted.
 
-    The siblings are drawn without replacement; of the acceptances the probabilities are summed, which has a
-    smaller variance than counting. A sibling x is accepted with the probability min(1, p(x) / q(x)); its
-    rejection leaves max(p - q, 0) and q without x, both renormalised, for the next sibling.
+    The siblings are drawn without replacement. Probabilities of acceptance are summed, which has a smaller
+    variance than counting acceptances. A sibling x is accepted with the probability min(1, p(x) / q(x)). If
+    it is rejected, p becomes max(p - q, 0) and q loses x, both renormalised, for the next sibling.
     """
     count = min(ranks, q.shape[-1])
     exponential = torch.empty_like(q).exponential_(generator=generator)
@@ -130,8 +130,8 @@ def sampling_ranks(p: Tensor, q: Tensor, ranks: int, generator: torch.Generator)
 def acceptance_by_rank(
     steps: Sequence[LevelProbs], ranks: int, greedy: bool, seed: int = 0
 ) -> dict[str, list[float]]:
-    """Returns Sequoia's acceptance vectors, for a draft's tree under level 1 and for level 1's under level
-    2.
+    """Returns Sequoia's acceptance vectors for the draft's tokens under level 1, and for the tokens of level
+    1 under level 2.
     """
     generator = torch.Generator(steps[0].target.device)
     generator.manual_seed(seed)

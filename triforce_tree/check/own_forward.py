@@ -93,7 +93,8 @@ def greedy_scores(engine: Engine, prompt: Sequence[int], new_tokens: int, **opti
     processors.
 
     Args:
-        options: of :meth:`Engine.generate`; without any, the model's ``generation_config`` decides alone.
+        options: options of :meth:`Engine.generate`. Without any, the model's ``generation_config`` alone
+            decides.
     """
     model = without_settings(engine.target.model)
 

@@ -1,9 +1,9 @@
 """Judges where two greedy texts of one model differ: a tie between scores, or a failure.
 
-A forward over many positions rounds otherwise than one over a single position. Where the two best scores are
-closer together than that difference, either token is the argmax of a correct computation. Scores are logits
-after the generation's logits processors (``repetition_penalty`` and others), which may divide logits that are
-far apart into equal scores, and the other way round.
+A forward over many positions rounds differently from a forward over a single position. If the two best scores
+are closer together than that difference, either token is the argmax of a correct computation. Scores are
+logits after the generation's logits processors (``repetition_penalty`` and others), which may turn logits
+that are far apart into equal scores, and the other way round.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,10 @@ class Difference:
     """The first position at which two texts differ.
 
     Attributes:
-        gap: between the best score and the lower one of the two tokens.
-        noise: largest difference of a score between a forward over many positions and one over a single one.
-        exact: the dtype has 32 bits or more, and no two scores tie.
+        gap: the best score minus the lower score of the two tokens.
+        noise: the largest difference of a score between a forward over many positions and a forward over a
+            single position.
+        exact: whether the dtype has 32 bits or more, in which a difference is never a tie.
     """
 
     gap: float
@@ -48,13 +49,14 @@ def first_difference(
     theirs: Sequence[int],
     to_scores: ProbsFromLogits | None = None,
 ) -> Difference | None:
-    """Judge the first difference of two greedy continuations of a prompt; None where there is none.
+    """Judge the first difference of two greedy continuations of a prompt; returns None if there is none.
 
-    It takes a few forwards of the model over the prompt, and memory for a KV cache of it.
+    It runs a few forwards of the model over the prompt, and needs memory for a KV cache of it.
 
     Args:
-        to_scores: the logits processors of both texts; by default a greedy generation's without options;
-            :func:`triforce_tree.check.own_forward.greedy_scores` makes those of one with options.
+        to_scores: the logits processors of both texts; by default those of a greedy generation without
+            options. :func:`triforce_tree.check.own_forward.greedy_scores` makes those of a generation with
+            options.
     """
     at = common_prefix(ours, theirs)
     if at == min(len(ours), len(theirs)):
@@ -69,7 +71,7 @@ def first_difference(
 
 
 def scores_after(to_scores: ProbsFromLogits, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Returns the scores fp32 ``[V]`` of the token after ``tokens``, for its logits ``[V]``."""
+    """Returns the scores fp32 ``[V]`` of the token after ``tokens``, given its logits ``[V]``."""
     return to_scores.scores(logits[None], lambda: [tokens])[0]
 
 
@@ -77,7 +79,7 @@ def forward_noise(engine: Engine, tokens: Sequence[int], to_scores: ProbsFromLog
     """Returns the largest difference of a score between one forward over many positions and the model's
     forwards of single positions.
 
-    Measured on the last positions of ``tokens``, at most ``NOISE_POSITIONS``; 0 for a single token.
+    It is measured at the last positions of ``tokens``, at most ``NOISE_POSITIONS``, and 0 for a single token.
     Tokens that a processor forbids do not count.
     """
     model = engine.target.model

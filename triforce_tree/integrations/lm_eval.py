@@ -24,7 +24,7 @@ from triforce_tree.check.own_forward import token_logprobs
 from triforce_tree.config import load_arguments
 
 NAME = "triforce_tree"
-# Longest input where the model's configuration names no limit.
+# Longest input of models whose configuration has no limit.
 _POSITIONS = 2048
 
 
@@ -35,13 +35,12 @@ class TriforceTreeLM(TemplateLM):
     Greedy texts and log-likelihoods are those of the target alone; sampled texts have its distribution.
 
     Args:
-        pretrained: target model, as in :func:`triforce_tree.load`; by default the embedded pair.
-        draft: likewise.
+        pretrained, draft: target and draft, as in :func:`triforce_tree.load`; by default the embedded pair.
         batch_size: prompts that are generated together.
         max_batch_size: has no effect; the harness passes it to every model.
         max_length: most tokens of an input; by default the model's positions. Longer inputs lose their
             beginning, as with the harness's own models.
-        max_gen_toks: new tokens where a task names no limit.
+        max_gen_toks: most new tokens of tasks without a limit.
         options: further arguments of :func:`triforce_tree.load`, such as ``device``, ``dtype``, ``levels`` or
             ``gpu_memory``; advanced options stand beside them.
     """

@@ -77,7 +77,7 @@ class Batch:
     def _grow(self, joining: Joining) -> None:
         """Enlarge the batch to the wanted number of sequences, if it can grow and the memory suffices."""
         program = self._loop.program
-        # First, as the question is asked for every prompt that waits, in each pass.
+        # This is tested first, because ``wanted`` tests every waiting prompt in each pass.
         replaces, free = program.cache.backend.replaces, self._request.to_probs.context_free
         if program.device.type != "cpu" or not replaces or not free:
             return

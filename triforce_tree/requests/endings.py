@@ -28,7 +28,7 @@ class StopStrings(StoppingCriteria):
         prompt_tokens: width of the prompts, used when transformers' beam search calls this object itself.
     """
 
-    # See ``kept_state.py``: each text is searched by itself.
+    # Each text is searched by itself (see ``kept_state.py``).
     keeps_state = False
 
     def __init__(
@@ -37,8 +37,8 @@ class StopStrings(StoppingCriteria):
         self._vocabulary, self._strings, self._width = Vocabulary(tokenizer), tuple(strings), prompt_tokens
 
     def of_one(self, prompt_tokens: int, end_tokens: Collection[int]) -> Stop:
-        """Returns a function that tells whether one sequence ends. It is called after each token, and may be
-        called again after an earlier token.
+        """Returns a function that decides whether one sequence ends. It is called after each token, and may
+        be called again after an earlier token.
         """
         text: NewText | None = None
         searched = prompt_tokens
@@ -99,7 +99,7 @@ def ending_of(
 
 def _any(stops: Sequence[Stop]) -> Stop:
     def stop(tokens: list[int]) -> bool:
-        # Each is asked for every token: ranks wait for each other in some.
+        # Each is called for every token, because ranks wait for each other in some.
         found = [each(tokens) for each in stops]
         return any(found)
 
@@ -111,7 +111,7 @@ def _asking(criteria: StoppingCriteriaList, device: torch.device, padding: Seque
 
     def stop(tokens: list[int]) -> bool:
         nonlocal held
-        # Asked after each token; a pass that is repeated (memory ran out) has asked about its own before.
+        # It is called after each token. A pass that is repeated (memory ran out) has called it before.
         known = min(held.shape[1] - len(padding), len(tokens) - 1)
         fresh = torch.tensor([tokens[known:]], dtype=torch.int64, device=device)
         held = torch.cat([held[:, : len(padding) + known], fresh], 1)

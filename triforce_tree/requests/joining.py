@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from transformers.generation.streamers import BaseStreamer
 
 Fits = Callable[[list[int], int], bool]
-"""Whether the buffers and levels of a batch serve a prompt, and so many new tokens after it, beside those
-that are decoded."""
+"""A function of a prompt and a number of new tokens: whether the buffers and levels of a batch can serve them
+beside the sequences that are decoded."""
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def _differs_apart(copied: Isolated, call: Call, answer: Any) -> bool:
     ids, scores = call
     for b in range(len(ids)):
         alone = copied.call(ids[b : b + 1].clone(), scores[b : b + 1].clone())
-        # Sums of several rows may be rounded otherwise.
+        # Sums over a batch may be rounded differently.
         if not torch.allclose(alone, answer[b : b + 1], 1e-3, 1e-3, equal_nan=True):
             return True
     return False

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,21 @@ def seeds_of(seed: Any, count: int) -> tuple[int | None, list[int | None] | None
     if len(seed) != count:
         raise ValueError(f"seed has {len(seed)} entries for {count} sequences; give one for each, or one int")
     return None, [checked("seed", each) for each in seed]
+
+
+class Prepared(NamedTuple):
+    """What transformers' ``generate`` prepares for its own decoding of prompts.
+
+    Attributes:
+        processors, criteria: all of them, the user's included.
+        config: all options.
+        model_inputs: further inputs of the model's forward.
+    """
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_inputs: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -140,38 +155,30 @@ class Arguments:
                 raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
             criteria.append(StopStrings(tokenizer, strings, max(map(len, prompts.tokens))))
         processors = LogitsProcessorList(checked("logits_processor", processors) or ())
-        return cls(
-            prompts,
-            *prompts.left_padded(target.device),
-            config,
-            options,
-            processors,
-            criteria,
-            allowed,
-            pad_token,
-        )
+        ids, mask = prompts.left_padded(target.device)
+        return cls(prompts, ids, mask, config, options, processors, criteria, allowed, pad_token)
 
     def prepared(self, target: HFModel, how: RunOptions, number: int | None = None) -> "Request":
         """Returns the request, with logits processors and stop criteria as transformers prepares them for its
         own decoding.
 
         Args:
-            number: of a prompt that is to be decoded alone; None for all prompts together.
+            number: the index of a prompt that is decoded alone; None for all prompts together.
         """
         part, first = (slice(None), 0) if number is None else (slice(number, number + 1), number)
         allowed, given_ids, ids = self.allowed, self.prompts.ids[part], self.input_ids[part]
 
         def taken(
-            _model: Any,
+            model: Any,
             input_ids: Tensor,
             logits_processor: LogitsProcessorList,
             stopping_criteria: StoppingCriteriaList,
             generation_config: GenerationConfig,
             **model_inputs: Any,
-        ) -> Any:
-            return logits_processor, stopping_criteria, generation_config, model_inputs
+        ) -> Prepared:
+            return Prepared(logits_processor, stopping_criteria, generation_config, model_inputs)
 
-        processors, criteria, config, model_inputs = without_settings(target.model).generate(
+        prepared: Prepared = without_settings(target.model).generate(
             ids, attention_mask=self.attention_mask[part], generation_config=self.config,
             logits_processor=self.processors, stopping_criteria=self.criteria,
             prefix_allowed_tokens_fn=allowed and (lambda n, sent: allowed(first + n, sent)),
@@ -179,20 +186,10 @@ class Arguments:
         )  # fmt: skip
         tokens = self.prompts.tokens[part]
         padding = [row[: len(row) - len(own)].tolist() for row, own in zip(ids, tokens, strict=True)]
-        return Request.of(
-            target,
-            given_ids,
-            ids,
-            tokens,
-            padding,
-            processors,
-            criteria,
-            config,
-            model_inputs,
-            how,
-        )
+        return Request.of(target, given_ids, ids, tokens, padding, prepared, how)
 
 
+# Parameters of transformers' generate that are no options of GenerationConfig.
 _PARAMETERS = (
     "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
     "prefix_allowed_tokens_fn", "stop_strings",
@@ -208,9 +205,7 @@ class Request:
         input_ids: the prompts with all padding on the left, int64 ``[B, W]``, on the target's device.
         sequences: one for each prompt.
         to_probs: maps logits to distributions.
-        config: all options of transformers.
-        processors, criteria: all of them, the user's included.
-        model_inputs: inputs of the model's forward, as transformers prepared them.
+        processors, criteria, config, model_inputs: see :class:`Prepared`.
         how: the options of this package.
         pad_token: fills sequences that end before others.
     """
@@ -219,9 +214,9 @@ class Request:
     input_ids: Tensor
     sequences: list[Sequence]
     to_probs: ProbsFromLogits
-    config: GenerationConfig
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
+    config: GenerationConfig
     model_inputs: Mapping[str, Any]
     how: RunOptions
     pad_token: int
@@ -234,10 +229,7 @@ class Request:
         input_ids: Tensor,
         tokens: Sequences[list[int]],
         padding: Sequences[list[int]],
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        model_inputs: Mapping[str, Any],
+        prepared: Prepared,
         how: RunOptions,
     ) -> "Request":
         """Make the sequences of prompts.
@@ -250,6 +242,7 @@ class Request:
         Raises:
             ValueError: an option that transformers has prepared cannot be carried out.
         """
+        processors, criteria, config, _ = prepared
         check_prepared(config, processors, target.vocab_size)
         seeds = how.seeds if how.seeds is not None and config.do_sample else [None] * len(tokens)
         sequences = []
@@ -258,30 +251,21 @@ class Request:
             sequences.append(Sequence(prompt, ending, number, seeds[number]))
         # If processors read the tokens so far, the sequences of a batch are decoded one by one.
         to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
-        return cls(
-            given_ids, input_ids, sequences, to_probs, config, processors, criteria, model_inputs, how,
-            _padding(vars(config))[0],
-        )  # fmt: skip
+        pad_token, _ = _padding(vars(config))
+        return cls(given_ids, input_ids, sequences, to_probs, *prepared, how, pad_token)
 
     @classmethod
     def from_transformers(
-        cls,
-        target: HFModel,
-        input_ids: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        model_inputs: Mapping[str, Any],
-        how: RunOptions,
+        cls, target: HFModel, input_ids: Tensor, prepared: Prepared, how: RunOptions
     ) -> "Request":
         """Check the arguments that transformers' ``generate`` passes to a ``custom_generate`` callable.
 
         Raises:
             ValueError: an option or an input would be ignored, or a prompt is empty.
         """
-        inputs = text_alone(model_inputs, target.model)
+        inputs = text_alone(prepared.model_inputs, target.model)
         mask = inputs.pop("attention_mask", None)
-        for name, value in config.to_diff_dict().items():
+        for name, value in prepared.config.to_diff_dict().items():
             supported(name, value)
         refuse_model_inputs(inputs, input_ids, mask)
         tokens = real_tokens(input_ids, mask)
@@ -289,9 +273,7 @@ class Request:
         padding: list[list[int]] = [[] for _ in tokens]
         if mask is not None:
             padding = [row[hidden].tolist() for row, hidden in zip(input_ids, mask == 0, strict=True)]
-        return cls.of(
-            target, input_ids, input_ids, tokens, padding, processors, criteria, config, model_inputs, how
-        )
+        return cls.of(target, input_ids, input_ids, tokens, padding, prepared, how)
 
     @property
     def prompts(self) -> list[list[int]]:

@@ -201,7 +201,7 @@ class Scheduler:
 
     Args:
         engine: with a tokenizer.
-        limits: of the queue and the batches.
+        limits: the limits of the queue and of the batches.
         done: called with each sequence when it has ended; for metrics.
     """
 

@@ -83,7 +83,7 @@ class TextStream(TokenStreamer):
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
+        """Returns whether a stop string was found."""
         return self._new.stopped
 
     def put_prompt(self, tokens: Sequence[int], end_tokens: Collection[int]) -> None:

@@ -82,7 +82,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Description:
     """Write a new file, and wait until the disk holds it.
 
     Args:
-        path: of a file that does not exist.
+        path: the path of the new file; no such file may exist.
         tensors: contiguous ones in host memory, by name.
 
     Raises:
