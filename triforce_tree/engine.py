@@ -393,15 +393,21 @@ class Engine:
             alike = prompts, new_tokens, greedy, request.how.seed is None, seeds, self._config
             distributed.check_equal("prompts or settings", alike)
             why = distributed.broadcast_object(why_in_step(request, hierarchy.target.vocab_size))
-            out = self._together(request) if why is None else self._in_step(request, why)
-            if out is not None:
-                memory = hierarchy.memory
-                out.memory = memory.as_dict() if memory is not None else None
-                out.ranks = distributed.shares(self._config.text_ranks)
+            if why is not None:
+                out = self._in_step(request, why)
+            elif (batch := self._batch(request)) is not None:
+                with hierarchy.active():
+                    out = batch.decode()
+            else:
+                return None
+            out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None
+            out.ranks = distributed.shares(self._config.text_ranks)
         return out
 
-    def _together(self, request: Request) -> GenerateOutput | None:
-        """Decode the sequences of a request in one decoding loop."""
+    def _batch(self, request: Request) -> Batch | None:
+        """Choose the settings for a request, and return the batch that decodes it. None means that its
+        sequences must be decoded one by one.
+        """
         hierarchy, how, prompts, to_probs = self._hierarchy, request.how, request.prompts, request.to_probs
         most = min(how.max_batch or len(prompts), len(prompts))
         longest = sorted(prompts, key=len)[-most:]
@@ -423,14 +429,13 @@ class Engine:
         order, first = pool.beginning(prompts, size)
         sequences = [request.sequences[n] for n in order]
         seed = distributed.broadcast_object(int(torch.randint(2**62, ())) if how.seed is None else how.seed)
-        with hierarchy.active():
-            loop = DecodingLoop(
-                PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool),
-                [*sequences[:size], *[None] * (size - len(sequences))],
-                to_probs, seed, how.seed is not None, how.seeds is not None and not to_probs.greedy,
-                Allowance.of(width, request.new_tokens, device), how.progress, self._reuse,
-            )  # fmt: skip
-            return Batch(request, loop, self.tokenizer, hierarchy, sequences[size:], pool).decode()
+        loop = DecodingLoop(
+            PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool),
+            [*sequences[:size], *[None] * (size - len(sequences))],
+            to_probs, seed, how.seed is not None, how.seeds is not None and not to_probs.greedy,
+            Allowance.of(width, request.new_tokens, device), how.progress, self._reuse,
+        )  # fmt: skip
+        return Batch(request, loop, self.tokenizer, hierarchy, sequences[size:], pool)
 
     def _in_step(self, request: Request, why: str) -> GenerateOutput:
         """Decode by transformers' own loop (``requests/in_step.py``); ``why`` is the reason."""

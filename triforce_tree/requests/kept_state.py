@@ -68,15 +68,15 @@ def _why(given: Any, module: ModuleType, request: Request, vocabulary: int) -> s
     Args:
         module: the module of transformers' own processors, or of its criteria.
     """
-    kind, name = type(given), _name(given)
+    kind = type(given)
     if isinstance(declared := getattr(given, "keeps_state", None), bool):
-        return f"{name} keeps state" if declared else None
+        return f"{_name(given)} keeps state" if declared else None
     if kind in (LogitsProcessorList, StoppingCriteriaList):
         reasons = (_why(each, module, request, vocabulary) for each in given)
         return next((why for why in reasons if why is not None), None)
     if kind.__module__ == module.__name__ and kind.__name__ not in _TESTED:
-        return f"{name} keeps state" if kind.__name__ in _KEEPING else None
-    ids, batch = request.input_ids, len(request.input_ids)
+        return f"{_name(given)} keeps state" if kind.__name__ in _KEEPING else None
+    name, ids, batch = _name(given), request.input_ids, len(request.input_ids)
     if kind is PrefixConstrainedLogitsProcessor:
         calls = [(b, text[b]) for text in _texts(ids, vocabulary) for b in range(batch)]
         return _why_of_calls("prefix_allowed_tokens_fn", given._prefix_allowed_tokens_fn, calls, ids.device)
