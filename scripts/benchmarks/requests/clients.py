@@ -11,22 +11,18 @@ answers come before the first one that differs. ``of_copies`` are medians of the
 ``--tiny`` runs the embedded pair on the CPU, and takes seconds of the process.
 """
 
+import argparse
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from scripts.benchmarks.common.command import parser, results_folder
 from scripts.benchmarks.common.results import Record, write
-from scripts.benchmarks.requests.layouts import LAYOUTS, Setup, common_options, compared
+from scripts.benchmarks.requests.layouts import Setup, common_options, compared
 from scripts.benchmarks.requests.tables import CLIENTS
-from scripts.benchmarks.sources.registry import Texts, named, prompts
 from triforce_tree import Engine
-from triforce_tree.bench.texts import token_ids
-from triforce_tree.requests import batch_pool
 from triforce_tree.requests.joining import Fits, Joined
 from triforce_tree.requests.output import GenerateOutput
-from triforce_tree.runtime.executor import free_memory
 
 TIMES = ("seconds", "decode_seconds")
 
@@ -62,21 +58,10 @@ class Clients:
         self.answers[number] = output.sequences[0, -self._new :].tolist()
 
 
-@contextmanager
-def layout(name: str) -> Iterator[None]:
-    """Inside, prompts that join store a prefix so."""
-    choice = batch_pool.unit_of  # type: ignore[attr-defined]
-    if name == "copied":
-        batch_pool.unit_of = lambda *_: None  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        batch_pool.unit_of = choice  # type: ignore[attr-defined]
-
-
-def measure(engine: Engine, questions: list[list[int]], new: int, tokens: int | None, setup: Setup) -> Record:
+def measure(engine: Engine, questions: list[list[int]], args: argparse.Namespace, setup: Setup) -> Record:
     """One run, from the first request to the last answer."""
-    clients = Clients(engine, questions[1:], new, tokens)
+    new = args.new
+    clients = Clients(engine, questions[1:], new, args.batch_tokens)
     start = setup.clock()
     out = engine.generate(
         [questions[0]], joining=clients, max_batch=len(questions), do_sample=False, max_new_tokens=new,
@@ -102,28 +87,17 @@ def main(words: Sequence[str]) -> int:
     made.add_argument("--batch-tokens", type=int, help="most tokens of all prompts, shared ones counted once")
     args = made.parse_args(words)
     setup = Setup(made, args)
-    [source] = named(args.text)
-    ids = token_ids(setup.tokenizer, Texts().read(source))
-    asked = [
-        token_ids(setup.tokenizer, f"\n\nQuestion {n}: what does the text say about topic {n}?\n")
-        for n in range(args.clients)
-    ]
     file = CLIENTS.format(machine=setup.machine)
     path, rows = results_folder(args.out, args.tiny) / file, list[Record]()
     head = setup.head(args) | {"clients": args.clients}
     for context, levels in itertools.product(args.context, args.levels):
-        [document] = prompts(source, ids, context)
-        questions = [document + question for question in asked]
-        found: dict[str, list[Record]] = {name: [] for name in LAYOUTS}
-        for _ in range(1 + args.runs):
-            for name in LAYOUTS:
-                engine = setup.engine(levels)
-                with layout(name):
-                    found[name].append(measure(engine, questions, args.new, args.batch_tokens, setup))
-                engine.close()
-                free_memory()
+        document = setup.document(context)
+        questions = [document + question for question in setup.questions(args.clients)]
+        found = setup.in_turns(
+            args.runs, levels, "unit_of", lambda engine, asked=questions: measure(engine, asked, args, setup)
+        )
         place = {"shape": setup.shape, "context": context, "levels": levels}
-        rows += compared([*found.values()], TIMES, place)
+        rows += compared(found, TIMES, place)
         print(*rows[-2:], sep="\n", flush=True)
         write(path, head | {"rows": rows})
     return 0

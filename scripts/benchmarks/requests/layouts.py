@@ -3,7 +3,8 @@
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +12,13 @@ import torch
 import triforce_tree
 from scripts.benchmarks.common.command import device_of, machine_of
 from scripts.benchmarks.common.results import Record, header
+from scripts.benchmarks.sources.registry import Texts, named, prompts
 from scripts.inflate.pair import inflate_pair
+from triforce_tree import Engine
+from triforce_tree.bench.texts import token_ids
 from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.requests import batch_pool
+from triforce_tree.runtime.executor import free_memory
 
 LAYOUTS = ("stored once", "copied")
 
@@ -52,9 +58,38 @@ class Setup:
             sizes = args.shape, device, torch.bfloat16, "llama-68m", args.seed
             self.target, self.draft, self.tokenizer = inflate_pair(*sizes)
 
-    def engine(self, levels: int) -> triforce_tree.Engine:
-        """An engine that holds nothing yet."""
-        return triforce_tree.load(self.target, self.draft, tokenizer=self.tokenizer, levels=levels)
+        [self._source] = named(args.text)
+        self._ids = token_ids(self.tokenizer, Texts().read(self._source))
+
+    def document(self, tokens: int) -> list[int]:
+        """Returns a document of so many tokens."""
+        [found] = prompts(self._source, self._ids, tokens)
+        return found
+
+    def questions(self, count: int) -> list[list[int]]:
+        """Returns the tokens of different questions, to stand at the end of a document."""
+        return [
+            token_ids(self.tokenizer, f"\n\nQuestion {n}: what does the text say about topic {n}?\n")
+            for n in range(1, count + 1)
+        ]
+
+    def in_turns(
+        self, runs: int, levels: int, store: str, measure: Callable[[Engine], Record]
+    ) -> list[list[Record]]:
+        """Runs both layouts in turns, each run with an engine that holds nothing; the first runs are trials.
+
+        Args:
+            store: the function of ``batch_pool`` that finds what prompts share.
+        """
+        found: dict[str, list[Record]] = {name: [] for name in LAYOUTS}
+        for _ in range(1 + runs):
+            for name in LAYOUTS:
+                engine = triforce_tree.load(self.target, self.draft, tokenizer=self.tokenizer, levels=levels)
+                with _layout(name, store):
+                    found[name].append(measure(engine))
+                engine.close()
+                free_memory()
+        return [*found.values()]
 
     def head(self, args: argparse.Namespace) -> Record:
         """Header of the results file."""
@@ -62,6 +97,18 @@ class Setup:
         by_process = self.machine == "cpu"
         own["seconds_of"] = "the process" if by_process else "the clock"
         return header(args.seed) | own
+
+
+@contextmanager
+def _layout(name: str, store: str) -> Iterator[None]:
+    """Inside, batches store common prefixes once, or copy them."""
+    choice = getattr(batch_pool, store)
+    if name == "copied":
+        setattr(batch_pool, store, lambda *_: None)
+    try:
+        yield
+    finally:
+        setattr(batch_pool, store, choice)
 
 
 def compared(found: Sequence[list[Record]], timed: Sequence[str], place: Record) -> list[Record]:

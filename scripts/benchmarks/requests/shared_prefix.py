@@ -16,22 +16,18 @@ questions, ``rows`` says how many were decoded together. ``--tiny`` runs the emb
 takes seconds of the process.
 """
 
+import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
 from scripts.benchmarks.common.command import parser, results_folder
 from scripts.benchmarks.common.results import Record, write
-from scripts.benchmarks.requests.layouts import LAYOUTS, Setup, common_options, compared
+from scripts.benchmarks.requests.layouts import Setup, common_options, compared
 from scripts.benchmarks.requests.tables import SHARED
-from scripts.benchmarks.sources.registry import Texts, named, prompts
 from triforce_tree import Engine
-from triforce_tree.bench.texts import token_ids
-from triforce_tree.requests import batch_pool
-from triforce_tree.runtime.executor import free_memory
 
 CASES = ("one document", "two documents behind a header")
 
@@ -51,21 +47,9 @@ class Steps:
         """Nothing is held back."""
 
 
-@contextmanager
-def layout(name: str) -> Iterator[None]:
-    """Inside, batches store a common prefix so."""
-    choice = batch_pool.for_known  # type: ignore[attr-defined]
-    if name == "copied":
-        batch_pool.for_known = lambda *_: None  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        batch_pool.for_known = choice  # type: ignore[attr-defined]
-
-
-def measure(engine: Engine, questions: list[list[int]], new_tokens: int, setup: Setup) -> Record:
+def measure(engine: Engine, questions: list[list[int]], args: argparse.Namespace, setup: Setup) -> Record:
     """A request to an engine that holds nothing, and the same one again."""
-    found: list[Record] = []
+    found, new_tokens = list[Record](), args.new
     for _ in range(2):
         steps = [Steps(setup.clock) for _ in questions]
         start = setup.clock()
@@ -106,29 +90,22 @@ def main(words: Sequence[str]) -> int:
     made.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     args = made.parse_args(words)
     setup = Setup(made, args)
-    [source] = named(args.text)
-    ids = token_ids(setup.tokenizer, Texts().read(source))
-    topics = [
-        token_ids(setup.tokenizer, f"\n\nQuestion {number}: what does the text say about topic {number}?\n")
-        for number in range(1, args.questions + 1)
-    ]
+    topics = setup.questions(args.questions)
     file = SHARED.format(machine=setup.machine)
     path, rows = results_folder(args.out, args.tiny) / file, list[Record]()
     head = setup.head(args) | {"questions": args.questions}
     for case, context, levels in itertools.product(args.cases, args.context, args.levels):
-        [document] = prompts(source, ids, context)
+        document = setup.document(context)
         both = document, document if case == CASES[0] else other_behind_a_header(document)
         asked = [both[2 * n // len(topics)] + topic for n, topic in enumerate(topics)]
-        found: dict[str, list[Record]] = {name: [] for name in LAYOUTS}
-        for _ in range(1 + args.runs):
-            for name in LAYOUTS:
-                engine = setup.engine(levels)
-                with layout(name):
-                    found[name].append(measure(engine, asked, args.new, setup))
-                engine.close()
-                free_memory()
+        found = setup.in_turns(
+            args.runs,
+            levels,
+            "for_known",
+            lambda engine, asked=asked: measure(engine, asked, args, setup),
+        )
         place = {"shape": setup.shape, "case": case, "context": context, "levels": levels}
-        rows += compared([*found.values()], ("prefill_seconds", "ms_per_step", "tokens_per_second"), place)
+        rows += compared(found, ("prefill_seconds", "ms_per_step", "tokens_per_second"), place)
         print(*rows[-2:], sep="\n", flush=True)
         write(path, head | {"rows": rows})
     return 0

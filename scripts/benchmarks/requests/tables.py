@@ -7,6 +7,7 @@ from scripts.benchmarks.common.markdown import Columns, Record, Table, listing, 
 
 FILE, CPU_FILE, SAVED = "requests_h200.jsonl", "requests_cpu.jsonl", "saved_sessions.jsonl"
 SHARED, CLIENTS = "shared_prefix_{machine}.jsonl", "clients_{machine}.jsonl"
+_SHARED_CPU, _CLIENTS_CPU = (file.format(machine="cpu") for file in (SHARED, CLIENTS))
 REQUESTS: Columns = {
     "model": "{shape}", "request": "{turn}", "prompt": "{prompt_tokens:,}", "kept": "{reused_tokens:,}",
     "prefill, s": "{prefill_seconds:.2f}", "first token, s": "{first_token_seconds:.2f}",
@@ -87,16 +88,16 @@ TABLES = {
     "saved_sessions": Table(
         SAVED, listing(_DISK, caption=noted(_DISK_NOTE, SAVED)), "python -m scripts.benchmarks saved_sessions"
     ),
+    "shared_prefix_cpu": Table(
+        _SHARED_CPU,
+        listing(SHARED_PREFIX, partial(_beside_copies, counts=["slots"]), noted(_SHARED_NOTE, _SHARED_CPU)),
+        "python -m scripts.benchmarks shared_prefix --tiny --out docs/results",
+    ),
+    "clients_cpu": Table(
+        _CLIENTS_CPU,
+        listing(
+            JOINING, partial(_beside_copies, counts=["slots", "stored"]), noted(_CLIENTS_NOTE, _CLIENTS_CPU)
+        ),
+        "python -m scripts.benchmarks clients --tiny --out docs/results",
+    ),
 }
-for _machine, _more in (("h200", ""), ("cpu", " --tiny --out docs/results")):
-    _shared, _clients = (file.format(machine=_machine) for file in (SHARED, CLIENTS))
-    TABLES[f"shared_prefix_{_machine}"] = Table(
-        _shared,
-        listing(SHARED_PREFIX, partial(_beside_copies, counts=["slots"]), noted(_SHARED_NOTE, _shared)),
-        f"python -m scripts.benchmarks shared_prefix{_more}",
-    )
-    TABLES[f"clients_{_machine}"] = Table(
-        _clients,
-        listing(JOINING, partial(_beside_copies, counts=["slots", "stored"]), noted(_CLIENTS_NOTE, _clients)),
-        f"python -m scripts.benchmarks clients{_more}",
-    )
