@@ -1,10 +1,13 @@
 """EAGLE-3 heads: their distributions against a plain forward, their cache, formats, and errors."""
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -15,8 +18,7 @@ from tests.support.models.families import greedy, prompt_of, tiny
 from triforce_tree.config import load_arguments
 from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.eagle import Eagle3
-from triforce_tree.drafters.heads.files import read_weights
-from triforce_tree.drafters.heads.names import EAGLE
+from triforce_tree.drafters.heads.eagle_layer import EagleLayer
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -32,52 +34,69 @@ WHOLE = {"gamma": 5, "budget": 256, "chunk": 32, "recent": 64}
 
 
 class Plain:
-    """A reference implementation of the head in a folder. It computes one path without a KV cache."""
+    """A reference implementation of the head in a folder. It computes one path without a KV cache.
+
+    Args:
+        inputs: the indices of the target's hidden states that the head reads.
+    """
 
     def __init__(self, folder: Path, inputs: tuple[int, ...]) -> None:
-        self.weights = read_weights(folder, EAGLE)
-        self.config = json.loads((folder / "config.json").read_text())
+        weights = load_file(folder / "model.safetensors")
+        self.weights = {name.replace("layers.0.", "midlayer."): weight for name, weight in weights.items()}
+        config = json.loads((folder / "config.json").read_text())
+        self.has = {name: config.get(name, False) for name in SWITCHES}
         self.inputs = inputs
-        self.rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(self.config))
+        layer = config.get("transformer_layer_config", config)
+        self.rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(layer | {"model_type": "llama"}))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], self.weights[name], 1e-5)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        return x @ self.weights[f"midlayer.{name}_proj.weight"].T
+        out = x @ self.weights[f"midlayer.{name}_proj.weight"].T
+        bias = self.weights.get(f"midlayer.{name}_proj.bias")
+        return out if bias is None else out + bias
 
-    def layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Returns the output for the last of T pairs of hidden states ``[T, H]``, positions 0 to T - 1."""
-        both = torch.cat(
-            [
-                self.norm(embedded, "midlayer.input_layernorm.weight"),
-                self.norm(hidden, "midlayer.hidden_norm.weight"),
-            ],
-            -1,
-        )
-        q, k, v = (
-            self.linear(both, f"self_attn.{n}").view(1, len(both), -1, 8).transpose(1, 2) for n in "qkv"
-        )
+    def heads(self, both: Tensor, name: str) -> Tensor:
+        x = self.linear(both, f"self_attn.{name}").view(1, len(both), -1, 8)
+        gain = f"midlayer.self_attn.{name}_norm.weight"
+        return (self.norm(x, gain) if gain in self.weights else x).transpose(1, 2)
+
+    def layer(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the last of T pairs, ``[T, H]`` each, feeds back and what the last matrix reads."""
+        normed = self.norm(hidden, "midlayer.hidden_norm.weight")
+        both = torch.cat([self.norm(embedded, "midlayer.input_layernorm.weight"), normed], -1)
+        q, k, v = (self.heads(both, name) for name in "qkv")
         q, k = apply_rotary_pos_emb(q, k, *self.rotary(both, torch.arange(len(both))[None]))
         out = nn.functional.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True)
-        hidden = hidden[-1:] + self.linear(out.transpose(1, 2).flatten(1), "self_attn.o")
+        residual = (normed if self.has["norm_before_residual"] else hidden)[-1:]
+        hidden = residual + self.linear(out.transpose(1, 2).flatten(1), "self_attn.o")
         x = self.norm(hidden, "midlayer.post_attention_layernorm.weight")
         gated = nn.functional.silu(self.linear(x, "mlp.gate")) * self.linear(x, "mlp.up")
-        return hidden + self.linear(gated, "mlp.down")
+        hidden = hidden + self.linear(gated, "mlp.down")
+        normed = self.norm(hidden, "norm.weight")
+        return (normed if self.has["norm_output"] else hidden), normed[0]
+
+    def fused(self, states: list[Tensor]) -> Tensor:
+        if self.has["fc_norm"]:
+            states = [self.norm(state, f"fc_norm.{i}.weight") for i, state in enumerate(states)]
+        joined = torch.cat(states, -1)
+        if self.has["norm_before_fc"]:
+            joined = self.norm(joined, "input_norm.weight")
+        return joined @ self.weights["fc.weight"].T
 
     def logits(self, tokens: list[int], path: list[int], sinks: int, window: int) -> Tensor:
         """Returns the logits ``[V]`` of the token after ``tokens`` and ``path``."""
         states = TARGET(torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
         table = self.weights.get("embed_tokens.weight", TARGET.get_input_embeddings().weight)
-        hidden = torch.cat([states[j][0] for j in self.inputs], -1) @ self.weights["fc.weight"].T
+        hidden = self.fused([states[j][0] for j in self.inputs])
         embedded = table[torch.tensor(tokens[1:])]
         if len(hidden) > sinks + window:
             hidden, embedded = (torch.cat([x[:sinks], x[len(x) - window :]]) for x in (hidden, embedded))
-        out = self.layer(embedded, hidden)
+        out, normed = self.layer(embedded, hidden)
         for token in path:
             hidden, embedded = torch.cat([hidden, out]), torch.cat([embedded, table[token][None]])
-            out = self.layer(embedded, hidden)
-        normed = self.norm(out[0], "norm.weight")
+            out, normed = self.layer(embedded, hidden)
         if "d2t" not in self.weights:
             return TARGET.lm_head(normed)
         own = normed @ self.weights["lm_head.weight"].T
@@ -85,14 +104,37 @@ class Plain:
         return torch.full((TARGET.config.vocab_size,), -torch.inf).scatter(0, ids, own)
 
 
+SWITCHES = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 CASES = {
     "shared vocabulary": (2, {}, "best-first:3,2,2", 2, 200),
     "draft vocabulary": (2, {"draft_vocabulary": 40, "inputs": (1, 1, 2)}, "static:0;1;0.0;0.1;1.0", 2, 200),
     "window": (2, {"draft_vocabulary": 40, "embeddings": True}, "best-first:2,2,1", 2, 9),
     "no sinks": (2, {}, "chain:3", 0, 7),
     "levels": (3, {"draft_vocabulary": 40}, "best-first:2,2", 2, 9),
+    "EAGLE-3.1": (2, {"fc_norm": True, "norm_output": True}, "best-first:2,2,1", 2, 9),
+    "speculators": (
+        2, {"speculators": True, "norm_before_residual": True, "draft_vocabulary": 40},
+        "best-first:3,2,2", 2, 200,
+    ),
+    "speculators, one norm": (
+        3, {"speculators": True, "norm_before_fc": True, "norm_output": True}, "chain:3", 2, 9,
+    ),
+    "Qwen3 layer": (2, {"model_type": "qwen3"}, "best-first:2,2,1", 2, 200),
+    "biases": (
+        2,
+        {"attention_bias": True, "extra": {
+            f"midlayer.self_attn.{x}_proj.bias": (16 if x in "kv" else 32,) for x in "qkvo"
+        }},
+        "chain:3", 2, 200,
+    ),
+    "two states": (2, {"inputs": (1, 2)}, "chain:3", 2, 200),
+    "YaRN": (
+        2,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+        "chain:3", 2, 200,
+    ),
     "levels, gamma": (3, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "chain:2", 3, 200),
-}
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -158,6 +200,68 @@ def test_layers_of_heads_that_name_none(layers: int, features: list[int], tmp_pa
     assert Eagle3(eagle_folder(tmp_path, TARGET, eagle_config=None))._feature_layers(layers) == features
 
 
+UNKNOWN: dict[str, tuple[dict[str, object], str]] = {
+    "a norm without its field": (
+        {"extra": {"fc_norm.0.weight": (32,)}},
+        r"have 1 tensors that belong to no supported layout \(fc_norm.0.weight\)",
+    ),
+    "a second layer": (
+        {"extra": {"layers.1.mlp.up_proj.weight": (24, 32)}}, r"no supported layout \(layers.1.mlp.up_proj"
+    ),
+    "layers": ({"num_hidden_layers": 2}, "num_hidden_layers=2 in .* is not supported"),
+    "parallel drafting": ({"extra": {"mask_hidden": (1, 96)}}, r"no supported layout \(mask_hidden\)"),
+    "MLA": ({"extra": {"midlayer.self_attn.kv_a_proj_with_mqa.weight": (8, 32)}}, "latent attention"),
+    "another family": ({"model_type": "kimi_k2"}, "is of the family 'kimi_k2'; supported are layers of"),
+    "an unknown field": ({"residual_scale": 0.5}, "has the field residual_scale=0.5, which is not known"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu' in .* is not supported"),
+    "a norm that lacks": ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
+    "a short window": (
+        {"sliding_window": 100, "layer_types": ["sliding_attention"]},
+        "attends to the newest 100 tokens, fewer than sinks=4, window=512 .* set window to at most 91",
+    ),
+    "another target": ({"target_hidden_size": 64}, "for a target of hidden size 64, and this one has 32"),
+    "no inner states": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_would_not_be_computed_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    how, message = UNKNOWN[name]
+    folder = eagle_folder(tmp_path, TARGET, **how)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        triforce_tree.load(TARGET, drafter=folder)
+
+
+def _without_normed_residual(layer: EagleLayer, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    other = copy.copy(layer)
+    other.format = replace(layer.format, norm_before_residual=False)
+    return FINISH(other, hidden, attended)
+
+
+def _without_feature_norms(layer: EagleLayer, states: list[Tensor]) -> Tensor:
+    return nn.functional.linear(torch.cat(states, -1), layer.fc)
+
+
+FINISH = EagleLayer.finish
+PLANTED = {
+    "residual": ("EagleLayer.finish", _without_normed_residual),
+    "norms of features": ("EagleLayer.fuse", _without_feature_norms),
+    "rotation": ("rotated", lambda x, cos, sin: x),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_head_that_computes_something_else_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The self-test compares the network with the reference when it is loaded."""
+    folder = eagle_folder(tmp_path, TARGET, 40, norm_before_residual=True, fc_norm=True)
+    where, wrong = PLANTED[name]
+    monkeypatch.setattr(f"triforce_tree.drafters.heads.eagle_layer.{where}", wrong)
+    with pytest.raises(RuntimeError, match="differ from those of the plain reference by"):
+        triforce_tree.load(TARGET, drafter=folder)
+
+
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = eagle_folder(tmp_path / "head", TARGET, 40)
     wide, more = tiny("llama-gqa", num_hidden_layers=3, hidden_size=48), tiny("llama-gqa", vocab_size=48)
@@ -166,7 +270,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (more, r"d2t in .* does not map 40 draft tokens to different ones of the target's 48"),
         (
             tiny("llama-gqa", num_hidden_layers=1),
-            r"inputs of layers \[1, 2, 2\], and must read three of 1 to 1",
+            r"inputs of layers \[1, 2, 2\], and must read some of 1 to 1",
         ),
     ):
         with pytest.raises(ValueError, match=what):

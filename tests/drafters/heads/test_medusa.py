@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 import triforce_tree
@@ -13,9 +14,7 @@ from tests.support.distributions.head_folders import medusa_folder
 from tests.support.models.families import greedy, prompt_of, tiny
 from triforce_tree.config import load_arguments
 from triforce_tree.drafters.base import TokenTree
-from triforce_tree.drafters.heads.files import read_weights
 from triforce_tree.drafters.heads.medusa import Medusa, medusa_tree
-from triforce_tree.drafters.heads.names import MEDUSA
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.verify.probs import Sampler
 
@@ -29,7 +28,7 @@ WHOLE = {"gamma": 5, "budget": 256, "chunk": 32, "recent": 64}
 
 def reference(folder: Path, hidden: Tensor, head: int, layers: int) -> Tensor:
     """Computes the logits of one head as the paper defines it."""
-    weights = read_weights(folder, MEDUSA)
+    weights = load_file(folder / "medusa_lm_head.safetensors")
     for layer in range(layers):
         linear = F.linear(
             hidden, weights[f"{head}.{layer}.linear.weight"], weights[f"{head}.{layer}.linear.bias"]

@@ -54,9 +54,18 @@ def eagle_folder(
     pickled: bool = False,
     embeddings: bool = False,
     inputs: tuple[int, ...] = (1, 2, 2),
+    speculators: bool = False,
+    extra: dict[str, tuple[int, ...]] | None = None,
     **settings: Any,
 ) -> Path:
-    """A head with two query heads to a KV head; without ``draft_vocabulary`` it has the target's own head."""
+    """Writes a random head with two query heads to a KV head.
+
+    Args:
+        draft_vocabulary: its size; None for the target's own head and vocabulary.
+        speculators: write the layout of vllm-project/speculators instead of SafeAILab's.
+        extra: shapes of more tensors.
+        settings: fields of ``config.json``; norms are written as they demand.
+    """
     size, vocabulary, random = target.config.hidden_size, target.config.vocab_size, _generator(8)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": size,
@@ -75,7 +84,7 @@ def eagle_folder(
 
     middle = config["intermediate_size"]
     weights = {
-        "fc.weight": matrix(size, 3 * size),
+        "fc.weight": matrix(size, len(inputs) * size),
         "midlayer.self_attn.q_proj.weight": matrix(heads * head, 2 * size),
         "midlayer.self_attn.k_proj.weight": matrix(kv_heads * head, 2 * size),
         "midlayer.self_attn.v_proj.weight": matrix(kv_heads * head, 2 * size),
@@ -88,6 +97,15 @@ def eagle_folder(
         "midlayer.post_attention_layernorm.weight": gains(),
         "norm.weight": gains(),
     }
+    if config.get("fc_norm"):
+        weights |= {f"fc_norm.{i}.weight": gains() for i in range(len(inputs))}
+    if config.get("norm_before_fc"):
+        weights["input_norm.weight"] = 1 + 0.3 * torch.randn(len(inputs) * size, generator=random)
+    if config["model_type"] == "qwen3":
+        norms = {f"midlayer.self_attn.{x}_norm.weight": (head,) for x in "qk"}
+        weights |= {name: 1 + 0.3 * torch.randn(*shape, generator=random) for name, shape in norms.items()}
+    for name, shape in (extra or {}).items():
+        weights[name] = torch.randn(*shape, generator=random)
     if embeddings:
         weights["embed_tokens.weight"] = matrix(vocabulary, size)
     if draft_vocabulary is not None:
@@ -96,6 +114,8 @@ def eagle_folder(
         ids = torch.randperm(vocabulary, generator=random)[:draft_vocabulary].sort().values
         weights["d2t"] = ids - torch.arange(draft_vocabulary)
         weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).scatter_(0, ids, True)
+    if speculators:
+        config, weights = _as_speculators(config, weights)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if pickled:
@@ -103,6 +123,25 @@ def eagle_folder(
     else:
         save_file(weights, folder / "model.safetensors")
     return folder
+
+
+def _as_speculators(
+    config: dict[str, Any], weights: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    outer = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")
+    layer = {
+        name: value for name, value in config.items() if name not in (*outer, "architectures", "eagle_config")
+    }
+    inputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    nested = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+        "speculators_version": "0.6.0", "speculators_config": {"algorithm": "eagle3"},
+        "transformer_layer_config": {**layer, "num_hidden_layers": 1},
+        "target_hidden_size": config["hidden_size"],
+        "eagle_aux_hidden_state_layer_ids": inputs, "embed_requires_grad": False,
+        **{name: config[name] for name in outer if name in config},
+    }  # fmt: skip
+    return nested, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
 
 
 def medusa(target: PreTrainedModel, tree: str, **how: Any) -> Medusa:

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.heads.eagle_format import canonical, eagle_format
 from triforce_tree.drafters.heads.eagle_layer import EagleLayer, attend, rotated
-from triforce_tree.drafters.heads.files import read_weights, settings
+from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.heads.growth import TreeGrowth
-from triforce_tree.drafters.heads.names import CONFIG, EAGLE
+from triforce_tree.drafters.heads.names import EAGLE
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -35,8 +35,8 @@ class Eagle3(Drafter):
     context. Keys are stored before rotation.
 
     Args:
-        folder: has ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin`` as published by
-            github.com/SafeAILab/EAGLE. If ``embed_tokens`` or ``lm_head`` is missing, the target's is used.
+        folder: has ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin`` in a layout of
+            ``heads/eagle_format.py``. If ``embed_tokens`` or ``lm_head`` is missing, the target's is used.
         tree: a shape or its name; the default chooses its topology by the head's probabilities.
         sinks, window: numbers of pairs in the cache.
         other_trees: at most two further shapes; decoding chooses one for each pass.
@@ -62,12 +62,8 @@ class Eagle3(Drafter):
             raise ValueError(f"sinks={sinks} and window={window} must be 0 <= sinks <= window, window >= 1")
         self.sinks, self.window = sinks, window
         self.feature_window = (sinks, window)
-        self.settings = settings(self.folder)
-        if "hidden_size" not in self.settings:
-            raise ValueError(
-                f"{str(self.folder)!r} has no {CONFIG} with a hidden_size; give the whole folder"
-            )
-        self._weights = read_weights(self.folder, EAGLE)
+        self.format = eagle_format(self.folder)
+        self._weights = HeadWeights(self.folder, EAGLE, canonical)
         if "fc.weight" not in self._weights or not any(n.startswith("midlayer.") for n in self._weights):
             raise ValueError(
                 f"{str(self.folder)!r} holds no EAGLE-3 head: it has no fc and midlayer (heads of EAGLE 1 "
@@ -77,13 +73,20 @@ class Eagle3(Drafter):
         self._growths = [TreeGrowth(shape) for shape in self.shapes]
         self._depth = max(growth.depth for growth in self._growths)
         self._nodes = max(growth.nodes for growth in self._growths)
+        trained, seen = self.format.sliding_window, sinks + window + self._depth
+        if trained is not None and trained < seen:
+            raise ValueError(
+                f"the head in {str(folder)!r} attends to the newest {trained} tokens, fewer than "
+                f"sinks={sinks}, window={window} and the tree's {self._depth} depths; set window to at most "
+                f"{trained - sinks - self._depth}"
+            )
 
     def attach(self, target: HFModel) -> None:
         self._layers = self._feature_layers(target.layers)
         self.features = tuple(dict.fromkeys(self._layers))
         model = target.model
         self.layer = EagleLayer(
-            self._weights, self.settings, self.folder, model.get_input_embeddings(),
+            self._weights, self.format, len(self._layers), model.get_input_embeddings(),
             model.get_output_embeddings(), model.config.get_text_config(decoder=True).hidden_size,
             target.vocab_size, target.device, target.dtype,
         )  # fmt: skip
@@ -101,17 +104,15 @@ class Eagle3(Drafter):
         return {"drafter's buffers": grown + hidden + angles, "head's cache": cache}
 
     def _feature_layers(self, layers: int) -> list[int]:
-        """Returns the three layers whose outputs are fused.
+        """Returns the layers whose outputs are fused.
 
         ``config.json`` lists layers whose inputs are read, so each number there is one higher.
         """
-        nested: Any = self.settings.get("eagle_config") or {}
-        key = "eagle_aux_hidden_state_layer_ids"
-        inputs = nested.get(key) or self.settings.get(key) or [2, layers // 2, layers - 3]
-        if len(inputs) != 3 or not all(isinstance(j, int) and 1 <= j <= layers for j in inputs):
+        inputs = self.format.inputs or (2, layers // 2, layers - 3)
+        if not all(isinstance(j, int) and 1 <= j <= layers for j in inputs):
             raise ValueError(
-                f"the head in {str(self.folder)!r} reads the inputs of layers {inputs}, and must read three "
-                f"of 1 to {layers}, as many as the target has; give a head that was trained for this target"
+                f"the head in {str(self.folder)!r} reads the inputs of layers {list(inputs)}, and must read "
+                f"some of 1 to {layers}, as many as the target has; give a head that was trained for it"
             )
         return [j - 1 for j in inputs]
 
@@ -209,9 +210,8 @@ class Eagle3(Drafter):
             attended = attend(
                 rotated(q, cos, sin), self._keys[:, :, seen], self._values[:, :, seen], mask, layer.scale
             )
-            hidden = layer.finish(hidden, attended)
-            self._hidden[:, nodes] = hidden
-            logits = broadcast_tensor(layer.logits(hidden).contiguous())
+            self._hidden[:, nodes], logits = layer.finish(hidden, attended)
+            logits = broadcast_tensor(logits.contiguous())
             growth.place(d, logits, state, tree, sampler)
 
     def _rotate_cache(self, end: Tensor, dropped: Tensor) -> Tensor:

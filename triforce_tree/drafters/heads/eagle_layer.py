@@ -1,29 +1,31 @@
-"""The network of an EAGLE-3 head: fusion of three hidden states, one decoder layer, language model head."""
+"""The network of an EAGLE-3 head: fusion of hidden states, one decoder layer, and a language model head."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from triforce_tree.drafters.heads.files import take
+from triforce_tree.drafters.heads.eagle_format import EagleFormat
+from triforce_tree.drafters.heads.eagle_reference import reference_logits
+from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.token_map import ABSENT
 
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 _ROPES = ("default", "linear", "llama3", "yarn")
+# Relative difference of logits that rounding explains.
+_MOST_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 class EagleLayer:
     """The network of an EAGLE-3 head (github.com/SafeAILab/EAGLE, ``cnets.py``).
 
     Args:
-        weights: tensors by their published names.
-        config: contents of ``config.json``.
-        folder: the folder that messages name.
+        weights: tensors by their names in the layout of SafeAILab/EAGLE.
+        format: the configuration.
+        features: number of hidden states of the target that are fused.
         embeddings: the target's input embeddings, used if ``weights`` has none.
         head: the target's language model head, used if ``weights`` has none.
         size, vocabulary: the target's hidden size and vocabulary size.
@@ -33,14 +35,15 @@ class EagleLayer:
         weight_bytes: bytes of the head's own weights on the device.
 
     Raises:
-        ValueError: weights are missing or have other shapes, or the rotary embedding is not supported.
+        ValueError: weights are missing, have other shapes, or would not be used, or the rotary embedding is
+            not supported.
     """
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
-        config: Mapping[str, Any],
-        folder: Path,
+        weights: HeadWeights,
+        format: EagleFormat,
+        features: int,
         embeddings: nn.Module,
         head: nn.Module,
         size: int,
@@ -48,29 +51,45 @@ class EagleLayer:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        try:
-            llama: Any = LlamaConfig.from_dict(dict(config))
-        except Exception as error:  # third-party code may raise anything on values of unknown origin
-            why = " ".join(str(error).split())[:160]
-            raise ValueError(f"config.json in {str(folder)!r} cannot be used ({why})") from error
-
+        self.format, llama, folder = format, format.layer, weights.folder
+        if any("kv_a_proj" in name for name in weights):
+            raise ValueError(
+                f"the layer of the head in {str(folder)!r} has multi-head latent attention (MLA), which is "
+                "not supported; give a head with a layer of Llama or Qwen"
+            )
+        if format.target_size not in (None, size):
+            raise ValueError(
+                f"the head in {str(folder)!r} was trained for a target of hidden size {format.target_size}, "
+                f"and this one has {size}"
+            )
         held: dict[str, int] = {}
 
         def get(name: str, *shape: int) -> Tensor:
-            weight = take(weights, name, shape, folder).to(device, dtype)
+            weight = weights.take(name, *shape).to(device, dtype)
             held[name] = weight.nbytes
             return weight
 
-        own = llama.hidden_size
+        own: int = llama.hidden_size
         self.heads: int = llama.num_attention_heads
         self.kv_heads: int = llama.num_key_value_heads
-        self.head_dim: int = llama.head_dim
+        # Qwen2's configuration has none.
+        self.head_dim: int = getattr(llama, "head_dim", None) or own // self.heads
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{self.heads} heads in {str(folder)!r} are no multiple of {self.kv_heads} KV heads"
             )
         self.scale: float = self.head_dim**-0.5
-        self.fc = get("fc.weight", own, 3 * size)
+
+        def norm(name: str, width: int = own) -> LlamaRMSNorm:
+            layer_norm = LlamaRMSNorm(width, llama.rms_norm_eps)
+            layer_norm.weight = nn.Parameter(get(name, width), requires_grad=False)
+            return layer_norm
+
+        self.fc = get("fc.weight", own, features * size)
+        self._fused_norm = norm("input_norm.weight", features * size) if format.norm_before_fc else None
+        self._feature_norms: list[LlamaRMSNorm] = []
+        if format.fc_norm:
+            self._feature_norms = [norm(f"fc_norm.{i}.weight", size) for i in range(features)]
         layer = "midlayer."
         rows = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
         parts = [f"{layer}self_attn.{name}_proj" for name in "qkv"]
@@ -79,22 +98,24 @@ class EagleLayer:
         self.bias = None
         if f"{parts[0]}.bias" in weights:
             self.bias = torch.cat([get(f"{p}.bias", n) for p, n in zip(parts, rows, strict=True)])
-        self.out = get(f"{layer}self_attn.o_proj.weight", own, rows[0])
+        self._query_norm: LlamaRMSNorm | None = None
+        self._key_norm: LlamaRMSNorm | None = None
+        if llama.model_type == "qwen3" or f"{layer}self_attn.q_norm.weight" in weights:
+            self._query_norm = norm(f"{layer}self_attn.q_norm.weight", self.head_dim)
+            self._key_norm = norm(f"{layer}self_attn.k_norm.weight", self.head_dim)
+        output = f"{layer}self_attn.o_proj"
+        self.out = get(f"{output}.weight", own, rows[0])
+        self.out_bias = get(f"{output}.bias", own) if f"{output}.bias" in weights else None
         self.gate_up = torch.cat([get(f"{layer}mlp.{name}_proj.weight", -1, own) for name in ("gate", "up")])
         self.down = get(f"{layer}mlp.down_proj.weight", own, len(self.gate_up) // 2)
-
-        def norm(name: str) -> LlamaRMSNorm:
-            layer_norm = LlamaRMSNorm(own, llama.rms_norm_eps)
-            layer_norm.weight = nn.Parameter(get(name, own), requires_grad=False)
-            return layer_norm
-
         self.input_norm, self.hidden_norm = (
             norm(f"{layer}input_layernorm.weight"),
             norm(f"{layer}hidden_norm.weight"),
         )
         self.mlp_norm, self.norm = norm(f"{layer}post_attention_layernorm.weight"), norm("norm.weight")
         self._embed(weights, own, size, vocabulary, embeddings, get)
-        self._vocabulary(weights, own, size, vocabulary, head, folder, get)
+        self._vocabulary(weights, own, size, vocabulary, head, get)
+        weights.refuse_unused(("t2d",))
         self.weight_bytes = sum(held.values())
         for table in (self._columns, self._absent):
             self.weight_bytes += 0 if table is None else table.nbytes
@@ -104,15 +125,49 @@ class EagleLayer:
                 f"rope_type={rope!r} in {str(folder)!r} is not supported; known are {', '.join(_ROPES)}"
             )
         self._rotary = LlamaRotaryEmbedding(llama).to(device)
+        tokens = torch.arange(3, device=device)[None] % vocabulary
+        self._check(weights, tokens, features, size, None if "lm_head.weight" in weights else head)
 
-    def _embed(self, weights: Any, own: int, size: int, vocabulary: int, shared: nn.Module, get: Any) -> None:
+    @torch.no_grad()
+    def _check(
+        self, weights: HeadWeights, tokens: Tensor, features: int, size: int, head: nn.Module | None
+    ) -> None:
+        """Compares one forward of ``tokens`` and random hidden states with the plain reference.
+
+        Raises:
+            RuntimeError: they differ by more than rounding.
+        """
+        pairs, device = tokens.shape[1], tokens.device
+        random = torch.Generator().manual_seed(0)
+        states = [torch.randn(1, pairs, size, generator=random) for _ in range(features)]
+        embedded = self._embeddings(tokens)[0].float().cpu()
+        fused = self.fuse([state.to(device, self.fc.dtype) for state in states])
+        q, k, v = self.project(tokens, fused)
+        cos, sin = (angle.expand(1, -1, -1) for angle in self.angles(pairs, device))
+        mask = torch.ones(1, pairs, pairs, dtype=torch.bool, device=device).tril()
+        attended = attend(rotated(q, cos, sin), rotated(k, cos, sin), v, mask, self.scale)
+        ours = self.finish(fused, attended)[1][0, -1].float().cpu()
+        plain = reference_logits(weights, self.format, embedded, [state[0] for state in states], head)
+        if self._columns is not None:
+            kept = ~self._absent.cpu()  # type: ignore[union-attr]
+            ours, plain = ours[kept], plain[self._columns.cpu()[kept]]
+        error = float((ours - plain).norm() / plain.norm())
+        if not error <= _MOST_ERROR[self.fc.dtype]:
+            raise RuntimeError(
+                f"the head in {str(weights.folder)!r} computes logits that differ from those of the plain "
+                f"reference by {error:.1%}; please report this with the head's config.json"
+            )
+
+    def _embed(
+        self, weights: HeadWeights, own: int, size: int, vocabulary: int, shared: nn.Module, get: Any
+    ) -> None:
         self._embeddings: Any = shared
         if "embed_tokens.weight" in weights or own != size:
             table = get("embed_tokens.weight", vocabulary, own)
             self._embeddings = lambda ids: F.embedding(ids, table)
 
     def _vocabulary(
-        self, weights: Any, own: int, size: int, vocabulary: int, shared: nn.Module, folder: Path, get: Any
+        self, weights: HeadWeights, own: int, size: int, vocabulary: int, shared: nn.Module, get: Any
     ) -> None:
         self._head: Any = shared
         self._columns: Tensor | None = None
@@ -125,11 +180,11 @@ class EagleLayer:
             get("lm_head.weight", vocabulary, own)
             return
         # Draft token i has id i + d2t[i] in the target's vocabulary.
-        ids = take(weights, "d2t", (len(head),), folder).long() + torch.arange(len(head))
+        ids = weights.take("d2t", len(head)).long() + torch.arange(len(head))
         if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise ValueError(
-                f"d2t in {str(folder)!r} does not map {len(head)} draft tokens to different ones of the "
-                f"target's {vocabulary}; give heads that were trained for this target"
+                f"d2t in {str(weights.folder)!r} does not map {len(head)} draft tokens to different ones of "
+                f"the target's {vocabulary}; give heads that were trained for this target"
             )
         columns = torch.full((vocabulary,), -1)
         columns[ids] = torch.arange(len(ids))
@@ -142,8 +197,12 @@ class EagleLayer:
         return cos[0], sin[0]
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """Projects three hidden states ``[B, T, hidden_size]`` of the target to one ``[B, T, H]``."""
-        return F.linear(torch.cat(list(states), -1).to(self.fc.dtype), self.fc)
+        """Projects the target's hidden states, each ``[B, T, hidden_size]``, to one ``[B, T, H]``."""
+        states = [state.to(self.fc.dtype) for state in states]
+        if self._feature_norms:
+            states = [norm(state) for norm, state in zip(self._feature_norms, states, strict=True)]
+        joined = torch.cat(list(states), -1)
+        return F.linear(joined if self._fused_norm is None else self._fused_norm(joined), self.fc)
 
     def project(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries ``[B, H_q, T, D]``, keys and values ``[B, H_kv, T, D]``, before rotation.
@@ -155,22 +214,29 @@ class EagleLayer:
         embedded = self.input_norm(self._embeddings(tokens).to(hidden.dtype))
         both = F.linear(torch.cat([embedded, self.hidden_norm(hidden)], -1), self.qkv, self.bias)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in both.split(self._widths, -1))
+        if self._query_norm is not None and self._key_norm is not None:
+            q, k = self._query_norm(q), self._key_norm(k)
         return q, k, v
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Returns the layer's output ``[B, T, H]``.
+    def finish(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the hidden state for the next depth and the logits of a forward.
 
         Args:
             hidden: ``[B, T, H]``, the input of the layer.
             attended: ``[B, H_q, T, D]``, the output of its attention.
-        """
-        hidden = hidden + F.linear(attended.transpose(1, 2).flatten(2), self.out)
-        gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
-        return hidden + F.linear(F.silu(gate) * up, self.down)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits ``[B, T, V]`` over the target's vocabulary from the layer's output ``[B, T, H]``."""
-        logits: Tensor = self._head(self.norm(hidden))
+        Returns:
+            ``[B, T, H]``, and logits ``[B, T, V]`` over the target's vocabulary.
+        """
+        residual = self.hidden_norm(hidden) if self.format.norm_before_residual else hidden
+        hidden = residual + F.linear(attended.transpose(1, 2).flatten(2), self.out, self.out_bias)
+        gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
+        hidden = hidden + F.linear(F.silu(gate) * up, self.down)
+        normed = self.norm(hidden)
+        return normed if self.format.norm_output else hidden, self._logits(normed)
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        logits: Tensor = self._head(normed)
         if self._columns is None or self._absent is None:
             return logits
         return logits.index_select(2, self._columns).float().masked_fill_(self._absent, ABSENT)

@@ -1,7 +1,7 @@
 """Reads folders with trained heads. Their origin is unknown, so no code in them is run."""
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from triforce_tree.drafters.heads.names import CONFIG
 from triforce_tree.runtime.files.json_files import read_json
+
+_MOST_NAMED = 8  # tensors in a message
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -37,16 +39,74 @@ def weights_file(folder: Path, names: Sequence[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def read_weights(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Returns tensors by name, on the CPU, from the first of ``names`` that exists in ``folder``.
+class HeadWeights:
+    """The tensors of trained heads on the CPU, and which of them were used.
 
     Args:
-        names: file names. Files other than .safetensors are read by ``torch.load(weights_only=True)``.
+        folder: the folder of the heads, which messages name.
+        names: file names; the first that exists is read. Files other than .safetensors are read by
+            ``torch.load(weights_only=True)``.
+        renamed: returns the name of a tensor in the form that the reader of the heads uses.
+
+    Attributes:
+        tensors: the tensors by name.
 
     Raises:
         FileNotFoundError: none of the files exists.
         ValueError: the file cannot be read, or holds more than tensors.
     """
+
+    def __init__(
+        self, folder: Path, names: Sequence[str], renamed: Callable[[str], str] = lambda name: name
+    ) -> None:
+        self.folder = folder
+        tensors = {renamed(name): tensor for name, tensor in _tensors(folder, names).items()}
+        self.tensors, self._unused = tensors, set(tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Any:
+        return iter(self.tensors)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Returns one tensor after a check of its shape, in which -1 means any size.
+
+        Raises:
+            ValueError: the tensor is missing or has another shape.
+        """
+        if name not in self.tensors:
+            raise ValueError(f"the heads in {str(self.folder)!r} lack {name}; copy or download them again")
+        found = self.tensors[name]
+        self._unused.discard(name)
+        if len(found.shape) != len(shape) or any(
+            size not in (-1, has) for size, has in zip(shape, found.shape, strict=True)
+        ):
+            wanted = [size if size >= 0 else "any" for size in shape]
+            raise ValueError(
+                f"{name} in {str(self.folder)!r} is {list(found.shape)}, and for this target it must be "
+                f"{wanted}; give heads that were trained for this target"
+            )
+        return found
+
+    def refuse_unused(self, without_effect: Sequence[str] = ()) -> None:
+        """Raises ValueError if a tensor was never taken: the heads would compute something else than they
+        were trained for.
+
+        Args:
+            without_effect: names of tensors that no computation of the heads reads.
+        """
+        unused = sorted(self._unused.difference(without_effect))
+        if unused:
+            shown = ", ".join(unused[:_MOST_NAMED]) + (", ..." if len(unused) > _MOST_NAMED else "")
+            raise ValueError(
+                f"the heads in {str(self.folder)!r} have {len(unused)} tensors that belong to no supported "
+                f"layout ({shown}), and would compute something else without them; give heads in a layout "
+                "that docs/drafters.md lists"
+            )
+
+
+def _tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     path = weights_file(folder, names)
     if path is None:
         raise FileNotFoundError(f"{str(folder)!r} has neither {' nor '.join(names)}; give the whole folder")
@@ -61,23 +121,3 @@ def read_weights(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     if not isinstance(found, Mapping) or not all(isinstance(t, Tensor) for t in found.values()):
         raise ValueError(f"{path} holds more than tensors by name; give a file of weights alone")
     return dict(found)
-
-
-def take(weights: Mapping[str, Tensor], name: str, shape: Sequence[int], folder: Path) -> Tensor:
-    """Returns one tensor after a check of its shape, in which -1 means any size.
-
-    Raises:
-        ValueError: the tensor is missing or has another shape.
-    """
-    if name not in weights:
-        raise ValueError(f"the heads in {str(folder)!r} lack {name}; copy or download them again")
-    found = weights[name]
-    if len(found.shape) != len(shape) or any(
-        size not in (-1, has) for size, has in zip(shape, found.shape, strict=True)
-    ):
-        wanted = [size if size >= 0 else "any" for size in shape]
-        raise ValueError(
-            f"{name} in {str(folder)!r} is {list(found.shape)}, and for this target it must be {wanted}; "
-            "give heads that were trained for this target"
-        )
-    return found

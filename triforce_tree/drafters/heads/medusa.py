@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triforce_tree.drafters.base import Drafter, TokenTree
-from triforce_tree.drafters.heads.files import read_weights, settings, take
+from triforce_tree.drafters.heads.files import HeadWeights, settings
 from triforce_tree.drafters.heads.growth import TreeGrowth
 from triforce_tree.drafters.heads.names import MEDUSA
 from triforce_tree.models.hf_model import HFModel
@@ -65,10 +65,7 @@ class Medusa(Drafter):
         other_trees: str | Sequence[str | Shape] = (),
     ) -> None:
         self.folder = Path(folder)
-        self._weights = read_weights(self.folder, MEDUSA)
-        prefixed = [name for name in self._weights if name.startswith("medusa_head.")]
-        for name in prefixed:
-            self._weights[name.removeprefix("medusa_head.")] = self._weights.pop(name)
+        self._weights = HeadWeights(self.folder, MEDUSA, lambda name: name.removeprefix("medusa_head."))
         found = {int(name.split(".")[0]) for name in self._weights if name.split(".")[0].isdigit()}
         config = settings(self.folder)
         self.heads = config.get("medusa_num_heads", len(found))
@@ -97,7 +94,7 @@ class Medusa(Drafter):
         blocks: list[tuple[Tensor, Tensor]] = []
 
         def stacked(name: str, *shape: int) -> Tensor:
-            parts = [self._take(f"{k}.{name}", shape) for k in range(self._depth)]
+            parts = [self._weights.take(f"{k}.{name}", *shape) for k in range(self._depth)]
             return torch.stack(parts).to(target.device, target.dtype)
 
         for layer in range(self.layers):
@@ -107,12 +104,13 @@ class Medusa(Drafter):
         self._last: Tensor | None = None
         if f"0.{self.layers}.weight" in self._weights:
             self._last = stacked(f"{self.layers}.weight", target.vocab_size, size).mT.contiguous()
+        deeper = [
+            name for name in self._weights if name.split(".")[0] in map(str, range(self._depth, self.heads))
+        ]
+        self._weights.refuse_unused(deeper)
         own = [t for block in blocks for t in block] + ([] if self._last is None else [self._last])
         self.weight_bytes = sum(t.nbytes for t in own)
         self._own_head = target.model.get_output_embeddings()
-
-    def _take(self, name: str, shape: Sequence[int]) -> Tensor:
-        return take(self._weights, name, shape, self.folder)
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
         return {"drafter's buffers": sum(growth.buffer_bytes(batch) for growth in self._growths)}

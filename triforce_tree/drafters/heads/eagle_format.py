@@ -1,0 +1,151 @@
+"""The published layouts of EAGLE-3 heads, read into one form.
+
+Three layouts differ in the names of tensors and fields, and in where the layer is normalised:
+
+* github.com/SafeAILab/EAGLE and SpecForge: ``midlayer.*``; the fields of the layer stand in ``config.json``.
+* EAGLE-3.1 (arXiv 2605.09992): also ``fc_norm.N.weight``, and the fields ``fc_norm`` and ``norm_output``.
+* github.com/vllm-project/speculators: ``layers.0.*``; the fields of the layer stand in
+  ``transformer_layer_config``; ``norm_before_residual``, ``norm_before_fc`` and ``target_hidden_size``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from triforce_tree.drafters.heads.files import settings
+from triforce_tree.drafters.heads.names import CONFIG
+
+# Families whose decoder layer is computed: RMS norms, rotary embeddings, and a gated MLP with SiLU. Fields
+# that a configuration leaves out have the family's defaults.
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Fields that change nothing in the computation, or only repeat what the tensors say.
+_WITHOUT_EFFECT = frozenset([
+    "_name_or_path", "architectures", "attention_bias", "attention_dropout", "auto_map", "bos_token_id",
+    "draft_vocab_size", "dtype", "embed_requires_grad", "eos_token_id", "initializer_range",
+    "max_position_embeddings", "max_window_layers", "model_type", "pad_token_id", "pretraining_tp",
+    "speculators_config", "speculators_model_type", "speculators_version", "tie_word_embeddings",
+    "torch_dtype", "transformers_version", "use_cache", "vocab_size",
+])  # fmt: skip
+_READ = frozenset([
+    "eagle_aux_hidden_state_layer_ids", "eagle_config", "head_dim", "hidden_size", "intermediate_size",
+    "layer_types", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters",
+    "rope_scaling", "rope_theta", "sliding_window", "target_hidden_size", "transformer_layer_config",
+    "use_sliding_window",
+])  # fmt: skip
+# Fields that may have one value only.
+_FIXED: Mapping[str, Callable[[Any], bool]] = {
+    "hidden_act": lambda value: value in ("silu", "swish"),
+    "num_hidden_layers": lambda value: value == 1,
+    "partial_rotary_factor": lambda value: value == 1,
+    "logit_scale": lambda value: value == 1,
+}
+
+
+@dataclass(frozen=True)
+class EagleFormat:
+    """The configuration of an EAGLE-3 head.
+
+    Attributes:
+        layer: the decoder layer, as a configuration of transformers.
+        inputs: the layers of the target whose inputs the head reads, counted from 0; None if none are named.
+        target_size: the hidden size of the target; None if it is not named.
+        sliding_window: the number of newest pairs that the layer attends to; None for all.
+        norm_before_residual: the residual of the layer is the normalised hidden state.
+        norm_before_fc: the concatenated hidden states are normalised together.
+        fc_norm: each of the hidden states is normalised.
+        norm_output: the hidden state that is fed back is normalised.
+    """
+
+    layer: Any
+    inputs: tuple[int, ...] | None
+    target_size: int | None
+    sliding_window: int | None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+def canonical(name: str) -> str:
+    """Returns the name of a tensor of any layout as in the layout of SafeAILab/EAGLE."""
+    name = name.removeprefix("model.")
+    for other, own in (("layers.0.", "midlayer."), ("fc_norms.", "fc_norm.")):
+        if name.startswith(other):
+            return own + name.removeprefix(other)
+    return name
+
+
+def eagle_format(folder: Path) -> EagleFormat:
+    """Reads ``config.json`` of an EAGLE-3 head.
+
+    Raises:
+        ValueError: there is no such file, a field has a value that is not supported, or a field is unknown
+            and may change what the head computes.
+    """
+    config = settings(folder)
+    nested = config.get("transformer_layer_config")
+    fields = dict(nested) if isinstance(nested, Mapping) else config
+    if "hidden_size" not in fields:
+        raise ValueError(f"{str(folder)!r} has no {CONFIG} with a hidden_size; give the whole folder")
+    kind = config.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise ValueError(f"{str(folder)!r} holds a head of the kind {kind!r}; supported is 'eagle3'")
+    for name, value in {**config, **fields}.items():
+        _check_field(folder, name, value)
+    inner: Any = config.get("eagle_config") or {}
+    if inner.get("use_aux_hidden_state") is False:
+        raise ValueError(
+            f"the head in {str(folder)!r} reads no hidden states of inner layers (use_aux_hidden_state is "
+            "false), and is no EAGLE-3 head"
+        )
+    key = "eagle_aux_hidden_state_layer_ids"
+    inputs = inner.get(key) or config.get(key)
+    switches = {name: bool(config.get(name)) for name in _SWITCHES}
+    if switches["norm_before_fc"] and switches["fc_norm"]:
+        raise ValueError(
+            f"norm_before_fc and fc_norm in {str(folder)!r} exclude each other; one must be false"
+        )
+    layer = _layer(folder, fields)
+    return EagleFormat(
+        layer, tuple(inputs) if inputs else None, config.get("target_hidden_size"),
+        _sliding_window(layer, fields), **switches,
+    )  # fmt: skip
+
+
+def _check_field(folder: Path, name: str, value: object) -> None:
+    if name in _WITHOUT_EFFECT or name in _READ or name in _SWITCHES or value is None or value is False:
+        return
+    if (allowed := _FIXED.get(name)) is not None:
+        if not allowed(value):
+            raise ValueError(f"{name}={value!r} in {str(folder / CONFIG)!r} is not supported")
+        return
+    raise ValueError(
+        f"{str(folder / CONFIG)!r} has the field {name}={value!r}, which is not known and may change what "
+        "the head computes; remove the field if it has no effect"
+    )
+
+
+def _layer(folder: Path, fields: Mapping[str, Any]) -> Any:
+    family = fields.get("model_type", "llama")
+    if family not in _FAMILIES:
+        raise ValueError(
+            f"the layer of the head in {str(folder)!r} is of the family {family!r}; supported are layers of "
+            f"{', '.join(_FAMILIES)}"
+        )
+    try:
+        return CONFIG_MAPPING[family](**{**fields, "num_hidden_layers": 1, "layer_types": None})
+    except Exception as error:  # third-party code may raise anything on values of unknown origin
+        why = " ".join(str(error).split())[:160]
+        raise ValueError(f"config.json in {str(folder)!r} cannot be used ({why})") from error
+
+
+def _sliding_window(layer: Any, fields: Mapping[str, Any]) -> int | None:
+    window: int | None = fields.get("sliding_window")
+    if kinds := fields.get("layer_types"):
+        return window if "sliding_attention" in kinds else None
+    # The families of Qwen have a switch, which sets the window to None; Llama has none.
+    return getattr(layer, "sliding_window", None) if layer.model_type != "llama" else None

@@ -1,0 +1,66 @@
+"""A plain forward of an EAGLE-3 head in fp32 on the CPU, which the loaded head is compared with."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from triforce_tree.drafters.heads.eagle_format import EagleFormat
+from triforce_tree.drafters.heads.files import HeadWeights
+
+
+def reference_logits(
+    weights: HeadWeights,
+    format: EagleFormat,
+    embedded: Tensor,
+    states: Sequence[Tensor],
+    head: nn.Module | None,
+) -> Tensor:
+    """Returns the logits over the draft vocabulary, fp32 ``[V_draft]``, after the last of T pairs.
+
+    Args:
+        weights: tensors by their names in the layout of SafeAILab/EAGLE.
+        format: the configuration.
+        embedded: fp32 ``[T, H]``, embeddings of the tokens.
+        states: fp32 ``[T, hidden_size]`` each, the target's hidden states.
+        head: the target's language model head, for a head without one.
+    """
+    layer, own = format.layer, "midlayer."
+
+    def weight(name: str) -> Tensor:
+        return weights.tensors[name].float()
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight(name), layer.rms_norm_eps)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        bias = f"{own}{name}_proj.bias"
+        return F.linear(x, weight(f"{own}{name}_proj.weight"), weight(bias) if bias in weights else None)
+
+    if format.fc_norm:
+        states = [norm(state, f"fc_norm.{i}.weight") for i, state in enumerate(states)]
+    joined = torch.cat(list(states), -1)
+    if format.norm_before_fc:
+        joined = norm(joined, "input_norm.weight")
+    hidden = F.linear(joined, weight("fc.weight"))
+    normed = norm(hidden, f"{own}hidden_norm.weight")
+    both = torch.cat([norm(embedded, f"{own}input_layernorm.weight"), normed], -1)
+    q, k, v = (linear(both, f"self_attn.{name}") for name in "qkv")
+    heads = q.shape[-1] // layer.num_attention_heads
+    q, k, v = (x.view(1, len(both), -1, heads).transpose(1, 2) for x in (q, k, v))
+    if f"{own}self_attn.q_norm.weight" in weights:
+        q, k = norm(q, f"{own}self_attn.q_norm.weight"), norm(k, f"{own}self_attn.k_norm.weight")
+    q, k = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(layer)(both, torch.arange(len(both))[None]))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    residual = normed if format.norm_before_residual else hidden
+    hidden = residual + linear(out.transpose(1, 2).flatten(2)[0], "self_attn.o")
+    x = norm(hidden, f"{own}post_attention_layernorm.weight")
+    hidden = hidden + linear(F.silu(linear(x, "mlp.gate")) * linear(x, "mlp.up"), "mlp.down")
+    last = norm(hidden[-1], "norm.weight")
+    if head is None:
+        return F.linear(last, weight("lm_head.weight"))
+    parameter = next(head.parameters())
+    logits: Tensor = head(last.to(parameter.device, parameter.dtype))
+    return logits.float().cpu()
