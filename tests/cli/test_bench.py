@@ -15,7 +15,6 @@ def test_help_names_every_method() -> None:
     assert tuple(baselines.METHODS) == bench_arguments.METHODS
 
 
-@pytest.mark.slow
 def test_bench_text_continues_an_interrupted_run(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
 ) -> None:

@@ -38,7 +38,6 @@ def test_a_tree_at_the_end_of_the_chain(tree: str, gamma: int, rounds: int | Non
     exact(3, tree=tree, gamma=gamma, rounds=rounds, tail_tree=True, runner_ups=gamma > 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral-window", "gemma2", "llama4"])
 @pytest.mark.parametrize("gamma", [4, 30])
 def test_a_tree_at_the_end_of_the_chain_behind_windows(family: str, gamma: int) -> None:

@@ -50,7 +50,6 @@ def test_a_chain_longer_than_the_recent_window_is_the_same_after_rewinding() -> 
         assert decoded(program, PROMPTS, [14] * 3, SAMPLED, seed, again=True)[0] == first
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_kinds_of_sampling_take_turns_on_one_program(levels: int) -> None:
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), levels, 3)

@@ -71,7 +71,6 @@ def test_three_levels_equal_the_targets_greedy_output(
         assert target.mean_accepted_length > 3
 
 
-@pytest.mark.slow
 def test_a_text_prompt_is_continued(engine: triforce_tree.Engine) -> None:
     out = engine.generate("The for statement is used to", max_new_tokens=12, do_sample=False)
     assert len(out.text) > 12

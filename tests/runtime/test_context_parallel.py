@@ -139,11 +139,9 @@ class TestRanks:
             assert other.startswith("context_parallel=4, but the target was loaded for another number")
             assert no_divisor.startswith("context_parallel=3 needs a multiple of 3 processes, and this is 2")
 
-    @pytest.mark.slow
     def test_three_ranks_share_fewer_kv_heads(self, tmp_path: Path) -> None:
         check(results_of("three", tmp_path, 3), ("three levels", "one KV head", *WINDOWS))
 
-    @pytest.mark.slow
     def test_four_ranks_split_text_and_heads(self, tmp_path: Path) -> None:
         check(results_of("four", tmp_path, 4), ("three levels", "two levels", *WINDOWS))
 
@@ -161,7 +159,6 @@ class TestRanks:
         results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
         check(results, ("three levels",))
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("size", [2, 3, 4])
     def test_ranks_choose_a_split_that_is_possible(self, size: int, tmp_path: Path) -> None:
         results = results_of("open_split", tmp_path, size)

@@ -81,7 +81,6 @@ def test_the_embedded_target_in_bf16() -> None:
     assert ours.min() > -1e9
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tree", ["chain:3", "best-first:3,2,2", "static:0;1;0.0"])
 def test_three_levels_accept_what_they_accept_without(tree: str) -> None:
     """Suffix matching, trees, top-k of the draft and traversal over the large vocabulary."""

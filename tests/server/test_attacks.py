@@ -117,7 +117,6 @@ def test_chunks_of_one_byte_do_not_hold_the_others(process: Process) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("held")
 def test_long_log_probabilities_do_not_hold_the_others(process: Process) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 400, "n": 4, "logprobs": 20, "temperature": 1, "seed": 1}
@@ -126,7 +125,6 @@ def test_long_log_probabilities_do_not_hold_the_others(process: Process) -> None
     assert len(answer["choices"][3]["logprobs"]["tokens"]) == 400
 
 
-@pytest.mark.slow
 def test_processes_that_read_and_are_ended_are_started_again(process: Process) -> None:
     process.kill_readers()
     for _ in range(2):

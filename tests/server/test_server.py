@@ -74,7 +74,6 @@ def test_stop_strings_are_not_part_of_the_text(client: openai.OpenAI, engine: En
     assert len(scored.choices[0].logprobs.tokens) == needed
 
 
-@pytest.mark.slow
 def test_seeds_repeat_and_choices_differ(client: openai.OpenAI) -> None:
     def texts(**more: object) -> list[str]:
         answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, **more)
@@ -148,7 +147,6 @@ def test_logprobs_in_streams_are_those_of_generate(client: openai.OpenAI, engine
     assert offsets == [len("".join(texts[:at])) for at in range(len(texts))]
 
 
-@pytest.mark.slow
 def test_prompts_of_a_list_come_back_in_order(client: openai.OpenAI, engine: Engine) -> None:
     prompts = [PROMPT, "A list comprehension", "Class definitions, like"]
     answer = client.completions.create(model=NAME, prompt=prompts, max_tokens=10, temperature=0)

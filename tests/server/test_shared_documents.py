@@ -26,7 +26,6 @@ from triforce_tree.server.text_stream import TextStream
 CHUNK, CLIENTS = 32, 4
 
 
-@pytest.mark.slow
 def test_a_document_is_stored_once_for_clients_that_join(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,7 +137,6 @@ def test_prompt_lookup_drafts_for_an_offloaded_cache(levels: int) -> None:
     assert out.memory["offloaded"]
 
 
-@pytest.mark.slow
 def test_hidden_states_on_the_host_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     make = assembly.DecodingProgram
 

@@ -64,7 +64,6 @@ def test_greedy_output_equals_the_targets(family: str) -> None:
     accepted_per_level(target, draft, prompt_of(2), 6, levels=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "prompt_tokens, family", [(1, "llama-gqa"), (2, "llama-gqa"), (37, "llama"), (203, "llama-gqa")]
 )

@@ -106,7 +106,6 @@ def test_the_embedding_keeps_the_targets_products(script: Any) -> None:
     assert torch.allclose(products[1], products[0] * scale, atol=1e-3 * float(products[1].abs().max()))
 
 
-@pytest.mark.slow
 def test_a_short_training_saves_a_draft_that_the_engine_takes(
     script: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

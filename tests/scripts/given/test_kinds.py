@@ -67,7 +67,6 @@ def test_the_target_writes_behind_prompts(script: Any, tmp_path: Path) -> None:
     assert (rows[:, :-1] > 0).all()
 
 
-@pytest.mark.slow
 def test_a_further_distilled_draft_is_averaged_with_the_one_before(script: Any, tmp_path: Path) -> None:
     ids = load_tokenizer(PAIR / "target")(
         "It was a truth, or so we were told, and no one asked. " * 80

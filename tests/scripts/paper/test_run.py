@@ -14,7 +14,6 @@ def pair_options(pair: TinyPair) -> list[str]:
     return list(pair.options)
 
 
-@pytest.mark.slow
 def test_a_table_of_policies_and_one_of_times(
     capsys: pytest.CaptureFixture[str], pair: TinyPair, tmp_path: Path
 ) -> None:

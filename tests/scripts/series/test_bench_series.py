@@ -38,7 +38,6 @@ def test_steps_are_run_once_and_failed_ones_again(script: Any, tmp_path: Path) -
     assert len(_series(script, tmp_path, steps)._waiting) == 2
 
 
-@pytest.mark.slow
 def test_the_time_limit(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, step = script("benchmarks.series.run"), script("benchmarks.series.steps").Step
     monkeypatch.setattr(run, "_RESERVE", 0.0)
