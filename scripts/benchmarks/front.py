@@ -56,7 +56,7 @@ _CONTEXTS, _CPU_CONTEXTS = (4096, 16_384, 65_536), (4096, 16_384)
 
 
 def speed_rows(any_text: Record) -> list[Record]:
-    """Medians over texts, by card, size and length; ``origin`` of a row is its file, part and header."""
+    """Returns medians over texts by card, size and length; ``origin`` is file, part and header."""
     long = _sampled(texts.ANY_TEXT, any_text)
     sizes = {r["model"] for r in long}
     grid = _sampled(texts.NEVER_SLOWER, content_at(RESULTS / texts.NEVER_SLOWER))
@@ -73,7 +73,7 @@ def speed_rows(any_text: Record) -> list[Record]:
 
 
 def front_rows(any_text: Record) -> list[Record]:
-    """A row of each kind of :func:`speed_rows`, at its lowest temperature."""
+    """Returns a row of each kind of :func:`speed_rows`, at its lowest temperature."""
     rows = speed_rows(any_text)
     found = []
     for card, size, context in _FRONT:
@@ -112,7 +112,7 @@ def _others(rows: Sequence[Record]) -> list[Record]:
 
 
 def _place(r: Record) -> tuple[bool, int, str, int, float]:
-    """Whole cards first, then by size, length and temperature."""
+    """Returns the sort key: whole cards first, then size, length and temperature."""
     return (
         "gpu_memory" in r["settings"],
         [*_SIZES].index(r["model"]),
@@ -123,7 +123,7 @@ def _place(r: Record) -> tuple[bool, int, str, int, float]:
 
 
 def _sampled(file: str, content: Record) -> list[Record]:
-    """The medians of a file's sampled texts."""
+    """Returns the medians of a file's sampled texts."""
     return [
         r | {
             "card": limited(r), "size": _size(r), "what": f"{r['texts']} of {r['kinds']} kinds",
@@ -140,13 +140,13 @@ def _size(r: Record) -> str:
 
 
 def limited(r: Record) -> str:
-    """The card, and which of its memory may be used."""
+    """Returns the card, and which of its memory may be used."""
     limit = r["settings"].get("gpu_memory", "").replace("GiB", " GiB")
     return r["machine"] + (f" limited to {limit}: the rest in host memory" if limit else "")
 
 
 def speed_note(any_text: Record, rows: Sequence[Record]) -> str:
-    """The files, and the vocabularies of their models."""
+    """Returns the files, and the vocabularies of their models."""
     entries = {
         _SIZES[r["model"]]: r["origin"][2]["settings"].get("vocabulary") or PAIR_VOCABULARY for r in rows
     }
@@ -155,7 +155,8 @@ def speed_note(any_text: Record, rows: Sequence[Record]) -> str:
 
 
 def request_rows(prefills: Record) -> list[Record]:
-    """Seconds until a first and a next answer about one text, for the sizes and lengths of both files.
+    """Returns seconds until a first and a next answer about one text, for the sizes and lengths of both
+    files.
 
     Args:
         prefills: content of the file of prefills.
@@ -183,7 +184,7 @@ def request_rows(prefills: Record) -> list[Record]:
 
 
 def beside(shape: str, context: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Seconds until the first token of a measured first and next request, without a first one's prefill.
+    """Returns the seconds to the first token of a first and a next request, without the first one's prefill.
 
     Of the shape where it was measured, else of the shape that was, at this length if there: ours, and plain
     decoding's.

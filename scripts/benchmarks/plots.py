@@ -34,7 +34,7 @@ def draw(folder: Path) -> list[Path]:
 
 
 def lengths(axis: Any, rows: list[Record]) -> None:
-    """Speed-up over the length of the prompt."""
+    """Plots the speed-up over the length of the prompt."""
     for temperature in sorted({r["temperature"] for r in rows}):
         mine = [r for r in rows if r["temperature"] == temperature and r["speedup"]]
         places, gains = [r["context"] for r in mine], [r["speedup"] for r in mine]
@@ -69,7 +69,7 @@ def levels(axis: Any, rows: list[Record]) -> None:
 
 
 def tree_attention(axis: Any, rows: list[Record]) -> None:
-    """Percent of the roof, ours beside the peers."""
+    """Plots percent of the roof, ours beside the peers."""
     names = ["ours", *(name for name in attention.SHORT if any(name in row["peers"] for row in rows))]
     width = 0.8 / len(names)
     for index, name in enumerate(names):

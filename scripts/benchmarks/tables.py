@@ -32,7 +32,7 @@ MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTA
 
 
 def held(file: str) -> Record | None:
-    """The content of a results file, where there is one."""
+    """Returns the content of a results file, where there is one."""
     path = RESULTS / file
     return content_at(path) if path.exists() else None
 
@@ -82,7 +82,7 @@ TABLES = {
 
 
 def text_of(name: str) -> str:
-    """A table, or the command that would make its figures."""
+    """Returns a table, or the command that would make its figures."""
     if name not in TABLES:
         raise SystemExit(f"unknown table {name!r}; known: {', '.join(TABLES)}")
     shown = TABLES[name]

@@ -107,7 +107,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def install(wheel: Path, where: Path) -> Path:
-    """A virtual environment with the wheel; all else is seen in the environment that runs this."""
+    """Returns a virtual environment with the wheel; all else is seen in the environment that runs this."""
     venv.create(where, with_pip=False)
     python = where / "bin" / "python"
     base = {"base": str(where), "platbase": str(where)}
@@ -119,7 +119,7 @@ def install(wheel: Path, where: Path) -> Path:
 
 
 def oldest_transformers() -> str:
-    """The requirement `transformers[kernels]==X.*`, X being the lower bound in pyproject.toml."""
+    """Returns the requirement `transformers[kernels]==X.*`, X being the lower bound in pyproject.toml."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         lines = tomllib.load(file)["project"]["dependencies"]
     (bounds,) = (line.partition(">=")[2] for line in lines if line.startswith("transformers>="))

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The command line of a check; the first line of its docstring says what it is."""
+    """Returns the command line of a check; the first line of its docstring says what it is."""
     return argparse.ArgumentParser(
         description=(doc or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -80,7 +80,7 @@ class HeadPlaces:
 
     @property
     def _rotary(self) -> Tensor:
-        """The dimensions of queries and keys."""
+        """Returns the dimensions of queries and keys."""
         half = self._times * torch.arange(self.head_dim // 2)
         return torch.cat((half, half + self.big_head_dim // 2))
 

@@ -88,7 +88,7 @@ def inflate(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> LlamaForCausalLM:
-    """A model of another shape that computes the same function, built in place on the device.
+    """Returns a model of another shape that computes the same function, built in place on the device.
 
     Peak memory is the new model and one small matrix.
 
@@ -137,7 +137,7 @@ def inflate_two(
     device: str | torch.device | None = None,
     seed: int = 0,
 ) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """A target and its draft, inflated; the draft's vocabulary is that of the target's shape.
+    """Returns a target and its draft, inflated; the draft's vocabulary is that of the target's shape.
 
     Raises:
         ValueError: the target or the draft does not fit into its shape.
@@ -154,7 +154,8 @@ def inflate_pair(
     draft_shape: str | Shape = "llama-68m",
     seed: int = 0,
 ) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """The embedded pair at real size, with the vocabulary of the target's shape: (target, draft, tokenizer).
+    """Returns the embedded pair at real size, with the vocabulary of the target's shape: (target, draft,
+    tokenizer).
 
     Args:
         shape: the target's, of head_dim 128.
@@ -186,7 +187,7 @@ def _plain_llama(model: PreTrainedModel) -> LlamaForCausalLM:
 
 
 def _fit(small: Shape, big: Shape) -> HeadPlaces:
-    """The places of the small model's heads; raises ValueError if it does not fit into the shape."""
+    """Returns the places of the small model's heads; raises ValueError if it does not fit into the shape."""
     for field in ("hidden", "layers", "heads", "mlp"):
         if getattr(big, field) < getattr(small, field):
             raise ValueError(
@@ -329,7 +330,7 @@ def _places(small_layers: int, big_layers: int) -> list[list[int]]:
 
 
 def _names(name: str, places: list[list[int]]) -> list[str]:
-    """The weights of the new model that hold the small model's weight ``name``."""
+    """Returns the weights of the new model that hold the small model's weight ``name``."""
     if (found := re.search(r"\.layers\.(\d+)\.", name)) is None:
         return [name]
     layers = places[int(found[1])]

@@ -43,14 +43,14 @@ class Shape:
         return f"{hidden}x{layers}x{heads}/{kv_heads}x{head_dim}x{mlp}{entries}{'-tied' if tied else ''}"
 
     def parameters(self, vocab_size: int) -> int:
-        """Number of parameters of such a model with a vocabulary of ``vocab_size`` entries."""
+        """Returns the number of parameters of such a model with a vocabulary of ``vocab_size`` entries."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
         layer = attention + 3 * self.mlp * self.hidden + 2 * self.hidden
         return self.layers * layer + (1 if self.tied else 2) * vocab_size * self.hidden + self.hidden
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """A name in :data:`SHAPES`, or sizes such as ``1024x12x8/4x128x4096``.
+        """Reads a name in :data:`SHAPES`, or sizes such as ``1024x12x8/4x128x4096``.
 
         Sizes may be followed by the vocabulary's, as in ``-v32000``, and then by ``-tied``.
 

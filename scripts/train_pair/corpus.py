@@ -47,14 +47,14 @@ _DULL = re.compile(r"copyright|licen[cs]e|copying|changelog|changes|authors|mani
 
 
 def topics_text(path: Path) -> list[str]:
-    """The topics of one ``pydoc_data/topics.py``."""
+    """Returns the topics of one ``pydoc_data/topics.py``."""
     scope: dict[str, dict[str, str]] = {}
     exec(compile(path.read_text("utf-8"), str(path), "exec"), scope)
     return list(scope["topics"].values())
 
 
 def documents(source: str) -> Iterator[str]:
-    """The texts of one source; see the module's docstring."""
+    """Returns the texts of one source; see the module's docstring."""
     kind, _, package = source.partition(":")
     if kind in ("docstrings", "code") and package:
         return pieces(Source(package, (package,), kind == "code"))
@@ -66,7 +66,9 @@ def documents(source: str) -> Iterator[str]:
 
 
 def file_texts(folder: Path) -> Iterator[str]:
-    """Texts in the files below a folder, in the order of their paths, without licences and change logs."""
+    """Returns texts in the files below a folder, in the order of their paths, without licences and change
+    logs.
+    """
 
     def wanted(path: Path) -> bool:
         name = path.name.removesuffix(".gz").lower()
@@ -77,7 +79,7 @@ def file_texts(folder: Path) -> Iterator[str]:
 
 
 def read_all(paths: Iterable[Path]) -> Iterator[str]:
-    """Texts of those paths that are UTF-8 files, compressed or not, and no links."""
+    """Returns the texts of UTF-8 files, compressed or not; links are left out."""
     for path in paths:
         if not path.is_file() or path.is_symlink():
             continue
@@ -96,7 +98,7 @@ def words_of(text: str) -> list[str]:
 
 
 def shingles(words: list[str]) -> Iterator[int]:
-    """64-bit hashes of all runs of ``SHINGLE`` words."""
+    """Returns 64-bit hashes of all runs of ``SHINGLE`` words."""
     return (hash(tuple(words[i : i + SHINGLE])) for i in range(len(words) - SHINGLE + 1))
 
 

@@ -100,7 +100,7 @@ class Stream:
         self.rng = np.random.default_rng(seed)
 
     def batch(self, rows: int, length: int, planted: float, weight: float) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens, labels [rows, length] int64 and label weights [rows, length] fp32.
+        """Returns tokens, labels [rows, length] int64 and label weights [rows, length] fp32.
 
         Args:
             planted: share of rows that carry facts.

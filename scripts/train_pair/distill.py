@@ -37,13 +37,13 @@ class StreamingForward:
         self.draft, self.sinks = draft, (SINKS, streaming_mask(device), *turns)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens ``[B, SINKS + SEGMENT]`` -> hidden states of the segment, ``[B, SEGMENT, hidden]``."""
+        """Returns hidden states ``[B, SEGMENT, hidden]`` for tokens ``[B, SINKS + SEGMENT]``."""
         made = self.draft.model(tokens, use_cache=False, sinks=self.sinks)
         return made.last_hidden_state[:, SINKS:]
 
 
 def cut(tokens: Tensor, hidden: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Draft inputs and the target's hidden states at the same positions.
+    """Returns draft inputs and the target's hidden states at the same positions.
 
     Args:
         tokens: ``[B, L]``; hidden: ``[B, L, H]``, the target's, computed on the whole of L.
@@ -62,7 +62,8 @@ def cut(tokens: Tensor, hidden: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]
 def compare(
     student: Tensor, draft_head: Tensor, teacher: Tensor, target_head: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy against the target's whole distribution and overlap sum(min(p, q)), each ``[N]`` fp32.
+    """Returns cross-entropy against the target's whole distribution and overlap sum(min(p, q)), each ``[N]``
+    fp32.
 
     student ``[N, H_d]`` and teacher ``[N, H_t]`` are last hidden states.
     """

@@ -42,7 +42,7 @@ def windows(ids: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def loss(model: Any, ids: Sequence[int], length: int, count: int) -> float:
-    """Mean negative log-likelihood in nats over windows of ``length`` tokens."""
+    """Returns mean negative log-likelihood in nats over windows of ``length`` tokens."""
     losses = []
     for window in windows(ids, length + 1, count):
         row = torch.tensor([window], device=model.device)
@@ -55,7 +55,7 @@ def loss(model: Any, ids: Sequence[int], length: int, count: int) -> float:
 def overlaps(
     engine: triforce_tree.Engine, ids: Sequence[int], length: int, budget: int, count: int
 ) -> tuple[float, float | None]:
-    """(retrieval, draft) against the full target, over ``NEW`` tokens after ``count`` prompts."""
+    """Returns (retrieval, draft) against the full target, over ``NEW`` tokens after ``count`` prompts."""
     engine = engine.with_options(budget=budget)
     retrieval, draft = [], []
     for window in windows(ids, length + NEW, count):

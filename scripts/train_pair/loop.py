@@ -43,7 +43,7 @@ class Schedule:
     least: float = 0.01
 
     def rate(self, progress: float, step: int) -> float:
-        """The share of the peak rates."""
+        """Returns the share of the peak rates."""
         warm = min(1.0, (step + 1) / self.warm_up)
         return warm * min(1.0, max(self.least, (1 - progress) / (1 - self.hold)))
 

@@ -33,7 +33,9 @@ TOY_SHAPES = (llama(64, 2, 1, 64, 128, 5e6), llama(32, 1, 1, 32, 64, 1e4))
 
 
 def new_model(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
-    """Weights in fp32; those that write to the residual stream are smaller in deeper models."""
+    """Returns a model with weights in fp32; those that write to the residual stream are smaller in deeper
+    models.
+    """
     config._attn_implementation = _NAME
     model = LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
@@ -47,7 +49,7 @@ def new_model(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
 
 
 def hidden_states(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """tokens ``[B, L]`` -> last hidden states after the final norm, ``[B, L, hidden]``."""
+    """Returns the last hidden states ``[B, L, hidden]`` of tokens ``[B, L]``, after the final norm."""
     batch, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).repeat(batch)[None]
     flat = model.model(tokens.view(1, -1), position_ids=positions, use_cache=False, batch=batch)
@@ -87,5 +89,7 @@ AttentionInterface.register(_NAME, attend)
 
 
 def nll(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood ``[T]`` fp32 of ``labels`` ``[T]`` given last hidden states ``[T, hidden]``."""
+    """Returns negative log-likelihood ``[T]`` fp32 of ``labels`` ``[T]`` given last hidden states ``[T,
+    hidden]``.
+    """
     return F.cross_entropy(F.linear(hidden, head).float(), labels, reduction="none")

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def training_parser(module: str, doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with the options of every training, for those of one of them to be added.
+    """Returns a parser with the options of every training, for those of one of them to be added.
 
     Args:
         module: for ``python -m``, below ``scripts.train_pair``.

@@ -24,7 +24,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def sample(files: list[Path], megabytes: float, seed: int) -> Iterator[str]:
-    """Random documents of every group file, in proportion to its size."""
+    """Returns random documents of every group file, in proportion to its size."""
     share = megabytes * 1e6 / sum(f.stat().st_size for f in files)
     rng = random.Random(seed)
     for file in files:

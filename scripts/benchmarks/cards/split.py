@@ -74,7 +74,7 @@ def fits(target: PreTrainedModel, context: int, cards: int, way: str, device: to
 
 
 def fill(program: DecodingProgram) -> None:
-    """Random keys and values in all slots of this rank."""
+    """Fills all slots of this rank with random keys and values."""
     backend = program.cache.backend
     split = backend.slots if isinstance(backend, SplitBackend) else None
     for store in [program.store] if split is None else [split.part, split.whole]:
@@ -84,7 +84,7 @@ def fill(program: DecodingProgram) -> None:
 
 
 def stages(program: DecodingProgram, context: int, runs: int) -> Record:
-    """Median milliseconds of each stage after ``context`` tokens, and what one run communicates."""
+    """Returns median milliseconds of each stage after ``context`` tokens, and what one run communicates."""
     generator = torch.Generator(program.device).manual_seed(0)
     found: Record = {"ms": {}, "collectives": {}}
     with program.trial(context) as begin:
@@ -102,7 +102,7 @@ def stages(program: DecodingProgram, context: int, runs: int) -> Record:
 
 
 def merge_ms(program: DecodingProgram, queries: int, runs: int) -> float:
-    """Milliseconds of the merging collectives of one forward over so many tokens."""
+    """Returns milliseconds of the merging collectives of one forward over so many tokens."""
     backend, target = program.cache.backend, program.target
     assert isinstance(backend, SplitBackend)
     group = backend.slots.split.group
@@ -119,7 +119,7 @@ def merge_ms(program: DecodingProgram, queries: int, runs: int) -> float:
 
 
 def passed_on(program: DecodingProgram, runs: int) -> Record:
-    """Milliseconds in which all ranks pass the slots of their positions on once, layer by layer.
+    """Returns milliseconds in which all ranks pass the slots of their positions on once, layer by layer.
 
     A token over W ranks takes W - 1 times as many (arXiv 2310.01889). The slots' own memory is sent.
 
@@ -154,7 +154,7 @@ def measure(
     runs: int,
     options: Record,
 ) -> Record:
-    """One row's measurements of stages."""
+    """Returns one row's measurements of stages."""
     parallel = cards if way == POSITION else 1
     engine = load(*models, **load_arguments({**options, "prefix_cache": False, "context_parallel": parallel}))
     try:
@@ -195,7 +195,7 @@ def measure_texts(
     args: argparse.Namespace,
     offloaded: bool = False,
 ) -> list[Record]:
-    """Decoding after the beginnings of real texts, by default settings but for the number of levels."""
+    """Decodes after the beginnings of real texts, by default settings except the number of levels."""
     # Without training, larger scores cost the pair more than they bring (`rope`).
     factor = factor_for(context + args.new_tokens, TRAINED)
     use_yarn(models[0], factor, TRAINED, attention_factor=1.0)
@@ -212,7 +212,7 @@ def measure_texts(
 
 
 def decoded(engine: Engine, name: str, prompt: Sequence[int], new_tokens: int, plain_tokens: int) -> Record:
-    """Greedy decoding after a prompt that is prefilled, by the engine's settings and then plainly."""
+    """Decodes greedily after a prefilled prompt, by the engine's settings and then plainly."""
     greedy, ids = ProbsFromLogits.at(0.0), list(prompt)
     with torch.no_grad(), engine.program([ids], new_tokens, greedy) as program:
         _, prefill = timed(program.device, lambda: program.prefill([ids]))
@@ -239,7 +239,7 @@ def decoded(engine: Engine, name: str, prompt: Sequence[int], new_tokens: int, p
 def _continued(
     program: DecodingProgram, prompt: list[int], count: int, rounds: int | None
 ) -> tuple[list[int], DecodingLoop]:
-    """New tokens, and the loop that made them; 0 rounds are plain decoding."""
+    """Returns new tokens, and the loop that made them; 0 rounds are plain decoding."""
     loop, text = (
         DecodingLoop.over(program, ProbsFromLogits.at(0.0), 0),
         DecodedSequence(prompt, Ending(count)),

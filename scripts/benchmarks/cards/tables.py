@@ -36,7 +36,7 @@ TEXTS: Columns = {
 
 
 def decoded(content: Record) -> list[Record]:
-    """A row for each text; ``kept`` is its speed-up over that on one card."""
+    """Returns a row for each text; ``kept`` is its speed-up over that on one card."""
     rows = [row | text for row in _ordered(content["rows"]) for text in row.get("texts", ())]
     alone = {_text_key(row): row["speedup"] for row in rows if row["way"] == ONE}
     return [row | {"kept": row["speedup"] / alone[_text_key(row)]} if _text_key(row) in alone else row
@@ -48,7 +48,9 @@ def _text_key(row: Record) -> tuple[Any, ...]:
 
 
 def _ring_ms(row: Record, cards: int) -> float:
-    """Milliseconds of a token in which Ring Attention passes keys and values on, at the measured rate."""
+    """Returns milliseconds of a token in which Ring Attention passes keys and values on, at the measured
+    rate.
+    """
     share = row["ring"]["ms"] * row["cards"] / cards
     return float((cards - 1) * share)
 
@@ -62,7 +64,8 @@ def _ordered(rows: Iterable[Record]) -> list[Record]:
 
 
 def projected(rows: list[Record], cards: int) -> dict[str, float]:
-    """Milliseconds of one plain token after the longer text on so many cards; see docs/several_cards.md.
+    """Returns milliseconds of one plain token after the longer text on so many cards; see
+    docs/several_cards.md.
 
     Tree Attention (arXiv 2408.04093, section 5) merges partial results in log2(cards) steps, of which each
     takes what two cards were measured to take; Ring Attention passes every card's keys and values to all
@@ -88,14 +91,14 @@ def projected(rows: list[Record], cards: int) -> dict[str, float]:
 
 
 def shortest_and_longest(content: Record) -> list[Record]:
-    """Rows by position of the model with the longest text; none where it has a single one."""
+    """Returns rows by position of the model with the longest text; none where it has a single one."""
     rows = sorted((r for r in measured(content) if r["way"] == POSITION), key=lambda row: row["context"])
     rows = [row for row in rows if row["shape"] == rows[-1]["shape"]]
     return [rows[0], rows[-1]] if len(rows) > 1 else []
 
 
 def plot_projection(axis: Any, rows: list[Record]) -> None:
-    """Milliseconds of a token over the number of cards."""
+    """Plots milliseconds of a token over the number of cards."""
     row = rows[-1]
     cards = [2, 4, 8, 16, 32, 64, 128]
     for name in projected(rows, 2):

@@ -40,7 +40,7 @@ def parser(name: str, doc: str | None, tiny: bool = True) -> argparse.ArgumentPa
 
 
 def device_of(made: argparse.ArgumentParser, tiny: bool) -> torch.device:
-    """The GPU, or for a tiny run the CPU; silences transformers, and lets torch compile many shapes."""
+    """Returns the GPU, or the CPU for a tiny run; silences transformers, lets torch compile many shapes."""
     if not tiny and not torch.cuda.is_available():
         made.error("there is no GPU here; --tiny runs the same code with tiny models on the CPU")
     logging.set_verbosity_error()

@@ -63,7 +63,7 @@ def _gap(bench: Bench, heads: Prompts, b: int, ours: int) -> dict[str, float]:
 
 @torch.no_grad()
 def last_logits(bench: Bench, texts: Prompts, width: int) -> Tensor:
-    """``[B, width, V]`` in fp32 at the last ``width`` tokens of each text, in one forward.
+    """Returns ``[B, width, V]`` in fp32 at the last ``width`` tokens of each text, in one forward.
 
     The cache holds all tokens before them, and those alone where it is in host memory.
     """

@@ -135,7 +135,7 @@ class Bench:
 
     @property
     def weights_on_host(self) -> int:
-        """Bytes that every pass of level 2 brings beside the cache."""
+        """Returns the bytes that every pass of level 2 brings beside the cache."""
         return self.target.streamed.bytes if self.target.streamed is not None else 0
 
     @property
@@ -144,7 +144,7 @@ class Bench:
         return self.offloaded.host.streamed_bytes(self.offloaded.share(2)) + self.weights_on_host
 
     def peak_gib(self) -> float:
-        """The most that torch's allocator has reserved, graphs included."""
+        """Returns the most that torch's allocator has reserved, graphs included."""
         return torch.cuda.max_memory_reserved(self.device) / GIB if self.device.type == "cuda" else 0.0
 
     def open(
@@ -155,7 +155,8 @@ class Bench:
         temperatures: Sequences[float] = (0.0,),
         offload: Offload | None = None,
     ) -> None:
-        """A program for these settings, captured; a cache on the device is kept where it is large enough.
+        """Makes and captures a program for these settings; a cache on the device is kept if it is large
+        enough.
 
         Args:
             offload: the split of a cache in host memory; None keeps it on the device.
@@ -188,7 +189,7 @@ class Bench:
         self._update_chunk_means()
 
     def _new_store(self, batch: int, slots: int, bits: int) -> KVStore:
-        """A full cache that later settings fit into as well, in whole pages of any chunk."""
+        """Returns a full cache that later settings fit into as well, in whole pages of any chunk."""
         slots = -(-(slots + _SPARE_SLOTS) // _LARGEST_CHUNK) * _LARGEST_CHUNK
         return KVStore(self.target.kv_shapes, batch, slots, self.device, self.target.dtype, bits=bits)
 
@@ -207,7 +208,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def feed(self, prompts: Prompts) -> bool:
-        """Prefill of the prompts into the full cache; False where they are in it already."""
+        """Prefills the prompts into the full cache; returns False if they are in it already."""
         wanted = [list(p) for p in prompts]
         if self._fed == wanted:
             return False
@@ -260,7 +261,9 @@ class Bench:
     def passes(
         self, run: Run, temperature: float, prompts: Prompts, ends: Sequences[int], rounds: int | None
     ) -> Iterator[tuple[float, list[list[int]]]]:
-        """(seconds of ``run`` so far, new tokens of each sequence) after each pass behind the prompts."""
+        """Returns (seconds of ``run`` so far, new tokens of each sequence) after each pass behind the
+        prompts.
+        """
         loop = DecodingLoop.over(self.program, ProbsFromLogits.at(temperature), self.seed)
         if rounds is not None:
             loop.policy.fixed = rounds
@@ -297,7 +300,7 @@ class Bench:
         return run
 
     def stage_ms(self, temperature: float, prompts: Prompts, rounds: int, passes: int) -> dict[str, float]:
-        """Milliseconds of one run of each stage: means of a pass, and their median over some passes.
+        """Returns milliseconds of one run of each stage: means of a pass, and their median over some passes.
 
         By events of the device; where the host has a part in the pass, waiting for the device in between.
         """
@@ -335,5 +338,5 @@ def levels_of(config: HierarchyConfig) -> int:
 
 
 def drafter_of(draft: HFModel, config: HierarchyConfig, levels: int) -> TreeDrafter | None:
-    """The draft model as level 0 under these settings; None where there is no level 0."""
+    """Returns the draft model as level 0 under these settings; None where there is no level 0."""
     return TreeDrafter(draft, config) if levels > 1 else None

@@ -29,7 +29,7 @@ _CELLS = _Cells()
 
 
 def cell(template: str | Callable[[Record], str], row: Record) -> str:
-    """One cell's text; with a leading "?" the empty text where the figure is missing or None."""
+    """Returns one cell's text; with a leading "?" the empty text where the figure is missing or None."""
     if callable(template):
         return template(row)
     if not template.startswith("?"):
@@ -52,7 +52,7 @@ def all_rows(content: Record) -> list[Record]:
 
 
 def rows_of(content: Record, *parts: str) -> list[Record]:
-    """Rows of a results file that belong to these parts, part by part."""
+    """Returns rows of a results file that belong to these parts, part by part."""
     return [row for part in parts for row in content["rows"] if row["part"] == part]
 
 
@@ -94,7 +94,7 @@ class Table:
 
 
 def vocabulary_note(settings: Record) -> str:
-    """The vocabulary of an inflated pair; the pair's own where a file is older than inflated ones."""
+    """Returns the vocabulary of an inflated pair; the pair's own where a file is older than inflated ones."""
     if (entries := settings.get("vocabulary")) is None:
         return f"vocabulary of {PAIR_VOCABULARY:,} entries (the embedded pair's)"
     return f"vocabulary of {entries:,} entries"
@@ -119,7 +119,8 @@ def file_named(file: str, runs: Mapping[str, Record]) -> str:
 
 
 def noted(template: str, file: str) -> Caption:
-    """A format string over the content and the header of the first row's part, where the file has parts, and
+    """Returns a format string over the content and the header of the first row's part, where the file has
+    parts, and
     the file."""
 
     def caption(content: Record, rows: Sequence[Record]) -> str:

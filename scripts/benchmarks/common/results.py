@@ -142,16 +142,16 @@ class ResultsFile:
 
     @property
     def samples(self) -> list[Record]:
-        """The part's measurements so far."""
+        """Returns the part's measurements so far."""
         return self._records.all
 
     @property
     def rows(self) -> list[Record]:
-        """The part's rows."""
+        """Returns the part's rows."""
         return [row for row in self.all["rows"] if row["part"] == self.part]
 
     def find(self, **key: Any) -> Record | None:
-        """The measurement with these values."""
+        """Returns the measurement with these values."""
         return self._records.find(**key)
 
     def add(self, sample: Record) -> None:
@@ -159,7 +159,7 @@ class ResultsFile:
         self.write()
 
     def note(self, text: str) -> None:
-        """Something that a reader of this part's rows should know."""
+        """Adds something that a reader of this part's rows should know."""
         if text not in self.mine["notes"]:
             self.mine["notes"].append(text)
             self.write()
@@ -187,12 +187,12 @@ def inflated_vocabulary(shape: str) -> int:
 
 
 def having(samples: Iterable[Record], **key: Any) -> list[Record]:
-    """The measurements with these values."""
+    """Returns the measurements with these values."""
     return [s for s in samples if all(s.get(k) == v for k, v in key.items())]
 
 
 def rows_of_samples(part: str, header: Record, samples: list[Record], against: Sequence[str]) -> list[Record]:
-    """A row for each cell that our engine was measured in.
+    """Returns a row for each cell that our engine was measured in.
 
     It holds medians over prompts of every figure, the largest peak, and the baselines at the same place.
 
@@ -238,7 +238,7 @@ def _row(
 
 
 def _baseline(samples: list[Record], method: str, place: Record) -> Record | None:
-    """A baseline's medians at the same place; other baselines than ours count at every temperature."""
+    """Returns a baseline's medians at the same place; baselines of others count at every temperature."""
     found = [
         s for s in having(samples, method=method, batch=place["batch"], context=place["context"])
         if s["setting"].get("cap_gib") == place["setting"].get("cap_gib")
@@ -254,7 +254,9 @@ def _baseline(samples: list[Record], method: str, place: Record) -> Record | Non
 
 
 def _summary(name: str, values: Sequence[Any]) -> Any:
-    """Medians of numbers, member by member of lists and dictionaries; the largest peak; else the first."""
+    """Returns medians of numbers, member by member of lists and dictionaries; the largest peak; else the
+    first.
+    """
     known = [v for v in values if v is not None]
     if not known or name in _PLANNED:
         return known[0] if known else None

@@ -30,5 +30,5 @@ def use_yarn(model: PreTrainedModel, factor: float, original: int, **parameters:
 
 
 def factor_for(tokens: int, original: int) -> int:
-    """The least whole factor by which ``original`` positions hold so many tokens."""
+    """Returns the least whole factor by which ``original`` positions hold so many tokens."""
     return max(1, math.ceil(tokens / original))

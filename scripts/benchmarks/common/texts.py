@@ -67,7 +67,7 @@ class Library:
         self.left_out: list[str] = []
 
     def prompt(self, number: int, context: int) -> Prompt:
-        """Prompt ``number`` of ``context`` tokens: the sources in turn, then their next parts.
+        """Returns prompt ``number`` of ``context`` tokens: the sources in turn, then their next parts.
 
         Raises:
             ValueError: no source holds ``context`` tokens.
@@ -101,7 +101,7 @@ def cut(ids: Sequence[int], start: int, length: int) -> list[int]:
 
 
 def pieces(source: Source) -> Iterator[str]:
-    """A source's texts, one a file, in the order of their paths."""
+    """Returns a source's texts, one a file, in the order of their paths."""
     if source.packages:
         yield from python_texts(source.packages, source.code)
     else:

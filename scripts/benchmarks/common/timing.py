@@ -65,7 +65,7 @@ def median_us(calls: Sequence[Callable[[], object]], device: torch.device) -> fl
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large sum, which reads everything and writes nothing."""
+    """Returns bytes a second of a large sum, which reads everything and writes nothing."""
     size = 2**32 if device.type == "cuda" else 2**26
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     times = [timed(device, data.sum)[1] for _ in range(12 if device.type == "cuda" else 3)]

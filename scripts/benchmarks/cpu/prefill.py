@@ -33,7 +33,7 @@ Seconds = tuple[float, float]
 
 
 def ours(model: HFModel, prompt: list[int]) -> Callable[[], Seconds]:
-    """Seconds of the engine's prefill; its memory is taken before."""
+    """Returns seconds of the engine's prefill; its memory is taken before."""
     config = HierarchyConfig.from_options(levels=1)
     program = DecodingProgram(model, None, config, 1, len(prompt) + 1, 1)
 
@@ -46,7 +46,7 @@ def ours(model: HFModel, prompt: list[int]) -> Callable[[], Seconds]:
 
 
 def theirs(model: PreTrainedModel, prompt: list[int]) -> Callable[[], Seconds]:
-    """Seconds of transformers' forward over the whole prompt, as ``generate`` begins."""
+    """Returns seconds of transformers' forward over the whole prompt, as ``generate`` begins."""
     ids = torch.tensor([prompt])
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ def _timed(work: Callable[[], object]) -> Seconds:
 
 
 def measure(target: PreTrainedModel, context: int, rounds: int) -> Record:
-    """Both, in turns, after a first run each."""
+    """Measures both in turns, after a first run each."""
     target.set_attn_implementation("sdpa")
     model = HFModel(target)
     prompt = torch.randint(3, model.vocab_size, (context,)).tolist()

@@ -33,7 +33,7 @@ ACCEPTANCE: Columns = {
 
 
 def speed(content: Record) -> str:
-    """A line a method, four columns a temperature."""
+    """Returns a line a method, four columns a temperature."""
     # Methods that are no longer measured have no line.
     rows = [row for row in content["rows"] if row["method"] in METHODS]
     plain = {r["temperature"]: r["ms_per_token"] for r in rows if r["method"] == PLAIN_METHOD}

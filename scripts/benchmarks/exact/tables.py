@@ -20,7 +20,7 @@ _NOTE = (
 
 
 def rows_of(records: Sequence[Record]) -> list[Record]:
-    """A row for each shape and number of levels: what parted from plain decoding, and times.
+    """Returns a row for each shape and number of levels: what parted from plain decoding, and times.
 
     Args:
         records: each the ``tokens`` that one prompt got, by shape, levels, exact and prompt; ``ms`` a token
@@ -64,7 +64,9 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
 
 
 def _times(exact: Sequence[Record], inexact: Sequence[Record]) -> list[tuple[float, float, float]]:
-    """Milliseconds a token of prompts that were decoded alone, and their ratio, without the first prompt."""
+    """Returns milliseconds a token of prompts that were decoded alone, and their ratio, without the first
+    prompt.
+    """
     others = {r["prompt"]: r["ms"] for r in inexact if "ms" in r and r["prompt"] > 0}
     both = [(r["ms"], others[r["prompt"]]) for r in exact if "ms" in r and r["prompt"] in others]
     return [(ms_exact, ms, ms_exact / ms) for ms_exact, ms in both]

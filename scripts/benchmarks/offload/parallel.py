@@ -60,7 +60,7 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
 
 
 def path_of(out: Path) -> Path:
-    """The results file; of other ranks a copy, so that all know what is measured and one writes."""
+    """Returns the results file; of other ranks a copy, so that all know what is measured and one writes."""
     copy = out if distributed.is_first_rank() else Path(tempfile.mkdtemp())
     held = {path.name: path.read_text(encoding="utf-8") for path in out.glob(f"{Path(PARALLEL).stem}.*")}
     for name, content in distributed.broadcast_object(held).items():

@@ -96,7 +96,7 @@ class OffloadSession(Session):
         return Bench(plan.shape, plan.draft_shape, self.device, self.seed, cap, plan.weights_on_host)
 
     def plan_memory(self, cap: float) -> MemoryPlan:
-        """The plan for this cap, with the split that the part asks for."""
+        """Returns the plan for this cap, with the split that the part asks for."""
         plan, bench = self.plan, self.bench
         # The bus alone compares between machines; what a CPU adds is measured in parts of its own.
         options = {"levels": 3, "offload": True, "gpu_memory": int(cap * GIB), "host_attention": False}
@@ -134,7 +134,7 @@ class OffloadSession(Session):
         self.opened = cap, memory
 
     def measure(self, step: Step) -> None:
-        """Every temperature; along the greedy text without drafts, with the CPU's share and without."""
+        """Measures every temperature; plain decoding along the greedy text, with and without the CPU."""
         try:
             self.open(step.setting["cap_gib"])
         except DoesNotFitError as error:
@@ -185,7 +185,7 @@ PARTS = {
 
 
 def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
-    """Medians over prompts, one row for every cell that our engine was measured in."""
+    """Returns medians over prompts, one row for every cell that our engine was measured in."""
     bus = {k: rounded(v) for k, v in header["bus_gbps"].items()}
     found = []
     for row in rows_of_samples(part, header, samples, (STREAMED,)):

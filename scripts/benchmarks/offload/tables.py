@@ -71,7 +71,7 @@ PARALLEL_SPEED: Columns = {
 
 
 def _rows(content: Record, parts: Sequence[str] = _HEADLINES) -> list[Record]:
-    """Rows of speeds, with what several tables say of them."""
+    """Returns rows of speeds, with what several tables say of them."""
     found = []
     for row in (row for row in rows_of(content, *parts) if "ms_per_token" in row):
         attention = ", with attention on the CPU" if row.get("host_share") else ""
@@ -144,7 +144,7 @@ def memory(content: Record) -> str | None:
 
 
 def _prefill_rows(content: Record) -> list[Record]:
-    """Seconds of prefills with a limit of device memory, and without one; over texts, each once."""
+    """Returns seconds of prefills with a limit of device memory, and without one; over texts, each once."""
     texts: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
     parts: dict[tuple[str, int, str], str] = {}
     for row in content["rows"]:

@@ -62,7 +62,7 @@ class Cells:
         return self._compared.tokenizer
 
     def measure(self, key: Record) -> Record:
-        """The values of a cell of one prompt."""
+        """Returns the values of a cell of one prompt."""
         kinds: dict[str, Callable[[Record], Record]] = {
             "speed": self._speed, "overlap": self._overlap, "attention": self._attention,
             "ranks": self._ranks,
@@ -75,7 +75,7 @@ class Cells:
         return self._cut[length, count]
 
     def _given(self, key: Record) -> list[int]:
-        """A prompt and the tokens after it."""
+        """Returns a prompt and the tokens after it."""
         return self._prompts(key["context"] + _FOLLOWING, self._sizes.prompts)[key["prompt"]]
 
     def _speed(self, key: Record) -> Record:
@@ -97,7 +97,7 @@ class Cells:
             return {**found, "plain_ms": timing.decode(min(plain, new), drafts=False)["ms"]}
 
     def engine(self, key: Record) -> Engine:
-        """The engine of a timed cell."""
+        """Returns the engine of a timed cell."""
         changes, decoder = key["changes"], key["decoder"]
         budget = changes.get("budget", self._sizes.budget_at(key["context"]))
         recent = plan.recent_at(budget)
@@ -141,7 +141,7 @@ class Cells:
         return {"overlap": {name: sum(values) / len(values) for name, values in found.items()}}
 
     def _texts(self, key: Record) -> list[tuple[list[int], int]]:
-        """Texts with the number of tokens of their prompts."""
+        """Returns texts with the number of tokens of their prompts."""
         if key["text"] == "text":
             return [(self._given(key), key["context"])]
         hay = Haystack(self._documents[0], self._tokenizer, key["context"])
@@ -153,7 +153,7 @@ class Cells:
         return made
 
     def _heavy(self, key: Record, number: int, prompt: Sequences[int]) -> Any:
-        """The attention that H2O selects by; None where a layer does not see all of the prompt."""
+        """Returns the attention that H2O selects by; None where a layer does not see all of the prompt."""
         model = self._compared.target.model
         if not attention.sees_everything(model):
             return None

@@ -27,7 +27,7 @@ class NoDraft(Drafter):
 
 
 def without_draft(engine: Engine) -> Engine:
-    """An engine of three levels over the same target, whose level 0 proposes nothing.
+    """Returns an engine of three levels over the same target, whose level 0 proposes nothing.
 
     Its rounds are fixed, so that no pass is a plain one where drafting does not pay.
     """

@@ -47,11 +47,11 @@ class Sizes:
     budget: int | None = None
 
     def scaled(self, paper: int) -> int:
-        """Tokens in place of so many of the paper's."""
+        """Scales a number of the paper's tokens to this context."""
         return max(128, round(paper * self.context / CONTEXT))
 
     def budget_at(self, context: int) -> int:
-        """A multiple of 32, at most a quarter of the context but for the shortest."""
+        """Returns a multiple of 32, at most a quarter of the context but for the shortest."""
         if self.budget is not None and context == self.context:
             return self.budget
         share = max(_LEAST_BUDGET, BUDGET * context // CONTEXT)
@@ -81,18 +81,18 @@ class Line:
 
 
 def recent_at(budget: int) -> int:
-    """Newest tokens that the retrieval cache always holds."""
+    """Returns the number of newest tokens that the retrieval cache always holds."""
     return min(256, budget // 4)
 
 
 def lines(item: str, sizes: Sizes) -> list[Line]:
-    """The lines of one table or figure; none where no cell answers it."""
+    """Returns the lines of one table or figure; none where no cell answers it."""
     make = _MAKERS.get(item)
     return make(sizes) if make is not None else []
 
 
 def cells_of(item: str, sizes: Sizes) -> list[Record]:
-    """The keys of all records that an item needs, each once; batches and long texts have one prompt."""
+    """Returns the keys of all records that an item needs; batches and long texts have one prompt."""
     found = [cell for line in lines(item, sizes) for cell in line.cells.values()]
     keys = [
         {**cell, "prompt": number}
@@ -104,7 +104,9 @@ def cells_of(item: str, sizes: Sizes) -> list[Record]:
 
 
 def speed(sizes: Sizes, decoder: str, temperature: float = 0.0, **more: object) -> Record:
-    """The key of a timed generation; ``more``: context, batch, new_tokens, or changes of the settings."""
+    """Returns the key of a timed generation; ``more``: context, batch, new_tokens, or changes of the
+    settings.
+    """
     own = {name: more.pop(name, default) for name, default in _defaults(sizes).items()}
     return {"cell": "speed", "decoder": decoder, "temperature": temperature, **own, "changes": more}
 
@@ -116,7 +118,7 @@ def _defaults(sizes: Sizes) -> Record:
 def _timed(
     sizes: Sizes, row: str, decoders: Mapping[str, str], temperature: float = 0.0, **more: object
 ) -> Line:
-    """A line of speed-ups."""
+    """Returns a line of speed-ups."""
     cells = {column: speed(sizes, name, temperature, **more) for column, name in decoders.items()}
     return Line(row, "speed-up", cells)
 
@@ -133,7 +135,7 @@ def _policies(sizes: Sizes) -> list[Line]:
 
 
 def overlap(sizes: Sizes, text: str, budget: int | None = None) -> Record:
-    """The key of a comparison of policies on one text."""
+    """Returns the key of a comparison of policies on one text."""
     found = budget or sizes.budget_at(sizes.context)
     return {"cell": "overlap", "text": text, "context": sizes.context, "budget": found}
 
@@ -202,13 +204,13 @@ def _gammas(sizes: Sizes) -> list[Line]:
 
 
 def _changed(gamma_1: int, gamma_2: int) -> Record:
-    """The paper's best pair is no change, so that its cell is measured once."""
+    """Returns no change for the paper's best pair, so that its cell is measured once."""
     changes = {"gamma_1": gamma_1, "gamma_2": gamma_2}
     return {k: v for k, v in changes.items() if v != {"gamma_1": GAMMA_1, "gamma_2": GAMMA_2}[k]}
 
 
 def _budgets(sizes: Sizes) -> list[int]:
-    """A quarter of the budget to four times, in multiples of 32, within three quarters of a prompt."""
+    """Returns a quarter of the budget to four times, in multiples of 32, up to three quarters of a prompt."""
     own = sizes.budget_at(sizes.context)
     found = {max(32, own * n // 4 // 32 * 32) for n in (1, 2, 4, 8, 16)}
     return sorted(b for b in found if b <= sizes.context * 3 // 4)
@@ -270,7 +272,7 @@ _MAKERS: dict[str, Callable[[Sizes], list[Line]]] = {
 
 
 def rounds(gamma_1: int, gamma_2: int) -> int:
-    """Draft rounds that propose about ``gamma_2`` tokens, where six of ten draft tokens are accepted.
+    """Returns the draft rounds that propose about ``gamma_2`` tokens if six of ten are accepted.
 
     The paper drafts until there are as many; here rounds are fixed before a pass.
     """

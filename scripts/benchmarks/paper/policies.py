@@ -31,7 +31,7 @@ class _Static:
     needs_context = True
 
     def scores(self, q: Tensor, means: Tensor, limit: Tensor, scale: float, layer: int) -> Tensor:
-        """``[B, H, C']`` of the first C' chunks."""
+        """Returns ``[B, H, C']`` of the first C' chunks."""
         raise NotImplementedError
 
     def __call__(
@@ -139,7 +139,8 @@ def attention_by(model: PreTrainedModel, attend: Callable[..., tuple[Tensor, Non
 
 @torch.no_grad()
 def received_attention(model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]:
-    """The attention that each position received from all later queries, fp32 ``[H, N]`` for each layer.
+    """Returns the attention that each position received from all later queries, fp32 ``[H, N]`` for each
+    layer.
 
     Args:
         model: whose layers all see everything before them.

@@ -64,7 +64,7 @@ def views(
     received: Sequence[Tensor] | None,
     recent: int = RECENT,
 ) -> Iterator[tuple[Policy, PagedRetrievalView]]:
-    """A view of the program's store for each policy."""
+    """Returns a view of the program's store for each policy."""
     nodes = program.shapes[0].nodes
     for policy in chosen:
         config = RetrievalConfig(

@@ -34,7 +34,7 @@ class Figure:
 
     @property
     def setup(self) -> str:
-        """Model, card and context, for a cell of a table."""
+        """Returns model, card and context, for a cell of a table."""
         card = "card not stated" if self.hardware == "not stated" else self.hardware
         return f"{self.model}, {card}, {self.context}"
 
@@ -62,7 +62,7 @@ class Item:
         return f"{kind.capitalize()} {number} (section {self.section}): {self.title}"
 
     def figure(self, row: str, column: str) -> Figure | None:
-        """The published number at this place, if there is one."""
+        """Returns the published number at this place, if there is one."""
         return next((f for f in self.figures if (f.row, f.column) == (row, column)), None)
 
 

@@ -74,13 +74,13 @@ def sizes_of(records: Records) -> Sizes:
 
 
 def shown_items(records: Records) -> list[str]:
-    """The items that a run or its continuations were asked for."""
+    """Returns the items that a run or its continuations were asked for."""
     asked = {record["item"] for record in records.all if record["cell"] == plan.ASKED}
     return [name for name in items() if name in asked]
 
 
 def tables(records: Records) -> list[Table]:
-    """A table for each item that was asked for."""
+    """Returns a table for each item that was asked for."""
     return [_table(items()[name], records) for name in shown_items(records)]
 
 
@@ -123,7 +123,7 @@ def _row(item: Item, line: Line, records: Records) -> list[str]:
 
 
 def shown(number: float, column: str) -> str:
-    """A number with its unit, by the column's name."""
+    """Returns a number with its unit, by the column's name."""
     if column.endswith("ms/token"):
         return f"{number:.4g}"
     if column == "tokens a pass":

@@ -15,7 +15,7 @@ _FIRST_LAYERS = 2
 
 
 def value(line: Line, column: str, records: Records) -> float | None:
-    """The number in one of our columns of a line; None where its cells are not measured."""
+    """Returns the number in one of our columns of a line; None where its cells are not measured."""
     found = of_cell(records, line.cells.get(column))
     if not found:
         return None
@@ -23,14 +23,15 @@ def value(line: Line, column: str, records: Records) -> float | None:
 
 
 def of_cell(records: Records, cell: Record | None) -> list[Record]:
-    """The records of a cell, one for each prompt that was measured."""
+    """Returns the records of a cell, one for each prompt that was measured."""
     if cell is None:
         return []
     return [r for r in records.all if all(r.get(name) == wanted for name, wanted in cell.items())]
 
 
 def expected_tokens(acceptance: Sequence[float], kind: str, size: int) -> float:
-    """Expected tokens of one pass of the target, its bonus token included, for ``size`` proposed ones.
+    """Returns the expected tokens of one pass of the target, its bonus token included, for ``size`` proposed
+    ones.
 
     Args:
         acceptance: by sibling rank, the same at every depth.
@@ -48,13 +49,13 @@ def expected_tokens(acceptance: Sequence[float], kind: str, size: int) -> float:
 
 
 def _ms(record: Record, line: Line) -> float | None:
-    """Milliseconds a token, of the first ``line.of`` where it is given."""
+    """Returns milliseconds a token, of the first ``line.of`` where it is given."""
     found = record["ms"] if line.of is None else record["ms_by_tokens"].get(str(line.of))
     return None if found is None else float(found)
 
 
 def _speedup(record: Record, line: Line) -> float | None:
-    """Against plain decoding of the same prompt, measured after it."""
+    """Returns the speed-up over plain decoding of the same prompt, measured after it."""
     ms = _ms(record, line)
     return float(record["plain_ms"]) / ms if ms else None
 
@@ -66,7 +67,7 @@ def _accepted(record: Record, line: Line) -> float | None:
 
 
 def _recovered(record: Record, line: Line) -> float | None:
-    """The least share of a layer, but for the first two where there are more."""
+    """Returns the least share of a layer, but for the first two where there are more."""
     layers = record["recovered"]
     return float(min(layers[_FIRST_LAYERS:] or layers))
 

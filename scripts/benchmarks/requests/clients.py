@@ -46,7 +46,7 @@ class Clients:
         return self._running + sum(fits(question, self._new) for question in self._waiting)
 
     def next(self, fits: Fits) -> Joined | None:
-        """The next question, where it fits."""
+        """Returns the next question, where it fits."""
         if not self._waiting or not fits(self._waiting[0], self._new):
             return None
         self._running += 1
@@ -59,7 +59,7 @@ class Clients:
 
 
 def measure(engine: Engine, questions: list[list[int]], args: argparse.Namespace, setup: Setup) -> Record:
-    """One run, from the first request to the last answer."""
+    """Measures one run, from the first request to the last answer."""
     new = args.new
     clients = Clients(engine, questions[1:], new, args.batch_tokens)
     start = setup.clock()

@@ -92,7 +92,7 @@ class Setup:
         return [*found.values()]
 
     def head(self, args: argparse.Namespace) -> Record:
-        """Header of the results file."""
+        """Returns the header of the results file."""
         own = {"shape": self.shape, "new_tokens": args.new, "runs": args.runs, "text": args.text}
         by_process = self.machine == "cpu"
         own["seconds_of"] = "the process" if by_process else "the clock"
@@ -112,7 +112,8 @@ def _layout(name: str, store: str) -> Iterator[None]:
 
 
 def compared(found: Sequence[list[Record]], timed: Sequence[str], place: Record) -> list[Record]:
-    """A row for each layout: what the last run counted, medians of what was timed, and the ratio to copies.
+    """Returns a row for each layout: what the last run counted, medians of what was timed, and the ratio to
+    copies.
 
     Args:
         found: runs of each layout, the first of which is a trial; their ``tokens`` are those of all answers.

@@ -62,7 +62,7 @@ class FirstToken:
 
 
 def request(session: Session, question: Sequence[int], new_tokens: int) -> Record:
-    """Seconds of one request, and what was kept for it."""
+    """Returns seconds of one request, and what was kept for it."""
     device, streamer = session.engine.target.device, FirstToken()
     how: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": []}
     synchronize(device)
@@ -84,7 +84,7 @@ def request(session: Session, question: Sequence[int], new_tokens: int) -> Recor
 
 
 def conversation(engine: Engine, document: list[int], new_tokens: int) -> list[Record]:
-    """The requests of one run: a cold one and a second turn."""
+    """Makes the requests of one run: a cold one and a second turn."""
     questions = [token_ids(engine.tokenizer, text) for text in QUESTIONS]
     # Room for all turns, so that no request makes new buffers.
     room = sum(map(len, questions)) + len(QUESTIONS) * new_tokens
@@ -95,7 +95,7 @@ def conversation(engine: Engine, document: list[int], new_tokens: int) -> list[R
 
 
 def measure(engine: Engine, document: list[int], new_tokens: int, runs: int) -> list[Record]:
-    """A record for each turn: medians of the runs after the first one, and the seconds of that."""
+    """Returns a record for each turn: medians of the runs after the first one, and the seconds of that."""
     try:
         first, *others = (conversation(engine, document, new_tokens) for _ in range(1 + runs))
     finally:
@@ -109,7 +109,7 @@ def measure(engine: Engine, document: list[int], new_tokens: int, runs: int) -> 
 
 
 def rows_of(shape: str, context: int, ours: list[Record], plain: list[Record]) -> list[Record]:
-    """A row for each turn, with plain decoding beside it."""
+    """Returns a row for each turn, with plain decoding beside it."""
     rows = []
     for own, other in zip(ours, plain, strict=True):
         tokens, reference = own.pop("tokens"), other.pop("tokens")

@@ -30,7 +30,7 @@ _WAYS = ("save", "write", "load", "read")
 
 
 def session_of(tokens: int, layers: int) -> Session:
-    """A session of so many tokens with random keys and values, which no model has computed."""
+    """Returns a session of so many tokens with random keys and values, which no model has computed."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=layers,
         num_attention_heads=_KV_HEADS, num_key_value_heads=_KV_HEADS, head_dim=_HEAD_DIM,

@@ -48,7 +48,7 @@ class Steps:
 
 
 def measure(engine: Engine, questions: list[list[int]], args: argparse.Namespace, setup: Setup) -> Record:
-    """A request to an engine that holds nothing, and the same one again."""
+    """Measures a request to an engine that holds nothing, and the same one again."""
     found, new_tokens = list[Record](), args.new
     for _ in range(2):
         steps = [Steps(setup.clock) for _ in questions]
@@ -78,7 +78,7 @@ def measure(engine: Engine, questions: list[list[int]], args: argparse.Namespace
 
 
 def other_behind_a_header(document: list[int]) -> list[int]:
-    """The document with its last two thirds exchanged."""
+    """Returns the document with its last two thirds exchanged."""
     third = len(document) // 3
     return document[:third] + document[2 * third :] + document[third : 2 * third]
 

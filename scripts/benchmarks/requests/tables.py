@@ -52,7 +52,7 @@ _CLIENTS_NOTE = _SHARED_NOTE.replace("{questions} questions at a time", "{client
 
 
 def _beside_copies(content: Record, counts: Iterable[str]) -> list[Record]:
-    """A line for each run that stores prefixes once, with the row of its copies."""
+    """Returns a line for each run that stores prefixes once, with the row of its copies."""
     once, copies = content["rows"][::2], content["rows"][1::2]
     return [
         {**row, "copied": other, **{f"{name}_of_copies": row[name] / other[name] for name in counts}}

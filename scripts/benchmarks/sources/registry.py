@@ -112,7 +112,7 @@ _BY_NAME = {source.name: source for source in SOURCES}
 
 
 def named(name: str) -> list[TextSource]:
-    """The source of this name, or all sources of this kind.
+    """Returns the source of this name, or all sources of this kind.
 
     Raises:
         ValueError: it is neither.
@@ -142,7 +142,7 @@ class Texts:
         self._held: dict[str, str] = {} if path is None else packed.read(path)
 
     def read(self, source: TextSource) -> str:
-        """A source's text; that of the copied one for a copied kind.
+        """Returns a source's text; that of the copied one for a copied kind.
 
         Raises:
             MissingTextError: it is not here; the message says how to get it.
@@ -163,7 +163,7 @@ class Texts:
         return self._held[source.name]
 
     def first(self, name: str) -> TextSource:
-        """The source of this name, or the first of this kind that is here.
+        """Returns the source of this name, or the first of this kind that is here.
 
         Raises:
             ValueError: the name is unknown; :class:`MissingTextError` where none is here.

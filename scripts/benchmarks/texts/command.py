@@ -109,7 +109,7 @@ def device_for_shapes(made: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def device_for(args: argparse.Namespace) -> torch.device:
-    """The GPU, or the CPU where there is none or the run is tiny; silences transformers.
+    """Returns the GPU, or the CPU where there is none or the run is tiny; silences transformers.
 
     What earlier requests have learnt is neither read from the user's file nor written to it.
     """
@@ -139,7 +139,7 @@ def grid_of(
     contexts: Sequence[int],
     options: Record,
 ) -> Grid:
-    """The grid of the command line's temperatures, seeds and lengths."""
+    """Returns the grid of the command line's temperatures, seeds and lengths."""
     seeds = tuple(range(args.seed, args.seed + args.seeds))
     return Grid(
         wide, TINY_DRAFT if args.tiny else None, tuple(sources), tuple(contexts), tuple(args.temperatures),
@@ -210,7 +210,7 @@ def option(text: str) -> tuple[str, Any]:
 def chosen_sources(
     texts: Texts, kinds: Sequence[str] | None, one_a_kind: bool
 ) -> tuple[list[TextSource], list[str]]:
-    """The texts that are wanted and here, and what is said of those that are not.
+    """Returns the texts that are wanted and here, and what to print of the others.
 
     Raises:
         ValueError: a kind is unknown, or no text is here.

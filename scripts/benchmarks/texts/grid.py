@@ -68,7 +68,9 @@ class Grid:
         return bool(self.options.keys() & {"offload", "gpu_memory"})
 
     def keys(self, source: TextSource, context: int, temperature: float, static: bool) -> list[Record]:
-        """The measurements of a cell in their order: ours by seed, then plain decoding, or pairs of both."""
+        """Returns the measurements of a cell in their order: ours by seed, then plain decoding, or pairs of
+        both.
+        """
         place = {
             "text": source.name, "kind": source.kind, "context": context, "temperature": temperature,
         }  # fmt: skip
@@ -87,7 +89,9 @@ class Grid:
         return made
 
     def engine(self, device: torch.device, seed: int) -> Engine:
-        """The embedded pair's; bf16 on a GPU, else fp32. ``seed``: of the weights without effect."""
+        """Returns an engine of the embedded pair, in bf16 on a GPU, else fp32; ``seed`` is that of weights
+        without effect.
+        """
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         if self.shape is None:
             return triforce_tree.load(device=device, dtype=dtype, **load_arguments(self.options))
@@ -186,7 +190,7 @@ class GridRun:
             free_memory()
 
     def _text(self, engine: Engine, source: TextSource, context: int, static: bool) -> bool:
-        """One text at one context; False where the time is up."""
+        """Measures one text at one context; returns False if the time is up."""
         if self._ids[0] != source.name:
             self._ids = source.name, token_ids(engine.tokenizer, self._texts.read(source))
         try:
@@ -208,7 +212,7 @@ class GridRun:
         return True
 
     def _feed(self, program: DecodingProgram, prompt: list[int]) -> None:
-        """The prompt's keys and values, where the cache does not hold them."""
+        """Prefills the prompt if the cache does not hold it."""
         if self._program is program and self._fed[: len(prompt)] == prompt:
             program.rewind([prompt])
             # Passes after a longer prompt have gone into the mean of the chunk that this one ends in.

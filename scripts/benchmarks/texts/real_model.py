@@ -97,7 +97,7 @@ class Models:
         return f"{self.name}{how}{f', {self.shape} inflated' if self.shape else ''}"
 
     def engine(self, device: torch.device, options: Record, seed: int) -> Engine:
-        """Loaded in bf16 on a GPU, else in fp32."""
+        """Returns an engine in bf16 on a GPU, else in fp32."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         target = load_model(self.target, device, dtype)
         draft = load_model(self.draft, device, dtype) if self.draft is not None else None
@@ -112,7 +112,7 @@ class Models:
 
 
 def packaged() -> str:
-    """The GGUF file of the package.
+    """Returns the GGUF file of the package.
 
     Raises:
         FileNotFoundError: the package is not installed.
@@ -127,7 +127,7 @@ def packaged() -> str:
 
 
 def configuration(target: str) -> LlamaConfig:
-    """A target's configuration; no weights are read."""
+    """Returns a target's configuration; no weights are read."""
     config = gguf_configuration(target) if is_gguf(target) else AutoConfig.from_pretrained(target)
     if not isinstance(config, LlamaConfig):
         raise ValueError(f"{target} is a {config.model_type} model; give a Llama")
@@ -145,7 +145,7 @@ def digest_of(draft: str) -> str:
 
 
 def models_of(args: argparse.Namespace, native: int, extended: bool) -> list[tuple[str, Models]]:
-    """The chosen models by the name of their part; ``extended`` with YaRN, but for the embedded pair."""
+    """Returns the chosen models by part; ``extended`` with YaRN, except the embedded pair."""
     made, alone = [], args.draft == NO_DRAFT
     for name in args.shapes:
         pair, inflated = MODELS[name]

@@ -11,7 +11,7 @@ OF_MEDIAN = math.sqrt(math.pi / 2)
 
 
 def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
-    """A row for each text, context and temperature, with medians over seeds and runs.
+    """Returns a row for each text, context and temperature, with medians over seeds and runs.
 
     ``plain_ms_per_token`` is that of the faster of the plain methods that were measured there; ``worst`` and
     ``best`` are the speed-ups of the slowest and the fastest of our runs. Where each run has one of plain
@@ -57,7 +57,8 @@ def rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
 
 
 def _static(here: list[Record], plain: float) -> float | None:
-    """Milliseconds a token of transformers' static cache, if it was measured: of runs in pairs relative to
+    """Returns milliseconds a token of transformers' static cache, if it was measured: of runs in pairs
+    relative to
     our plain decoding, of which ``plain`` milliseconds are those of the cell."""
     runs = [s for s in here if s["method"] == STATIC]
     ours = {_place(s): s["ms_per_token"] for s in here if s["method"] == PLAIN}
@@ -95,7 +96,7 @@ def _speed(ours: list[Record], decoded: list[Record], fastest: float, plain: flo
 
 
 def _medians(of: Sequence[Record]) -> Record:
-    """The medians of figures by name; of anything else the first value."""
+    """Returns the medians of figures by name; of anything else the first value."""
     names = dict.fromkeys(name for one in of for name in one)
     values = {name: [one[name] for one in of if one.get(name) is not None] for name in names}
     return {

@@ -23,12 +23,12 @@ _WHAT = {source.name: source.what for source in SOURCES}
 
 
 def _levels(row: Record) -> str:
-    """Acceptance by level, the lowest first."""
+    """Returns acceptance by level, the lowest first."""
     return ", ".join(f"{name} {value:.2f}" for name, value in row["acceptance"].items())
 
 
 def _model(row: Record) -> str:
-    """The model, and engine options that are not the defaults."""
+    """Returns the model, and engine options that are not the defaults."""
     return ", ".join([row["model"], *(f"{name}={value}" for name, value in row.get("settings", {}).items())])
 
 
@@ -60,7 +60,7 @@ def _sorted(content: Record) -> list[Record]:
 
 
 def summary(content: Record) -> list[Record]:
-    """The lowest, the median and the highest speed-up over all texts, and the medians of times."""
+    """Returns the lowest, the median and the highest speed-up over all texts, and the medians of times."""
     cells: dict[tuple[Any, ...], list[Record]] = {}
     for row in _sorted(content):
         cells.setdefault((row["part"], row["context"], row["temperature"]), []).append(row)
@@ -83,7 +83,7 @@ def summary(content: Record) -> list[Record]:
 
 
 def by_context(content: Record) -> str | None:
-    """A line for each model, kind and temperature, a column for each context.
+    """Returns a line for each model, kind and temperature, a column for each context.
 
     Below 0.98 is in bold, with a standard error by more than two of them.
     """
@@ -122,7 +122,7 @@ def by_context(content: Record) -> str | None:
 
 
 def _origin(content: Record) -> str:
-    """Machine, versions and what was not measured."""
+    """Returns machine, versions and what was not measured."""
     told, notes = list[str](), dict[str, list[str]]()
     for name, part in content["parts"].items():
         versions = part["versions"]
@@ -185,7 +185,7 @@ TABLES = {
 
 
 def plot_texts(axis: Any, rows: list[Record]) -> None:
-    """Speed-up of each text; a bar a temperature."""
+    """Plots the speed-up of each text, a bar for each temperature."""
     names = list(dict.fromkeys((_model(r), r["text"]) for r in rows))
     temperatures = sorted({r["temperature"] for r in rows})
     height = 0.8 / len(temperatures)

@@ -127,7 +127,7 @@ WAYS: dict[str, Way] = {
 
 
 def positions_read(problem: Problem, way: str) -> int:
-    """KV positions that a way reads by its definition; what L2 holds is not deducted."""
+    """Returns the KV positions that a way reads by its definition; what L2 holds is not deducted."""
     own, heads = problem.workload, problem.heads
     if way in (BY_SEQUENCES, SHARED_PAGES):
         return own.read_by_sequences

@@ -33,7 +33,9 @@ _STARTED, _ENDED = 120, 900  # seconds
 
 
 def blocks(page: str) -> Iterator[tuple[str, str]]:
-    """(language, code) of a page's blocks that can be run here, in their order; shell without a language."""
+    """Returns (language, code) of a page's blocks that can be run here, in their order; shell without a
+    language.
+    """
     for language, code in BLOCK.findall(page):
         installs = code.startswith(("pip install", "make "))
         needs_gpu = '"cuda"' in code and not torch.cuda.is_available()

@@ -97,7 +97,8 @@ class _Driver:
 
 
 def compiled(device: Device, call: Callable[[], object]) -> list[Row]:
-    """The kernels that a call launches, compiled for a GPU and not run; those compiled before are left out.
+    """Returns the kernels that a call launches, compiled for a GPU and not run; those compiled before are
+    left out.
 
     Args:
         call: launches kernels on CPU tensors, whose values do not matter.
@@ -156,7 +157,7 @@ def _error_line(log: str) -> str:
 
 
 def compile_share(task: tuple[str, int, int, int]) -> list[Row]:
-    """Rows of one architecture's variants ``first``, ``first + every``, ... of the share ``share``.
+    """Returns rows of one architecture's variants ``first``, ``first + every``, ... of the share ``share``.
 
     Architectures begin at different variants, so that a small sample has several kinds of kernels.
     """

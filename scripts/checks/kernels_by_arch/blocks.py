@@ -16,7 +16,7 @@ _PAGES = (64, 16)
 
 
 def launches(widths: Sequence[tuple[int, int]]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Names and calls for keys and values of these widths."""
+    """Returns names and calls for keys and values of these widths."""
     for dtype, (dim, value_dim), queries in product((torch.bfloat16, torch.float32), widths, (4, 64)):
         for page in _PAGES if dtype == torch.bfloat16 else _PAGES[:1]:
             label = str(dtype).removeprefix("torch.")

@@ -17,7 +17,9 @@ _LINEARS = ((4096, 4096), (6144, 4096), (22_016, 4096), (4096, 11_008), (128_256
 
 
 def variants(widths: Sequence[tuple[int, int]]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Names and calls; attention with keys and values of these widths, by tiles for any number of queries."""
+    """Returns names and calls; attention with keys and values of these widths, by tiles for any number of
+    queries.
+    """
     for dtype, (dim, value_dim), kind in product(_NAMES, widths, ("dense", "window")):
         if dtype == torch.bfloat16 or (dim, kind) == (128, "dense"):
             name = f"exact {kind}, {_NAMES[dtype]}, head_dim {dim} and {value_dim}"

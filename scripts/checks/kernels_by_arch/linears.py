@@ -18,7 +18,7 @@ _SHAPES = (
 
 
 def launches(device: Device) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Names and calls; row counts that have equal tiles on the device are compiled once."""
+    """Returns names and calls; row counts that have equal tiles on the device are compiled once."""
     for bits in BITS:
         for count in _ROWS:
             kernels = {}

@@ -14,7 +14,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Names and calls."""
+    """Returns names and calls."""
     for (dtype, name), dim in product(NAMES.items(), (64, 256, 512)):
         q, lse = torch.zeros(1, 16, 2, dim, dtype=dtype).transpose(1, 2), torch.zeros(1, 2, 16)
         yield f"merge of parts, {name}, head_dim {dim}", partial(merge_parts, [q] * 3, [lse] * 3)

@@ -244,7 +244,7 @@ def _fetch(heads: Heads, chunk: int, resident: bool) -> None:
 
 
 def _experts() -> Iterator[Variant]:
-    """Linear layers of routed experts, and the copies of those that are in host memory."""
+    """Returns linear layers of routed experts, and the copies of those that are in host memory."""
     for bits, tokens, (out, ins) in product(linears.BITS, (1, 16, 64), ((1536, 2048), (2880, 2880))):
         for kind in ("", *(("fp16", "bias") if tokens == 1 else ())):
             name = f"experts, {bits} bits, {tokens} tokens, {out} x {ins}{kind and ', ' + kind}"
@@ -273,7 +273,7 @@ def _route(bits: int, tokens: int, out: int, ins: int, kind: str) -> None:
 
 
 def _states() -> Iterator[Variant]:
-    """Recurrences: Mamba, Mamba-2, gated delta rule, Kimi delta attention."""
+    """Returns recurrences: Mamba, Mamba-2, gated delta rule, Kimi delta attention."""
     kinds = {
         "Mamba": (1, 1, 4096, 16), "Mamba-2": (1, 64, 64, 128), "gated delta": (16, 32, 128, 128),
         "Kimi delta": (32, 32, 128, 128),

@@ -76,7 +76,7 @@ class File:
 
 
 def chosen(only: Sequence[str], sample: bool) -> list[Family]:
-    """The classes that are asked for, by model type or class.
+    """Returns the classes that are asked for, by model type or class.
 
     Raises:
         SystemExit: a name that no class has.

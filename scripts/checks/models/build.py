@@ -38,12 +38,12 @@ def settings_of(family: Family, variant: str = DEFAULT) -> Settings:
 
 
 def variants_of(family: Family) -> list[str]:
-    """The feature sets that a class is tried with."""
+    """Returns the feature sets that a class is tried with."""
     return [DEFAULT, *VARIANTS.get(family.name, {})]
 
 
 def build(family: Family, variant: str = DEFAULT, seed: int = 0) -> PreTrainedModel:
-    """A random model of a class; the same seed gives the same weights.
+    """Returns a random model of a class; the same seed gives the same weights.
 
     Raises:
         ValueError: the model is not tiny.
@@ -68,7 +68,7 @@ def build(family: Family, variant: str = DEFAULT, seed: int = 0) -> PreTrainedMo
 
 
 def build_varied(family: Family, variant: str, prompt: list[int]) -> PreTrainedModel:
-    """A random model whose text does not repeat a few tokens, where one of the first seeds gives it."""
+    """Returns a random model whose text does not repeat a few tokens, if one of the first seeds gives it."""
     for seed in range(_SEEDS):
         model = build(family, variant, seed)
         try:
@@ -99,13 +99,13 @@ def _scatter(model: PreTrainedModel, seed: int) -> None:
 
 
 def prompt_of(length: int) -> list[int]:
-    """Random plain ids, the same for the same length."""
+    """Returns random plain ids, the same for the same length."""
     generator = torch.Generator().manual_seed(length)
     return torch.randint(PLAIN_TOKENS, (length,), generator=generator).tolist()
 
 
 def features_of(model: PreTrainedModel) -> str:
-    """The kinds of layers of a model, and the lengths and sizes that make it special."""
+    """Returns the kinds of layers of a model, and the lengths and sizes that make it special."""
     config: Any = model.config.get_text_config(decoder=True)
     found = []
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -120,7 +120,7 @@ def features_of(model: PreTrainedModel) -> str:
 
 
 def new_tokens_of(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """The new tokens of greedy decoding by transformers."""
+    """Returns the new tokens of greedy decoding by transformers."""
     ids: Tensor = torch.tensor([prompt], device=model.device)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, use_cache=True

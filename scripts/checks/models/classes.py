@@ -22,7 +22,7 @@ class Family:
 
     @property
     def config_class(self) -> type[Any]:
-        """The class's own configuration; of several classes in the mappings the one that it declares."""
+        """Returns the class's configuration; of several in the mappings the one that it declares."""
         declared: Any = getattr(getattr(hf, self.name), "config_class", None)
         return declared or CONFIG_MAPPING[self.model_type]
 

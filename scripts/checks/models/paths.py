@@ -91,7 +91,7 @@ class Trial:
 
     @cached_property
     def draft(self) -> PreTrainedModel:
-        """A copy with noise on its weights; a Llama where the family cannot draft."""
+        """Returns a copy with noise on its weights; a Llama where the family cannot draft."""
         if self.recurrent:
             return build(families()["LlamaForCausalLM"]).to(self.device)
         other = copy.deepcopy(self.model)
@@ -107,7 +107,7 @@ class Trial:
         return {"tree": "chain:4", "runner_ups": False} if self.recurrent else TREE
 
     def expected(self, length: int) -> list[int]:
-        """The new tokens after the prompt of ``length`` tokens, by transformers alone."""
+        """Returns the new tokens after the prompt of ``length`` tokens, by transformers alone."""
         if length not in self._expected:
             self._expected[length] = new_tokens_of(self.model, prompt_of(length), NEW_TOKENS)
         return self._expected[length]
@@ -117,7 +117,7 @@ class Trial:
         return _raised(lambda: triforce_tree.load(self.model, levels=1))
 
     def run(self, name: str) -> Outcome:
-        """The outcome of one path."""
+        """Returns the outcome of one path."""
         path = PATHS[name]
         if path.gpu and self.device != "cuda":
             return Outcome(SKIPPED, "needs a CUDA device")
@@ -174,6 +174,6 @@ def _raised(call: Callable[[], Any]) -> Outcome | None:
 
 
 def said(error: Exception, named: bool = True) -> str:
-    """An error in one line."""
+    """Returns an error in one line."""
     text = " ".join(str(error).split())
     return (f"{type(error).__name__}: {text}" if named else text)[:400]

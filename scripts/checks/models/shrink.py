@@ -141,7 +141,9 @@ class _Layers:
             self._chosen = self._chosen * 2
 
     def of(self, name: str, value: Any) -> Any:
-        """The tiny value of a number of layers, or of a list with an entry a layer; None for all else."""
+        """Returns the tiny value of a number of layers, or of a list with an entry a layer; None for all
+        else.
+        """
         if not self._chosen:
             return None
         if name in self._lists:

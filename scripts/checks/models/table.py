@@ -26,7 +26,7 @@ _DIFFERS = re.compile(r"would not be decoded as by transformers: (.*?;)? ?on .* 
 
 
 def models(content: Record) -> str:
-    """A line for each feature set of a class, a column for each path, reasons as footnotes."""
+    """Returns a line for each feature set of a class, a column for each path, reasons as footnotes."""
     content, captured = with_captured(content)
     paths = [path for path in content["paths"] if any(row["path"] == path for row in content["rows"])]
     notes: dict[str, int] = {}
@@ -50,7 +50,7 @@ def models(content: Record) -> str:
 
 
 def with_captured(content: Record) -> tuple[Record, str]:
-    """The rows with those of the GPU's file in place of skipped ones, and where these come from."""
+    """Returns the rows with those of the GPU's file in place of skipped ones, and where these come from."""
     file = RESULTS / GPU_FILE
     if content["device"] == "cuda" or not file.exists():
         return content, ""
@@ -82,7 +82,7 @@ def summary(content: Record, paths: list[str]) -> str:
 
 
 def short(row: Record) -> str:
-    """A reason without what differs between classes that have the same one."""
+    """Returns a reason without what differs between classes that have the same one."""
     reason = row["reason"].removeprefix(f"{row['class']} ").replace(row["class"], "this model")
     reason = _NO_INTERFACE.sub(r"\1", reason)
     if found := _DIFFERS.search(reason):

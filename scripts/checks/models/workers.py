@@ -77,7 +77,7 @@ class _Worker:
         self._pipe: Connection | None = None
 
     def rows(self, job: Job) -> list[Row]:
-        """The outcome of every path; paths after one that hung or died run in a new process."""
+        """Returns the outcome of every path; paths after one that hung or died run in a new process."""
         found: list[Row] = []
         while left := job.paths[len(found) :]:
             pipe = self._started()

@@ -65,7 +65,9 @@ class Slices:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, rows: int, length: int) -> Tensor:
-        """int64 ``[rows, length]``; raises ValueError where the file has fewer than ``length`` tokens."""
+        """Returns int64 ``[rows, length]``; raises ValueError where the file has fewer than ``length``
+        tokens.
+        """
         if (last := len(self.tokens) - length) < 0:
             raise ValueError(
                 f"the token file has {len(self.tokens)} tokens, fewer than a slice of {length}; lower "
@@ -76,7 +78,7 @@ class Slices:
 
 
 def draft_config(target: LlamaConfig, hidden: int, layers: int, head_dim: int, mlp: int) -> LlamaConfig:
-    """A draft's configuration, with the target's vocabulary."""
+    """Returns a draft's configuration, with the target's vocabulary."""
     if hidden % head_dim:
         raise ValueError(f"--hidden {hidden} is not a multiple of --head-dim {head_dim}; choose one that is")
     config = llama(hidden, layers, hidden // head_dim, head_dim, mlp, 1e4)
@@ -123,7 +125,7 @@ class Distillation:
         self.most = _LOGITS_ON_GPU if on_gpu else _LOGITS_ON_CPU
 
     def losses(self, progress: float) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of a batch, and what the log says of it."""
+        """Returns the loss of a batch, and what the log says of it."""
         args, device = self.args, self.run.device
         tokens = self.slices(self.rows, args.length)
         starts = torch.randint(SINKS, args.length - SEGMENT + 1, (self.rows, self.segments), device=device)
@@ -142,7 +144,8 @@ class Distillation:
         return loss, {"length": args.length, "overlap": (overlap.detach() * weight).sum()}
 
     def compared(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy and overlap ``[N]``; logits of many positions are made for some at a time, and made
+        """Returns cross-entropy and overlap ``[N]``; logits of many positions are made for some at a time,
+        and made
         again for the gradient: for 32,768 positions of 49,152 entries they would take 13 GB."""
         own, others = self.draft.lm_head.weight, self.target.lm_head.weight
         if len(student) <= self.most:
@@ -183,7 +186,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def checked(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a distillation, whose ``--length`` has room for a segment."""
+    """Returns the options of a distillation, whose ``--length`` has room for a segment."""
     args = parser.parse_args(words)
     if args.length < SINKS + SEGMENT:
         parser.error(f"--length {args.length} is less than a segment of {SINKS + SEGMENT} tokens; raise it")

@@ -32,7 +32,9 @@ _BATCH = 256
 
 
 def default_sources(root: Path | None = None) -> list[str]:
-    """Sources for ``corpus.gather``; those of Debian's packages where they are unpacked below ``root``."""
+    """Returns the sources for ``corpus.gather``; those of Debian's packages where they are unpacked below
+    ``root``.
+    """
     sources = [f"docstrings=docstrings:{name}" for name in (*LIBRARIES, *PYTHON)]
     sources += [f"code=code:{name}" for name in (*PYTHON, *LIBRARIES[:6])]
     sources += [f"docs=files:{folder}" for folder in SYSTEM]
@@ -42,7 +44,9 @@ def default_sources(root: Path | None = None) -> list[str]:
 
 
 def separator(tokenizer: Any) -> int:
-    """The id between documents: the end-of-text token where there is one, else that which ends a reply."""
+    """Returns the id between documents: the end-of-text token where there is one, else that which ends a
+    reply.
+    """
     known = tokenizer.get_vocab()
     return int(known.get("<|endoftext|>", tokenizer.eos_token_id or 0))
 

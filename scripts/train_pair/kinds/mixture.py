@@ -16,7 +16,7 @@ SHARES = {MANUALS: 0.36, DOCUMENTATION: 0.1, PROSE: 0.22, CODE: 0.14, VERSE: 0.0
 
 
 def slices(tokens: Tensor, rows: int, length: int, generator: torch.Generator) -> Tensor:
-    """int64 ``[rows, length]``: random slices of ``tokens``, read as a ring."""
+    """Returns int64 ``[rows, length]``: random slices of ``tokens``, read as a ring."""
     starts = torch.randint(len(tokens), (rows, 1), generator=generator)
     at = (starts + torch.arange(length)) % len(tokens)
     return tokens[at.to(tokens.device)].long()
@@ -59,6 +59,6 @@ class Mixture:
         return sum(map(len, self._arrays))
 
     def __call__(self, rows: int, length: int) -> Tensor:
-        """int64 ``[rows, length]``, each row of one kind."""
+        """Returns int64 ``[rows, length]``, each row of one kind."""
         chosen = torch.multinomial(self._weights, rows, replacement=True, generator=self._generator)
         return torch.cat([slices(self._arrays[i], 1, length, self._generator) for i in chosen.tolist()])

@@ -26,7 +26,7 @@ from triforce_tree.loading.checkpoints import PAIR
 
 @torch.no_grad()
 def continuations(target: PreTrainedModel, prompts: Tensor, new: int, temperature: float) -> Tensor:
-    """int64 ``[B, L + new]``: prompts ``[B, L]`` and what the target writes behind them.
+    """Returns int64 ``[B, L + new]``: prompts ``[B, L]`` and what the target writes behind them.
 
     Args:
         temperature: 0 is greedy. The end token is never chosen.

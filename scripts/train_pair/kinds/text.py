@@ -119,7 +119,7 @@ KIND_SOURCES = (
 
 
 def held_texts(path: Path | None) -> list[str]:
-    """The benchmarks' texts that can be read; says which cannot."""
+    """Returns the benchmarks' texts that can be read; prints which cannot."""
     texts, found = Texts(path), []
     for source in SOURCES:
         if source.copies is None:
