@@ -103,193 +103,6 @@ class Engine:
             tokens = token_map(level_2.vocab_size, level_0.vocab_size, tokenizer, draft_tokenizer)
         self._hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
 
-    def with_options(self, **options: Unpack[Options]) -> "Engine":
-        """Returns an engine over the same models with other options of :func:`load`.
-
-        Raises:
-            ValueError: the options are impossible; ``offload_weights`` differs; or ``tree`` or ``lookup`` was
-                given although the drafter does not take it.
-        """
-        given = flat_options(options)
-        check_drafter_options(self._hierarchy.own_drafter, self._hierarchy.draft, given)
-        asked, weights = given.get("offload_weights"), self._config.offload_weights
-        if asked not in (None, weights):
-            raise ValueError(
-                f"offload_weights={asked!r} differs from {weights!r}, with which the weights were placed; "
-                "load the models anew"
-            )
-        other = copy.copy(self)
-        other._given, other._config = self._given | frozenset(given), self._config.changed(given)
-        if self._reuse != "all":
-            other._reuse = "chunks" if other._config.prefix_cache else "none"
-        other._hierarchy = self._hierarchy.with_config(other._config)
-        return other
-
-    def with_drafter(self, drafter: Drafter | None) -> "Engine":
-        """Returns an engine over the same target and options with another drafter. None means suffix
-        matching.
-        """
-        other = copy.copy(self)
-        other._hierarchy = Hierarchy(self.target, drafter, self._config)
-        return other
-
-    @property
-    def target(self) -> HFModel:
-        """Returns the target model, which levels 1 and 2 run."""
-        return self._hierarchy.target
-
-    @property
-    def draft(self) -> HFModel | None:
-        """Returns the draft model, or None for any other drafter."""
-        return self._hierarchy.draft
-
-    @property
-    def token_map(self) -> TokenMap | None:
-        """Returns the map from the draft model's token ids to the target's, or None if they are the same."""
-        return self._hierarchy.tokens
-
-    @property
-    def guard(self) -> GuardReport:
-        """Returns the report of the comparison of our forwards with transformers' own forward of the
-        target.
-        """
-        return self._hierarchy.guard
-
-    @property
-    def config(self) -> HierarchyConfig:
-        """Returns the settings of the last generation; before the first generation, the settings that were
-        given.
-        """
-        return self._hierarchy.config
-
-    @property
-    def memory(self) -> MemoryPlan | None:
-        """Returns the memory plan of the last generation, or None if nothing may be offloaded."""
-        return self._hierarchy.memory
-
-    @property
-    def offloads(self) -> bool:
-        """Returns whether the last generation kept its KV slots in host memory."""
-        return self._hierarchy.offloads
-
-    @property
-    def last_program(self) -> DecodingProgram | None:
-        """Returns the buffers and stages of the last generation, as long as they are kept."""
-        return self._hierarchy.last_program
-
-    def levels(self, prompt_tokens: int) -> int:
-        """Returns the number of levels that a prompt of this length gets."""
-        return self._hierarchy.levels(prompt_tokens)
-
-    def release(self) -> None:
-        """Free the buffers of the last generation. The next generation makes new ones."""
-        self._hierarchy.release()
-
-    def generation(self) -> AbstractContextManager[None]:
-        """Returns a context in which only this thread generates with these models, as they are now."""
-        return self._hierarchy.generation()
-
-    def active(self) -> AbstractContextManager[None]:
-        """Returns a context in which both models can compute; one thread at a time can be in it."""
-        return self._hierarchy.active()
-
-    def session(self, document: Inputs | None = None, *, reserve: int = RESERVE) -> Session:
-        """Returns a session: a text or a conversation of which each call prefills only the new tokens; see
-        :class:`Session`.
-        """
-        return Session(self, document, reserve)
-
-    def load_session(self, folder: str | Path, *, reserve: int = RESERVE) -> Session:
-        """Returns a session that :meth:`Session.save` wrote; see :meth:`Session.load`."""
-        return Session.load(self, Path(folder), reserve)
-
-    def tree(
-        self, prompt: Inputs, *, max_bytes: int | None = None, progress: Progress | None = None
-    ) -> TextTree:
-        """Returns a tree of texts whose prompt is prefilled now; see :class:`TextTree`."""
-        return TextTree(self, prompt, max_bytes, progress)
-
-    def in_session(self, tokens: int) -> "Engine":
-        """Returns an engine over the same buffers, which are made for ``tokens`` tokens and keep their
-        contents.
-        """
-        other = copy.copy(self)
-        other._reuse, other._capacity = "all", min(tokens, self.target.max_positions or tokens)
-        return other
-
-    def close(self) -> None:
-        """Free the last generation's buffers and the weights in host memory. Later calls raise
-        RuntimeError.
-        """
-        with self._hierarchy.alone():
-            self._hierarchy.release()
-            self._hierarchy.prefixes.clear()
-            if self.target.streamed is not None:
-                self.target.streamed.close()
-
-    def memory_plan(self, prompt_tokens: int, new_tokens: int) -> MemoryPlan | None:
-        """Returns the memory plan of a generation of such a prompt, or None unless KV slots may be offloaded.
-
-        Raises:
-            ValueError: memory is too small, the model's data cannot be offloaded as needed, or a number of
-                tokens is less than 1.
-        """
-        if prompt_tokens < 1 or new_tokens < 1:
-            raise ValueError(f"prompt_tokens={prompt_tokens} and new_tokens={new_tokens} must be at least 1")
-        with self._hierarchy.generation():
-            self._hierarchy.config = self._config
-            return self._hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
-
-    def _choose_settings(self, prompts: list[list[int]], new_tokens: int, pool_slots: int = 0) -> None:
-        """Plan the memory. If it is not limited, apply the device's defaults for these prompts."""
-        hierarchy, self._hierarchy.config = self._hierarchy, self._config
-        hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given, pool_slots)
-        # The defaults are measured with the full cache and all weights on the device.
-        if hierarchy.offloads or hierarchy.target.streamed is not None:
-            return
-        longest = max(map(len, prompts))
-        hierarchy.config = resolve(self._config, self._given, hierarchy.facts, longest, len(prompts))
-
-    @contextmanager
-    def program(
-        self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None
-    ) -> Iterator[DecodingProgram]:
-        """Returns a context with the buffers and stages that :meth:`generate` would use for these prompts.
-
-        Args:
-            to_probs: maps logits to distributions, for the stages; None if only forwards are run.
-
-        Raises:
-            ValueError: a prompt is too long, or memory is too small.
-        """
-        for prompt in prompts:
-            self.target.check_length(len(prompt), new_tokens)
-        with self._hierarchy.generation():
-            self._choose_settings(prompts, new_tokens)
-            with self._hierarchy.active():
-                program = self._hierarchy.program(prompts, new_tokens, reuse=self._reuse)
-                if to_probs is not None:
-                    program.prepare(to_probs)
-                yield program
-
-    def explain(
-        self,
-        inputs: Inputs,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seed: int = 0,
-        progress: Progress | None = None,
-    ) -> Explanation:
-        """Continue one prompt, and return which passes were chosen and why.
-
-        Args:
-            progress: called with numbers of prompt tokens as they are prefilled.
-        """
-        to_probs = ProbsFromLogits.at(temperature)
-        prompt = prompt_of(self.target, self.tokenizer, inputs)
-        with self.program([prompt], max_new_tokens, to_probs) as program:
-            return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer, progress)
-
     def generate(
         self,
         inputs: Inputs | None = None,
@@ -379,6 +192,183 @@ class Engine:
             outputs.append(out)
         return joined(outputs, arguments.prompts.ids, arguments.pad_token)
 
+    def session(self, document: Inputs | None = None, *, reserve: int = RESERVE) -> Session:
+        """Returns a session: a text or a conversation of which each call prefills only the new tokens; see
+        :class:`Session`.
+        """
+        return Session(self, document, reserve)
+
+    def load_session(self, folder: str | Path, *, reserve: int = RESERVE) -> Session:
+        """Returns a session that :meth:`Session.save` wrote; see :meth:`Session.load`."""
+        return Session.load(self, Path(folder), reserve)
+
+    def tree(
+        self, prompt: Inputs, *, max_bytes: int | None = None, progress: Progress | None = None
+    ) -> TextTree:
+        """Returns a tree of texts whose prompt is prefilled now; see :class:`TextTree`."""
+        return TextTree(self, prompt, max_bytes, progress)
+
+    def explain(
+        self,
+        inputs: Inputs,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> Explanation:
+        """Continue one prompt, and return which passes were chosen and why.
+
+        Args:
+            progress: called with numbers of prompt tokens as they are prefilled.
+        """
+        to_probs = ProbsFromLogits.at(temperature)
+        prompt = prompt_of(self.target, self.tokenizer, inputs)
+        with self.program([prompt], max_new_tokens, to_probs) as program:
+            return explained(program, to_probs, prompt, max_new_tokens, seed, self.tokenizer, progress)
+
+    def with_options(self, **options: Unpack[Options]) -> "Engine":
+        """Returns an engine over the same models with other options of :func:`load`.
+
+        Raises:
+            ValueError: the options are impossible; ``offload_weights`` differs; or ``tree`` or ``lookup`` was
+                given although the drafter does not take it.
+        """
+        given = flat_options(options)
+        check_drafter_options(self._hierarchy.own_drafter, self._hierarchy.draft, given)
+        asked, weights = given.get("offload_weights"), self._config.offload_weights
+        if asked not in (None, weights):
+            raise ValueError(
+                f"offload_weights={asked!r} differs from {weights!r}, with which the weights were placed; "
+                "load the models anew"
+            )
+        other = copy.copy(self)
+        other._given, other._config = self._given | frozenset(given), self._config.changed(given)
+        if self._reuse != "all":
+            other._reuse = "chunks" if other._config.prefix_cache else "none"
+        other._hierarchy = self._hierarchy.with_config(other._config)
+        return other
+
+    def with_drafter(self, drafter: Drafter | None) -> "Engine":
+        """Returns an engine over the same target and options with another drafter. None means suffix
+        matching.
+        """
+        other = copy.copy(self)
+        other._hierarchy = Hierarchy(self.target, drafter, self._config)
+        return other
+
+    @property
+    def target(self) -> HFModel:
+        """Returns the target model, which levels 1 and 2 run."""
+        return self._hierarchy.target
+
+    @property
+    def draft(self) -> HFModel | None:
+        """Returns the draft model, or None for any other drafter."""
+        return self._hierarchy.draft
+
+    @property
+    def token_map(self) -> TokenMap | None:
+        """Returns the map from the draft model's token ids to the target's, or None if they are the same."""
+        return self._hierarchy.tokens
+
+    @property
+    def guard(self) -> GuardReport:
+        """Returns the report of the comparison of our forwards with transformers' own forward of the
+        target.
+        """
+        return self._hierarchy.guard
+
+    @property
+    def config(self) -> HierarchyConfig:
+        """Returns the settings of the last generation; before the first generation, the settings that were
+        given.
+        """
+        return self._hierarchy.config
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """Returns the memory plan of the last generation, or None if nothing may be offloaded."""
+        return self._hierarchy.memory
+
+    @property
+    def offloads(self) -> bool:
+        """Returns whether the last generation kept its KV slots in host memory."""
+        return self._hierarchy.offloads
+
+    @property
+    def last_program(self) -> DecodingProgram | None:
+        """Returns the buffers and stages of the last generation, as long as they are kept."""
+        return self._hierarchy.last_program
+
+    def levels(self, prompt_tokens: int) -> int:
+        """Returns the number of levels that a prompt of this length gets."""
+        return self._hierarchy.levels(prompt_tokens)
+
+    def memory_plan(self, prompt_tokens: int, new_tokens: int) -> MemoryPlan | None:
+        """Returns the memory plan of a generation of such a prompt, or None unless KV slots may be offloaded.
+
+        Raises:
+            ValueError: memory is too small, the model's data cannot be offloaded as needed, or a number of
+                tokens is less than 1.
+        """
+        if prompt_tokens < 1 or new_tokens < 1:
+            raise ValueError(f"prompt_tokens={prompt_tokens} and new_tokens={new_tokens} must be at least 1")
+        with self._hierarchy.generation():
+            self._hierarchy.config = self._config
+            return self._hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
+
+    def release(self) -> None:
+        """Free the buffers of the last generation. The next generation makes new ones."""
+        self._hierarchy.release()
+
+    def close(self) -> None:
+        """Free the last generation's buffers and the weights in host memory. Later calls raise
+        RuntimeError.
+        """
+        with self._hierarchy.alone():
+            self._hierarchy.release()
+            self._hierarchy.prefixes.clear()
+            if self.target.streamed is not None:
+                self.target.streamed.close()
+
+    def generation(self) -> AbstractContextManager[None]:
+        """Returns a context in which only this thread generates with these models, as they are now."""
+        return self._hierarchy.generation()
+
+    def active(self) -> AbstractContextManager[None]:
+        """Returns a context in which both models can compute; one thread at a time can be in it."""
+        return self._hierarchy.active()
+
+    def in_session(self, tokens: int) -> "Engine":
+        """Returns an engine over the same buffers, which are made for ``tokens`` tokens and keep their
+        contents.
+        """
+        other = copy.copy(self)
+        other._reuse, other._capacity = "all", min(tokens, self.target.max_positions or tokens)
+        return other
+
+    @contextmanager
+    def program(
+        self, prompts: list[list[int]], new_tokens: int, to_probs: ProbsFromLogits | None
+    ) -> Iterator[DecodingProgram]:
+        """Returns a context with the buffers and stages that :meth:`generate` would use for these prompts.
+
+        Args:
+            to_probs: maps logits to distributions, for the stages; None if only forwards are run.
+
+        Raises:
+            ValueError: a prompt is too long, or memory is too small.
+        """
+        for prompt in prompts:
+            self.target.check_length(len(prompt), new_tokens)
+        with self._hierarchy.generation():
+            self._choose_settings(prompts, new_tokens)
+            with self._hierarchy.active():
+                program = self._hierarchy.program(prompts, new_tokens, reuse=self._reuse)
+                if to_probs is not None:
+                    program.prepare(to_probs)
+                yield program
+
     @torch.no_grad()
     def decode(self, request: Request) -> GenerateOutput | None:
         """Decode the sequences of a request together. Returns None if they must be decoded one by one.
@@ -449,3 +439,13 @@ class Engine:
             programs = PlannedPrograms(hierarchy, prompts, longest + coming, self._reuse, request.how.pinned)
             passes = PlainPasses(programs, prompts, request.how.progress, self._reuse)
             return decode_in_step(request, hierarchy.target, passes, self.tokenizer, hierarchy.offloads)
+
+    def _choose_settings(self, prompts: list[list[int]], new_tokens: int, pool_slots: int = 0) -> None:
+        """Plan the memory. If it is not limited, apply the device's defaults for these prompts."""
+        hierarchy, self._hierarchy.config = self._hierarchy, self._config
+        hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given, pool_slots)
+        # The defaults are measured with the full cache and all weights on the device.
+        if hierarchy.offloads or hierarchy.target.streamed is not None:
+            return
+        longest = max(map(len, prompts))
+        hierarchy.config = resolve(self._config, self._given, hierarchy.facts, longest, len(prompts))

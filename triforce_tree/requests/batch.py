@@ -40,22 +40,18 @@ class Batch:
         self._request, self._how, self._loop, self._pool = request, request.how, loop, pool
         self._tokenizer, self._hierarchy = tokenizer, hierarchy
         self._waiting, self._count = deque(waiting), len(request.sequences)
-        # Collects the requested logits, scores and log-probabilities.
-        self._scores = None
-        if names := request.outputs:
-            kept, returned = request.scores_devices(hierarchy.offloads)
-            self._scores = EmittedScores(names, request.to_probs, request.prompts, kept, returned)
+        self._scores = EmittedScores(request, hierarchy.offloads) if request.outputs else None
 
     def decode(self) -> GenerateOutput:
         """Decode all sequences. Returns the output of the request's own sequences."""
         streamers, loop, scores = self._how.streamers, self._loop, self._scores
-        observe = None if scores is None else scores.add
+        observe, newest = (None, None) if scores is None else (scores.add, scores.newest)
         streamers.begin(self._request.input_ids, self._request.sequences)
         try:
             while loop.running:
                 fresh = loop.step(observe)
                 for sequence, tokens in fresh:
-                    if streamers.put(sequence.number, tokens, scores):
+                    if streamers.put(sequence.number, tokens, newest):
                         loop.end(sequence)
                 if self._how.joining is not None:
                     self._grow(self._how.joining)

@@ -25,6 +25,7 @@ from triforce_tree.models.recurrent.pass_through import CACHE
 from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forward
 from triforce_tree.requests.request import Request
+from triforce_tree.requests.scores import EmittedScores
 from triforce_tree.runtime import distributed
 
 
@@ -65,7 +66,8 @@ def decode_in_step(
         if how.joining is not None:
             ids = request.given_ids.new_tensor([sequence.prompt])
             how.joining.ended(sequence.number, output_of(ids, [sequence], padding, tokenizer, seconds, {}))
-    return output_of(request.given_ids, sequences, padding, tokenizer, seconds, followed.results())
+    scores = {} if followed.scores is None else followed.scores.results(range(len(sequences)))
+    return output_of(request.given_ids, sequences, padding, tokenizer, seconds, scores)
 
 
 def check_in_step(target: HFModel, request: Request, why: str) -> None:
@@ -138,16 +140,14 @@ class _Followed(StoppingCriteriaList):
 
     Attributes:
         tokens: the newest token of every sequence, pad tokens included.
+        scores: the requested logits, scores and log-probabilities; None if none are requested.
     """
 
     def __init__(self, request: Request, forward: _Forward, on_host: bool) -> None:
         super().__init__(request.criteria)
         self._streamers, self._sequences, self._forward = request.how.streamers, request.sequences, forward
-        self._device, self._returned = request.scores_devices(on_host)
-        names = request.outputs if request.config.return_dict_in_generate else set[str]()
-        names |= {"logprobs"} if request.how.logprobs else set()
-        # By name and position, [B, V] or [B] of each.
-        self._kept: dict[str, list[Tensor]] = {name: [] for name in names}
+        self._names = request.outputs
+        self.scores = EmittedScores(request, on_host) if self._names else None
         self.tokens: list[int] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -161,7 +161,7 @@ class _Followed(StoppingCriteriaList):
                 stopped = stopped | said
         self.tokens = input_ids[:, -1].tolist()
         going = [sequence.finish_reason is None for sequence in self._sequences]
-        self._keep(scores, input_ids[:, -1], torch.tensor(going, device=self._device))
+        self._keep(scores, input_ids[:, -1], going)
         found = distributed.broadcast_object((ended.tolist(), stopped.tolist()))
         for b, (sequence, over, stop) in enumerate(zip(self._sequences, *found, strict=True)):
             if going[b]:
@@ -169,37 +169,27 @@ class _Followed(StoppingCriteriaList):
         reasons = [sequence.finish_reason is not None for sequence in self._sequences]
         return torch.tensor(reasons, device=input_ids.device)
 
-    def _keep(self, scores: Any, tokens: Tensor, going: Tensor) -> None:
-        """Keep the requested values of the newest tokens; they are 0 for sequences that had ended before."""
-        logits = self._forward.logits
-        for name, kept in self._kept.items():
-            if name == "logprobs":
-                value = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-            else:
-                value = scores[-1] if name == "scores" else logits
-            value = value.to(self._device)
-            kept.append(value.masked_fill(~going.view(-1, *[1] * (value.ndim - 1)), 0))
+    def _keep(self, scores: Any, tokens: Tensor, going: list[bool]) -> None:
+        """Keep the requested values of the newest tokens of sequences that had not ended before."""
+        if self.scores is None:
+            return
+        found = {"logits": self._forward.logits}
+        if "scores" in self._names:
+            found["scores"] = scores[-1]
+        if "logprobs" in self._names:
+            found["logprobs"] = found["logits"].log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        for b in range(len(going)):
+            if going[b]:
+                self.scores.keep(b, {name: each[b : b + 1].clone() for name, each in found.items()})
 
     def _add(self, sequence: Sequence, token: int, over: bool, stop: bool) -> None:
         sequence.tokens.append(token)
         sequence.target.add(1, 0, 0, 1, 0.0)
+        newest = None if self.scores is None else self.scores.newest
         # A streamer may end its sequence.
-        if self._streamers.put(sequence.number, [token], self if self._kept else None):
+        if self._streamers.put(sequence.number, [token], newest):
             over = stop = True
         if over:
             is_end = token in sequence.ending.stop_tokens
             sequence.finish_reason = "eos" if is_end else "stop" if stop else "length"
             self._streamers.end(sequence.number)
-
-    def newest(self, b: int, count: int) -> dict[str, list[Tensor]]:
-        """See ``NewestScores``."""
-        return {name: [each[b] for each in kept[-count:]] for name, kept in self._kept.items()}
-
-    def results(self) -> dict[str, Any]:
-        """Returns the requested fields of the output by name."""
-        found: dict[str, Any] = {
-            name: tuple(each.to(self._returned) for each in kept) for name, kept in self._kept.items()
-        }
-        if "logprobs" in found:
-            found["logprobs"] = torch.stack(found["logprobs"], 1)
-        return found

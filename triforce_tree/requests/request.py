@@ -286,19 +286,11 @@ class Request:
 
     @property
     def outputs(self) -> set[str]:
-        """Returns which of "logits", "scores" and "logprobs" the call requests."""
-        found = {name for name in ("logits", "scores") if getattr(self.config, f"output_{name}")}
-        return found | ({"logprobs"} if self.how.logprobs else set())
-
-    def scores_devices(self, on_host: bool) -> tuple[torch.device, torch.device]:
-        """Returns the device on which logits, scores and log-probabilities are kept during decoding, and the
-        device of the output's.
-
-        Args:
-            on_host: whether both are host memory.
-        """
-        host = torch.device("cpu")
-        return (host, host) if on_host else (self.input_ids.device, self.given_ids.device)
+        """Returns which of "logits", "scores" and "logprobs" the output will have."""
+        config, found = self.config, {"logprobs"} if self.how.logprobs else set[str]()
+        if config.return_dict_in_generate:
+            found |= {name for name in ("logits", "scores") if getattr(config, f"output_{name}")}
+        return found
 
     def sequence(self, prompt: list[int], new_tokens: int, number: int, seed: int | None) -> Sequence:
         """Returns a sequence of another prompt, with the stop criteria of the call."""

@@ -3,15 +3,15 @@
 They are computed from the logits of the forward that verified each token, so they need no extra forward.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from triforce_tree.decoding.loop import Fresh
+from triforce_tree.requests.request import Request
 from triforce_tree.runtime.token_ids import id_tensor
-from triforce_tree.verify.sampling import ProbsFromLogits
 
 
 class EmittedScores:
@@ -20,25 +20,21 @@ class EmittedScores:
     Logits and scores each take 4 V bytes per emitted token: 0.5 MB if V is 128,256.
 
     Args:
-        names: the requested values: some of ``"logits"``, ``"scores"`` and ``"logprobs"``.
-        to_probs: its processors turn logits into scores.
-        prompts: the prompt of each sequence; :meth:`begin` adds more.
-        device: the device on which the values are kept during decoding.
-        returned: the device of the results.
+        request: requests the values. Its processors turn logits into scores, and its prompts are the first
+            sequences; :meth:`begin` adds more.
+        on_host: whether the values are kept and returned in host memory. Otherwise they are kept on the
+            target's device, and returned on the device of the given prompts.
     """
 
-    def __init__(
-        self,
-        names: Collection[str],
-        to_probs: ProbsFromLogits,
-        prompts: Sequence[Sequence[int]],
-        device: torch.device,
-        returned: torch.device,
-    ) -> None:
-        self._to_probs, self._device, self._returned = to_probs, device, returned
+    def __init__(self, request: Request, on_host: bool) -> None:
+        self._to_probs = request.to_probs
+        self._device = torch.device("cpu") if on_host else request.input_ids.device
+        self._returned = torch.device("cpu") if on_host else request.given_ids.device
         # By name and sequence, [V] or [] of each token.
-        self._rows: dict[str, list[list[Tensor]]] = {name: [[] for _ in prompts] for name in names}
-        self._texts = [id_tensor(prompt) for prompt in prompts]
+        self._rows: dict[str, list[list[Tensor]]] = {
+            name: [[] for _ in request.sequences] for name in request.outputs
+        }
+        self._texts = [id_tensor(prompt) for prompt in request.prompts]
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Add a sequence, which gets the next number."""
@@ -68,6 +64,11 @@ class EmittedScores:
             kept += part.unbind()
         for number, text in texts.items():
             self._texts[number] = text
+
+    def keep(self, number: int, values: Mapping[str, Tensor]) -> None:
+        """Add the values of a sequence's new tokens that were computed elsewhere, ``[n, V]`` or ``[n]``."""
+        for name, rows in self._rows.items():
+            rows[number] += values[name].to(self._device).unbind()
 
     def _result(self, name: str, logits: Tensor, text: Tensor) -> Tensor:
         """Returns ``[n, V]`` or ``[n]``: the values of the last n tokens of ``text``, which were chosen by

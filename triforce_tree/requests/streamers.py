@@ -1,8 +1,8 @@
 """Streamers of a batch: each follows one sequence."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Sequences
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,15 +40,8 @@ class TokenStreamer(BaseStreamer):
         raise NotImplementedError
 
 
-class NewestScores(Protocol):
-    """The logits, scores and log-probabilities that a call requests for its tokens. ``EmittedScores``
-    implements it.
-    """
-
-    def newest(self, b: int, count: int) -> dict[str, list[Tensor]]:
-        """Returns the requested values of the last ``count`` tokens of sequence b, by name: one tensor
-        ``[V]`` or ``[]`` per token.
-        """
+Newest = Callable[[int, int], dict[str, list[Tensor]]]
+"""A function of the number of a sequence and a number of tokens: see ``EmittedScores.newest``."""
 
 
 class Streamers:
@@ -102,15 +95,15 @@ class Streamers:
         if streamer is not None and not _takes_prompt(streamer, sequence):
             streamer.put(id_tensor(sequence.prompt)[None])
 
-    def put(self, number: int, tokens: Sequences[int], scores: NewestScores | None = None) -> bool:
+    def put(self, number: int, tokens: Sequences[int], newest: Newest | None = None) -> bool:
         """Send new tokens to the streamer of a sequence. Returns whether the streamer ends the sequence.
 
         Args:
-            scores: the values of these tokens, for streamers that take them.
+            newest: returns the values of these tokens, for streamers that take them.
         """
         streamer = self._streamers[number] if self._streamers else None
-        if scores is not None and (put_scores := getattr(streamer, "put_scores", None)):
-            put_scores(scores.newest(number, len(tokens)))
+        if newest is not None and (put_scores := getattr(streamer, "put_scores", None)):
+            put_scores(newest(number, len(tokens)))
         # transformers' own return None.
         return streamer is not None and streamer.put(torch.tensor(tokens)) is True
 
