@@ -114,7 +114,7 @@ def sampled(items: list[pytest.Item]) -> set[pytest.Item]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Keep what the last file has left behind, and modules imported since, out of garbage collections.
+    """Keep what the last file has left, and modules imported since, out of garbage collections.
 
     The engine collects garbage whenever it lets go of a cache, and would look through all modules: a quarter
     of a second, several times a test.
@@ -141,7 +141,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_start_for_every_test() -> Iterator[None]:
-    """Fixed seeds and threads; torch's global settings are put back if a test changed them."""
+    """Fixes seeds and threads, and restores torch's global settings if a test changed them."""
     dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
     torch.set_num_threads(THREADS)
     random.seed(0)
@@ -180,7 +180,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> "TinyPair":
 
 @pytest.fixture(scope="module")
 def engine(pair: "TinyPair") -> "Engine":
-    """The pair under settings for short prompts; a module that needs others has its own."""
+    """Returns the pair under settings for short prompts; a module that needs others has its own."""
     from tests.support.models.tiny_pair import SMALL
 
     return pair.load(**SMALL)
@@ -188,7 +188,7 @@ def engine(pair: "TinyPair") -> "Engine":
 
 @pytest.fixture(scope="module")
 def ids(engine: "Engine") -> list[int]:
-    """A prompt of 200 tokens."""
+    """Returns a prompt of 200 tokens."""
     from tests.support.models import tiny_pair
 
     return tiny_pair.prompt(engine, 200)
@@ -196,7 +196,7 @@ def ids(engine: "Engine") -> list[int]:
 
 @pytest.fixture
 def prompt(tmp_path: Path) -> str:
-    """A text file that the command line continues."""
+    """Returns a text file that the command line continues."""
     path = tmp_path / "prompt.txt"
     path.write_text("The import statement finds a module and binds its name. " * 8, encoding="utf-8")
     return str(path)

@@ -27,7 +27,7 @@ TURNS = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content":
 
 @pytest.fixture(scope="module")
 def folder(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with a chat template, and a generation_config that samples."""
+    """Returns the target with a chat template, and a generation_config that samples."""
     path = tmp_path_factory.mktemp("instruct") / "target"
     shutil.copytree(pair.target, path)
     for name, more in (
@@ -152,7 +152,7 @@ LINES = (
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: TinyPair) -> Any:
-    """The command ``chat`` with these lines on stdin."""
+    """Runs the command ``chat`` with these lines on stdin."""
 
     def asked(
         target: object, lines: str, *words: str, stdin: type[io.StringIO] = io.StringIO

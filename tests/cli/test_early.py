@@ -217,7 +217,7 @@ def files(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def found(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Exit code, stdout, stderr, seconds and imported libraries of each case, all in one process."""
+    """Returns exit code, stdout, stderr, seconds and imported libraries of each case, all in one process."""
     first = tmp_path_factory.mktemp("first")
     (first / "torch").mkdir()
     (first / "torch" / "__init__.py").write_text(TORCH, encoding="utf-8")

@@ -26,7 +26,7 @@ PROMPT = "def read(path):\n    return open(path).read()\n" * 12
 
 @pytest.fixture(scope="module")
 def path(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GGUF file of the tiny target and its tokenizer, with large matrices quantised to 8 bits."""
+    """Returns a GGUF file of the tiny target and its tokenizer, with large matrices quantised to 8 bits."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     kind = gguf.GGMLQuantizationType.Q8_0
     model = AutoModelForCausalLM.from_pretrained(pair.target)
@@ -112,7 +112,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def unpackings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list of the files that the package gguf has parsed."""
+    """Returns a list of the files that the package gguf has parsed."""
     gguf = pytest.importorskip("gguf")
     parsed: list[str] = []
 

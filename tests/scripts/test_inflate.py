@@ -228,7 +228,7 @@ def test_named_shapes_have_the_originals_sizes() -> None:
 
 
 def inflate_config(shape: Shape) -> LlamaForCausalLM:
-    """A model of the shape, made by transformers."""
+    """Returns a model of the shape, made by transformers."""
     config = tiny("llama").config
     config.update(
         {

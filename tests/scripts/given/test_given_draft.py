@@ -20,7 +20,7 @@ WORDS = ["--hidden", "64", "--layers", "1", "--head-dim", "32", "--mlp", "64", "
 
 @pytest.fixture
 def data(script: Any, tmp_path: Path) -> Path:
-    """The shortest token file that a slice fits into: every batch is the same."""
+    """Returns the shortest token file that a slice fits into: every batch is the same."""
     text = script("train_pair.given.text")
     sources = ["code=code:json", "docstrings=docstrings:email"]
     count = text.prepare(load_tokenizer(TARGET), tmp_path / "data", 2 * LENGTH / 1e6, 1.0, sources)

@@ -12,7 +12,7 @@ from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Texts:
-    """Two texts of 500 tokens."""
+    """Returns two texts of 500 tokens."""
     path, here = tmp_path / "texts.xz", Texts()
     read = {name: here.read(here.first(name)) for name in ("python-topics", "hub-source")}
     packed.write(path, read, dict.fromkeys(read, "free"), load_tokenizer(PAIR / "target"), tokens=500)

@@ -25,13 +25,13 @@ class Tree:
 
 
 def probs_of(path: Sequence[int], vocabulary: int = 3, seed: int = 1) -> Tensor:
-    """Pseudo-random probabilities ``[V]`` after these tokens, the same in every call."""
+    """Returns pseudo-random probabilities ``[V]`` after these tokens, the same in every call."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr((seed, tuple(path))).encode()))
     return (1.5 * torch.randn(vocabulary, generator=generator)).softmax(-1)
 
 
 def grown(tree: Tree, q: Tensor, walk: Walk) -> list[int]:
-    """The tokens of the tree, with those drawn that are ``DRAWN``."""
+    """Returns the tokens of the tree, with those drawn that are ``DRAWN``."""
     tokens = list(tree.tokens)
     for parent, row in enumerate(tree.rows):
         children = [i for i, above in enumerate(tree.parents) if above == parent and tokens[i] is DRAWN]
@@ -45,7 +45,7 @@ def grown(tree: Tree, q: Tensor, walk: Walk) -> list[int]:
 def accepted(
     tokens: Sequence[int], tree: Tree, p: Tensor, q: Tensor, walk: Walk
 ) -> tuple[tuple[int, ...], int]:
-    """The accepted nodes, and the token after them; ``p`` is ``[N, V]`` and ``q`` ``[M, V]``."""
+    """Returns the accepted nodes, and the token after them; ``p`` is ``[N, V]`` and ``q`` ``[M, V]``."""
     path, count, following = traverse_drawn(
         WalkDraws([walk]),
         torch.tensor([list(tokens)]),
@@ -59,7 +59,7 @@ def accepted(
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
-    """Tokens from the root to each node."""
+    """Returns tokens from the root to each node."""
     paths = [(tokens[0],)]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         paths.append((*paths[parent], token))

@@ -150,7 +150,7 @@ def _equal(decided: tuple[Tensor, ...], made: tuple[Tensor, ...]) -> None:
 def enumerated(
     walks: list[Walk], operators: bool = False, noise: type[EnumeratedNoise] = EnumeratedNoise
 ) -> NoiseFactory:
-    """A factory of :class:`EnumeratedNoise` over the same walks, for all stages of a program."""
+    """Returns a factory of :class:`EnumeratedNoise` over the same walks, for all stages of a program."""
 
     def make(batch: int, rows: int, vocabulary: int, uniforms: int, device: torch.device) -> Noise:
         return noise(walks, operators, batch, rows, vocabulary, uniforms, device)

@@ -38,7 +38,7 @@ class Walk:
         self.over = False
 
     def branch(self, weights: Sequence[float]) -> int:
-        """The index of one of ``weights``, which need not sum to 1; NaN counts as 0."""
+        """Returns the index of one of ``weights``, which need not sum to 1; NaN counts as 0."""
         weights = [weight if weight > 0 else 0.0 for weight in weights]
         total = sum(weights)
         possible = [i for i, weight in enumerate(weights) if weight > DUST * total]
@@ -96,7 +96,7 @@ def outcomes(
 
 
 def exact_distribution(run: Callable[[EnumeratingRandom], Sequence[int]]) -> Distribution:
-    """Probability of every result of ``run``."""
+    """Returns the probability of every result of ``run``."""
     return summed((tuple(result), chance) for result, chance in outcomes(run))
 
 
@@ -104,7 +104,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def summed(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
-    """The sum of the probabilities of equal keys."""
+    """Returns the sum of the probabilities of equal keys."""
     probs: dict[Key, float] = defaultdict(float)
     for key, chance in pairs:
         probs[key] += chance
@@ -112,12 +112,14 @@ def summed(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
 
 
 def total_variation(a: Distribution, b: Distribution) -> float:
-    """Half the L1 distance; missing probability mass counts."""
+    """Returns half the L1 distance; missing probability mass counts."""
     return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b}) / 2
 
 
 def chi_square_p(counts: dict[Hashable, int], probs: dict[Hashable, float]) -> float:
-    """The p-value of Pearson's chi-square test of ``counts`` against ``probs``; rare outcomes share a bin."""
+    """Returns the p-value of Pearson's chi-square test of ``counts`` against ``probs``; rare outcomes share a
+    bin.
+    """
     assert counts.keys() <= {key for key, chance in probs.items() if chance > 0}, "impossible outcomes"
     total = sum(counts.values())
     pairs = [(counts.get(key, 0), chance * total) for key, chance in probs.items() if chance > 0]
@@ -130,7 +132,7 @@ def chi_square_p(counts: dict[Hashable, int], probs: dict[Hashable, float]) -> f
 
 
 def _without(probs: Tensor, token: int) -> Tensor | None:
-    """The distribution ``[V]`` without ``token``, renormalised; None if nothing is left."""
+    """Returns the distribution ``[V]`` without ``token``, renormalised; None if nothing is left."""
     left = probs.clone()
     left[token] = 0
     total = left.sum()

@@ -67,7 +67,7 @@ class Case:
         return prompt_of(41, self.vocabulary)
 
     def generations(self, device: str = "cpu", **how: Any) -> Generations:
-        """The case's :class:`Generations`; ``how``: its other arguments."""
+        """Returns the case's :class:`Generations`; ``how``: its other arguments."""
         target = stranger(self.vocabulary, 0, self.layers)
         draft: Any
         if self.drafter is not None:
@@ -86,7 +86,7 @@ class Case:
         return made
 
     def distance(self, generations: Generations) -> float:
-        """Total variation between the generated distribution and the target's own."""
+        """Returns the total variation between the generated distribution and the target's own."""
         made = generations.distribution(self.to_probs, self.tokens, self.passes, self.plan)
         expected = target_distribution(generations.target, self.to_probs, self.prompt, self.tokens)
         return total_variation(made, expected)

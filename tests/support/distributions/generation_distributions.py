@@ -40,7 +40,7 @@ SMALL = {"gamma": 3, "rounds": 1, "budget": 8, "chunk": 2, "recent": 4, "sinks":
 
 
 def stranger(vocabulary: int, seed: int, layers: int = 1) -> PreTrainedModel:
-    """A tiny model; models of different seeds are unrelated."""
+    """Returns a tiny model; models of different seeds are unrelated."""
     return tiny(
         "llama",
         seed,
@@ -140,7 +140,7 @@ class Generations:
         passes: int | None = None,
         plan: Sequences[int | PassKind] = (),
     ) -> Distribution:
-        """The probability of each continuation of the prompt.
+        """Returns the probability of each continuation of the prompt.
 
         Args:
             to_probs: logits to probabilities.
@@ -155,7 +155,7 @@ class Generations:
         return probs if passes is None else self._extended(probs, to_probs, ending.max_new_tokens)
 
     def outcomes(self, run: Callable[[int], Sequences[Result]]) -> Iterator[tuple[Result, float]]:
-        """Result and probability of every possible run of ``run``.
+        """Returns result and probability of every possible run of ``run``.
 
         Args:
             run: does one run in each sequence of the batch and returns the results; only its argument's many
@@ -183,7 +183,7 @@ class Generations:
         passes: int | None = None,
         plan: Sequences[int | PassKind] = (),
     ) -> list[tuple[int, ...]]:
-        """The new tokens of each sequence, the first ``runs`` of which are used."""
+        """Returns the new tokens of each sequence, the first ``runs`` of which are used."""
         loop = DecodingLoop.over(self.program, to_probs, 0)
         if plan:
             kinds = cycle(
@@ -206,7 +206,7 @@ class Generations:
         return [tuple(sequence.new) for sequence in sequences]
 
     def _with_matches(self, kind: PassKind, loop: DecodingLoop) -> PassKind:
-        """A pass of a plan; all matched tokens are proposed where it verifies such."""
+        """Returns a pass of a plan; all matched tokens are proposed where it verifies such."""
         drafter = self.program.drafter
         if self.program.shapes[kind.shape].matched:
             assert isinstance(drafter, WithLookup)
@@ -255,7 +255,7 @@ def _cache_windows(drafter: TreeDrafter) -> None:
 def target_distribution(
     model: PreTrainedModel, to_probs: ProbsFromLogits, prompt: Sequences[int], count: int
 ) -> Distribution:
-    """The model's own distribution of the next ``count`` tokens, from plain forwards in float64."""
+    """Returns the model's own distribution of the next ``count`` tokens, from plain forwards in float64."""
     exact = copy.deepcopy(model).cpu().double()
     sequences, joint = torch.tensor([list(prompt)]), torch.ones(1, dtype=torch.float64)
     for _ in range(count):

@@ -145,12 +145,12 @@ def _as_speculators(
 
 
 def medusa(target: PreTrainedModel, tree: str, **how: Any) -> Medusa:
-    """Random heads for a target; ``how``: of :func:`medusa_folder`."""
+    """Returns random heads for a target; ``how``: of :func:`medusa_folder`."""
     with TemporaryDirectory() as folder:
         return Medusa(medusa_folder(Path(folder), target, **how), tree)
 
 
 def eagle(target: PreTrainedModel, tree: str, sinks: int = 1, window: int = 6, **how: Any) -> Eagle3:
-    """A random head for a target; ``how``: of :func:`eagle_folder`."""
+    """Returns a random head for a target; ``how``: of :func:`eagle_folder`."""
     with TemporaryDirectory() as folder:
         return Eagle3(eagle_folder(Path(folder), target, **how), tree, sinks, window)

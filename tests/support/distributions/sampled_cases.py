@@ -67,7 +67,7 @@ def with_warpers(warpers: Warpers) -> ProbsFromLogits:
 
 @cache
 def prepared(name: str) -> DecodingProgram:
-    """A program that holds the prompt's keys and values, for all tests of its kind."""
+    """Returns a program that holds the prompt's keys and values, for all tests of its kind."""
     levels, options = PROGRAMS[name]
     program = program_of(target(), stranger(3), levels, BATCH, max_seq_len=64, **{**SMALL, **options})
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ def prepared(name: str) -> DecodingProgram:
 @cache
 @torch.no_grad()
 def _logits(prompt: tuple[int, ...]) -> list[Tensor]:
-    """``[V^n, V]`` for n = 0, 1, 2 tokens after the prompt."""
+    """Returns ``[V^n, V]`` for n = 0, 1, 2 tokens after the prompt."""
     result = []
     for n in range(TOKENS):
         more = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * n).view(-1, n) if n else torch.empty(1, 0)
@@ -91,7 +91,7 @@ def _logits(prompt: tuple[int, ...]) -> list[Tensor]:
 def exact_distribution(
     warpers: Warpers, prompt: tuple[int, ...] = tuple(PROMPT)
 ) -> dict[tuple[int, ...], float]:
-    """The target's joint distribution of the next ``TOKENS`` tokens."""
+    """Returns the target's joint distribution of the next ``TOKENS`` tokens."""
     to_probs = with_warpers(warpers)
     joint = torch.ones(1, dtype=torch.float64)
     for logits in _logits(prompt):
@@ -103,7 +103,7 @@ def exact_distribution(
 
 
 def sampled(name: str, warpers: Warpers = PLAIN, seed: int = 0) -> tuple[float, list[LevelStats]]:
-    """The p-value of one batch's first ``TOKENS`` tokens, 0 if one has probability 0; statistics."""
+    """Returns the p-value of one batch's first ``TOKENS`` tokens, 0 if one has probability 0; statistics."""
     program = prepared(name)
     sequences, decoder = decoded(
         program, [PROMPT] * BATCH, [TOKENS] * BATCH, with_warpers(warpers), seed, again=True

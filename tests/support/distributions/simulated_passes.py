@@ -61,7 +61,7 @@ def simulated(
     tree: float | None = None,
     host: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[float, list[PassKind]]:
-    """Tokens per plain pass's time, and the kinds of the passes.
+    """Returns tokens per plain pass's time, and the kinds of the passes.
 
     The target accepts every token of a chain with one probability, which may change with the tokens made; the
     retrieval level accepts those of a tree with probability ``per_token``, the target itself with ``tree``,

@@ -59,7 +59,7 @@ class Simulation:
         return PassPolicy(passes, costs, None, learnt, held_back)
 
     def accepted(self, shape: DeviceTreeShape, made: int, rng: random.Random) -> list[tuple[int, int | None]]:
-        """Children offered and the accepted rank, None for none, at each depth that the path reached.
+        """Returns children offered and the accepted rank, None for none, at each depth that the path reached.
 
         Best-first trees have the topology that is best on average.
         """
@@ -83,7 +83,7 @@ class Simulation:
         return found
 
     def run(self, policy: PassPolicy, tokens: int, seed: int = 0) -> tuple[float, list[tuple[PassKind, int]]]:
-        """Tokens in the time of a plain pass, and each pass with the tokens that it yielded."""
+        """Returns tokens in the time of a plain pass, and each pass with the tokens that it yielded."""
         rng, made, time, passes = random.Random(seed), 0, 0.0, []
         while made < tokens:
             kind = policy.choose(tokens - made)
@@ -120,7 +120,9 @@ class Simulation:
         return min(made, tokens) / time, passes
 
     def rates(self, acceptance: ByRank) -> dict[tuple[int, int, int], float]:
-        """Expected tokens in the time of a plain pass, by levels, rounds and shape, if always chosen."""
+        """Returns the expected tokens in the time of a plain pass, by levels, rounds and shape, if always
+        chosen.
+        """
         found = {(1, 0, 0): 1.0}
         for n, (shape, costs) in enumerate(zip(self.shapes, self.costs, strict=True)):
             chances = path_lengths(shape, acceptance)
@@ -143,7 +145,7 @@ class Simulation:
 
 
 def topology(shape: DeviceTreeShape, acceptance: ByRank) -> list[dict[int, list[int]]]:
-    """The children of each node, by depth of their parents; nodes are numbered within their depth."""
+    """Returns the children of each node, by depth of their parents; nodes are numbered within their depth."""
     frontier, found = [1.0], []
     for depth, width in enumerate(shape.widths):
         by_rank = acceptance[min(depth, len(acceptance) - 1)]
@@ -162,7 +164,7 @@ def topology(shape: DeviceTreeShape, acceptance: ByRank) -> list[dict[int, list[
 
 
 def path_lengths(shape: DeviceTreeShape, acceptance: ByRank) -> list[float]:
-    """The probability of each number of accepted tokens."""
+    """Returns the probability of each number of accepted tokens."""
     reached, frontier = [1.0], {0: 1.0}
     for depth, children in enumerate(topology(shape, acceptance)):
         by_rank = acceptance[min(depth, len(acceptance) - 1)]

@@ -28,7 +28,9 @@ def depth_of(parents: list[list[int]]) -> int:
 
 
 def honest_tokens(parents: list[list[int]], q: Tensor, q_rows: Tensor, absent: float = 0.1) -> Tensor:
-    """Children drawn from their draft probs without replacement; some are absent, with all below them."""
+    """Returns children drawn from their draft probs without replacement; some are absent, with all below
+    them.
+    """
     most = min(len(parents[0]), q.shape[-1])
     scores, order = (q / torch.empty_like(q).exponential_()).topk(most, dim=-1)
     order = order.masked_fill(scores <= 0, -1).cpu()
@@ -57,7 +59,8 @@ def traversal(
     fixed: float = 0.0,
     both: float = 0.0,
 ) -> Problem:
-    """A random tree drawn from q; ``sharp`` scales the logits, ``likeness`` the part that p and q share.
+    """Returns a random tree drawn from q; ``sharp`` scales the logits, ``likeness`` the part that p and q
+    share.
 
     The children of a node are proposed deterministically with probability ``fixed``; of 1, q is empty.
     ``both`` is the part of the siblings after which all are deterministic.
@@ -91,7 +94,7 @@ def traversal(
 
 
 def greedy(batch: int, nodes: int, vocab: int, device: str, seed: int = 0) -> Problem:
-    """A random tree in which half of the nodes hold the target's argmax."""
+    """Returns a random tree in which half of the nodes hold the target's argmax."""
     rng = random.Random(seed)
     parents = [random_parents(nodes, rng) for _ in range(batch)]
     tokens = torch.randint(-1, vocab, (batch, nodes))
@@ -105,7 +108,7 @@ def greedy(batch: int, nodes: int, vocab: int, device: str, seed: int = 0) -> Pr
 
 
 def runner_up(batch: int, count: int, vocab: int, exponential: bool, device: str, seed: int = 0) -> Problem:
-    """Half of the tokens impossible; probs of one possible token, of none, of NaN, and with ties included."""
+    """Half of the tokens are impossible. Some probs have one possible token, none, NaN or ties."""
     torch.manual_seed(seed)
     probs = torch.rand(batch, count, vocab, device=device)
     probs = torch.where(torch.rand_like(probs) < 0.5, probs, 0.0 if exponential else -torch.inf)

@@ -44,7 +44,7 @@ def expansion(
     ties: bool = False,
     seed: int = 0,
 ) -> Problem:
-    """Peaked logits, some -inf; nodes with a single possible token, equal logits and NaN among them."""
+    """Returns peaked logits, some -inf; some nodes have one possible token, equal logits or NaN."""
     torch.manual_seed(seed)
     scores = torch.randn(batch, frontier, vocab, device=device) * 4
     scores = scores.round() if ties else scores
@@ -72,7 +72,7 @@ def expansion(
 def scattered(
     batch: int, frontier: int, vocab: int, count: int, exponential: bool, device: str, seed: int = 0
 ) -> Problem:
-    """Few tokens of equal logits, far apart, and -inf for all others: sums of exponentials are exact.
+    """Returns few equal logits, far apart, and -inf for the others, so sums of exponentials are exact.
 
     The noise takes four values only, so that the draws have ties too.
     """
@@ -113,7 +113,9 @@ def placement(
     first: int = 3,
     before: int = 5,
 ) -> Problem:
-    """A frontier after ``first`` older nodes; missing draws, path probabilities of 0, a sequence of NaN."""
+    """Returns a frontier after ``first`` older nodes; missing draws, path probabilities of 0, a sequence of
+    NaN.
+    """
     rng = random.Random(seed)
     torch.manual_seed(seed)
     vocab = 40

@@ -87,7 +87,9 @@ class Problem:
 
 
 def random_tree(size: int, order: str, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Ancestor mask bool ``[T, T]`` and depths ``[T]`` of a random tree, nodes depth- or breadth-first."""
+    """Returns the ancestor mask bool ``[T, T]`` and depths ``[T]`` of a random tree, nodes depth- or breadth-
+    first.
+    """
     children: list[list[int]] = [[] for _ in range(size)]
     for node in range(1, size):
         # Half of the nodes extend the newest path, so that trees are deep as well as wide.
@@ -107,7 +109,7 @@ def random_tree(size: int, order: str, rng: random.Random) -> tuple[Tensor, Tens
 
 
 def build(case: Case, device: str, seed: int = 0) -> Problem:
-    """Random tensors of a case; storage outside the sequences' KV slots is NaN."""
+    """Returns random tensors of a case; storage outside the sequences' KV slots is NaN."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     heads, scale = case.heads, 1.0
@@ -205,7 +207,7 @@ def _store(
 
 
 def exact_attention(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Plain attention, one sequence and one head at a time, every step in ``dtype``.
+    """Computes plain attention, one sequence and one head at a time, every step in ``dtype``.
 
     Returns:
         out ``[queries, H_q, D_v]`` and lse ``[queries, H_q]``.
@@ -238,7 +240,7 @@ def exact_attention(problem: Problem, dtype: torch.dtype = torch.float64) -> tup
 
 
 def error_ratio(results: Iterable[tuple[Problem, Tensor, Tensor]]) -> float:
-    """Largest error of out, or of lse, over torch's in the same dtype, of all problems together.
+    """Returns the largest error of out, or of lse, over torch's in the same dtype, of all problems together.
 
     At most ``ERROR_LIMIT`` passes; NaN counts as infinite. Errors are in half units in the last place of a
     problem's largest value. Torch's count as no less than 1: rounding an exact result costs that much.
@@ -258,7 +260,7 @@ def error_ratio(results: Iterable[tuple[Problem, Tensor, Tensor]]) -> float:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """A context in which ``torch.empty`` is filled with NaN, so that unwritten outputs are detected."""
+    """Fills ``torch.empty`` with NaN inside, so that unwritten outputs are detected."""
     plain = torch.empty
 
     def empty(*args, **kwargs):
@@ -275,7 +277,7 @@ def poisoned_memory() -> Iterator[None]:
 def run_case(
     case: Case, device: str, seeds: Sequence[int] = (0,), backend: AttentionBackend | None = None
 ) -> float:
-    """The largest error of one problem a seed over torch's; at most ``ERROR_LIMIT`` passes.
+    """Returns the largest error of one problem a seed over torch's; at most ``ERROR_LIMIT`` passes.
 
     ``backend``: by default the Triton kernels, with the case's tiles.
     """
@@ -294,7 +296,7 @@ def enough_seeds(case: Case, seed: int) -> list[int]:
 
 
 def first_visible(problem: Problem) -> FirstVisible | None:
-    """The first positions that queries see, as views compute them."""
+    """Returns the first positions that queries see, as views compute them."""
     if problem.first is None:
         return None
     parts = problem.first.int().split([size for _, size in problem.case.trees])

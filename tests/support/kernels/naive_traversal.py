@@ -71,7 +71,7 @@ def _proposed(child: int, node: int, tokens: Tensor, q: Tensor, q_rows: Tensor, 
 def _proposal(
     child: int, node: int, tokens: Tensor, q: Tensor, q_rows: Tensor, gone: list[int], like: Tensor
 ) -> Tensor:
-    """The distribution that ``child`` was drawn from, after the siblings of tokens ``gone``."""
+    """Returns the distribution that ``child`` was drawn from, after the siblings of tokens ``gone``."""
     if q_rows[node] < 0 or q_rows[child] == -2:
         return torch.zeros_like(like).index_fill(0, tokens[child], 1.0)
     draft = q[q_rows[node]].double()

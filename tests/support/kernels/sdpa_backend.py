@@ -63,7 +63,7 @@ class SdpaAttention:
 
 
 def _gathered(pages: Tensor, table: Tensor | None, b: int, positions: Tensor) -> Tensor:
-    """``[H_kv, n, D]``."""
+    """Returns ``[H_kv, n, D]``."""
     if table is None:
         return pages[b][:, positions]
     size, own = pages.shape[2], table[b].reshape(-1, table.shape[-1]).expand(pages.shape[1], -1)

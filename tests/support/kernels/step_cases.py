@@ -57,7 +57,7 @@ def agree(problem: Problem, ops: Any) -> None:
 
 
 def copy(x: Tensor) -> Tensor:
-    """A clone with x's strides, which ``clone`` keeps only for tensors without gaps between elements."""
+    """Returns a clone with x's strides, which ``clone`` keeps only without gaps between elements."""
     if x.is_contiguous():
         return x.clone()
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
@@ -79,7 +79,7 @@ def append(
     device: str,
     seed: int = 0,
 ) -> Problem:
-    """New keys and values in the layout of a linear layer; the last sequence exceeds the cache.
+    """Returns new keys and values in the layout of a linear layer; the last sequence exceeds the cache.
 
     ``dims``: of keys and values where they differ.
     """
@@ -104,7 +104,9 @@ def append_to_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
 
 
 def append_int8(problem: Problem) -> Problem:
-    """The same into caches in int8, for new vectors of different magnitudes, one of zeros, one with NaN."""
+    """Appends to caches in int8 new vectors of different magnitudes, one of zeros, one with
+    NaN.
+    """
     k_cache, v_cache, k, v, *rest = problem.args
     k, v = (t * 10 ** (6 * torch.rand_like(t[..., :1]) - 3) for t in (k, v))
     k[0, 0, 0], v[-1, -1, -1, 0] = 0, torch.nan
@@ -165,7 +167,7 @@ def means(
     seed: int = 0,
     variances: bool = False,
 ) -> Problem:
-    """Keys interleaved with values in one tensor; the first and last sequences are at the two ends."""
+    """Returns keys interleaved with values in one tensor; two sequences are at its two ends."""
     rng = random.Random(seed)
     places = size // chunk
     k = _randn(layers, 2, batch, heads, size, dim, dtype=dtype, device=device)[:, 0]

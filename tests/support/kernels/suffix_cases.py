@@ -15,7 +15,7 @@ EXPECTED = (0.3, 0.5, 0.7, 0.9, 0.97)
 
 
 def texts(batch: int, most: int, alphabet: int, seed: int) -> list[list[int]]:
-    """Random tokens, in every second text with copies of what came before."""
+    """Returns random tokens, in every second text with copies of what came before."""
     rng = random.Random(seed)
     made = []
     for b in range(batch):
@@ -29,7 +29,7 @@ def texts(batch: int, most: int, alphabet: int, seed: int) -> list[list[int]]:
 
 
 def buffers(sequences: list[list[int]], entries: int, device: str) -> tuple[Tensor, ...]:
-    """An empty table, tokens with others after the end of each sequence, n-gram lengths, powers."""
+    """Returns an empty table, tokens with others after the end of each sequence, n-gram lengths, powers."""
     width = max(map(len, sequences)) + 3
     tokens = torch.randint(3, (len(sequences), width))
     for row, sequence in zip(tokens, sequences, strict=True):
@@ -95,7 +95,9 @@ def _close(problem: Problem, made: list[Tensor], exact: list[Tensor]) -> None:
 def graft(
     batch: int, nodes: int, length: int, device: str, seed: int = 0, words: int | None = None
 ) -> Problem:
-    """A random tree of few different tokens, so that chains share paths with it, and a chain beside it."""
+    """Returns a random tree of few different tokens, so that chains share paths with it, and a chain beside
+    it.
+    """
     torch.manual_seed(seed)
     rng = random.Random(seed)
     parents = torch.tensor([random_parents(nodes, rng) for _ in range(batch)])

@@ -29,7 +29,7 @@ def require_triton() -> None:
 
 
 def step_kernels() -> SimpleNamespace:
-    """The Triton implementations of the step operators, by name."""
+    """Returns the Triton implementations of the step operators, by name."""
     require_triton()
     from triforce_tree.kernels.step import (
         accept_kernels,
@@ -52,7 +52,7 @@ def step_kernels() -> SimpleNamespace:
 
 
 def suffix_kernels() -> SimpleNamespace:
-    """The Triton implementations of the operators of suffix matching, by name."""
+    """Returns the Triton implementations of the operators of suffix matching, by name."""
     require_triton()
     from triforce_tree.kernels.suffix import graft_kernels, ngrams_kernels
 

@@ -65,7 +65,7 @@ def small_engine() -> Engine:
 
 
 def characters() -> PreTrainedTokenizerFast:
-    """A tokenizer of 64 characters."""
+    """Returns a tokenizer of 64 characters."""
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

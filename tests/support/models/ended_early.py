@@ -18,7 +18,7 @@ class LeftError(Exception):
 
 
 def some_error(draw: random.Random) -> BaseException:
-    """A callback's own error, Ctrl-C, or memory that runs out."""
+    """Returns a callback's error: its own, Ctrl-C, or memory that runs out."""
     return draw.choice([LeftError("nobody waits"), KeyboardInterrupt(), torch.OutOfMemoryError("short")])
 
 
@@ -62,7 +62,7 @@ class Wire(nn.Module):
 
 
 def wired(family: str) -> tuple[PreTrainedModel, Wire]:
-    """A tiny target, and what raises in the middle of its last layer."""
+    """Returns a tiny target, and what raises in the middle of its last layer."""
     target = tiny(family)
     mlp = target.model.layers[-1].mlp
     mlp.act_fn = Wire(mlp.act_fn)

@@ -200,18 +200,18 @@ FAMILIES_BEYOND: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def tiny(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random model of a family; the same seed gives the same weights."""
+    """Returns a random model of a family; the same seed gives the same weights."""
     config_name, model_name, own = {**FAMILIES, **FAMILIES_BY_LENGTH, **FAMILIES_BEYOND}[family]
     return build(config_name, model_name, seed, **{**_COMMON, **own, **overrides})
 
 
 def small(config_name: str, model_name: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A random model of any transformers class, of the same small sizes as the families."""
+    """Returns a random model of any transformers class, of the same small sizes as the families."""
     return build(config_name, model_name, seed, **{**_COMMON, **settings})
 
 
 def build(config_name: str, model_name: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A random model of any transformers class, with only the settings given."""
+    """Returns a random model of any transformers class, with only the settings given."""
     config = getattr(hf, config_name)(**settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -234,7 +234,7 @@ CAPPED: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def perturbed(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrainedModel:
-    """A copy with noise of relative size ``noise`` on its weights: a draft that is often accepted."""
+    """Returns a copy with noise of relative size ``noise`` on its weights: a draft that is often accepted."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -245,7 +245,7 @@ def perturbed(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrained
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int, **kwargs: Any) -> list[int]:
-    """The new tokens of greedy decoding by transformers."""
+    """Returns the new tokens of greedy decoding by transformers."""
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(ids, do_sample=False, max_new_tokens=new_tokens, **kwargs)
     return out[0, len(prompt) :].tolist()
@@ -272,7 +272,7 @@ def with_rounded_kv(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def prompt_of(length: int, vocab_size: int = VOCABULARY) -> list[int]:
-    """Random token ids, the same for the same length."""
+    """Returns random token ids, the same for the same length."""
     generator = torch.Generator().manual_seed(length)
     return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
@@ -306,5 +306,5 @@ SMALL_SETTINGS = {
 
 
 def without_tree(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings for prompt lookup, whose trees are its own."""
+    """Returns the settings for prompt lookup, whose trees are its own."""
     return {name: value for name, value in settings.items() if name != "tree"}

@@ -18,7 +18,7 @@ LONG = 122_880
 
 
 def extra_bytes(model: nn.Module) -> int:
-    """Bytes that a copy's replaced layers hold in addition to what they share with the original."""
+    """Returns bytes that a copy's replaced layers hold in addition to what they share with the original."""
     owned = [
         tensor
         for module in model.modules()

@@ -76,7 +76,7 @@ MULTIMODAL: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any], dict[
 
 
 def multimodal(name: str, seed: int = 0) -> PreTrainedModel:
-    """A random model; the same seed gives the same weights."""
+    """Returns a random model; the same seed gives the same weights."""
     config_name, model_name, family, text, vision, own = MULTIMODAL[name]
     settings = tiny(family, **text).config.to_diff_dict()
     config = getattr(hf, config_name)(

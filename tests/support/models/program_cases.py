@@ -80,7 +80,7 @@ def finished(
     endings: Sequences[Ending | int],
     again: bool = False,
 ) -> list[list[int]]:
-    """The new tokens of each prompt; ``again``: the prompts are in the cache already."""
+    """Returns the new tokens of each prompt; ``again``: the prompts are in the cache already."""
     sequences = sequences_of(prompts, endings)
     loop.begin(sequences, cached=again)
     for fresh in loop.decode():

@@ -107,7 +107,7 @@ RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def recurrent(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random model of a family; the same seed gives the same weights."""
+    """Returns a random model of a family; the same seed gives the same weights."""
     config, model, own = RECURRENT[family]
     settings = {"num_hidden_layers": 4, **own, **overrides}
     return small(f"{config}Config", f"{model}ForCausalLM", seed=seed, **settings)

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 def scripted(
     tokenizer: PreTrainedTokenizerBase, script: Sequence[int], eos_token_id: int | list[int] | None = None
 ) -> LlamaForCausalLM:
-    """A model whose greedy text goes through the script, whose tokens differ; its last token repeats itself.
+    """Returns a model whose greedy text goes through the script, whose tokens differ; its last token repeats
+    itself.
 
     Other tokens are unlikely, in an order of their own after each token.
     """

@@ -18,7 +18,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """The only file whose name begins so."""
+    """Returns the only file whose name begins so."""
     (path,) = folder.glob(f"{name}-*.safetensors")
     return path
 

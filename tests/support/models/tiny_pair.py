@@ -72,7 +72,7 @@ def make(folder: Path) -> TinyPair:
 
 
 def prompt(engine: Engine, length: int) -> list[int]:
-    """The first tokens of the text that the tokenizer was trained on."""
+    """Returns the first tokens of the text that the tokenizer was trained on."""
     assert engine.tokenizer is not None
     return token_ids(engine.tokenizer, pydoc_text()[:4000])[:length]
 

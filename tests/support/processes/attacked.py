@@ -29,7 +29,7 @@ _LOOPING = (
 
 
 def hostile_target(folder: Path) -> Path:
-    """The embedded target, with a template and a tokenizer that some messages do not end in."""
+    """Returns the embedded target, with a template and a tokenizer that some messages do not end in."""
     made = folder / "target"
     shutil.copytree(PAIR / "target", made)
     (made / "chat_template.jinja").write_text(_LOOPING + TEMPLATE)
@@ -77,7 +77,7 @@ class Process:
         self._process.wait()
 
     def memory(self) -> int:
-        """Bytes of its own and of the processes that it has started."""
+        """Returns bytes of its own and of the processes that it has started."""
         return sum(self._family().values()) * os.sysconf("SC_PAGE_SIZE")
 
     def kill_readers(self) -> None:
@@ -142,7 +142,7 @@ class Health:
         self._connection.close()
 
     def ask(self) -> float:
-        """Seconds until the answer."""
+        """Returns seconds until the answer."""
         began = time.monotonic()
         self._connection.request("GET", "/health")
         answer = self._connection.getresponse()
@@ -153,7 +153,7 @@ class Health:
 
 @contextmanager
 def asking(port: int) -> Iterator[list[float]]:
-    """Seconds that ``/health`` takes, asked all the while inside."""
+    """Inside, asks ``/health`` continually; yields the list of the seconds that it takes."""
     took: list[float] = []
     ended = threading.Event()
 

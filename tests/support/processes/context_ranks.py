@@ -49,13 +49,13 @@ def engine(family: str, **options: Any) -> Engine:
 
 
 def generated(made: Engine, **more: Any) -> list[int]:
-    """The new tokens of one generation."""
+    """Returns the new tokens of one generation."""
     out = made.generate(PROMPT, **{"max_new_tokens": NEW, "do_sample": False, **more})
     return out.sequences[0, len(PROMPT) :].tolist()
 
 
 def generations(context: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """Greedy and sampled tokens of some setups."""
+    """Returns greedy and sampled tokens of some setups."""
     result: dict[str, Any] = {}
     for name in names:
         family, options = SETUPS[name]
@@ -66,7 +66,7 @@ def generations(context: int, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def two() -> dict[str, Any]:
-    """Two ranks, every setup; what a pass communicates; a batch, a session, and a short prompt."""
+    """Runs two ranks: every setup, what a pass communicates, a batch, a session, and a short prompt."""
     result = generations(2, tuple(SETUPS))
     made = engine("llama-gqa", context_parallel=2, levels=2)
     batch = made.generate([PROMPT, PROMPT[:61], PROMPT[:3]], max_new_tokens=NEW, do_sample=False)
@@ -107,12 +107,14 @@ def two() -> dict[str, Any]:
 
 
 def three() -> dict[str, Any]:
-    """Three ranks: uneven parts, more ranks than KV heads, and layers with windows, which each has whole."""
+    """Runs three ranks: uneven parts, more ranks than KV heads, and layers with windows, which each has
+    whole.
+    """
     return generations(3, ("three levels", "one KV head", *WINDOWS))
 
 
 def four() -> dict[str, Any]:
-    """Four ranks: two parts of the text by two of the heads, windows in four parts of the text."""
+    """Runs four ranks: two parts of the text by two of the heads, windows in four parts of the text."""
     return generations(2, ("three levels", "two levels")) | generations(4, WINDOWS)
 
 
@@ -139,7 +141,7 @@ THREE = {
 
 
 def open_split() -> dict[str, Any]:
-    """Any number of ranks, and none says how they share a text: the ranks, and greedy tokens."""
+    """Runs ranks that are not told how to share a text; returns the ranks and greedy tokens."""
     result: dict[str, Any] = {}
     for name, (family, options) in OPEN.items():
         made = load_open(family, options)

@@ -4,5 +4,5 @@ import re
 
 
 def says(*words: object) -> str:
-    """A pattern for a message that holds all the words, in this order."""
+    """Returns a pattern for a message that holds all the words, in this order."""
     return ".*".join(re.escape(str(word)) for word in words)

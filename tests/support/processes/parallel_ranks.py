@@ -84,13 +84,13 @@ def _small(decided: MemoryPlan) -> MemoryPlan:
 
 
 def generated(parallel: Engine, **more: Any) -> list[int]:
-    """The new tokens of one generation."""
+    """Returns the new tokens of one generation."""
     out = parallel.generate(PROMPT, **{"max_new_tokens": NEW, "do_sample": False, **more})
     return out.sequences[0, len(PROMPT) :].tolist()
 
 
 def generations() -> dict[str, Any]:
-    """Greedy and sampled tokens of every setup."""
+    """Returns greedy and sampled tokens of every setup."""
     result: dict[str, Any] = {}
     for name, options in SETUPS.items():
         parallel = engine(**options)
@@ -123,7 +123,7 @@ def logits() -> dict[str, Any]:
 
 
 def communication() -> dict[str, Any]:
-    """The results of the collective operations."""
+    """Returns the results of the collective operations."""
     distributed.join("cpu")
     try:
         distributed.check_equal("numbers", RANK)
@@ -190,7 +190,7 @@ def decisions() -> dict[str, Any]:
 
 
 def graph() -> dict[str, Any]:
-    """The all-reduce operators in the graph of a compiled layer, and the error of its output."""
+    """Returns the all-reduce operators in the graph of a compiled layer, and the error of its output."""
     group = distributed.join("cpu")
     assert group is not None
     model = tiny("llama-gqa")
@@ -209,7 +209,9 @@ def graph() -> dict[str, Any]:
 
 
 def pair() -> dict[str, list[int]]:
-    """Greedy tokens of the embedded pair, inflated to a shape that two ranks can share; on GPUs if two."""
+    """Returns greedy tokens of the embedded pair, inflated to a shape that two ranks can share; on GPUs if
+    two.
+    """
     kind = "cuda" if torch.cuda.device_count() > 1 else "cpu"
     group = distributed.join(kind)
     device = group.device if group is not None else torch.device(kind)

@@ -28,7 +28,7 @@ class Ended(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a process that finds the package and ``tests``, and uses one core."""
+    """Returns the environment of a process that finds the package and ``tests``, and uses one core."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
@@ -47,7 +47,7 @@ class _Launcher:
         atexit.register(self.end)
 
     def run(self, job: dict[str, Any]) -> str:
-        """The answer, empty if the launcher has ended."""
+        """Returns the answer, empty if the launcher has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(job), file=self._process.stdin, flush=True)
