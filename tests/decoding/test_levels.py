@@ -104,7 +104,7 @@ def test_retrieved_chunks_are_those_that_the_root_attends_to_most(
         program.run(stage, generator)
     assert len(choices) == 2
     for layer, (q, limit, scale) in enumerate(choices):
-        keys, _ = program.store.layer(layer)
+        keys, _ = program.store.layers[layer].kv
         for b in range(3):
             candidates = int(limit[b])
             assert candidates == (int(program.state.length[b]) - 8) // 4 > 4
@@ -129,7 +129,7 @@ def test_level_1_sees_the_retrieved_chunks_and_the_recent_window(monkeypatch: py
     def picked(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: AttentionParams
     ) -> torch.Tensor:
-        keys, values = program.store.layer(layer)
+        keys, values = program.store.layers[layer].kv
         out = torch.empty(3, 1, 4, 8)
         for b in range(3):
             at, first = int(view.at[b]), 4 * int(view.boundary[b])

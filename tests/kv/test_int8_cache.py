@@ -52,7 +52,7 @@ def test_every_level_decodes_the_target_with_that_cache(family: str) -> None:
         assert tokens == expected(family), levels
         assert all(level.accepted for level in decoder.levels[1:]), levels
         for group in program.store.groups:
-            assert {part.dtype for part in group.kv} == {torch.int8}
+            assert {part.dtype for part in (group.k, group.v)} == {torch.int8}
             assert group.scales is not None
 
 

@@ -32,9 +32,9 @@ def test_a_change_makes_another(change: str) -> None:
     with target.active():
         assert target.running is kept
     CHANGES[change](target.model)
-    assert target.changed
+    assert target.changes.differs()
     target.refresh()
-    assert not target.changed
+    assert not target.changes.differs()
     with target.active():
         assert target.running is not kept
 

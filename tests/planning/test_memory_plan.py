@@ -297,7 +297,7 @@ def test_planned_bytes_of_layers_with_windows(prompt: int) -> None:
     assert sum(part.nbytes for part in cache.store.kv) == made.device["level 1: chunks and window"]
     full = made.device["resident KV"] + made.host["KV"]
     assert cache.host.resident_bytes + cache.host.host_bytes == full
-    allocated = sum(part.nbytes for group in cache.rings.groups for part in group.kv)
+    allocated = sum(part.nbytes for group in cache.rings.groups for part in (group.k, group.v))
     # Layers that need no ring are rounded to pages of another size.
     slack = sum(len(group.layers) * 128 * 64 * 2 for group in cache.rings.groups if not group.ring)
     assert 0 <= made.device["layers with windows"] - allocated + slack <= 2 * slack

@@ -9,7 +9,7 @@ from torch import Tensor
 from triforce_tree.branching.attention import PathAttention, TextAttention, attention_of
 from triforce_tree.branching.layout import Layout, Sizes
 from triforce_tree.branching.pages import KVPages
-from triforce_tree.kernels.attention.plan import KV, AttentionParams
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.models.attention import KVShape
 from triforce_tree.models.step_model import StepModel
 from triforce_tree.runtime.devices import pinned, sent
@@ -88,14 +88,12 @@ class TreeForward:
         self._logits = self._model(tokens[None], positions[None], self._attend)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        store = self._pages.store
-        for cached, new in zip(store.layer(layer), (k, v), strict=True):
+        slots = self._pages.store.layers[layer]
+        for cached, new in zip(slots.kv, (k, v), strict=True):
             cached[0].index_copy_(1, self._ids[2], new[0].to(cached.dtype))
-        number, place = store.place(layer)
-        group = store.groups[number]
         queries = q[0].transpose(0, 1)
         attend = self._attentions[_window(params)]
-        return attend(group.shape.heads, queries, KV(*group.paged(place)), params)[None]
+        return attend(slots.group.shape.heads, queries, slots.group.paged(slots.place), params)[None]
 
 
 def _window(layer: KVShape | AttentionParams) -> tuple[int, bool] | None:

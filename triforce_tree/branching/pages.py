@@ -94,5 +94,5 @@ class KVPages:
         """Copies the KV slots ``source`` of all layers to the slots ``target``, int64 ``[n]``."""
         old, new = (torch.from_numpy(slots).to(self.store.device) for slots in (source, target))
         for group in self.store.groups:
-            for slots in group.kv:
+            for slots in (group.k, group.v):
                 slots[:, 0].index_copy_(2, new, slots[:, 0].index_select(2, old))

@@ -42,7 +42,7 @@ class NodeCache(PromptCache):
             own = torch.from_numpy(node.slots(stop - count, stop, page)).to(k.device)
             self._places[count, visible] = own, _selection(node.path_slots(stop, visible, page), k.device)
         fresh, seen = self._places[count, visible]
-        cached = self.store.layer(layer)
+        cached = self.store.layers[layer].kv
         for slots, new in zip(cached, (k, v), strict=True):
             slots[0].index_copy_(1, fresh, new[0].to(slots.dtype))
         keys, values = (slots[:, :, seen] for slots in cached)

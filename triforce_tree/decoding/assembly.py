@@ -160,7 +160,7 @@ class Hierarchy:
             try:
                 yield
             finally:
-                self.target.settle()
+                self.target.changes.settle()
                 self._level_0.settle()
 
     def _refresh(self) -> None:
@@ -181,7 +181,7 @@ class Hierarchy:
     @property
     def changed(self) -> bool:
         """Returns whether one of the models has changed since the current call began."""
-        return self.target.changed or self._level_0.changed
+        return self.target.changes.differs() or self._level_0.changed
 
     @property
     def _revisions(self) -> tuple[int, int]:

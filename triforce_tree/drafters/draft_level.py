@@ -39,7 +39,9 @@ class DraftLevel:
         self.own = None if isinstance(draft, HFModel) else draft
         self.tokens, self._target, self._attached_to = tokens, target, target.revision
         kept: list[object] = [] if self.own is None else [*getattr(self.own, "__dict__", {}).values()]
-        self._modules = [Changes(module) for module in kept if isinstance(module, nn.Module)]
+        self._changes = [Changes(module) for module in kept if isinstance(module, nn.Module)]
+        if self.model is not None:
+            self._changes.append(self.model.changes)
         if self.own is not None:
             check_drafter(self.own, target)
         if self.model is not None and self.model.states is not None:
@@ -48,13 +50,12 @@ class DraftLevel:
     @property
     def revision(self) -> int:
         """A number that changes when the draft model, or a module that the drafter holds, has changed."""
-        models = [self.model.revision] if self.model is not None else []
-        return sum([*models, *(changes.revision for changes in self._modules)])
+        return sum(changes.revision for changes in self._changes)
 
     @property
     def changed(self) -> bool:
         """Whether the draft model or a module of the drafter has changed since the last :meth:`refresh`."""
-        return (self.model is not None and self.model.changed) or any(c.differs() for c in self._modules)
+        return any(changes.differs() for changes in self._changes)
 
     def refresh(self) -> None:
         """Updates ``revision`` after changes of the models, and reattaches the drafter to a changed target.
@@ -64,17 +65,16 @@ class DraftLevel:
         """
         if self.model is not None:
             self.model.refresh()
-        for changes in self._modules:
-            changes.refresh(lambda: None)
+        else:
+            for changes in self._changes:
+                changes.refresh(lambda: None)
         if self.own is not None and self._attached_to != self._target.revision:
             self.own.attach(self._target)
         self._attached_to = self._target.revision
 
     def settle(self) -> None:
-        """Must be called after forwards, see ``HFModel.settle``."""
-        if self.model is not None:
-            self.model.settle()
-        for changes in self._modules:
+        """Must be called after forwards, see ``Changes.settle``."""
+        for changes in self._changes:
             changes.settle()
 
     def with_trees(self, config: HierarchyConfig) -> HierarchyConfig:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_tree.models.attention import Attend
+from triforce_tree.models.running_forward import Attend
 
 # The logit of a target id that the draft lacks. Its probability is 0 in fp32. It is finite because the user's
 # logits processors may set the logits of all ids of the draft to -inf. If the other logits were -inf too, the

@@ -137,7 +137,8 @@ class TreeDrafter(Drafter):
         positions = torch.arange(first, end, device=ids.device)[None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
-            k, v = self.store.append(layer, b, first, k, v, how.window)
+            how = self.store.layers[layer].checked(how)
+            k, v = self.store.append(layer, b, first, k, v)
             out = windowed_attention(q, k, v, how, end - q.shape[2])
             return out.transpose(1, 2).contiguous()
 

@@ -111,6 +111,7 @@ class KVBackend:
             its place.
         fixed_passes: whether all passes are alike: trees of one shape, and one number of levels.
         transfers: whether passes copy keys and values to the device, whose seconds grow with the text.
+        least_prompt: fewest tokens of a prompt.
         pool_slots: KV slots of each head that all sequences share; 0 where each has slots of its own.
         closed: whether memory was given back, so that the backend cannot be used any more.
     """
@@ -120,6 +121,7 @@ class KVBackend:
     replaces = True
     reclaims = fixed_passes = transfers = closed = False
     pool_slots = 0
+    least_prompt = 1
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec, self.target, self.batch = spec, spec.target, spec.batch
@@ -135,11 +137,6 @@ class KVBackend:
             depths: of the T tokens in their tree.
         """
         raise NotImplementedError
-
-    @property
-    def least_prompt(self) -> int:
-        """Returns the fewest tokens of a prompt."""
-        return 1
 
     @property
     def bytes(self) -> int:
@@ -194,21 +191,16 @@ class KVBackend:
             ``starts``, or more where a prompt begins like one that was prefilled before it.
         """
         for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
-            self._prefill_one(b, prompt, start, run)
+            cache = self.prompt_cache(b, run.states, start)
+            prefill(self.target, cache, list(prompt[:-1]), self.chunk, run.progress, start, run.features)
+            self.store.fed(b, len(prompt) - 1)
+            if run.states is not None:
+                run.states.lengths[b] = len(prompt) - 1
+            self.cached.fed(b, prompt, start)
         return list(starts)
-
-    def _prefill_one(self, b: int, prompt: Sequence[int], start: int, run: PromptRun) -> None:
-        cache = self.prompt_cache(b, run.states, start)
-        prefill(self.target, cache, list(prompt[:-1]), self.chunk, run.progress, start, run.features)
-        self.store.fed(b, len(prompt) - 1)
-        if run.states is not None:
-            run.states.lengths[b] = len(prompt) - 1
-        self.cached.fed(b, prompt, start)
 
     def begin(self, lengths: Sequence[int]) -> None:
         """Continue all sequences after their first tokens, which the cache holds."""
-        if self.retrieval is not None:
-            self.retrieval.fill()
 
     def committed(self, counts: Sequence[int]) -> None:
         """Records how many tokens the last pass of the target added to each sequence."""
@@ -302,8 +294,8 @@ class KVBackend:
             slots[place, 0][:, group.slots_of(positions)] = part[:, part.shape[1] - kept :].to(slots.device)
 
     def _layer_of(self, layer: int) -> tuple[KVGroup, int]:
-        number, place = self.store.place(layer)
-        return self.store.groups[number], place
+        slots = self.store.layers[layer]
+        return slots.group, slots.place
 
     def restored(self, length: int) -> None:
         """All layers of the only sequence were stored by :meth:`set_layer`."""

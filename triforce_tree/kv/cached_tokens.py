@@ -61,12 +61,12 @@ class CachedTokens:
         self.keep(b, start)
         if start == self.whole[b]:
             self.whole[b] = (len(prompt) - 1) // self.chunk * self.chunk
-        self.held[b] = _but_last(prompt)
+        self.held[b] = list(prompt[:-1])
 
     def begin(self, b: int, prompt: Sequence[int]) -> None:
         """A sequence continues from a prompt all but the last token of which is in the cache."""
         self.keep(b, len(prompt) - 1)
-        self.held[b], self._roots[b] = _but_last(prompt), prompt[-1]
+        self.held[b], self._roots[b] = list(prompt[:-1]), prompt[-1]
 
     def grown(self, tokens: Sequence[Sequence[int]] | None) -> None:
         """A pass committed these tokens of each sequence; None where they are not known."""
@@ -102,19 +102,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -
     count = min(len(a), len(b)) if most is None else min(len(a), len(b), most)
     # Whole blocks are compared at once: a kept prefix may have 100,000 tokens.
     for start in range(0, count, _BLOCK):
-        one, other = (_listed(text[start : min(start + _BLOCK, count)]) for text in (a, b))
-        if one != other:
+        one, other = (text[start : min(start + _BLOCK, count)] for text in (a, b))
+        if list(one) != list(other):
             return start + next(i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
     return count
-
-
-def _but_last(prompt: Sequence[int]) -> list[int]:
-    """Returns a copy without the last token."""
-    tokens = list(prompt)
-    tokens.pop()
-    return tokens
-
-
-def _listed(tokens: Sequence[int]) -> list[int]:
-    """The same list, where it is one: a copy of 100,000 tokens takes as long as their comparison."""
-    return tokens if isinstance(tokens, list) else list(tokens)

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from triforce_tree.kv.backend import CacheSpec, KVBackend
 from triforce_tree.kv.cached_tokens import Reuse
-from triforce_tree.kv.exact_view import ExactView
 from triforce_tree.kv.kept_prefixes import Exchange, KeptPrefixes, Means, PrefixExchange
 from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.store import KVStore
@@ -51,12 +50,11 @@ class DeviceBackend(KVBackend):
         store.check_room(spec.batch, positions, scratch)
         self.store = store.in_pages(page)
         self.store.attention = spec.attention
-        self._view = ExactView if config.exact else TreeAttentionView
         self.retrieval = spec.retrieval(PagedRetrievalView, self.store)
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> TreeAttentionView:
         """See :class:`KVBackend`."""
-        return self._view(self.store, queries, mask=mask, depths=depths)
+        return TreeAttentionView(self.store, queries, mask=mask, depths=depths, exact=self.spec.config.exact)
 
     def gives(self, bits: int, prompts: Sequence[Sequence[int]], reuse: Reuse, pool: PoolSize | None) -> bool:
         """See :class:`KVBackend`."""

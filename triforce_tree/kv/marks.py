@@ -27,6 +27,8 @@ class Marks:
 
     def __init__(self, store: KVStore, states: RecurrentStates | None, batch: int) -> None:
         self._store, self._states = store, states
+        # Whether positions before the newest one are lost.
+        self._forgets = states is not None or any(group.ring for group in store.groups)
         self._copies: list[list[tuple[int, list[Tensor]]]] = [[] for _ in range(batch)]
 
     def start(self, b: int, length: int, copies: bool) -> int:
@@ -35,7 +37,7 @@ class Marks:
         Args:
             copies: whether copies count, too.
         """
-        if self._continues(b, length):
+        if not self._forgets or self._continues(b, length):
             return length
         return max((at for at, _ in self._copies[b] if at <= length and copies), default=0)
 
@@ -43,7 +45,7 @@ class Marks:
         """Lets sequence b continue from a length that :meth:`start` found, and drops later copies."""
         if not length:
             self._store.begin(b)
-        if length and not self._continues(b, length):
+        elif self._forgets and not self._continues(b, length):
             [parts] = [parts for at, parts in self._copies[b] if at == length]
             for own, copy in zip(self._parts(b), parts, strict=True):
                 own.copy_(copy)

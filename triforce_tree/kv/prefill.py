@@ -1,9 +1,9 @@
 """Prompts into the full cache, one sequence at a time, in chunks."""
 
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.attention.prefill import causal_attention
@@ -12,7 +12,7 @@ from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.model_copy import decoder_layers
-from triforce_tree.models.recurrent.running import ChunkPass
+from triforce_tree.models.running_forward import ChunkPass
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 
@@ -48,9 +48,8 @@ class PromptCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         stop = self.length + k.shape[2]
-        keys, values = self.store.append(layer, self.sequence, self.length, k, v, params.window)
-        # None where it hides nothing of any sequence.
-        params = replace(params, window=self.store.check(layer, params.window).shape.window)
+        params = self.store.layers[layer].checked(params)
+        keys, values = self.store.append(layer, self.sequence, self.length, k, v)
         # Layers that share another's keys may have been left with the last queries alone.
         return windowed_attention(q, keys, values, params, stop - q.shape[2]).transpose(1, 2)
 
@@ -119,9 +118,10 @@ def prefill(
     """
     if features is not None:
         features.begin(cache.sequence, start)
-    layers = features.layers if features is not None else ()
-    stack = decoder_layers(model.running) if layers else nn.ModuleList()
-    with hidden_states(model.running, stack, layers) as hidden:
+    reads: AbstractContextManager[dict[int, Tensor]] = nullcontext(dict[int, Tensor]())
+    if features is not None:
+        reads = hidden_states(model.running, decoder_layers(model.running), features.layers)
+    with reads as hidden:
         for first in range(start, len(tokens), chunk):
             part = tokens[first : first + chunk]
             model.forward(part, cache, last_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv.view import KVView
-from triforce_tree.models.recurrent.running import RecurrentPass, Rows, StateShapes
+from triforce_tree.models.running_forward import RecurrentPass, Rows, StateShapes
 
 
 class RecurrentStates:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels import step
-from triforce_tree.kernels.attention.backend import default
-from triforce_tree.kernels.attention.plan import Heads
+from triforce_tree.kernels.attention.backend import chosen
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads
 from triforce_tree.kernels.step.kv_slots import dequantized
 from triforce_tree.kv.window import ring_table
 from triforce_tree.models.attention import KVShape
@@ -56,33 +56,23 @@ class KVGroup:
         return self.k.shape[3]
 
     @property
-    def kv(self) -> tuple[Tensor, Tensor]:
-        """``k`` and ``v``."""
-        return self.k, self.v
-
-    @property
     def parts(self) -> tuple[Tensor, ...]:
         """All that is stored: ``k``, ``v`` and their scales, if there are any."""
-        return (*self.kv, *(self.scales or ()))
-
-    def scales_of(self, index: int) -> tuple[Tensor, Tensor] | None:
-        """Scales ``[B, H_kv, S, 1]`` of K and V of the group's layer ``index``."""
-        return None if self.scales is None else (self.scales[0][index], self.scales[1][index])
-
-    def paged_scales(self, index: int) -> tuple[Tensor, Tensor] | None:
-        """Scales as pages ``[pages, H_kv, page, 1]``, without a copy."""
-        if self.scales is None:
-            return None
-        return self._pages(self.scales[0][index]), self._pages(self.scales[1][index])
+        return (self.k, self.v, *(self.scales or ()))
 
     @property
     def pages_apart(self) -> int:
         """Pages from one sequence to the next; page p of sequence b is ``b * pages_apart + p``."""
         return self.shape.heads.kv * (self.slots // self.page)
 
-    def paged(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns K and V of the group's layer ``index`` as pages ``[pages, H_kv, page, D]``, uncopied."""
-        return self._pages(self.k[index]), self._pages(self.v[index])
+    def paged(self, place: int, table: Tensor | None = None) -> KV:
+        """Returns K and V of the group's layer ``place`` as pages ``[pages, H_kv, page, D]``, uncopied.
+
+        Args:
+            table: the pages of each sequence.
+        """
+        k, v, *scales = (self._pages(part[place]) for part in self.parts)
+        return KV(k, v, table, (scales[0], scales[1]) if scales else None)
 
     def _pages(self, slots: Tensor) -> Tensor:
         (batch, heads, _, dim), page = slots.shape, self.page
@@ -109,6 +99,44 @@ class KVGroup:
         return found
 
 
+class LayerSlots:
+    """The KV slots of one layer.
+
+    Args:
+        group: the group of the layer, and ``number`` its index in the store.
+        place: the layer's index in the group.
+        most_tokens: most committed tokens of a sequence.
+
+    Attributes:
+        layer: its index in the model.
+        kv: ``[B, H_kv, S, D]`` and ``[B, H_kv, S, D_v]``.
+        scales: of both, fp32 ``[B, H_kv, S, 1]``; None where they have none.
+        parts: all of these tensors.
+    """
+
+    def __init__(self, group: KVGroup, number: int, place: int, most_tokens: int) -> None:
+        self.group, self.number, self.place = group, number, place
+        self.layer, self.window, self.ring = group.layers[place], group.shape.window, group.ring
+        self.parts = k, v, *scales = tuple(part[place] for part in group.parts)
+        self.kv, self.scales = (k, v), (scales[0], scales[1]) if scales else None
+        self._most_tokens = most_tokens
+
+    def checked(self, params: AttentionParams) -> AttentionParams:
+        """Returns how the layer attends: without a window that hides no position of any sequence.
+
+        Raises:
+            RuntimeError: the KV slots were made for another window.
+        """
+        if params.window == self.window:
+            return params
+        if self.window is None and params.window is not None and params.window >= self._most_tokens:
+            return replace(params, window=None, chunked=False)
+        raise RuntimeError(
+            f"layer {self.layer} attends within a window of {params.window} positions, but its KV slots are "
+            f"for a window of {self.window}"
+        )
+
+
 class KVStore:
     """Stores K and V of B sequences.
 
@@ -125,6 +153,7 @@ class KVStore:
 
     Attributes:
         groups: by their first layers.
+        layers: the slots of each layer, by its index in the model.
         dtype: of new keys and values, and of queries.
         slots: KV slots of a sequence in layers without a window.
         attention: the backend of views that are made from now on, by default the device's.
@@ -145,14 +174,14 @@ class KVStore:
         self.bits = bits
         self.batch, self.page, self.scratch = batch, page, scratch
         self.slots = -(-slots // page) * page
-        self.device, self.dtype, self.attention = device, dtype, default(device)
+        self.device, self.dtype, self.attention = device, dtype, chosen("auto", device)
         # Most committed tokens: later slots are scratch.
         self._most_tokens = slots - (scratch or 0)
         members: dict[KVShape, list[int]] = {}
         for index, shape in enumerate(layers):
             if shape is not None:
-                window = self._effective_window(shape.window)
-                shape = replace(shape, window=window, chunked=shape.chunked and window is not None)
+                if shape.window is not None and shape.window >= self._most_tokens:
+                    shape = replace(shape, window=None, chunked=False)
                 members.setdefault(shape, []).append(index)
         rings = [self._ring(shape) for shape in members]
         sizes = [
@@ -179,15 +208,18 @@ class KVStore:
                 first, second = torch.empty(2, *k.shape[:-1], 1, device=device, dtype=torch.float32)
                 scales = first, second
             self.groups.append(KVGroup(tuple(indices), shape, k, v, unit, ring, table, scales))
-        self._places = {
-            layer: (number, index)
-            for number, group in enumerate(self.groups)
-            for index, layer in enumerate(group.layers)
-        }
+        self._set_layers()
         self._lengths = [0] * batch
         # Positions before it were not taken over from another store, in layers with a window.
         self._lost = [0] * batch
         self._initialised = False
+
+    def _set_layers(self) -> None:
+        self.layers = {
+            layer: LayerSlots(group, number, place, self._most_tokens)
+            for number, group in enumerate(self.groups)
+            for place, layer in enumerate(group.layers)
+        }
 
     def initialise(self, held: Sequence[int | None]) -> None:
         """Writes a finite value to every slot that may never have been written, at the first call only.
@@ -241,8 +273,7 @@ class KVStore:
         lost = 0
         for group in self.groups:
             for place, layer in enumerate(group.layers):
-                number, index = source.place(layer)
-                other = source.groups[number]
+                other, index = source.layers[layer].group, source.layers[layer].place
                 # All that passes have not overwritten: the text may be continued a little earlier, too.
                 rings = [(group, self), (other, source)]
                 kept = [own.ring - (store.scratch or 0) for own, store in rings if own.ring]
@@ -292,6 +323,7 @@ class KVStore:
         other = copy.copy(self)
         other.page = page
         other.groups = [g if g.ring else replace(g, page=page) for g in self.groups]
+        other._set_layers()
         return other
 
     def without_first(self, slots: int) -> "KVStore":
@@ -301,13 +333,14 @@ class KVStore:
         other = copy.copy(self)
         other.groups = [replace(g, k=g.k[..., slots:, :], v=g.v[..., slots:, :]) for g in self.groups]
         other.slots = self.slots - slots
+        other._set_layers()
         return other
 
     @property
     def kv(self) -> tuple[Tensor, Tensor]:
         """K and V, as in ``KVGroup``, of a store whose layers are all alike."""
         [group] = self.groups
-        return group.kv
+        return group.k, group.v
 
     @property
     def heads(self) -> Heads:
@@ -315,62 +348,27 @@ class KVStore:
         [group] = self.groups
         return group.shape.heads
 
-    def _effective_window(self, window: int | None) -> int | None:
-        """Returns the window, or None if it hides no position of any sequence."""
-        return None if window is None or window >= self._most_tokens else window
-
-    def check(self, layer: int, window: int | None) -> KVGroup:
-        """Returns the group of a layer that attends within ``window``.
-
-        Raises:
-            RuntimeError: its KV slots were made for another window.
-        """
-        group = self.groups[self._places[layer][0]]
-        if group.shape.window != self._effective_window(window):
-            raise RuntimeError(
-                f"layer {layer} attends within a window of {window} positions, but its KV slots are for a "
-                f"window of {group.shape.window}"
-            )
-        return group
-
-    def place(self, layer: int) -> tuple[int, int]:
-        """Returns the index of a layer's group, and the layer's index in it."""
-        return self._places[layer]
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns K ``[B, H_kv, S, D]`` and V ``[B, H_kv, S, D_v]``."""
-        number, place = self._places[index]
-        group = self.groups[number]
-        return group.k[place], group.v[place]
-
-    def scales(self, index: int) -> tuple[Tensor, Tensor] | None:
-        """Scales of K and V of a layer, ``[B, H_kv, S, 1]``; None where they have none."""
-        number, place = self._places[index]
-        return self.groups[number].scales_of(place)
-
     @property
     def nbytes(self) -> int:
         """Returns the bytes of all keys and values, and of their scales."""
         return sum(part.nbytes for group in self._memory_of for part in group.parts)
 
-    def append(
-        self, layer: int, b: int, start: int, k: Tensor, v: Tensor, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, b: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the next keys and values of one sequence, and return all that its new tokens may see.
 
         Args:
             start: position of the first of them.
             k, v: ``[1, H_kv, T, D]`` and ``[1, H_kv, T, D_v]``.
-            window: of the layer.
 
         Returns:
             ``[1, H_kv, S, D]`` and ``[1, H_kv, S, D_v]`` of the last S positions, the new ones included, as
             they are stored: in 8 bits the text must not depend on the size of chunks.
         """
-        group, count = self.check(layer, window), k.shape[2]
-        place, stop = self._places[layer][1], start + count
-        cached = [part[place, b : b + 1] for part in group.parts]
-        fresh = (k, v) if group.scales is None else in_int8(k, v)
+        own = self.layers[layer]
+        group, count = own.group, k.shape[2]
+        stop = start + count
+        cached = [part[b : b + 1] for part in own.parts]
+        fresh = (k, v) if own.scales is None else in_int8(k, v)
         if group.ring:
             assert group.shape.window is not None
             # Read the window's slots before the chunk overwrites them; of a long chunk only its end is kept.
@@ -387,7 +385,7 @@ class KVStore:
             for old, new in zip(cached, fresh, strict=True):
                 old[:, :, start:stop] = new
             seen = [old[:, :, :stop] for old in cached]
-        return as_numbers(seen, k.dtype)
+        return (seen[0], seen[1]) if own.scales is None else dequantised(seen, k.dtype)
 
     def move(self, index: Tensor, start: Tensor) -> None:
         """Moves slot ``start[b] + index[b, i]`` to ``start[b] + i`` in all layers; -1 moves nothing."""
@@ -445,9 +443,7 @@ def in_int8(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return (*stored, *scales)
 
 
-def as_numbers(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values in ``dtype`` of what is stored: keys, values and, in 8 bits, their scales."""
-    k, v, *scales = parts
-    if not scales:
-        return k, v
-    return dequantized(k, scales[0], dtype), dequantized(v, scales[1], dtype)
+def dequantised(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns keys and values in ``dtype`` of keys, values and their scales in 8 bits."""
+    k, v, k_scales, v_scales = parts
+    return dequantized(k, k_scales, dtype), dequantized(v, v_scales, dtype)

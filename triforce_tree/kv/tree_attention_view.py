@@ -5,7 +5,7 @@ accepted ones; the next forward overwrites the others.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -15,11 +15,29 @@ from torch import Tensor
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.backend import Attention
-from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, pack_mask, plan_trees
+from triforce_tree.kernels.attention.exact.attention import ExactTrees, check_sizes
+from triforce_tree.kernels.attention.plan import (
+    KV,
+    AttentionParams,
+    FirstVisible,
+    Heads,
+    pack_mask,
+    plan_trees,
+)
 from triforce_tree.kv.chunk_policy import BoundPolicy
-from triforce_tree.kv.store import KVGroup, KVStore
+from triforce_tree.kv.store import KVGroup, KVStore, LayerSlots
 from triforce_tree.kv.window import Window
 from triforce_tree.runtime.executor import Cuts
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Holds what every forward of a view uses in one layer."""
+
+    slots: LayerSlots
+    kv: KV
+    attention: Attention
+    first: FirstVisible | None
 
 
 class TreeAttentionView:
@@ -35,6 +53,7 @@ class TreeAttentionView:
         depths: position of each of the N tail tokens, counted from the tail's first. By default those of the
             mask's paths, or of a single token; where ``begin`` brings the mask and all of the tail is new,
             they are those of its paths.
+        exact: whether the bits of a query's results depend neither on other queries nor on the slots.
 
     Attributes:
         at: int64 ``[B]``, the first of the new slots.
@@ -58,8 +77,11 @@ class TreeAttentionView:
         tail: int | None = None,
         mask: Tensor | None = None,
         depths: Sequence[int] | None = None,
+        exact: bool = False,
     ) -> None:
         self.store = store
+        if exact:
+            check_sizes(store.device, queries, queries - 1 if depths is None else max(depths))
         tail = queries if tail is None else tail
         if depths is None:
             depths = _path_depths(queries, tail, mask)
@@ -78,7 +100,7 @@ class TreeAttentionView:
         for group in store.groups:
             heads, window = group.shape.heads, group.shape.window
             if heads not in by_heads:
-                by_heads[heads] = self._attention_of(heads, mask, group.k.dtype)
+                by_heads[heads] = self._attention_of(heads, mask, group.k.dtype, exact)
             kind = (window or 0, group.shape.chunked)
             if window is not None and kind not in self._windows:
                 if depths is None and tail > queries:
@@ -87,17 +109,20 @@ class TreeAttentionView:
                     )
                 self._windows[kind] = Window(window, depths, queries, batch, device, group.shape.chunked)
             attention = by_heads[heads]
-            if window is not None:
+            if window is not None and not exact:
                 masked = self._windows[kind].masked(self.mask)
                 attention = attention.over(replace(attention.plan, mask=masked))
             self._attentions.append(attention)
         self._first_layer = min((group.layers[0] for group in store.groups), default=0)
+        self._layers: dict[int, _Layer] = {}
 
-    def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Attention:
+    def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype, exact: bool) -> Attention:
         """Returns the attention of layers with such heads, over ``self.lengths`` and ``self.mask``."""
         batch, device, dtype = self.store.batch, self.store.device, self.store.dtype
         plan = plan_trees(heads, [mask] * batch, [0] * batch, device=device)
         plan = replace(plan, lengths=self.lengths, mask=self.mask)
+        if exact:
+            return ExactTrees(self.store.attention.exact, plan)
         return self.store.attention.trees(plan, dtype, kv_dtype, self._page)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
@@ -123,62 +148,44 @@ class TreeAttentionView:
         """
         self.at, self.lengths = at, lengths
         self._attentions = [each.over(replace(each.plan, lengths=lengths)) for each in self._attentions]
+        self._layers.clear()
 
     def move(self, index: Tensor) -> None:
         """Moves new token ``index[b, i]``, int64 ``[B, R]``, to the i-th new slot; -1 moves nothing."""
         self.store.move(index, self.at)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        number, place = self.store.place(layer)
-        self._write(layer, k, v, params)
-        group = self.store.groups[number]
-        window = self._windows.get((group.shape.window or 0, group.shape.chunked))
-        if group.ring:
-            kv = KV(*group.paged(place), group.table, group.paged_scales(place))
-        else:
-            kv = KV(*self.store.layer(layer), scales=group.scales_of(place))
-        return self._attend(q, kv, self._attentions[number], params, window)
+        own = self._layers.get(layer) or self._bound(layer)
+        params = self._append(own.slots, k, v, params)
+        batch, heads, queries, dim = q.shape
+        packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
+        return own.attention.run(packed, own.kv, params, own.first).view(batch, queries, heads, -1)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor, params: AttentionParams) -> None:
-        """Stores the new keys and values of one layer."""
-        if layer == self._first_layer:
+    def _append(self, slots: LayerSlots, k: Tensor, v: Tensor, params: AttentionParams) -> AttentionParams:
+        """Stores the new keys and values of one layer, and returns how it attends."""
+        params = slots.checked(params)
+        if slots.layer == self._first_layer:
             # Not in ``begin``: buffers given to ``follow`` may be filled as late as before the first layer.
             for window in self._windows.values():
                 window.update(self.lengths, self.mask)
-            for attention in self._all_attentions:
+            for attention in self._attentions:
                 attention.begin()
-        group = self.store.check(layer, params.window)
-        keys, values = self.store.layer(layer)
-        scales = self.store.scales(layer) or (None, None)
-        step.append_kv(keys, values, k, v, self.at, group.ring, *scales)
+        step.append_kv(*slots.kv, k, v, self.at, slots.ring, *(slots.scales or (None, None)))
+        return params
 
-    @property
-    def _all_attentions(self) -> Iterable[Attention]:
-        """Returns the attentions that the layers of a forward use."""
-        return self._attentions
+    def _bound(self, layer: int) -> _Layer:
+        """Returns what is used in the forwards of a layer, which stays the same from now on."""
+        slots = self.store.layers[layer]
+        window = self._windows.get((slots.window or 0, slots.group.shape.chunked))
+        first = window.first_visible if window is not None else None
+        self._layers[layer] = _Layer(slots, self._kv(slots), self._attentions[slots.number], first)
+        return self._layers[layer]
 
-    def _attend(
-        self,
-        q: Tensor,
-        kv: KV,
-        attention: Attention,
-        params: AttentionParams,
-        window: Window | None = None,
-    ) -> Tensor:
-        batch, heads, queries, dim = q.shape
-        packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
-        out = self._packed_attention(packed, kv, attention, params, window)
-        return out.view(batch, queries, heads, -1)
-
-    def _packed_attention(
-        self, q: Tensor, kv: KV, attention: Attention, params: AttentionParams, window: Window | None
-    ) -> Tensor:
-        """Returns the attention of packed queries ``[B * T, H_q, D]``: ``[B * T, H_q, D_v]``.
-
-        Args:
-            window: of the layer.
-        """
-        return attention.run(q, kv, params, window.first_visible if window is not None else None)
+    def _kv(self, slots: LayerSlots) -> KV:
+        """Returns the keys and values of a layer as its queries read them."""
+        if slots.ring:
+            return slots.group.paged(slots.place, slots.group.table)
+        return KV(*slots.kv, scales=slots.scales)
 
 
 def _path_depths(queries: int, tail: int, mask: Tensor | None) -> list[int] | None:
@@ -196,13 +203,11 @@ class _Retrieved:
         table: int32 ``[layers, B, H_kv, pages]``: the selected chunks, ascending, then the recent ones.
         means: ``[layers, B, H_kv, C, D]``, the mean key of every chunk; ``2 D`` with ``key_variance``.
         first_page: int32 ``[B, 1, 1]``, the first page of each sequence.
-        attention: over the slots of the table.
     """
 
     table: Tensor
     means: Tensor
     first_page: Tensor
-    attention: Attention
 
 
 class PagedRetrievalView(TreeAttentionView):
@@ -245,12 +250,20 @@ class PagedRetrievalView(TreeAttentionView):
         self._recent = torch.arange(recent, device=device)
         self._visible = torch.zeros_like(self.lengths)
         self.retrieved = [
-            None if group.shape.window is not None else self._retrieved(group, attention, self.slots + recent)
-            for group, attention in zip(store.groups, self._attentions, strict=True)
+            None if group.shape.window is not None else self._retrieved(group, self.slots + recent)
+            for group in store.groups
         ]
+        self._attend_to_tables()
         self.boundary = torch.zeros(store.batch, dtype=torch.int64, device=device)
 
-    def _retrieved(self, group: KVGroup, attention: Attention, pages: int) -> _Retrieved:
+    def _attend_to_tables(self) -> None:
+        """Lets the layers that retrieve attend to as many slots of their tables as are visible."""
+        for number, (attention, retrieved) in enumerate(zip(self._attentions, self.retrieved, strict=True)):
+            if retrieved is not None:
+                plan = replace(attention.plan, lengths=self._visible)
+                self._attentions[number] = attention.over(plan)
+
+    def _retrieved(self, group: KVGroup, pages: int) -> _Retrieved:
         layers, batch, heads, _, dim = group.k.shape
         device, size = group.k.device, (layers, batch, heads)
         columns = self.config.columns(dim)
@@ -258,7 +271,6 @@ class PagedRetrievalView(TreeAttentionView):
             table=torch.zeros(*size, pages, dtype=torch.int32, device=device),
             means=torch.zeros(*size, self.chunks, columns, device=device, dtype=self.store.dtype),
             first_page=(torch.arange(batch, device=device)[:, None, None] * group.pages_apart).int(),
-            attention=attention.over(replace(attention.plan, lengths=self._visible)),
         )
 
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
@@ -272,21 +284,8 @@ class PagedRetrievalView(TreeAttentionView):
         TreeAttentionView.__init__(other, self.store, queries, depths=depths)
         other.capturable = self.capturable
         other._visible = torch.zeros_like(self._visible)
-        other.retrieved = [
-            None
-            if own is None
-            else replace(own, attention=each.over(replace(each.plan, lengths=other._visible)))
-            for own, each in zip(self.retrieved, other._attentions, strict=True)
-        ]
+        other._attend_to_tables()
         return other
-
-    def fill(self) -> None:
-        """See :class:`RetrievalView`; nothing is copied."""
-
-    @property
-    def _all_attentions(self) -> Iterable[Attention]:
-        whole = zip(self._attentions, self.retrieved, strict=True)
-        return (own if retrieved is None else retrieved.attention for own, retrieved in whole)
 
     @property
     def chunks(self) -> int:
@@ -314,33 +313,37 @@ class PagedRetrievalView(TreeAttentionView):
         self._visible.copy_(start + (self.slots - self.boundary) * self.config.chunk)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        number, place = self.store.place(layer)
-        retrieved = self.retrieved[number]
-        if retrieved is None:
-            return super().__call__(layer, q, k, v, params)
-        table = retrieved.table[place]
         if self.refreshing:
-            select = self._policy(layer, lambda: self._keys(layer))
-            select(q[:, :, 0], retrieved.means[place], self.boundary, table, self.slots, params.scale)
-            self._to_pages(table[:, :, : self.slots], retrieved.first_page)
-        self._write(layer, k, v, params)
-        group = self._paged(number)
-        kv = KV(*group.paged(place), table, group.paged_scales(place))
-        return self._attend(q, kv, retrieved.attention, params)
+            slots = self.store.layers[layer]
+            retrieved = self.retrieved[slots.number]
+            if retrieved is not None:
+                table = retrieved.table[slots.place]
+                select = self._policy(layer, lambda: self._keys(slots))
+                means = retrieved.means[slots.place]
+                select(q[:, :, 0], means, self.boundary, table, self.slots, params.scale)
+                self._to_pages(table[:, :, : self.slots], retrieved.first_page)
+        return super().__call__(layer, q, k, v, params)
+
+    def _kv(self, slots: LayerSlots) -> KV:
+        retrieved = self.retrieved[slots.number]
+        if retrieved is None:
+            return super()._kv(slots)
+        return self._groups[slots.number].paged(slots.place, retrieved.table[slots.place])
 
     def _to_pages(self, chunks: Tensor, first_page: Tensor) -> None:
         """Replaces chunks of the sequences, int32 ``[..., B, H_kv, n]``, by their pages."""
         if self.store.batch > 1:
             chunks += first_page
 
-    def _paged(self, number: int) -> KVGroup:
-        """The group that pages are of."""
-        return self.store.groups[number]
+    @property
+    def _groups(self) -> list[KVGroup]:
+        """Returns the groups that have each page once."""
+        return self.store.groups
 
-    def _keys(self, layer: int) -> Tensor:
+    def _keys(self, slots: LayerSlots) -> Tensor:
         """Returns the layer's keys ``[B, H_kv, S, D]`` as numbers."""
-        keys, scales = self.store.layer(layer)[0], self.store.scales(layer)
-        return keys if scales is None else (keys * scales[0]).to(self.store.dtype)
+        keys = slots.kv[0]
+        return keys if slots.scales is None else (keys * slots.scales[0]).to(self.store.dtype)
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recomputes the mean keys of ``count`` chunks from chunk ``first[b]`` on, after a commit."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels.attention.plan import AttentionParams
-from triforce_tree.models.recurrent.running import RecurrentPass
+from triforce_tree.models.running_forward import RecurrentPass
 from triforce_tree.runtime.executor import Cuts
 
 
@@ -86,9 +86,6 @@ class RetrievalView(KVView, Protocol):
             queries: T.
             depths: of the T tokens in their tree.
         """
-
-    def fill(self) -> None:
-        """Prepares the view after a prefill or a rewind, before the first forward."""
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """Recompute the mean keys of chunks of the text; what lies beyond the KV slots is not read.

@@ -303,8 +303,7 @@ class _GuardCache(PromptCache):
 
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes keys and values ``[1, H_kv, prefix, D]`` of the prefix. A ring buffer keeps the newest."""
-        number, _ = self.store.place(layer)
-        self.store.append(layer, 0, 0, k, v, self.store.groups[number].shape.window)
+        self.store.append(layer, 0, 0, k, v)
 
     def positions(self, count: int) -> Tensor:
         positions = super().positions(count)

@@ -127,6 +127,9 @@ class Fingerprint:
         root: a model, or any module.
         moves: whether weights may move in memory, as streamed weights do.
         left_out: names of state that is not compared.
+
+    Attributes:
+        state: where state is kept.
     """
 
     def __init__(self, root: nn.Module, moves: bool = False, left_out: Collection[str] = ()) -> None:
@@ -136,7 +139,7 @@ class Fingerprint:
         # By identity: everything that was looked into.
         self._seen: dict[int, Any] = {}
         # Places of state, and all others.
-        self._state, self._others = _Places(), _Places()
+        self.state, self._others = _Places(), _Places()
         self._classes: set[type] = set()
         self._weights: dict[int, Tensor] = {}
         self._module("", root)
@@ -147,7 +150,7 @@ class Fingerprint:
         self._counted = [weight for weight in weights if not weight.is_inference()]
         self._views = _views(weights)
         self._addresses = [weight.data_ptr() for weight in self._with_memory]
-        self._state.note()
+        self.state.note()
         self._others.note()
         self.note_weights()
 
@@ -156,23 +159,15 @@ class Fingerprint:
         place.
         """
         addresses = [weight.data_ptr() for weight in self._with_memory]
-        return addresses == self._addresses and self._others.same() and self._state.same()
-
-    def same_state(self) -> bool:
-        """Returns whether :meth:`same` holds for state."""
-        return self._state.same()
-
-    def same_writes(self) -> bool:
-        """Returns whether no weight was changed in place, as far as torch counts this (it does not count
-        ``weight.data``).
-        """
-        return [weight._version for weight in self._counted] == self._writes
+        return addresses == self._addresses and self._others.same() and self.state.same()
 
     def same_weights(self) -> bool:
-        """Returns whether :meth:`same_writes` holds and a few elements of each weight have the same bits as
-        before.
+        """Returns whether no weight was changed in place.
+
+        Torch does not count changes by ``weight.data``, so a few elements of each weight are compared, too.
         """
-        return self.same_writes() and self._sampled() == self._samples
+        versions = [weight._version for weight in self._counted]
+        return versions == self._versions and self._sampled() == self._samples
 
     def again(self, left_out: Collection[str] = ()) -> "Fingerprint":
         """Returns a new record of the same module.
@@ -184,7 +179,7 @@ class Fingerprint:
 
     def note_weights(self) -> None:
         """Record the present values of the weights in place of the earlier ones."""
-        self._writes, self._samples = [weight._version for weight in self._counted], self._sampled()
+        self._versions, self._samples = [weight._version for weight in self._counted], self._sampled()
 
     def differences(self, later: "Fingerprint", left_out: Collection[str] = ()) -> dict[str, str]:
         """Returns the names of values that differ between the records, each with the name of the state it
@@ -214,7 +209,7 @@ class Fingerprint:
         self._values[name] = value, state
 
     def _places(self, state: str) -> _Places:
-        return self._state if state else self._others
+        return self.state if state else self._others
 
     def _module(self, name: str, module: nn.Module) -> None:
         """Record a module, the values of its attributes, and its class."""
@@ -307,7 +302,7 @@ class Fingerprint:
         if not isinstance(own, dict):
             return
         settings = isinstance(value, PreTrainedConfig)
-        places = self._others if settings else self._state
+        places = self._others if settings else self.state
         if any(f"{name}.{key}" in self._left_out for key in own):
             places.items += [(own, key) for key in own if f"{name}.{key}" not in self._left_out]
         else:
@@ -326,7 +321,7 @@ class Fingerprint:
             at = f"{name}: {key}"
             if at not in self._left_out:
                 value = _held(cell)
-                (self._state.unset_cells if value is _ABSENT else self._state.cells).append(cell)
+                (self.state.unset_cells if value is _ABSENT else self.state.cells).append(cell)
                 self._add(at, value, state or at, depth)
         if str(function.__globals__.get("__name__")).startswith(_COMMON):
             # It wraps a method, and reads what all models share, such as tables of their classes.
@@ -345,7 +340,7 @@ class Fingerprint:
                     self._note(f"{value.__name__}.{attribute}", own[attribute])
             elif at not in self._left_out:
                 looks = _looks_into(value, function)
-                (self._state if looks else self._others).items.append((function.__globals__, key))
+                (self.state if looks else self._others).items.append((function.__globals__, key))
                 if looks:
                     self._add(at, value, state or at, depth)
                 else:
@@ -473,7 +468,7 @@ class Changes:
 
     def differs(self) -> bool:
         """Returns whether the module has changed since :meth:`refresh`."""
-        if self._failed or not self._noticed.same_writes():
+        if self._failed or not self._noticed.same_weights():
             return True
         return not self._noticed.same() and bool(self._differences(self._noticed.again()))
 
@@ -503,7 +498,7 @@ class Changes:
 
     def settle(self) -> None:
         """Note which state the forwards have changed by themselves. Called after forwards."""
-        if self._failed or self._noticed.same_state():
+        if self._failed or self._noticed.state.same():
             return
         found = set(self._differences(self._noticed.again()).values()) - {""}
         self._own_state |= found & self._changing

@@ -14,26 +14,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_tree.kernels.device import explained
-from triforce_tree.models.attention import (
-    ATTENTION,
-    KVCache,
-    KVShape,
-    attending,
-    scales_queries,
-    take_over_query_scales,
-)
+from triforce_tree.models.attention import KVCache, KVShape, use_our_attention
 from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.host.linears import use_few_row_linears
 from triforce_tree.models.length_rope import LengthRope
-from triforce_tree.models.model_copy import shallow_copy
+from triforce_tree.models.model_copy import parameter_bytes, shallow_copy
 from triforce_tree.models.prefill.layers import PrefillLayers
 from triforce_tree.models.recorder import LayerCall, Recorder
 from triforce_tree.models.recurrent.limits import refuse_without_attention
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
-from triforce_tree.models.recurrent.running import running
+from triforce_tree.models.running_forward import running_forward
 from triforce_tree.models.supported import UnsupportedModelError, max_positions, refuse_unsupported
 from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.option_checks import check_positions
@@ -53,7 +46,12 @@ class HFModel:
         streamed: the weights of its layers, if they are kept in host memory.
 
     Attributes:
+        changes: notices changes of ``model``.
+        revision: differs after each change, except changes of weights in place. Copies must then be made
+            again.
+        weights_revision: differs after weights were changed in place. Copies share the weights.
         capturable: whether CUDA graphs can hold its forwards; None until tried.
+        parameter_bytes: of the weights.
         calls: how each layer with attention attends, by its index.
         kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
         states: shapes of the states of recurrent layers; None if there are none.
@@ -73,6 +71,11 @@ class HFModel:
                 f"{self.name} is no stack of decoder layers: its configuration has no num_hidden_layers"
             )
         self._sizes = _sizes(model)
+        self.dtype: torch.dtype = self._sizes["dtype"]
+        self.device: torch.device = self._sizes["device"]
+        self.vocab_size: int = self._sizes["vocabulary size"]
+        self.layers: int = self._sizes["number of layers"]
+        self.revision = self.weights_revision = 0
         self._copy: PreTrainedModel | None = None
         self._running: PreTrainedModel | None = None
         self._prefill_layers: PrefillLayers | None = None
@@ -82,12 +85,13 @@ class HFModel:
         refuse_unsupported(model)
         if quantisation(model) is not None:
             self._settle()
-        self._changes = Changes(model, moves=streamed is not None)
+        self.changes = Changes(model, moves=streamed is not None)
         self._read()
 
     def _read(self) -> None:
         """Find out how the model computes, as it is now."""
         self.max_positions = max_positions(self.model.config.get_text_config(decoder=True))
+        self.parameter_bytes = parameter_bytes(self.model)
         self._copy = self._prefill_layers = self.capturable = None
         self.codes: dict[CodeType, CodeType] = {}
         refuse_unsupported(self.model)
@@ -122,28 +126,8 @@ class HFModel:
             if compare is not None:
                 compare(self)
 
-        self._changes.refresh(renew)
-
-    def settle(self) -> None:
-        """Note which state of hooks the forwards have changed. Called after the forwards of a call."""
-        self._changes.settle()
-
-    @property
-    def changed(self) -> bool:
-        """Returns whether the model has changed since :meth:`refresh`."""
-        return self._changes.differs()
-
-    @property
-    def revision(self) -> int:
-        """Returns a number that differs after each change, except changes of weights in place. Copies must
-        then be made again.
-        """
-        return self._changes.revision
-
-    @property
-    def weights_revision(self) -> int:
-        """Returns a number that differs after weights were changed in place. Copies share the weights."""
-        return self._changes.weights
+        self.changes.refresh(renew)
+        self.revision, self.weights_revision = self.changes.revision, self.changes.weights
 
     def check_sizes(self) -> None:
         """Raise ValueError if the model now has another dtype, device or vocabulary, or other layers."""
@@ -154,27 +138,6 @@ class HFModel:
                     f"the {what} of {self.name} is {now[what]}, and was {size} when the engine was made; "
                     "make a new engine (triforce_tree.load, or another custom_generate)"
                 )
-
-    @property
-    def layers(self) -> int:
-        count: int = self._sizes["number of layers"]
-        return count
-
-    @property
-    def vocab_size(self) -> int:
-        """Returns the size of the vocabulary. Raises ValueError if the model now has another vocabulary."""
-        size: int = self._sizes["vocabulary size"]
-        if self.model.config.get_text_config(decoder=True).vocab_size != size:
-            self.check_sizes()
-        return size
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.get_input_embeddings().parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
 
     @property
     def learned_positions(self) -> int | None:
@@ -241,10 +204,8 @@ class HFModel:
     def _prepared(self) -> PreTrainedModel:
         """Returns a copy of the model that can run forwards."""
         copied = shallow_copy(self.model)
-        copied.set_attn_implementation(ATTENTION)
         copied.eval()
-        self._scales_queries = scales_queries(copied)
-        take_over_query_scales(copied)
+        self._scales_queries = use_our_attention(copied)
         if self.length_rope is not None:
             self.length_rope.attach(copied)
         attach(copied, in_chunks=True)
@@ -274,7 +235,7 @@ class HFModel:
         # The copy does not wait for the chunk before.
         ids = sent(torch.tensor([tokens], device="cpu"), self.device)
         positions = cache.positions(len(tokens)).to(self.device)[None]
-        with attending(cache.attend) as called, running(cache.recurrent):
+        with running_forward(cache.attend, states=cache.recurrent) as forward:
             out = self.running(
                 input_ids=ids,
                 position_ids=positions,
@@ -283,6 +244,7 @@ class HFModel:
                 **{CACHE: PassThrough()},
                 **({"triforce_positions": positions} if self._scales_queries else {}),
             )
+            called = forward.called
         if whole and len(called) != len(self.calls):
             missing, count = len(self.calls) - len(called), len(self.calls)
             raise RuntimeError(

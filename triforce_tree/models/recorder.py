@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import AttentionParams, Heads
 from triforce_tree.models.model_copy import listed_layers
-from triforce_tree.models.recurrent.running import ChunkPass, Rows, StateShapes
+from triforce_tree.models.running_forward import ChunkPass, Rows, StateShapes
 
 
 @dataclass(frozen=True)

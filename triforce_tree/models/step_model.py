@@ -16,15 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import AttentionParams
-from triforce_tree.models.attention import (
-    ATTENTION,
-    Attend,
-    attending,
-    keep_chunks,
-    running_attention,
-    scales_queries,
-    take_over_query_scales,
-)
+from triforce_tree.models.attention import use_our_attention
 from triforce_tree.models.exact.device import exact_copy
 from triforce_tree.models.exact.host import use_exact_modules
 from triforce_tree.models.experts.few_row import use_capturable_experts
@@ -41,7 +33,7 @@ from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy, with_own_code
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
-from triforce_tree.models.recurrent.running import RecurrentPass, running
+from triforce_tree.models.running_forward import Attend, RecurrentPass, running, running_forward
 from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.executor import free_memory
@@ -94,12 +86,10 @@ class StepModel:
         self._layers = range(text_config.num_hidden_layers) if layers is None else layers
         self.capturable = length_rope is None or not length_rope.waits_for_host
         self.hidden: dict[int, Tensor] = {}
-        self.model.set_attn_implementation(ATTENTION)
-        self.scales_queries = scales_queries(clone)
-        take_over_query_scales(clone)
-        keep_chunks(clone)
+        self.scales_queries = use_our_attention(clone)
         attach(self.model, in_chunks=False)
-        use_capturable_experts(self.model, next(self.model.parameters()).device)
+        self.device: torch.device = next(self.model.parameters()).device
+        use_capturable_experts(self.model, self.device)
         if length_rope is not None:
             length_rope.attach(self.model)
         self._recompile_limit: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -110,11 +100,6 @@ class StepModel:
                 layer.forward = _compiled(forward, fused_exactly if exact else fused)
         if features:
             keep_hidden(clone, decoder_layers(clone), features, self.hidden.__setitem__)
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
 
     @torch.no_grad()
     def __call__(
@@ -136,7 +121,7 @@ class StepModel:
         if self._max_positions is not None:
             positions = positions.clamp_max(self._max_positions - 1)
         # Set once for all layers: once per layer would take a quarter of the host time.
-        with attending(attend, self._layers), self._recompile_limit(), running(states):
+        with running_forward(attend, self._layers, states), self._recompile_limit():
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -276,7 +261,7 @@ def _compiled(forward: Callable[..., Any], backend: Callable[..., Any] = fused) 
         length = hidden.shape[1]
         # Longer inputs gain little.
         if not failed and length <= MOST_ROWS:
-            reached = running_attention.count
+            reached = running.count
             if length not in lengths:
                 lengths.add(length)
                 mark_lengths(length, (hidden, args, kwargs))
@@ -285,7 +270,7 @@ def _compiled(forward: Callable[..., Any], backend: Callable[..., Any] = fused) 
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                if running_attention.count != reached:
+                if running.count != reached:
                     # The layer has reached its attention, so this is not a compilation failure.
                     raise
                 failed = True

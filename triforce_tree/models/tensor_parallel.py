@@ -97,7 +97,7 @@ def agreed_logits(model: PreTrainedModel, logits: Tensor) -> Tensor:
     """Returns the same logits on all ranks, so that their decisions agree: gathered by the head, or else
     those of rank 0.
     """
-    if isinstance(model.get_output_embeddings(), VocabularyParallel):
+    if current() is None or isinstance(model.get_output_embeddings(), VocabularyParallel):
         return logits
     return broadcast_tensor(logits)
 

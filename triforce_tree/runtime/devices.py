@@ -50,7 +50,7 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a host tensor to ``device`` without waiting for the device's work."""
-    return pinned(tensor, device).to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _why_no_cuda() -> str | None:

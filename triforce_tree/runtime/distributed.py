@@ -320,6 +320,8 @@ def all_gather_object(value: T) -> list[T]:
 
 def agreed(values: Sequence[int]) -> list[int]:
     """Returns ``values``, in which each value that is not equal on all processes is replaced by 0."""
+    if _joined is None:
+        return list(values)
     gathered = all_gather_object(list(values))
     return [value if len(set(of_all)) == 1 else 0 for value, *of_all in zip(values, *gathered, strict=True)]
 

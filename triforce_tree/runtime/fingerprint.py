@@ -14,7 +14,7 @@ def shape_of(model: PreTrainedModel) -> str:
     """Returns a string of everything that decides a model's speed, such as family, sizes and dtype."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
-    parts = (
+    parts: tuple[str, ...] = (
         str(config.model_type),
         f"{config.num_hidden_layers}x{config.hidden_size}",
         f"{heads}q{getattr(config, 'num_key_value_heads', None) or heads}kv",
@@ -22,16 +22,11 @@ def shape_of(model: PreTrainedModel) -> str:
         f"v{config.vocab_size}",
         str(model.dtype).removeprefix("torch."),
     )
-    return "-".join(parts + _quantised(model))
-
-
-def _quantised(model: PreTrainedModel) -> tuple[str, ...]:
-    """Returns the quantisation method and the size of quantised weights; empty for plain weights."""
-    if not getattr(model, "is_quantized", False):
-        return ()
-    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
-    size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return str(getattr(method, "value", method or "quantised")), f"{size / 2**20:.0f}MiB"
+    if getattr(model, "is_quantized", False):
+        method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+        size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        parts += str(getattr(method, "value", method or "quantised")), f"{size / 2**20:.0f}MiB"
+    return "-".join(parts)
 
 
 def hardware(device: torch.device | None = None) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,19 +28,20 @@ _table_lock = threading.Lock()
 _table: WeakKeyDictionary[nn.Module, _ModelLock] = WeakKeyDictionary()
 
 
-def _lock_of(model: nn.Module) -> _ModelLock:
+def _locks_of(model: nn.Module, other: nn.Module | None) -> tuple[_ModelLock, _ModelLock]:
+    """Returns the locks of two models in the order of their numbers; twice the same one for one model."""
     with _table_lock:
-        if model not in _table:
-            _table[model] = _ModelLock(next(_numbers))
-        return _table[model]
+        locks = [_table.setdefault(m, _ModelLock(next(_numbers))) for m in (model, other or model)]
+    first, second = sorted(locks, key=attrgetter("number"))
+    return first, second
 
 
 @contextmanager
 def held(model: nn.Module, other: nn.Module | None = None) -> Iterator[None]:
     """Holds the locks of one or two models inside the context. The same thread may enter repeatedly."""
-    locks = sorted((_lock_of(m) for m in (model, other or model)), key=lambda lock: lock.number)
+    first, second = _locks_of(model, other)
     # One with statement instead of a loop, so that Ctrl-C cannot leave an acquired lock without release.
-    with locks[0].lock, locks[1].lock:
+    with first.lock, second.lock:
         yield
 
 
@@ -51,17 +53,15 @@ def generation(model: nn.Module, other: nn.Module | None = None) -> Iterator[Non
         RuntimeError: this thread is already generating with one of the models, so a callback of that
             generation has started this one.
     """
-    with held(model, other):
-        locks = [_lock_of(m) for m in (model, other or model)]
-        if any(lock.generating for lock in locks):
+    first, second = _locks_of(model, other)
+    with first.lock, second.lock:
+        if first.generating or second.generating:
             raise RuntimeError(
                 "a generation with these models is running, and one of its callbacks (streamer, stopping "
                 "criterion, logits processor, progress) called their engine; call it after the generation"
             )
         try:
-            for lock in locks:
-                lock.generating = True
+            first.generating = second.generating = True
             yield
         finally:
-            for lock in locks:
-                lock.generating = False
+            first.generating = second.generating = False

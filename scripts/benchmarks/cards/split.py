@@ -79,7 +79,7 @@ def fill(program: DecodingProgram) -> None:
     split = backend.slots if isinstance(backend, SplitBackend) else None
     for store in [program.store] if split is None else [split.part, split.whole]:
         for group in store.groups:
-            for slots in group.kv:
+            for slots in (group.k, group.v):
                 slots.normal_()
 
 
@@ -129,7 +129,7 @@ def passed_on(program: DecodingProgram, runs: int) -> Record:
     backend = program.cache.backend
     assert isinstance(backend, SplitBackend)
     split = backend.slots
-    layers = [split.part.layer(index) for index in range(program.target.layers) if split.splits(index)]
+    layers = [split.part.layers[index].kv for index in range(program.target.layers) if split.splits(index)]
     received = [torch.empty_like(part) for part in layers[0]]
     rank, size = dist.get_rank(), dist.get_world_size()
     following, before = (rank + 1) % size, (rank - 1) % size

@@ -29,7 +29,7 @@ def alias(store: KVStore, target: HFModel) -> StaticCache:
     for index, layer in enumerate(layers):
         # DLPack gives each tensor its own storage. With written views of one storage, torch.compile would
         # copy them or fail.
-        layer.keys, layer.values = map(from_dlpack, store.layer(index))
+        layer.keys, layer.values = map(from_dlpack, store.layers[index].kv)
         layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
         layer.cumulative_length = torch.zeros((), dtype=torch.int64, device=layer.device)
         layer.is_initialized = True
@@ -65,7 +65,7 @@ def static_decoding(
         for layer in layers:
             layer.cumulative_length.fill_(length)
         for group in store.groups:
-            for part in group.kv:
+            for part in (group.k, group.v):
                 part[..., length:, :] = 0
 
     def step(tokens: Tensor) -> Tensor:

@@ -71,7 +71,9 @@ def measure(engine: Engine, questions: list[list[int]], args: argparse.Namespace
     program = engine.last_program
     assert program is not None
     group = program.store.groups[0]
-    slots = program.store.memory.numel() // sum(t.shape[0] * t.shape[2] * t.shape[4] for t in group.kv)
+    slots = program.store.memory.numel() // sum(
+        t.shape[0] * t.shape[2] * t.shape[4] for t in (group.k, group.v)
+    )
     answers = [clients.answers[number] for number in range(len(questions))]
     return {
         "seconds": seconds, "decode_seconds": out.decode_seconds, "slots": slots,

@@ -13,7 +13,7 @@ from scripts.benchmarks.workloads import published
 from scripts.benchmarks.workloads.storage import Problem, in_pages, page_table
 from triforce_tree.bench.results import Record
 from triforce_tree.branching.layout import Sizes
-from triforce_tree.kernels.attention.backend import default
+from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.configs import config_for
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, plan_trees
@@ -64,7 +64,7 @@ def _sequences(
 ) -> Calls:
     nothing = [torch.ones(1, 0, dtype=torch.bool)] * len(lengths)
     plan = plan_trees(problem.heads, nothing, lengths, device=problem.device)
-    attention, params = default(problem.device).trees(plan, problem.dtype), AttentionParams(problem.scale)
+    attention, params = chosen("auto", problem.device).trees(plan, problem.dtype), AttentionParams(problem.scale)
     attention.begin()
     copies = range(problem.copies(positions))
     return [partial(attention.run, q, KV(*stored(seed), table), params) for seed in copies]
@@ -92,7 +92,7 @@ def flattened(problem: Problem, q: Tensor) -> Calls:
     plan = NodePlan(problem.heads, *_sizes(problem), device=device, dtype=dtype)
     plan.set(problem.layout.segments)
     table = page_table(problem.lengths, problem.page, device)
-    attention, params = default(device).segments(plan.plan, dtype), AttentionParams(problem.scale)
+    attention, params = chosen("auto", device).segments(plan.plan, dtype), AttentionParams(problem.scale)
 
     return _nodes(problem, lambda k, v: attention.run(q, KV(k, v, table), params))
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from tests.support.kernels import triton_ops
 from tests.support.kernels.triton_ops import DEVICE
 from triforce_tree.kernels.attention.exact import attention as exact
-from triforce_tree.kernels.attention.exact.attention import ExactAttention
+from triforce_tree.kernels.attention.exact.attention import MOST_DEPTH, ExactAttention
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, pack_mask
 from triforce_tree.kernels.cpu.fp32 import exact as fp32_exact
 from triforce_tree.kernels.cpu.fp32 import library
-from triforce_tree.kv.exact_view import MOST_DEPTH
 from triforce_tree.trees.ancestors import ancestor_mask
 
 pytestmark = [

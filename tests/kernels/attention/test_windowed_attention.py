@@ -122,7 +122,7 @@ def test_each_query_sees_its_window(
         oldest = length // window * window if chunked else max(0, length - window + 1)
         for position in range(oldest, length):
             slot = position % group.ring if group.ring else position
-            for slots, part in zip(group.kv, kv[b], strict=True):
+            for slots, part in zip((group.k, group.v), kv[b], strict=True):
                 slots[0, b, :, slot] = part[:, position]
     q = torch.randn(batch, heads.query, queries, heads.dim)
     new = [torch.stack([part[:, -queries:] for part in parts]) for parts in zip(*kv, strict=True)]
@@ -157,8 +157,8 @@ def test_an_accepted_path_is_moved_in_every_group(ops: str, monkeypatch: pytest.
     path = torch.tensor([[0, 2, 4, 5], [0, 1, -1, -1]])
     view.move(path)
     for layer in range(3):
-        for part, cached in enumerate(store.layer(layer)):
-            ring = store.groups[store.place(layer)[0]].ring or 10**6
+        for part, cached in enumerate(store.layers[layer].kv):
+            ring = store.layers[layer].group.ring or 10**6
             for b, start in enumerate(starts):
                 for i, node in enumerate(path[b].tolist()):
                     if node >= 0:

@@ -11,7 +11,7 @@ from tests.support.models.offloaded_cases import NEW, PIECE, PROMPTS, logits_of,
 from tests.support.models.program_cases import decoded
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.kernels.attention.backend import default
+from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
 from triforce_tree.kernels.cpu import offload_attention
 from triforce_tree.kernels.cpu.offload_attention import attend
@@ -64,7 +64,7 @@ def definition(heads: Heads, q: Tensor, kv: Tensor, scale: float) -> tuple[Tenso
     count = q.shape[0]
     plan = plan_trees(heads, [torch.ones(count, 0, dtype=torch.bool)], [kv.shape[0]], device=q.device)
     k, v = (part.transpose(0, 1)[None] for part in heads.split(kv))
-    return default(q.device).trees(plan, q.dtype).states(q, KV(k, v), AttentionParams(scale))
+    return chosen("auto", q.device).trees(plan, q.dtype).states(q, KV(k, v), AttentionParams(scale))
 
 
 def test_the_same_input_gives_the_same_bits() -> None:

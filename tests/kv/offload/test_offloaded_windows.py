@@ -45,7 +45,7 @@ def test_families(family: str) -> None:
         for layer, shape in enumerate(shapes):
             if shape.window is not None:
                 assert cache.host_layers[layer] is None
-                assert cache.rings.layer(layer)[0].shape[2] < cache.host.slots
+                assert cache.rings.layers[layer].kv[0].shape[2] < cache.host.slots
 
 
 @pytest.mark.parametrize("split", SPLITS)

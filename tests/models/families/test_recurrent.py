@@ -25,7 +25,7 @@ from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv import recurrent_states
 from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, TokenPass
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.recurrent.running import Rows
+from triforce_tree.models.running_forward import Rows
 from triforce_tree.models.step_model import step_model
 from triforce_tree.planning.memory_layout import Workload, on_device
 from triforce_tree.planning.memory_map import Machine, Sizes

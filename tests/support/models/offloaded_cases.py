@@ -96,5 +96,5 @@ class _StoreSink:
         return lambda: None
 
     def layer_done(self, layer: int, kv: Tensor) -> None:
-        for cached, new in zip(self.store.layer(layer), self.heads.split(kv), strict=True):
+        for cached, new in zip(self.store.layers[layer].kv, self.heads.split(kv), strict=True):
             cached[0, :, : kv.shape[0]] = new.transpose(0, 1)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from triforce_tree.decoding.prepared_stages import StageProgress
 from triforce_tree.decoding.program import DecodingProgram
@@ -24,7 +23,6 @@ from triforce_tree.drafters.base import Drafter
 from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.model_copy import parameter_bytes
 from triforce_tree.policy.costs import COPIED, CostTable, StageCosts, predicted
 from triforce_tree.policy.passes import StageSeconds
 from triforce_tree.runtime import distributed
@@ -162,7 +160,7 @@ def guessed(program: DecodingProgram, longest: int) -> StageCosts:
         longest: most tokens of context.
     """
     batch, target, shape = program.batch, program.target, program.shapes[0]
-    weights, element_bytes = parameter_bytes(target.model), program.store.memory.itemsize
+    weights, element_bytes = target.parameter_bytes, program.store.memory.itemsize
     bits = program.config.weight_bits if program.levels == 3 else 16
 
     def seconds(tokens: int, context: int, weights: float = weights) -> float:
@@ -176,7 +174,7 @@ def guessed(program: DecodingProgram, longest: int) -> StageCosts:
     if program.drafter is not None:
         model = getattr(program.drafter, "draft", None)
         if isinstance(model, HFModel):
-            forward = _seconds_of(model, parameter_bytes(model.model), batch * max(shape.widths, default=1))
+            forward = _seconds_of(model, model.parameter_bytes, batch * max(shape.widths, default=1))
         else:
             forward = _OWN_DRAFTER * plain[0]
         prepare, draft = forward, max(COPIED * plain[0], forward * drafted(program, 2, 1, 0)[0])
@@ -368,7 +366,7 @@ def settings_of(program: DecodingProgram, to_probs: ProbsFromLogits) -> dict[str
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "ranks": group.size if (group := distributed.current()) is not None else 1,
         "context_parallel": config.text_ranks,
-        "target": _model(program.target.model),
+        "target": _model(program.target),
         "drafter": _drafter(program.drafter),
         "sampling": DeviceProbs.kind(to_probs),
         "levels": program.levels,
@@ -424,10 +422,10 @@ def _drafter(drafter: Drafter | None) -> str | None:
     if drafter is None:
         return None
     model = getattr(drafter, "draft", None)
-    own = f", {_model(model.model)}" if isinstance(model, HFModel) else ""
+    own = f", {_model(model)}" if isinstance(model, HFModel) else ""
     return f"{type(drafter).__qualname__}{own}"
 
 
-def _model(model: PreTrainedModel) -> str:
+def _model(model: HFModel) -> str:
     """Returns the model's shape and bytes; the bytes distinguish quantised and sharded models."""
-    return f"{shape_of(model)}, {parameter_bytes(model)} bytes"
+    return f"{shape_of(model.model)}, {model.parameter_bytes} bytes"

@@ -219,14 +219,9 @@ def backend(name: str) -> AttentionBackend:
     return made()
 
 
-def default(device: torch.device) -> AttentionBackend:
-    """Returns the default backend of a device."""
-    return backend(_DEFAULTS.get(device.type, "cpu"))
-
-
 def chosen(name: str, device: torch.device) -> AttentionBackend:
-    """Returns the backend of this name, or the default of the device for "auto"."""
-    return default(device) if name == "auto" else backend(name)
+    """Returns the backend with this name; for "auto" the device's default."""
+    return backend(_DEFAULTS.get(device.type, "cpu") if name == "auto" else name)
 
 
 def refuse(

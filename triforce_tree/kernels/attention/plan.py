@@ -8,6 +8,7 @@ one per node, with the queries of its leaves in depth-first order, so that the q
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -39,11 +40,11 @@ class Heads:
                 "make the first a multiple of the second"
             )
 
-    @property
+    @cached_property
     def group(self) -> int:
         return self.query // self.kv
 
-    @property
+    @cached_property
     def row(self) -> int:
         """Returns the number of elements of the keys and values of one token, in all KV heads."""
         return self.kv * (self.dim + self.value_dim)

@@ -39,7 +39,7 @@ def causal_attention(
     Returns:
         ``[B, H_q, T, D_v]``.
     """
-    if window is None and flash_attn_4.offered(q, k, v):
+    if q.is_cuda and window is None and flash_attn_4.offered(q, k, v):
         own = partial(_causal, q, k, v, scale, None, softcap, sinks)
         return flash_attn_4.faster(own, q, k, v, scale=scale, softcap=softcap, sinks=sinks)
     return _causal(q, k, v, scale, window, softcap, sinks)
@@ -61,10 +61,11 @@ def _causal(
         return attention_in_blocks(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
     if k.shape[3] != v.shape[3]:
         return _of_equal_widths(q, k, v, scale, window)
-    if window is None and positions > queries and _cudnn_pays(q):
-        return _prefix_and_chunk(q, k, v, scale)
-    if window is None and positions > queries and _flash_on_host(q, k, v):
-        return _prefix_and_chunk_on_host(q, k, v, scale)
+    if window is None and positions > queries:
+        if q.is_cuda and _cudnn_pays(q):
+            return _prefix_and_chunk(q, k, v, scale)
+        if _flash_on_host(q, k, v):
+            return _prefix_and_chunk_on_host(q, k, v, scale)
     if window is not None and positions > window + queries:
         skip = positions - window - queries
         k, v, positions = k[:, :, skip:], v[:, :, skip:], positions - skip
@@ -81,7 +82,7 @@ def _cudnn_pays(q: Tensor) -> bool:
     On these GPUs cuDNN's attention without a mask has 1.9 times the speed of torch's flash attention. It
     makes a plan for every new shape, which takes 0.04 s. Chunks of few queries do not save this time.
     """
-    if not q.is_cuda or torch.version.hip is not None or q.shape[2] < _BLOCK or q.shape[3] % 8:
+    if torch.version.hip is not None or q.shape[2] < _BLOCK or q.shape[3] % 8:
         return False
     usable = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
     half = q.dtype in (torch.bfloat16, torch.float16)

@@ -82,7 +82,8 @@ class _Trees(_OnHost):
     """Attention with a plan from ``plan_trees``."""
 
     def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
-        return planned_attention(q, kv, self.plan, params, first)
+        out = fp32_attention(q, kv, self.plan, params, first)
+        return planned_attention(q, kv, self.plan, params, first) if out is None else out
 
     def states(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> State:
         outs, lses = [], []
@@ -167,9 +168,8 @@ def _kv(stored: list[Tensor], slots: slice) -> KV:
 
 def _state(q: Tensor, kv: KV, plan: Plan, params: AttentionParams) -> State:
     """Computes attention of one sequence by the C kernel if it supports it, else by the definition."""
-    if kv.scales is None:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        out = fp32_attention(q, kv, plan, params, lse=lse)
-        if out is not None:
-            return out, lse
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    out = fp32_attention(q, kv, plan, params, lse=lse)
+    if out is not None:
+        return out, lse
     return _Trees(plan).states(q, kv, params)

@@ -1,4 +1,4 @@
-"""Tree attention on the CPU, by the C kernel of ``fp32/attention.py`` or else by torch.
+"""Tree attention on the CPU by torch, for what the C kernel of ``fp32/attention.py`` does not serve.
 
 The torch version computes the same as ``reference.tree_attention``, but without the log-sum-exp. It applies
 the scale to the queries, calls one fused softmax, and multiplies head by head with oneDNN if torch has it.
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan
-from triforce_tree.kernels.cpu.fp32.attention import attention as fp32_attention
 from triforce_tree.kernels.step.kv_slots import dequantized
 
 # With fewer KV positions, one batched product for all heads is faster than a call per head. At 1,580
@@ -45,10 +44,6 @@ def planned_attention(
     Returns:
         ``[queries, H_q, D_v]``, for the queries in ``q``.
     """
-    if kv.scales is None:
-        out = fp32_attention(q, kv, plan, params, first)
-        if out is not None:
-            return out
     how: dict[str, Any] = {"scale": params.scale, "softcap": params.softcap, "sinks": params.sinks}
     outs = [
         tree_attention(*tensors, first=own, **how)[0].transpose(0, 1)

@@ -44,6 +44,7 @@ class OffloadedBackend(KVBackend):
         target, retrieval = spec.target, spec.config.retrieval
         if spec.config.kv_bits != 16:
             raise ValueError(f"kv_bits={spec.config.kv_bits} is for a cache on the device; {NO_OFFLOAD}")
+        self._gathered: GatheredRetrievalView | None = None
         recent = slots = page = 0
         if spec.levels == 3:
             recent, page = retrieval.recent, retrieval.chunk
@@ -53,18 +54,16 @@ class OffloadedBackend(KVBackend):
             retrieval.columns(target.heads.dim), settings, pinned,
         )  # fmt: skip
         self.store = self.cache.rings
+        self.least_prompt = least_prompt(spec.config, spec.levels, offloaded=True)
         if spec.levels == 3:
             shape = tree_shapes(spec.config)[0]
-            self.retrieval = GatheredRetrievalView(self.cache, shape.nodes, retrieval, shape.depths)
+            self.retrieval = self._gathered = GatheredRetrievalView(
+                self.cache, shape.nodes, retrieval, shape.depths
+            )
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> StreamedView:
         """See :class:`KVBackend`."""
         return StreamedView(self.cache, queries, mask, depths)
-
-    @property
-    def least_prompt(self) -> int:
-        """See :class:`KVBackend`."""
-        return least_prompt(self.spec.config, self.spec.levels, offloaded=True)
 
     @property
     def bytes(self) -> int:
@@ -91,7 +90,8 @@ class OffloadedBackend(KVBackend):
     def begin(self, lengths: Sequence[int]) -> None:
         """See :class:`KVBackend`."""
         self.cache.set_lengths(lengths)
-        super().begin(lengths)
+        if self._gathered is not None:
+            self._gathered.fill()
 
     def committed(self, counts: Sequence[int]) -> None:
         """See :class:`KVBackend`."""

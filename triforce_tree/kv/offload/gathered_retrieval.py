@@ -16,10 +16,11 @@ from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels import exchange, step
-from triforce_tree.kernels.attention.plan import KV, AttentionParams
+from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kv.chunk_policy import BoundPolicy
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.offload.offloaded_view import OffloadedView
+from triforce_tree.kv.tree_attention_view import TreeAttentionView
 
 _SELECTED_SHARE = 0.25
 """Chunks that one refresh selects, as a share of the slots: with half, a refresh takes 1.4 times as long, and
@@ -78,12 +79,9 @@ class GatheredRetrievalView(OffloadedView):
     def _attend_without_window(
         self, layer: int, host_layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     ) -> Tensor:
-        keys, values = self.store.layer(layer)
         if self.refreshing:
-            self._select(host_layer, q[:, :, 0], keys, values, params.scale)
-        self._write(layer, k, v, params)
-        [attention] = self._attentions
-        return self._attend(q, KV(keys, values), attention, params)
+            self._select(host_layer, q[:, :, 0], *self.store.layers[layer].kv, params.scale)
+        return TreeAttentionView.__call__(self, layer, q, k, v, params)
 
     def _select(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         host, copied = self.cache.host, self._copied[layer]

@@ -19,11 +19,10 @@ from triforce_tree.kernels.attention.prefill import causal_attention
 from triforce_tree.kv.offload.copy_stream import CopyEvent, CopyStream
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.kv.prefill import PromptCache
-from triforce_tree.models.attention import attending
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.model_copy import decoder_layers
-from triforce_tree.models.recurrent.running import ChunkPass, reached, running
+from triforce_tree.models.running_forward import ChunkPass, running_forward
 from triforce_tree.runtime.stats import Progress
 
 
@@ -287,7 +286,7 @@ def prefill_by_layers(
             model.forward(part, cache, last_only=True, whole=False)
     free: list[Callable[[], None]] = []
     reported = done = 0
-    numbers = 0, 0
+    numbers = after = 0, 0
     for layer, index in enumerate(sink.host_layers):
         # A layer with a window does not write to the buffer: the next one that does waits for the copies.
         waiting, free = (free, []) if index is not None else ([], free)
@@ -298,8 +297,9 @@ def prefill_by_layers(
                 waiting[number]()
             cache.length = start
             # Every chunk of a layer uses the same states.
-            with attending(cache.attend), running(cache.recurrent, numbers):
+            with running_forward(cache.attend, states=cache.recurrent, first=numbers) as forward:
                 hidden = calls.run(layer, number)
+                after = forward.convolutions, forward.recurrences
             stop = min(start + chunk, len(tokens))
             if keep is not None and layer in features:
                 keep(layer, start, hidden)
@@ -311,6 +311,6 @@ def prefill_by_layers(
             if progress and done // model.layers > reported:
                 progress(done // model.layers - reported)
                 reported = done // model.layers
-        numbers = reached()
+        numbers = after
         if index is not None and buffer is not None:
             sink.layer_done(index, buffer)

@@ -131,10 +131,9 @@ class StreamedView(OffloadedView):
         if self.cache.attention is not None:
             self._cuts.outside(partial(self._submit, host_layer, packed, params.scale))
         # The window alone is written by the forward.
-        self._write(layer, k, v, params)
-        keys, values = self.store.layer(layer)
-        [attention] = self._attentions
-        out, lse = attention.states(packed.flatten(0, 1), KV(keys, values), params)
+        own = self._layers.get(layer) or self._bound(layer)
+        params = self._append(own.slots, k, v, params)
+        out, lse = own.attention.states(packed.flatten(0, 1), own.kv, params)
         window = self._keep("out", out), self._keep("lse", lse)
         resident = [
             [

@@ -42,7 +42,7 @@ class SplitPromptCache(PromptCache):
         split, own = self._slots.split, slice(self.sequence, self.sequence + 1)
         before, after = split.count(self.length), split.count(self.length + count)
         mine = split.keeps(torch.arange(self.length, self.length + count, device=k.device))
-        keys, values = (cached[own] for cached in self._slots.part.layer(layer))
+        keys, values = (cached[own] for cached in self._slots.part.layers[layer].kv)
         keys[:, :, before:after] = k[:, :, mine]
         values[:, :, before:after] = v[:, :, mine]
         seen: list[tuple[Tensor, Tensor]] = []

@@ -10,36 +10,52 @@ from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels.attention.backend import Attention
-from triforce_tree.kernels.attention.plan import KV, AttentionParams
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan
 from triforce_tree.kernels.ranks import merged_over_ranks
 from triforce_tree.kv.parallel.split import SequenceSplit
 from triforce_tree.kv.parallel.store import SplitStore
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
-from triforce_tree.kv.window import Window
 from triforce_tree.runtime.executor import Cuts
 
 
+class _OverRanks:
+    """Attends to this rank's slots, and merges the results of all ranks."""
+
+    def __init__(self, own: Attention, split: SequenceSplit) -> None:
+        self._own, self._split, self.plan = own, split, own.plan
+
+    def over(self, plan: Plan) -> Self:
+        return type(self)(self._own.over(plan), self._split)
+
+    def begin(self) -> None:
+        self._own.begin()
+
+    def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
+        assert first is None, "layers with a window are not split"
+        if not self._split.has_tail:
+            params = replace(params, sinks=None)
+        return merged_over_ranks(*self._own.states(q, kv, params), self._split.group)
+
+    def states(
+        self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("results of all ranks are not merged with others")
+
+
 class _PartView(TreeAttentionView):
-    """A view of this rank's slots, whose layers have no window; its lengths count these slots alone."""
+    """Is a view of this rank's slots, whose layers have no window; its lengths count these slots alone."""
 
     split: SequenceSplit
 
     def on(self, split: SequenceSplit) -> None:
         """Attend as one of several ranks: all store the new tokens, and one sees them."""
         self.split = split
+        self._attentions = [_OverRanks(each, split) for each in self._attentions]
         if not split.has_tail:
             self.mask.zero_()
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         super().begin(self.split.counts(start), mask_words if self.split.has_tail else None)
-
-    def _packed_attention(
-        self, q: Tensor, kv: KV, attention: Attention, params: AttentionParams, window: Window | None
-    ) -> Tensor:
-        assert window is None, "layers with a window are not split"
-        if not self.split.has_tail:
-            params = replace(params, sinks=None)
-        return merged_over_ranks(*attention.states(q, kv, params), self.split.group)
 
 
 class _PartRetrievalView(_PartView, PagedRetrievalView):
@@ -134,9 +150,6 @@ class SplitRetrievalView(SplitView):
     def refresh(self, root: Tensor, committed: Tensor) -> None:
         """See :class:`RetrievalView`."""
         self._retrieval.refresh(self._split.counts(root), self._split.counts(committed))
-
-    def fill(self) -> None:
-        """See :class:`RetrievalView`; nothing is copied."""
 
     def beside(self, queries: int, depths: Sequence[int]) -> Self:
         """Returns this view for another number of new tokens, see :class:`PagedRetrievalView`."""

@@ -47,7 +47,7 @@ class PooledBackend(KVBackend):
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> KVView:
         """See :class:`KVBackend`."""
         if self.spec.config.exact:
-            return PooledExactView(self.store, queries, mask=mask, depths=depths)
+            return PooledExactView(self.store, queries, mask=mask, depths=depths, exact=True)
         return PooledView(self.store, queries, mask, depths)
 
     def share(self, pool: PoolSize | None) -> None:
@@ -115,7 +115,7 @@ class PooledBackend(KVBackend):
                 used[n] = max(start, self.cached.common(b, prompt, "chunks", newest))
                 if run.progress and used[n] > start:
                     run.progress(used[n] - start)
-            self._prefill_one(b, prompt, used[n], run)
+            super().prefill([prompt], b, [used[n]], run)
             self.pool.written(b)
         return used
 

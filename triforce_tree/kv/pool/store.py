@@ -11,7 +11,7 @@ from torch import Tensor
 from triforce_tree.kernels.attention.segments import PrefixPlan, PrefixSegment
 from triforce_tree.kv.backend import CacheSpec
 from triforce_tree.kv.pool.blocks import Run
-from triforce_tree.kv.store import KVGroup, KVStore, as_numbers, in_int8
+from triforce_tree.kv.store import KVGroup, KVStore, dequantised, in_int8
 
 DEPTH = 4
 """Fewest runs of shared slots that a sequence may begin with."""
@@ -50,6 +50,7 @@ class PooledStore(KVStore):
         self._lengths, self._lost = [0] * batch, [0] * batch
         self.whole = self.groups
         self.groups = [_for_each(group, batch) for group in self.whole]
+        self._set_layers()
         self.prefix, self.first = torch.zeros(2, batch, dtype=torch.int64, device=device)
         self.pages = torch.zeros(batch, self.slots // page, dtype=torch.int32, device=device)
         self._plans: WeakSet[PrefixPlan] = WeakSet()
@@ -120,26 +121,24 @@ class PooledStore(KVStore):
         """All that is stored, ``[layers, 1, H_kv, slots, D]``."""
         return [part for group in self.whole for part in group.parts]
 
-    def append(
-        self, layer: int, b: int, start: int, k: Tensor, v: Tensor, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, b: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`KVStore`.
 
         Queries after a prefix attend to one tensor, as those of a prompt alone do, so that they get the same
         bits: keys and values of the prefixes are copied for it, those of one layer at a time.
         """
-        own, (number, place), stop = self.check(layer, window), self._places[layer], start + k.shape[2]
+        own, stop = self.layers[layer], start + k.shape[2]
         fresh = (k, v) if own.scales is None else in_int8(k, v)
         written, read = self.runs(b, start, stop), self.runs(b, 0, stop)
         seen = []
-        for whole, new in zip(self.whole[number].parts, fresh, strict=True):
-            slots = whole[place]
+        for whole, new in zip(self.whole[own.number].parts, fresh, strict=True):
+            slots = whole[own.place]
             for run in written:
                 stored = slots[:, :, run.place : run.place + run.stop - run.start]
                 stored.copy_(new[:, :, run.start - start : run.stop - start])
             parts = [slots[:, :, run.place : run.place + run.stop - run.start] for run in read]
             seen.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0])
-        return as_numbers(seen, k.dtype)
+        return (seen[0], seen[1]) if own.scales is None else dequantised(seen, k.dtype)
 
     def copy_from(self, source: KVStore, b: int, run: Run) -> None:
         """Positions of sequence b of another store, whose sequences have slots of their own, go to a run."""

@@ -8,11 +8,10 @@ from torch import Tensor
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.backend import Attention
-from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads
+from triforce_tree.kernels.attention.plan import KV, Heads
 from triforce_tree.kernels.attention.segments import PrefixPlan
-from triforce_tree.kv.exact_view import ExactView
 from triforce_tree.kv.pool.store import PooledStore
-from triforce_tree.kv.store import KVGroup
+from triforce_tree.kv.store import KVGroup, LayerSlots
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 
 
@@ -40,7 +39,7 @@ class PooledView(TreeAttentionView):
         self._plans: list[PrefixPlan] = []
         super().__init__(store, queries, mask=mask, depths=depths)
 
-    def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype) -> Attention:
+    def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype, exact: bool) -> Attention:
         store = self.store
         self.lengths = self._all_lengths[: store.batch]
         plan = PrefixPlan(heads, mask, store.batch, store.depth, self._all_lengths, self.mask)
@@ -54,16 +53,14 @@ class PooledView(TreeAttentionView):
         super().begin((start - self.store.prefix).clamp_min_(0), mask_words)
         self.at.add_(self.store.first)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        number, place = self.store.place(layer)
-        self._write(layer, k, v, params)
-        group = self.store.whole[number]
-        kv = KV(group.k[place], group.v[place], scales=group.scales_of(place))
-        return self._attend(q, kv, self._attentions[number], params)
+    def _kv(self, slots: LayerSlots) -> KV:
+        group, place = self.store.whole[slots.number], slots.place
+        k, v, *scales = (part[place] for part in group.parts)
+        return KV(k, v, scales=(scales[0], scales[1]) if scales else None)
 
 
-class PooledExactView(ExactView):
-    """:class:`ExactView` over the pages of each sequence, in whatever slots they are."""
+class PooledExactView(TreeAttentionView):
+    """Attends exactly, over the pages of each sequence, in whatever slots they are."""
 
     store: PooledStore
 
@@ -72,11 +69,8 @@ class PooledExactView(ExactView):
         super().begin(start, mask_words)
         self.at.sub_(self.store.prefix).clamp_(min=0).add_(self.store.first)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        number, place = self.store.place(layer)
-        self._write(layer, k, v, params)
-        kv = KV(*self.store.whole[number].paged(place), self.store.pages)
-        return self._attend(q, kv, self._attentions[number], params)
+    def _kv(self, slots: LayerSlots) -> KV:
+        return self.store.whole[slots.number].paged(slots.place, self.store.pages)
 
 
 class PooledRetrievalView(PagedRetrievalView):
@@ -111,16 +105,16 @@ class PooledRetrievalView(PagedRetrievalView):
     def _to_pages(self, chunks: Tensor, first_page: Tensor) -> None:
         chunks.copy_(self.store.pages.view(-1)[chunks + self._first_in_pages])
 
-    def _paged(self, number: int) -> KVGroup:
-        return self.store.whole[number]
+    @property
+    def _groups(self) -> list[KVGroup]:
+        return self.store.whole
 
-    def _keys(self, layer: int) -> Tensor:
-        number, place = self.store.place(layer)
-        group = self.store.whole[number]
-        keys, scales = group.paged(place)[0], group.paged_scales(place)
-        own = self.store.pages.long()  # [B, pages]
-        found = keys[own] if scales is None else (keys[own] * scales[0][own]).to(self.store.dtype)
-        return found.transpose(1, 2).flatten(2, 3)  # of [B, pages, H_kv, page, D]
+    def _keys(self, slots: LayerSlots) -> Tensor:
+        pages, own = self.store.whole[slots.number].paged(slots.place), self.store.pages.long()  # [B, pages]
+        keys = pages.k[own]
+        if pages.scales is not None:
+            keys = (keys * pages.scales[0][own]).to(self.store.dtype)
+        return keys.transpose(1, 2).flatten(2, 3)  # of [B, pages, H_kv, page, D]
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
         """See :class:`PagedRetrievalView`."""

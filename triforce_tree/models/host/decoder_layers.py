@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.cpu.fp32.decoder import Norm, finish, project
 from triforce_tree.kernels.cpu.fp32.library import library
-from triforce_tree.models.attention import attending, running_attention
 from triforce_tree.models.host.layers import equal, gated_parts, norm_epsilon
 from triforce_tree.models.host.linears import FewRowMatrix, few_row_weight
 from triforce_tree.models.model_copy import hooked
+from triforce_tree.models.running_forward import running, running_forward
 
 _TRIED = 2, 3  # sequences and tokens
 # Factors of the norms' weights in trials: with the second, limits on queries, keys and values take effect.
@@ -117,7 +117,7 @@ def _tried(layer: nn.Module, parts: _Parts) -> AttentionParams | None:
 
     keywords = {"position_embeddings": (angles[0], angles[1]), "attention_mask": None}
     try:
-        with attending(attend, range(2)):
+        with running_forward(attend, range(2)):
             expected = type(layer).forward(layer, x, **keywords)
             if len(seen) != 1 or not isinstance(expected, Tensor):
                 return None
@@ -150,7 +150,7 @@ def _forward(
         return type(layer).forward(layer, x, *args, position_embeddings=position_embeddings, **keywords)
     dim = position_embeddings[0].shape[-1]  # type: ignore[index]
     heads = [t.view(*t.shape[:2], -1, dim).transpose(1, 2) for t in made]
-    attended = running_attention.next(heads[0], heads[1], heads[2], params).flatten(2)
+    attended = running.attention(heads[0], heads[1], heads[2], params).flatten(2)
     gate, up, down = (by.matrix() for by in parts.mlp)
     out = finish(attended.contiguous(), x, norms[1], parts.output.matrix(), gate, up, down)
     assert out is not None, "arguments that fitted before the attention fit after it"

@@ -120,7 +120,8 @@ class FewRowWeight:
         replaced.
         """
         weight = self._layer.weight
-        source = _state(weight)
+        # These differ after every change of the values, as far as torch counts changes.
+        source = weight.data_ptr(), -1 if weight.is_inference() else weight._version
         if self._matrix is None or source != self._made_from:
             copy = _in_16_bits(weight, source) if self._narrow else None
             bias = None if self._layer.bias is None else self._layer.bias.detach()
@@ -148,11 +149,6 @@ def _in_16_bits(weight: Tensor, state: tuple[int, int]) -> Tensor | None:
         _narrowed[weight] = found
     copy: Tensor | None = found[0]
     return copy
-
-
-def _state(weight: Tensor) -> tuple[int, int]:
-    """Returns numbers that differ after every change of a weight's values, as far as torch counts changes."""
-    return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
 
 def _linear(layer: nn.Linear, weight: FewRowMatrix | None, x: Tensor) -> Tensor:

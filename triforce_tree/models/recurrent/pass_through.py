@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from triforce_tree.models.recurrent.running import convolve
+from triforce_tree.models.running_forward import convolve
 
 # What forwards call their KV cache, as an argument and in what they return: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"

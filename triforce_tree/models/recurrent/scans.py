@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triforce_tree.models.recurrent.running import Rows, recur, recur_by
+from triforce_tree.models.running_forward import Rows, recur, recur_by
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
 _EPSILON = 1e-6

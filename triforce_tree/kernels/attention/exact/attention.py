@@ -1,13 +1,18 @@
-"""Arguments of exact attention, and its definition in plain torch."""
+"""Arguments of exact attention, its definition in plain torch, and its use in forwards."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention.plan import KV, AttentionParams, unpack_mask
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan, unpack_mask
+
+MOST_DEPTH = 64
+"""Deepest token of a tree: positions so near to a query may be in any slots."""
+MOST_ROWS = 128
+"""Most new tokens of a sequence on a GPU, as many as compiled layers take."""
 
 
 class Near(NamedTuple):
@@ -95,3 +100,54 @@ def _gathered(kv: Tensor, table: Tensor | None, b: int, slots: Tensor) -> Tensor
     pages = (own if own.ndim == 2 else own.expand(kv.shape[1], -1))[:, slots // page].long()
     heads = torch.arange(kv.shape[1], device=kv.device)[:, None]
     return kv[pages, heads, slots % page][None]
+
+
+def check_sizes(device: torch.device, queries: int, deepest: int) -> None:
+    """Raise ValueError if a tree is deeper than ``MOST_DEPTH``, or larger than ``MOST_ROWS`` on a GPU."""
+    if device.type == "cuda" and queries > MOST_ROWS:
+        raise ValueError(
+            f"exact=True verifies at most {MOST_ROWS} tokens at a time on a GPU, not {queries}; use a "
+            "smaller tree or gamma"
+        )
+    if deepest > MOST_DEPTH:
+        raise ValueError(
+            f"exact=True verifies at most {MOST_DEPTH} tokens in a line, not {deepest}; reduce "
+            "gamma, the depth of tree, or lookup, or give tail_tree=False"
+        )
+
+
+class ExactTrees:
+    """Is the ``Attention`` of one tree per sequence whose bits do not depend on other queries.
+
+    Windows are those of ``params``, and not in the plan's mask.
+
+    Args:
+        functions: ``AttentionBackend.exact``.
+        plan: from ``plan_trees``, of trees of one size whose tokens are all new.
+    """
+
+    def __init__(self, functions: Any, plan: Plan) -> None:
+        self._functions, self.plan = functions, plan
+        self._near: Near | None = None
+
+    def over(self, plan: Plan) -> Self:
+        return type(self)(self._functions, plan)
+
+    def begin(self) -> None:
+        self._near = None
+
+    def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
+        assert kv.scales is None, "8-bit keys and values are refused before"
+        batch = len(self.plan.lengths)
+        mask = self.plan.mask.view(batch, -1, self.plan.mask.shape[1])
+        if self._near is None:
+            self._near = self._functions.near(self.plan.lengths, mask, len(q) // batch)
+        out: Tensor = self._functions.attention(
+            ExactAttention(q, kv, params, self.plan.lengths, mask, self._near)
+        )
+        return out
+
+    def states(
+        self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("exact attention is not merged with attention to other slots")

@@ -21,11 +21,14 @@ def attention(
     first: FirstVisible | None = None,
     lse: Tensor | None = None,
 ) -> Tensor | None:
-    """Computes ``planned_attention`` without scales, or returns None if the C kernel does not support it.
+    """Computes attention with a plan from ``plan_trees``; None if the C kernel does not serve the arguments.
 
-    It supports fp32 keys and values, D_v a multiple of 16, and plans with equal numbers of queries of all
-    sequences. The output of a query does not depend on other queries, bit for bit. If ``lse`` is given, fp32
-    ``[queries, H_q]`` and dense, the log-sum-exp of each query is written to it.
+    It serves fp32 keys and values, the latter of a multiple of 16 elements, and plans with as many queries
+    for each sequence. The result of a query does not depend on the other queries, bit for bit.
+
+    Args:
+        q, kv, params, first: as for ``attention.backend.Attention.run``.
+        lse: fp32 ``[queries, H_q]`` and dense, is written with the log-sum-exp of each query if it is given.
     """
     k, v, table, _ = kv
     library, sinks = usable(q, k, v), params.sinks

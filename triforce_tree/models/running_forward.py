@@ -1,17 +1,37 @@
-"""The states that the recurrent layers of a running forward read and write.
+"""The forward that runs in a thread: its attention, and the states of its recurrent layers.
 
-Layers run in order, so a counter tells which state is meant: compiled layers share code. Operators hide the
-states from the compiler.
+They are no keywords of the forward, because some families' layers do not pass keywords on. Layers run in
+order, so a counter tells which one calls if a layer does not know its index: compiled layers share code.
+Operators hide the calls from the compiler.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from triforce_tree.kernels.attention.plan import AttentionParams
+
+ATTENTION = "triforce_tree"
+"""The attention implementation of copies of models that compute for us."""
+
+
+class Attend(Protocol):
+    """The attention function of one forward."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, /) -> Tensor:
+        """Store the new keys and values of ``layer``, and compute its attention.
+
+        Args:
+            q, k, v: ``[B, H_q, T, D]``, ``[B, H_kv, T, D]`` and ``[B, H_kv, T, D_v]``; q and k rotated.
+
+        Returns:
+            ``[B, T, H_q, D_v]``.
+        """
 
 
 @dataclass(frozen=True)
@@ -72,42 +92,80 @@ class ChunkPass(RecurrentPass, Protocol):
         """Keep the state ``[B, H, V, K]`` after the last token, which the model's own code has computed."""
 
 
-class _Running(threading.local):
+class RunningForward(threading.local):
+    """The forward that runs in this thread.
+
+    Attributes:
+        attend: computes the attention of a layer; None outside a forward.
+        layers: indices of the layers with attention, in their order, for compiled layers.
+        count: calls of ``attend`` so far.
+        called: the attention modules that have attended, by layer; compiled layers are not included.
+        states: the states of recurrent layers; None if there are none.
+        convolutions, recurrences: numbers of the next ones.
+    """
+
+    attend: Attend | None = None
+    layers: Sequence[int] = ()
+    count = 0
+    called: dict[int, nn.Module]
     states: RecurrentPass | None = None
-    convolutions = 0
-    recurrences = 0
+    convolutions = recurrences = 0
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, module: nn.Module | None = None
+    ) -> Tensor:
+        """Returns the attention of the next layer, see :class:`Attend`.
+
+        Args:
+            module: the attention module; None in a compiled layer.
+        """
+        if self.attend is None:
+            raise RuntimeError(
+                f"attention implementation {ATTENTION!r} was called outside triforce_tree; restore the "
+                "model with model.set_attn_implementation('sdpa')"
+            )
+        self.count += 1
+        if module is None:
+            return self.attend(self.layers[self.count - 1], q, k, v, params)
+        layer: Any = module.layer_idx
+        self.called[layer] = module
+        return self.attend(layer, q, k, v, params)
 
 
-_running = _Running()
+running = RunningForward()
 
 
 @contextmanager
-def running(states: RecurrentPass | None, first: tuple[int, int] = (0, 0)) -> Iterator[None]:
-    """Returns a context in which the recurrent layers of a forward use these states.
+def running_forward(
+    attend: Attend,
+    layers: Sequence[int] = (),
+    states: RecurrentPass | None = None,
+    first: tuple[int, int] = (0, 0),
+) -> Iterator[RunningForward]:
+    """Returns a context in which the layers of model copies call ``attend``, and use these recurrent states.
 
     Args:
         first: numbers of the next convolution and recurrence, for a forward that does not begin at layer 0.
     """
-    _running.states, (_running.convolutions, _running.recurrences) = states, first
+    own = vars(running)
+    before = dict(own)
+    own.update(
+        attend=attend, layers=layers, count=0, called={}, states=states,
+        convolutions=first[0], recurrences=first[1],
+    )  # fmt: skip
     try:
-        yield
+        yield running
     finally:
-        _running.states = None
-
-
-def reached() -> tuple[int, int]:
-    """Returns the numbers of the next convolution and recurrence, after the layers that ran last in
-    :func:`running`.
-    """
-    return _running.convolutions, _running.recurrences
+        own.clear()
+        own.update(before)
 
 
 def _states() -> RecurrentPass:
-    if _running.states is None:
+    if running.states is None:
         raise RuntimeError(
             "a recurrent layer ran without states; pass the forward a view or a cache that has them"
         )
-    return _running.states
+    return running.states
 
 
 def convolve(new: Tensor, columns: int) -> Tensor:
@@ -128,22 +186,22 @@ def recur_by(own: Callable[[Tensor | None], Tensor]) -> None:
 
     This is possible only in forwards over a :class:`ChunkPass`.
     """
-    number, states = _running.recurrences, cast(ChunkPass, _states())
-    _running.recurrences += 1
+    number, states = running.recurrences, cast(ChunkPass, _states())
+    running.recurrences += 1
     states.keep(number, own(states.state(number)))
 
 
 def _convolve_now(new: Tensor, columns: int) -> Tensor:
-    number = _running.convolutions
-    _running.convolutions += 1
+    number = running.convolutions
+    running.convolutions += 1
     return _states().convolve(number, new, columns)
 
 
 def _recur_now(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor | None, beta: Tensor | None
 ) -> Tensor:
-    number = _running.recurrences
-    _running.recurrences += 1
+    number = running.recurrences
+    running.recurrences += 1
     return _states().recur(number, Rows(q, k, v, decay, rates, beta))
 
 
