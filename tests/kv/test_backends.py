@@ -21,7 +21,7 @@ from triforce_tree.kv.backend import CacheSpec, KVBackend, PromptRun
 from triforce_tree.kv.choose import make_backend
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.parallel.backend import SplitBackend
-from triforce_tree.kv.parallel.split import SequenceSplit
+from triforce_tree.kv.parallel.store import SequenceSplit
 from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import step_model

@@ -7,8 +7,8 @@ from tests.support.models.program_cases import SMALL, draft_of
 from triforce_tree import load
 from triforce_tree.config import load_arguments
 from triforce_tree.kernels.cpu.fp32.library import library
+from triforce_tree.models import few_row
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.host import low_bits
 from triforce_tree.models.host.linears import Int8Linear
 from triforce_tree.planning import device_defaults
 from triforce_tree.planning.device_defaults import gains_from_few_bits
@@ -23,7 +23,7 @@ def test_what_gains_from_few_bits_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert not gains_from_few_bits(HFModel(model)), "its layers are small"
     monkeypatch.setattr(device_defaults, "_LEAST_LAYER_CPU", 1 << 10)
     assert gains_from_few_bits(HFModel(model))
-    monkeypatch.setattr(low_bits, "library", lambda: None)
+    monkeypatch.setattr(few_row, "library", lambda: None)
     assert not gains_from_few_bits(HFModel(model)), "nothing multiplies by them"
 
 

@@ -18,7 +18,7 @@ from tests.support.processes.processes import PATIENCE, ROOT, Ended, environment
 from triforce_tree import load
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.attention import prefill, reference
-from triforce_tree.kv.parallel.split import SequenceSplit
+from triforce_tree.kv.parallel.store import SequenceSplit
 from triforce_tree.runtime.distributed import Group
 
 CPU = torch.device("cpu")

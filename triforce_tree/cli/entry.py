@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from triforce_tree.cli.prompt import missing
-from triforce_tree.runtime.telling import shown, told
+from triforce_tree.runtime.progress_log import log_on_stderr, logged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if nowhere:
             return _failed("stdout is closed, and results go there; redirect it to a file or /dev/null", 2)
         check(args)
-        with shown():
+        with log_on_stderr():
             return _run(args)
     except KeyboardInterrupt:
         # Where Ctrl-C interrupts code in a string, as dataclasses run it, CPython sets a flag and later ends
@@ -70,7 +70,7 @@ def _open_closed_streams() -> None:
 
 def _run(args: argparse.Namespace) -> int:
     # These take seconds.
-    with told("importing torch and transformers"):
+    with logged("importing torch and transformers"):
         import torch
         from transformers.utils import logging as transformers_logging
 

@@ -24,15 +24,14 @@ from triforce_tree.kv.offload.offloaded_cache import one_shape
 from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.loading.load_guard import compare_at_load
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.recurrent.limits import within_limits
-from triforce_tree.models.settings import check_settings
+from triforce_tree.models.settings import check_settings, within_limits
 from triforce_tree.planning.device_defaults import ModelFacts
 from triforce_tree.planning.memory_layout import Workload, levels_of
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
 from triforce_tree.runtime.locks import generation, held
-from triforce_tree.runtime.telling import told
+from triforce_tree.runtime.progress_log import logged
 from triforce_tree.trees.device_shapes import least_prompt
 from triforce_tree.verify.sampling import ProbsFromLogits
 
@@ -87,7 +86,7 @@ class Hierarchy:
         # The program whose state a user's drafter is bound to, shared by all configurations as well.
         self._bound: list[weakref.ref[DecodingProgram]] = []
         check_settings(target, config)
-        with told("comparing the forward of a few tokens with transformers' own"):
+        with logged("comparing the forward of a few tokens with transformers' own"):
             self.guard = compare_at_load(target)
         self._made_of = self._revisions
         self._facts: tuple[object, ModelFacts] | None = None

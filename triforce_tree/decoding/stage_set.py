@@ -74,7 +74,7 @@ def tree_stages(program: Buffers, to_probs: DeviceProbs, shape: int) -> dict[str
     view = program.retrieval
     if view is not None and not program.shapes[shape].matched:
         if shape:
-            view = view.beside(nodes, draft.tree.depths.tolist())
+            view = view.resized(nodes, draft.tree.depths.tolist())
         verifier = Verifier(program.retrieval_model, to_probs, state, nodes, vocabulary)
         for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
             stages[name] = RetrievalVerifyStage(draft, verifier, view, program.runner_ups, choosing)

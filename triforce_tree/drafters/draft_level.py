@@ -12,7 +12,7 @@ from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.recurrent.limits import refuse_draft
+from triforce_tree.models.supported import refuse_draft
 from triforce_tree.trees.shapes import Lookup, chain_shape, parse_shape, with_chain
 
 

@@ -273,7 +273,7 @@ class PagedRetrievalView(TreeAttentionView):
             first_page=(torch.arange(batch, device=device)[:, None, None] * group.pages_apart).int(),
         )
 
-    def beside(self, queries: int, depths: Sequence[int]) -> Self:
+    def resized(self, queries: int, depths: Sequence[int]) -> Self:
         """Returns a view for another number of new tokens, with the same selection of chunks.
 
         Args:

@@ -79,7 +79,7 @@ class RetrievalView(KVView, Protocol):
             committed: int64 ``[B]``, tokens whose keys may be selected.
         """
 
-    def beside(self, queries: int, depths: Sequence[int]) -> Self:
+    def resized(self, queries: int, depths: Sequence[int]) -> Self:
         """Returns a view for another number of new tokens, with the same selection of chunks.
 
         Args:

@@ -29,7 +29,7 @@ from triforce_tree.planning.memory_map import tensor_bytes, weights_fit
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 from triforce_tree.runtime.distributed import Grid, local_size
-from triforce_tree.runtime.telling import told
+from triforce_tree.runtime.progress_log import logged
 
 _PEFT_MODELS = {"PeftModel", "PeftMixedModel", "BaseTuner"}
 PAIR = Path(__file__).parents[1] / "pair"
@@ -281,7 +281,7 @@ def load_tokenizer(source: str | Path, option: str = "tokenizer") -> PreTrainedT
         # transformers reads config.json for the tokenizer as well, so it is checked first.
         configuration(source)
     try:
-        with told(f"reading the tokenizer in {folder}"):
+        with logged(f"reading the tokenizer in {folder}"):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False
             )

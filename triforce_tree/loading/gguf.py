@@ -27,7 +27,7 @@ from triforce_tree.loading.gguf_header import tensor_count
 from triforce_tree.loading.model_files import check_sizes, skeleton
 from triforce_tree.loading.model_folder import in_one_line
 from triforce_tree.models.supported import attention_of
-from triforce_tree.runtime.telling import told
+from triforce_tree.runtime.progress_log import logged
 
 PACKAGE = "pip install 'triforce-tree[quant]', or gguf alone"
 # The smallest quantisation of GGUF has about 1.6 bits per weight, or 5 weights per byte.
@@ -50,7 +50,7 @@ def gguf_configuration(path: str | Path) -> PreTrainedConfig:
         if folder is not None:
             config = AutoConfig.from_pretrained(folder)
         else:
-            with parsed_once(), told(f"reading the configuration in {path}"):
+            with parsed_once(), logged(f"reading the configuration in {path}"):
                 config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # third-party code may raise anything on a file of unknown origin
         raise _unusable(path, "model", error) from error
@@ -93,7 +93,7 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         if folder is not None:
             return AutoTokenizer.from_pretrained(folder)
-        with parsed_once(), told(f"reading the tokenizer in {path}"):
+        with parsed_once(), logged(f"reading the tokenizer in {path}"):
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
             with suppress(ValueError):
                 # The configuration is needed next. Here it is stored in the cache while the parsed file is

@@ -19,7 +19,7 @@ from pathlib import Path
 from triforce_tree.runtime.files.digests import digest_of
 from triforce_tree.runtime.files.json_files import read_json
 from triforce_tree.runtime.files.user_folders import user_cache
-from triforce_tree.runtime.telling import LOG, told
+from triforce_tree.runtime.progress_log import LOG, logged
 
 CONFIG, TOKENIZER = "config", "tokenizer"
 # This file of every entry has the digests of its other files.
@@ -47,7 +47,7 @@ def kept(path: Path, kind: str) -> Path | None:
     except (OSError, RuntimeError) as error:  # no rights, or no home folder
         _warn_once(path.name, None, str(error))
         return None
-    with told(f"comparing {folder} with its digests"):
+    with logged(f"comparing {folder} with its digests"):
         damaged = _damaged(folder)
     if damaged is None:
         return folder
@@ -78,7 +78,7 @@ def keep(path: Path, kind: str, size: int, write: Callable[[Path], object]) -> P
             raise OSError(f"{free / 1e9:.1f} GB are free, {wanted / 1e9:.1f} GB are needed")
         part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".part-"))
         try:
-            with told(f"keeping the unpacked {kind} of {path.name} in {folder}"):
+            with logged(f"keeping the unpacked {kind} of {path.name} in {folder}"):
                 write(part)
                 digests = {each.name: digest_of(each) for each in sorted(part.iterdir())}
             (part / _CONTENTS).write_text(json.dumps(digests) + "\n", encoding="utf-8")
@@ -119,7 +119,7 @@ def _entry(path: Path, kind: str) -> Path:
 
 @lru_cache(maxsize=64)
 def _digest(path: Path, *_: int) -> str:
-    with told(f"reading {path} for its digest"):
+    with logged(f"reading {path} for its digest"):
         return digest_of(path)
 
 

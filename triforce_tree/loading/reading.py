@@ -22,7 +22,7 @@ from triforce_tree.loading.model_folder import in_one_line
 from triforce_tree.models.model_copy import text_decoder
 from triforce_tree.option_checks import DTYPE_NAMES
 from triforce_tree.runtime import distributed
-from triforce_tree.runtime.telling import told
+from triforce_tree.runtime.progress_log import logged
 
 # Packages by quantisation method. transformers reports only the first one that is missing.
 _PACKAGES = {
@@ -123,7 +123,7 @@ class ModelFiles:
         what = "unpacking" if packed else "reading"
         try:
             with (
-                told(f"{what} the weights of {self.source} ({self.bytes / 1e9:.1f} GB) to {device}"),
+                logged(f"{what} the weights of {self.source} ({self.bytes / 1e9:.1f} GB) to {device}"),
                 parsed_once() if packed else nullcontext(),
             ):
                 # from_pretrained is typed to return a model; with output_loading_info it returns a pair.

@@ -23,11 +23,15 @@ from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import parameter_bytes, shallow_copy
 from triforce_tree.models.prefill.layers import PrefillLayers
 from triforce_tree.models.recorder import LayerCall, Recorder
-from triforce_tree.models.recurrent.limits import refuse_without_attention
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
 from triforce_tree.models.running_forward import running_forward
-from triforce_tree.models.supported import UnsupportedModelError, max_positions, refuse_unsupported
+from triforce_tree.models.supported import (
+    UnsupportedModelError,
+    max_positions,
+    refuse_unsupported,
+    refuse_without_attention,
+)
 from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.option_checks import check_positions
 from triforce_tree.runtime.cpu_threads import shared_cpus

@@ -1,16 +1,29 @@
-"""Checks that a target can run with the settings of the hierarchy."""
+"""What the settings of the hierarchy may be for a target."""
+
+from dataclasses import replace
+
+import torch
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.attention.backend import refuse
-from triforce_tree.models.exact.check import check_exact
-from triforce_tree.models.few_row import check_low_bits
+from triforce_tree.models.exact.host import why_not_exact_on_host
+from triforce_tree.models.experts.modules import experts_per_token
+from triforce_tree.models.few_row import check_low_bits, quantisation, why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.supported import UnsupportedModelError
+from triforce_tree.runtime import distributed
+from triforce_tree.trees.device_shapes import device_tree_shape
+from triforce_tree.trees.shapes import parse_shape
+
+_LEAVE_OUT = "leave out exact"
+_DTYPES = (torch.bfloat16, torch.float16)
+_CHAIN = "chain:5"
 
 
 def check_settings(target: HFModel, config: HierarchyConfig) -> None:
     """Raise ValueError if a target cannot run with these settings.
 
-    See ``check_low_bits``, ``check_exact`` and ``kernels.attention.backend.refuse``.
+    See also ``check_low_bits`` and ``kernels.attention.backend.refuse``.
     """
     if config.levels in ("auto", 3):
         check_low_bits(target.model, config.weight_bits)
@@ -19,3 +32,68 @@ def check_settings(target: HFModel, config: HierarchyConfig) -> None:
     heads = {shape.heads for shape in target.kv_shapes}
     options = {"kv_bits": config.kv_bits, "exact": config.exact, "offload": config.offloads is not False}
     refuse(config.attention_backend, target.device, target.dtype, heads, options)
+
+
+def check_exact(target: HFModel) -> None:
+    """Raise an error if the bits of a target's row would depend on the other rows of a pass.
+
+    Raises:
+        UnsupportedModelError: the model, or its device, has operations without an exact implementation.
+        ValueError: the model runs on several ranks.
+    """
+    if distributed.current() is not None:
+        raise ValueError(
+            f"exact=True runs on one rank, as sums over ranks depend on their size; {_LEAVE_OUT}"
+        )
+    if reason := _why_not(target):
+        raise UnsupportedModelError(f"exact=True does not serve {target.name}: {reason}; {_LEAVE_OUT}")
+
+
+def _why_not(target: HFModel) -> str | None:
+    model = target.model
+    if (method := quantisation(model)) is not None:
+        return f"it is quantised ({method}), and its library chooses products by the number of rows"
+    if target.states is not None:
+        return "it has recurrent layers, whose sums depend on how many tokens a pass has"
+    if experts_per_token(model.config.get_text_config(decoder=True)):
+        return "it has experts, whose products depend on how many tokens are routed to each"
+    if model.device.type == "cpu":
+        return why_not_exact_on_host(model)
+    if model.device.type != "cuda":
+        return f"there are no such kernels for {model.device.type}"
+    if model.dtype not in _DTYPES:
+        return f"on a GPU it needs bfloat16 or float16, not {model.dtype}"
+    return why_not_replaceable(model)
+
+
+def within_limits(name: str, config: HierarchyConfig, draft_model: bool) -> HierarchyConfig:
+    """Returns settings that a model with recurrent layers can be decoded with.
+
+    Args:
+        name: name of the model, for error messages.
+        config: the settings. With a draft model the default tree becomes a chain.
+        draft_model: whether a draft model grows ``config.tree``. Otherwise the drafter chooses its own tree.
+
+    Raises:
+        ValueError: the settings have three levels, or a tree that branches.
+    """
+    if config.levels == 3:
+        raise ValueError(
+            f"levels=3 is not possible with {name}: level 1 would need recurrent states of its own, after "
+            "tokens that level 2 has not verified; use levels=2 or levels='auto'"
+        )
+    shape = device_tree_shape(parse_shape(config.tree))
+    if shape.widths and shape.chain:
+        raise ValueError(
+            f"lookup={shape.chain} adds a branch to the draft's trees, and {name} would need a recurrent "
+            "state for every branch; leave lookup out"
+        )
+    config = replace(config, other_trees=())
+    if all(width == 1 for width in shape.widths):
+        return config
+    if draft_model and config.tree == HierarchyConfig().tree:
+        return replace(config, tree=_CHAIN)
+    raise ValueError(
+        f"tree={config.tree!r} branches, and {name} would need a recurrent state for every branch; use a "
+        f"chain, like tree={_CHAIN!r}"
+    )

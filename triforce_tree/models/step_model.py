@@ -21,14 +21,19 @@ from triforce_tree.models.exact.device import exact_copy
 from triforce_tree.models.exact.host import use_exact_modules
 from triforce_tree.models.experts.few_row import use_capturable_experts
 from triforce_tree.models.experts.modules import expert_modules
-from triforce_tree.models.few_row import few_row_copy, low_bit_copy, why_not_replaceable
+from triforce_tree.models.few_row import (
+    few_row_copy,
+    has_int8_kernel,
+    int8_copy,
+    low_bit_copy,
+    why_not_replaceable,
+)
 from triforce_tree.models.fused_linears import fused, fused_exactly, mark_lengths
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.decoder_layers import use_fused_decoder_layers
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
-from triforce_tree.models.host.low_bits import has_int8_kernel, int8_copy
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy, with_own_code
 from triforce_tree.models.recurrent.mixers import attach
@@ -143,7 +148,7 @@ def step_model(
     Args:
         compiled: see :class:`StepModel`.
         features: hidden states that are kept.
-        exact: a row's bits do not depend on the rows beside it, see ``exact.check``.
+        exact: a row's bits do not depend on the rows beside it, see ``settings.check_exact``.
     """
     on_gpu = model.device.type == "cuda"
     if not (on_gpu or exact):

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -132,3 +132,18 @@ def likely_cause(model: Any, attention: Iterable[nn.Module]) -> str:
     if not any("position_ids" in inspect.signature(part.forward).parameters for part in parts):
         return "it counts positions by the length of transformers' cache, and takes no position_ids"
     return ""
+
+
+def refuse_draft(name: str) -> NoReturn:
+    """Raise UnsupportedModelError, because a draft model has recurrent layers."""
+    raise UnsupportedModelError(
+        f"{name} keeps recurrent state, and a draft sees a window of the newest tokens, which a state cannot "
+        "be cut to; use a draft without such layers, or none (suffix matching)"
+    )
+
+
+def refuse_without_attention(name: str) -> NoReturn:
+    """Raise UnsupportedModelError, because all layers of a model are recurrent."""
+    raise UnsupportedModelError(
+        f"{name} has recurrent layers alone; hierarchical decoding needs layers with attention"
+    )

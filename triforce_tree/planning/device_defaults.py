@@ -19,9 +19,8 @@ from typing import Any
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.linear.configs import MOST_ROWS
 from triforce_tree.models.experts.modules import expert_modules
-from triforce_tree.models.few_row import why_not_replaceable
+from triforce_tree.models.few_row import has_int8_kernel, why_not_replaceable
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.host.low_bits import has_int8_kernel
 from triforce_tree.models.model_copy import listed_layers, weight_bytes
 from triforce_tree.planning.batch_size import bytes_beside_models
 from triforce_tree.planning.memory_layout import Workload

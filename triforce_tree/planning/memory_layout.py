@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.kv.offload.host_store import Offload
-from triforce_tree.kv.offload.layout import piece_slots, round_up, window_slots
+from triforce_tree.kv.offload.host_store import Offload, piece_slots, round_up, window_slots
 from triforce_tree.planning import drafter_memory, memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, HostKV, best_gamma, pass_tokens

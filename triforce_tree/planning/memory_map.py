@@ -10,7 +10,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.kernels.attention.prefill import FLASH_DIM, block_bytes
 from triforce_tree.kv.offload.host_store import Offload
-from triforce_tree.kv.offload.offloaded_view import TOGETHER
+from triforce_tree.kv.offload.views import TOGETHER
 from triforce_tree.kv.store import RING_PAGE
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.tensor_parallel import mlp_shards_of

@@ -150,7 +150,7 @@ def test_pieces_that_are_read_before_they_are_written_are_found(monkeypatch: pyt
         cache.host.prefetch()
 
     monkeypatch.setattr(HostStore, "prefetch", at_once)
-    monkeypatch.setattr(OffloadedCache, "_publish", publish)
+    monkeypatch.setattr(OffloadedCache, "publish", publish)
     with watched(monkeypatch) as watch:
         run(program_of(1, split=STREAMED))
     assert any({old.stream, new.stream} == {1, 2} for old, new in watch.races)

@@ -18,11 +18,13 @@ from tests.support.models.program_cases import SMALL, decoded
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.kv.backend import PromptRun
 from triforce_tree.kv.offload import pinned
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.offloaded_view import StreamedView
+from triforce_tree.kv.offload.offloaded_prefill import prefill_offloaded
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
+from triforce_tree.kv.offload.views import StreamedView
 from triforce_tree.kv.offload.weights import streamed_weights
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.models.few_row import few_row_copy
@@ -102,7 +104,7 @@ def target_logits(model: HFModel, width: int = 7) -> Tensor:
     cache = OffloadedCache(model, 1, 160, 0, 40, 0, 0, 0, Offload(0, PIECE, 2))
     step = StepModel(few_row_copy(model.model))
     with model.active():
-        cache.prefill([PROMPT[: 1 - width]], 16)
+        prefill_offloaded(cache, [PROMPT[: 1 - width]], 16, [0], PromptRun())
     view = StreamedView(cache, width, torch.ones(width, width, dtype=torch.bool).tril())
     start = torch.tensor([len(PROMPT) - width])
     view.begin(start)

@@ -11,10 +11,12 @@ from tests.support.models.program_cases import SMALL
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.kv.backend import PromptRun
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.layerwise_prefill import prefill_by_layers
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.offloaded_view import StreamedView
+from triforce_tree.kv.offload.offloaded_prefill import prefill_offloaded
+from triforce_tree.kv.offload.views import StreamedView
 from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
@@ -65,7 +67,7 @@ def logits_of(split: Offload, width: int = 7, family: str = "llama-gqa") -> tupl
     cache = OffloadedCache(target, 1, 160, 0, 40, 0, 0, 0, split)
     store = KVStore(target.kv_shapes, 1, 200, target.device, target.dtype)
     with target.active():
-        cache.prefill([prompt[: len(prompt) + 1 - width]], 16)
+        prefill_offloaded(cache, [prompt[: len(prompt) + 1 - width]], 16, [0], PromptRun())
         prefill_by_layers(target, prompt[:-width], 16, _StoreSink(store, target))
     mask = torch.ones(width, width, dtype=torch.bool).tril()
     start = torch.tensor([len(prompt) - width])

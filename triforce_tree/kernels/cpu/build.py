@@ -16,7 +16,7 @@ from pathlib import Path
 
 from triforce_tree.runtime.files.replacing import flush
 from triforce_tree.runtime.files.user_folders import user_cache
-from triforce_tree.runtime.telling import told
+from triforce_tree.runtime.progress_log import logged
 
 _FLAGS = ("-O3", "-std=gnu11", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -56,7 +56,7 @@ def shared_library(
     with tempfile.TemporaryDirectory(dir=folder) as own:
         built = Path(own) / path.name
         command = [*compiler, *flags, str(source), "-o", str(built), "-lm"]
-        with told(f"compiling {source.name} for this processor, once"):
+        with logged(f"compiling {source.name} for this processor, once"):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise OSError(

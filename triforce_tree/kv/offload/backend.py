@@ -8,10 +8,10 @@ from torch import Tensor
 
 from triforce_tree.config import NO_OFFLOAD
 from triforce_tree.kv.backend import PARTS, CacheSpec, KVBackend, PromptRun
-from triforce_tree.kv.offload.gathered_retrieval import GatheredRetrievalView
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
-from triforce_tree.kv.offload.offloaded_view import StreamedView
+from triforce_tree.kv.offload.offloaded_prefill import prefill_offloaded
+from triforce_tree.kv.offload.views import GatheredRetrievalView, StreamedView
 from triforce_tree.trees.device_shapes import least_prompt, tree_shapes
 
 # Units of KV slots of one copy from or to host memory.
@@ -82,7 +82,7 @@ class OffloadedBackend(KVBackend):
         self, prompts: Sequence[Sequence[int]], first: int, starts: Sequence[int], run: PromptRun
     ) -> list[int]:
         """See :class:`KVBackend`; layer by layer, in memory that all sequences use."""
-        self.cache.prefill(prompts, self.chunk, run.progress, starts, run.features, run.states)
+        prefill_offloaded(self.cache, prompts, self.chunk, starts, run)
         for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
             self.cached.fed(b, prompt, start)
         return list(starts)

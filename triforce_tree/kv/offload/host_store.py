@@ -8,9 +8,31 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kv.offload.copy_stream import BufferRing, CopyEvent, CopyStream
-from triforce_tree.kv.offload.layout import piece_slots, round_up
 from triforce_tree.kv.offload.pinned import HostMemory
 from triforce_tree.trees.device_shapes import unit_slots
+
+EVICTED_TOGETHER = 128
+"""Tokens that leave the device window at once, rounded up to whole units."""
+
+
+def round_up(count: int, unit: int) -> int:
+    """Returns the next multiple of ``unit``."""
+    return -(-count // unit) * unit
+
+
+def piece_slots(piece_bytes: int, slot_bytes: int, slots: int, unit: int) -> int:
+    """Returns the KV slots of a piece of a layer: whole units, about ``piece_bytes``, at least one unit."""
+    return max(1, min(piece_bytes // slot_bytes, slots) // unit) * unit
+
+
+def eviction_block(unit: int) -> int:
+    """Returns how many tokens leave the device window at once."""
+    return round_up(EVICTED_TOGETHER, unit)
+
+
+def window_slots(recent: int, unit: int, scratch_slots: int) -> int:
+    """Returns the KV slots of the device window: recent tokens, those soon to be evicted, scratch slots."""
+    return recent + eviction_block(unit) + scratch_slots
 
 
 @dataclass(frozen=True)

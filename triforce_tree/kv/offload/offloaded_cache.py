@@ -14,7 +14,6 @@ recurrent layers their states (``kv/recurrent_states.py``).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,16 +21,10 @@ from torch import Tensor
 from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.step.kv_slots import key_moments
 from triforce_tree.kv.offload.host_attention import HostAttention, check_host_attention
-from triforce_tree.kv.offload.host_store import HostStore, Offload
-from triforce_tree.kv.offload.layerwise_prefill import HostStates, ReservedStates, prefill_by_layers
-from triforce_tree.kv.offload.layout import eviction_block, window_slots
-from triforce_tree.kv.offload.offloaded_prefill import OffloadedPrefill
-from triforce_tree.kv.recurrent_states import RecurrentStates
+from triforce_tree.kv.offload.host_store import HostStore, Offload, eviction_block, window_slots
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.attention import KVShape
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.runtime.features import Features
-from triforce_tree.runtime.stats import Progress
 
 
 class OffloadedCache:
@@ -130,82 +123,12 @@ class OffloadedCache:
         on_host = max(0, len(self.lengths) * tokens * slot - self.host.resident_bytes)
         return int((1 - self.share(queries)) * on_host)
 
-    def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        chunk: int,
-        progress: Progress | None = None,
-        starts: Sequence[int] | None = None,
-        features: Features | None = None,
-        states: RecurrentStates | None = None,
-    ) -> None:
-        """Store keys and values of all but the last token of each prompt, and their hidden states.
-
-        Args:
-            starts: tokens of each prompt that are in the cache already, and stay.
-            features: where hidden states are kept, if a drafter reads any.
-            states: of recurrent layers, if there are any; they hold the first ``starts`` tokens.
-        """
-        starts = starts or [0] * len(prompts)
-        # Before the first of these positions chunk means are known, and stay.
-        with_means = [min(pair) for pair in zip(self.host.base, starts, strict=True)]
-        self.host.ring.invalidate()
-        for b, start in enumerate(starts):
-            # The windows' memory is needed for the prefill.
-            for layer in range(self.host.layers if start > self.host.base[b] else 0):
-                self._write_window(layer, b, start - self.host.base[b])
-        prefills = []
-        for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
-            tokens = list(prompt[:-1])
-            self.rings.fed(b, len(tokens))
-            self.lengths[b] = len(tokens)
-            self.host.base[b] = self._base_after(len(tokens))
-            prefills.append(OffloadedPrefill(self, b, start, with_means[b], states))
-            self._prefill_one(b, tokens, chunk, prefills[-1], progress, features)
-            if states is not None:
-                states.lengths[b] = len(tokens)
-            # The last layer's keys and values are copied out of memory that the next prefill overwrites.
-            self.host.to_host.join()
-        for one in prefills:
-            one.commit()
-        self._publish()
-
-    def _prefill_one(
-        self,
-        b: int,
-        tokens: list[int],
-        chunk: int,
-        sink: OffloadedPrefill,
-        progress: Progress | None,
-        features: Features | None,
-    ) -> None:
-        first = sink.start
-        run = partial(prefill_by_layers, self.model, tokens, chunk, sink, progress, first=first)
-        if features is not None:
-            features.begin(b, first)
-            run = partial(
-                run, features=features.layers, keep=lambda i, start, h: features.feed(b, start, {i: h})
-            )
-        hidden = (len(tokens) - first) * self.model.model.config.get_text_config(decoder=True).hidden_size
-        if self.host.last_resident and hidden <= self.store.memory.numel():
-            reserved = ReservedStates(self.store.memory, chunk)
-            run(states=reserved)
-            return
-        if not self.settings.states_on_host:
-            run()
-            return
-        states = HostStates(len(tokens) - first, chunk, self.host.device)
-        try:
-            run(states=states)
-        finally:
-            states.close()
-
-    def _base_after(self, length: int) -> int:
+    def base_after(self, length: int) -> int:
         """Returns the first position of the device window after a prefill of ``length`` tokens."""
         unit = self.host.unit
         return max(0, length - self.recent) // unit * unit
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """Copy the new bases to the device, and prefetch, after all writes to the host so far."""
         self.host.to_host.join()
         self.base.copy_(torch.tensor(self.host.base))
@@ -220,7 +143,7 @@ class OffloadedCache:
                 self._evict(b, self.eviction_block)
                 evicted = True
         if evicted:
-            self._publish()
+            self.publish()
         else:
             self.host.prefetch()
 
@@ -229,12 +152,12 @@ class OffloadedCache:
         base = self.host.base[b]
         left = self.lengths[b] - base - count
         for layer in range(self.host.layers):
-            self.store_means(layer, b, base, self._write_window(layer, b, count))
+            self.store_means(layer, b, base, self.write_window(layer, b, count))
             for window in (t[layer, b] for t in self.window.kv):
                 window[:, :left] = window[:, count : count + left].clone()
         self.host.base[b] = base + count
 
-    def _write_window(self, layer: int, b: int, count: int) -> Tensor:
+    def write_window(self, layer: int, b: int, count: int) -> Tensor:
         """Copies the window's first ``count`` slots to the host too, and returns them."""
         rows = torch.empty(count, self.host.heads.row, device=self.host.device, dtype=self.window.dtype)
         for part, slots in zip(self.host.heads.split(rows), self.window.kv, strict=True):
@@ -261,7 +184,7 @@ class OffloadedCache:
                 raise ValueError(
                     f"sequence {b} has {self.lengths[b]} tokens in the cache, not {length}; prefill it first"
                 )
-            base, old = self._base_after(length), self.host.base[b]
+            base, old = self.base_after(length), self.host.base[b]
             self.lengths[b] = length
             if base > old:
                 self._evict(b, base - old)
@@ -275,7 +198,7 @@ class OffloadedCache:
                         window[:, count : count + kept] = window[:, :kept].clone()
                         window[:, :count] = part.transpose(0, 1)
                 self.host.base[b] = base
-        self._publish()
+        self.publish()
 
     def restored(self, length: int) -> None:
         """All layers of the only sequence were written, its whole units to the host."""

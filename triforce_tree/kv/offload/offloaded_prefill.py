@@ -1,17 +1,79 @@
-"""Writes the keys and values of a prompt into an offloaded cache."""
+"""Writes the keys and values of prompts into an offloaded cache, layer by layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from triforce_tree.kv.backend import PromptRun
+from triforce_tree.kv.offload.layerwise_prefill import HostStates, ReservedStates, prefill_by_layers
+from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
 from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.recurrent_states import RecurrentStates
 
-if TYPE_CHECKING:
-    from triforce_tree.kv.offload.offloaded_cache import OffloadedCache
+
+def prefill_offloaded(
+    cache: OffloadedCache,
+    prompts: Sequence[Sequence[int]],
+    chunk: int,
+    starts: Sequence[int],
+    run: PromptRun,
+) -> None:
+    """Store keys and values of all but the last token of each prompt, and their hidden states.
+
+    Args:
+        cache: its sequences get the prompts.
+        chunk: tokens that are computed at once.
+        starts: tokens of each prompt that are in the cache already, and stay.
+        run: the states of recurrent layers, if there are any, hold the first ``starts`` tokens.
+    """
+    host = cache.host
+    # Before the first of these positions chunk means are known, and stay.
+    with_means = [min(pair) for pair in zip(host.base, starts, strict=True)]
+    host.ring.invalidate()
+    for b, start in enumerate(starts):
+        # The windows' memory is needed for the prefill.
+        for layer in range(host.layers if start > host.base[b] else 0):
+            cache.write_window(layer, b, start - host.base[b])
+    sinks = []
+    for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+        tokens = list(prompt[:-1])
+        cache.rings.fed(b, len(tokens))
+        cache.lengths[b] = len(tokens)
+        host.base[b] = cache.base_after(len(tokens))
+        sinks.append(OffloadedPrefill(cache, b, start, with_means[b], run.states))
+        _prefill_one(sinks[-1], tokens, chunk, run)
+        if run.states is not None:
+            run.states.lengths[b] = len(tokens)
+        # The last layer's keys and values are copied out of memory that the next prefill overwrites.
+        host.to_host.join()
+    for sink in sinks:
+        sink.commit()
+    cache.publish()
+
+
+def _prefill_one(sink: "OffloadedPrefill", tokens: list[int], chunk: int, run: PromptRun) -> None:
+    cache, b, first, features = sink.cache, sink.b, sink.start, run.features
+    compute = partial(prefill_by_layers, cache.model, tokens, chunk, sink, run.progress, first=first)
+    if features is not None:
+        features.begin(b, first)
+        compute = partial(
+            compute, features=features.layers, keep=lambda i, start, h: features.feed(b, start, {i: h})
+        )
+    count = len(tokens) - first
+    hidden = count * cache.model.model.config.get_text_config(decoder=True).hidden_size
+    if cache.host.last_resident and hidden <= cache.store.memory.numel():
+        compute(states=ReservedStates(cache.store.memory, chunk))
+    elif cache.settings.states_on_host:
+        states = HostStates(count, chunk, cache.host.device)
+        try:
+            compute(states=states)
+        finally:
+            states.close()
+    else:
+        compute()
 
 
 class OffloadedPrefill:
@@ -29,7 +91,7 @@ class OffloadedPrefill:
 
     def __init__(
         self,
-        cache: "OffloadedCache",
+        cache: OffloadedCache,
         b: int,
         start: int = 0,
         with_means: int = 0,

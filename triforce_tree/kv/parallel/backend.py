@@ -6,10 +6,8 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from triforce_tree.kv.backend import CacheSpec, KVBackend
-from triforce_tree.kv.parallel.prefill import SplitPromptCache
-from triforce_tree.kv.parallel.split import SequenceSplit
-from triforce_tree.kv.parallel.store import SplitStore
-from triforce_tree.kv.parallel.views import SplitRetrievalView, SplitView, share_of
+from triforce_tree.kv.parallel.store import SequenceSplit, SplitStore
+from triforce_tree.kv.parallel.views import SplitPromptCache, SplitRetrievalView, SplitView, share_of
 from triforce_tree.kv.prefill import PromptCache
 from triforce_tree.kv.recurrent_states import RecurrentStates
 

@@ -1,9 +1,9 @@
-"""KV views over ranks: each attends to its own positions, and one collective a layer merges the results."""
+"""Attention over ranks: each attends to its own positions, and one collective a layer merges the results."""
 
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,9 +11,12 @@ from torch import Tensor
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels.attention.backend import Attention
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan
+from triforce_tree.kernels.attention.prefill import attention_states
+from triforce_tree.kernels.attention.reference import merge_states
 from triforce_tree.kernels.ranks import merged_over_ranks
-from triforce_tree.kv.parallel.split import SequenceSplit
-from triforce_tree.kv.parallel.store import SplitStore
+from triforce_tree.kv.parallel.store import SequenceSplit, SplitStore
+from triforce_tree.kv.prefill import PromptCache
+from triforce_tree.kv.recurrent_states import RecurrentStates
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView
 from triforce_tree.runtime.executor import Cuts
 
@@ -151,10 +154,10 @@ class SplitRetrievalView(SplitView):
         """See :class:`RetrievalView`."""
         self._retrieval.refresh(self._split.counts(root), self._split.counts(committed))
 
-    def beside(self, queries: int, depths: Sequence[int]) -> Self:
+    def resized(self, queries: int, depths: Sequence[int]) -> Self:
         """Returns this view for another number of new tokens, see :class:`PagedRetrievalView`."""
         other = copy.copy(self)
-        other._retrieval = self._retrieval.beside(queries, depths)
+        other._retrieval = self._retrieval.resized(queries, depths)
         other._take(self._slots, other._retrieval, queries, None, depths)
         return other
 
@@ -162,6 +165,54 @@ class SplitRetrievalView(SplitView):
         """Recompute the mean keys of this rank's chunks among ``count`` of all from ``first[b]`` on."""
         chunk = self.config.chunk
         self._retrieval.update_chunk_means(self._split.counts(first * chunk) // chunk, count)
+
+
+class SplitPromptCache(PromptCache):
+    """Is the cache that a prefill writes into for one sequence of a :class:`SplitStore`.
+
+    A chunk's queries see the positions before it on the ranks that keep them, without a mask, and the chunk
+    itself on the rank of the tail; the results are merged as those of decoding.
+
+    Args:
+        slots: this rank's KV slots.
+        sequence, states, length: as for :class:`PromptCache`.
+    """
+
+    def __init__(
+        self,
+        slots: SplitStore,
+        sequence: int,
+        states: RecurrentStates | None = None,
+        length: int = 0,
+    ) -> None:
+        super().__init__(slots.whole, sequence, states, length)
+        self._slots = slots
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        count = k.shape[2]
+        if not self._slots.splits(layer):
+            return super().attend(layer, q, k, v, params)
+        split, own = self._slots.split, slice(self.sequence, self.sequence + 1)
+        before, after = split.count(self.length), split.count(self.length + count)
+        mine = split.keeps(torch.arange(self.length, self.length + count, device=k.device))
+        keys, values = (cached[own] for cached in self._slots.part.layers[layer].kv)
+        keys[:, :, before:after] = k[:, :, mine]
+        values[:, :, before:after] = v[:, :, mine]
+        seen: list[tuple[Tensor, Tensor]] = []
+        how: dict[str, Any] = {"scale": params.scale, "softcap": params.softcap}
+        if before:
+            prefix = keys[:, :, :before], values[:, :, :before]
+            seen.append(attention_states(q, *prefix, causal=False, **how))
+        if split.has_tail:
+            seen.append(attention_states(q, k, v, causal=True, sinks=params.sinks, **how))
+        if not seen:
+            nothing = q.new_zeros(*q.shape[:3], v.shape[3])
+            seen.append((nothing, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)))
+        out, lse = seen[0]
+        if len(seen) > 1:
+            outs, lses = (torch.stack(some) for some in zip(*seen, strict=True))
+            out, lse = merge_states(outs, lses)
+        return merged_over_ranks(out, lse, split.group).transpose(1, 2)
 
 
 def share_of(config: RetrievalConfig, ranks: int) -> RetrievalConfig:

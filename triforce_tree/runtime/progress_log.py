@@ -17,7 +17,7 @@ _FIRST, _EVERY = 1.0, 10.0
 
 
 @contextmanager
-def shown() -> Iterator[None]:
+def log_on_stderr() -> Iterator[None]:
     """Writes the log's lines to stderr inside the context, on rank 0 only."""
     if os.environ.get("RANK", "0") != "0":
         yield
@@ -41,7 +41,7 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def logged(what: str) -> Iterator[None]:
     """Logs the work inside the context: a line after 1 s, one every 10 s, and one at the end.
 
     Work of less than 1 s is not logged.
