@@ -56,21 +56,21 @@ class CacheSpec:
 
     @property
     def attention(self) -> AttentionBackend:
-        """The backend of the attention over these slots."""
+        """Returns the backend of the attention over these slots."""
         return chosen(self.config.attention_backend, self.target.device)
 
     @property
     def scratch(self) -> int:
-        """KV slots after the committed ones that forwards write."""
+        """Returns how many KV slots after the committed ones forwards may write."""
         return self.limits.scratch_slots
 
     @property
     def slots(self) -> int:
-        """KV slots of a sequence: for tokens and scratch slots, and at least the retrieval's budget."""
+        """Returns the KV slots of a sequence: tokens and scratch slots, and at least the budget."""
         return max(self.max_seq_len + self.scratch, self.config.retrieval.budget if self.levels == 3 else 0)
 
     def retrieval(self, make: Callable[..., View], slots: object) -> View | None:
-        """Level 1's view of some slots, made by a class of views; None with fewer than three levels."""
+        """Returns level 1's view of some slots, made by ``make``; None with fewer than three levels."""
         if self.levels < 3:
             return None
         shape = tree_shapes(self.config)[0]
@@ -129,7 +129,7 @@ class KVBackend:
         self.cached = CachedTokens(spec.batch, self.chunk)
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> KVView:
-        """The target's view for T new tokens of each sequence.
+        """Returns the target's view for T new tokens of each sequence.
 
         Args:
             queries: T.
@@ -161,12 +161,12 @@ class KVBackend:
     # Prompts
 
     def place(
-        self, prompts: Sequence[Sequence[int]], row: int | None, features: Features | None
+        self, prompts: Sequence[Sequence[int]], index: int | None, features: Features | None
     ) -> list[int]:
-        """Give slots to prompts that are prefilled next.
+        """Gives slots to prompts that are prefilled next.
 
         Args:
-            row: the sequence that the only prompt replaces; None for prompts of all sequences.
+            index: the sequence that the only prompt replaces; None for prompts of all sequences.
             features: hidden states that a drafter reads.
 
         Returns:
@@ -181,7 +181,7 @@ class KVBackend:
     def prefill(
         self, prompts: Sequence[Sequence[int]], first: int, starts: Sequence[int], run: PromptRun
     ) -> list[int]:
-        """Compute keys and values of all but the last token of prompts, inside ``target.active()``.
+        """Computes keys and values of all but the last token of prompts, inside ``target.active()``.
 
         Args:
             first: the sequence of the first prompt; the others follow it.
@@ -200,7 +200,7 @@ class KVBackend:
         return list(starts)
 
     def begin(self, lengths: Sequence[int]) -> None:
-        """Continue all sequences after their first tokens, which the cache holds."""
+        """Continues all sequences after their first tokens, which the cache holds."""
 
     def committed(self, counts: Sequence[int]) -> None:
         """Records how many tokens the last pass of the target added to each sequence."""
@@ -211,8 +211,8 @@ class KVBackend:
     def expect(self, new_tokens: Sequence[int]) -> None:
         """Sets how many tokens may follow the prompt in each sequence that is prefilled next."""
 
-    def release(self, rows: Sequence[int]) -> None:
-        """These sequences have ended."""
+    def release(self, sequences: Sequence[int]) -> None:
+        """Records that these sequences have ended."""
 
     def has_slots(
         self,
@@ -242,7 +242,7 @@ class KVBackend:
         return pool is None
 
     def share(self, pool: PoolSize | None) -> None:
-        """Prompts for this pool, which :meth:`serves` allows, are prefilled next."""
+        """Records that prompts for this pool, which :meth:`serves` allows, are prefilled next."""
 
     def gives(self, bits: int, prompts: Sequence[Sequence[int]], reuse: Reuse, pool: PoolSize | None) -> bool:
         """Returns whether another backend for these prompts can take over what this one holds.
@@ -263,7 +263,7 @@ class KVBackend:
         return None
 
     def take_over(self, kept: "KVBackend") -> bool:
-        """Take up what an earlier backend holds, of the same target, which is not used any more.
+        """Takes over what an earlier backend of the same target holds, which is not used any more.
 
         Returns:
             whether this backend's sequences are the earlier one's now.
@@ -271,8 +271,10 @@ class KVBackend:
         return False
 
     def layer(self, layer: int, count: int) -> dict[str, Tensor]:
-        """The first ``count`` tokens of the only sequence in one layer, as ``PARTS`` ``[H_kv, n, D]`` in host
-        memory; of a layer with a window the last n of them."""
+        """Returns the first ``count`` tokens of the only sequence in one layer, by name of ``PARTS``.
+
+        The tensors ``[H_kv, n, D]`` are in host memory. A layer with a window has the last n tokens.
+        """
         group, place = self._layer_of(layer)
         window = group.shape.window or count
         positions = range(max(0, count - window) if group.ring else 0, count)
@@ -280,7 +282,7 @@ class KVBackend:
         return dict(zip(PARTS, parts, strict=False))
 
     def layer_slots(self, layer: int, count: int) -> tuple[dict[str, Tensor], int]:
-        """Slots ``[..., H_kv, S, D]`` that :meth:`set_layer` fills, by name, and how many tokens it needs."""
+        """Returns the slots ``[..., H_kv, S, D]`` that :meth:`set_layer` fills, by name, and its tokens."""
         group, _ = self._layer_of(layer)
         return dict(zip(PARTS, group.parts, strict=False)), min(count, group.shape.window or count)
 
@@ -298,14 +300,14 @@ class KVBackend:
         return slots.group, slots.place
 
     def restored(self, length: int) -> None:
-        """All layers of the only sequence were stored by :meth:`set_layer`."""
+        """Records that :meth:`set_layer` has stored all layers of the only sequence."""
         self.store.fed(0, length)
 
     # Trials and the end
 
     @contextmanager
     def trial(self, length: int, count: int, unknown: bool) -> Iterator[None]:
-        """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
+        """Undoes, at the end, what passes wrote after made-up sequences of ``length`` tokens.
 
         Args:
             count: slots after them that passes write.

@@ -40,7 +40,7 @@ class CachedTokens:
             self.keep(b, 0)
 
     def keep(self, b: int, count: int) -> None:
-        """Sequence b is overwritten from position ``count`` on."""
+        """Records that sequence b is overwritten from position ``count`` on."""
         del self.held[b][count:]
         self.whole[b] = min(self.whole[b], count // self.chunk * self.chunk)
         self._roots[b] = None
@@ -52,24 +52,24 @@ class CachedTokens:
             self.held[b], self.whole[b] = kept.held[b], kept.whole[b] if kept.chunk == self.chunk else 0
 
     def copied(self, b: int, prompt: Sequence[int], count: int, whole: int) -> None:
-        """Sequence b has the first ``count`` tokens of a prompt, ``whole`` at most from whole chunks."""
+        """Records that sequence b has the first ``count`` tokens of a prompt, ``whole`` in whole chunks."""
         self.keep(b, 0)
         self.held[b], self.whole[b] = list(prompt[:count]), min(whole, count) // self.chunk * self.chunk
 
     def fed(self, b: int, prompt: Sequence[int], start: int) -> None:
-        """All but the last token of a prompt are in the cache, those from ``start`` on by a prefill."""
+        """Records that a prefill from ``start`` on has stored all but the last token of a prompt."""
         self.keep(b, start)
         if start == self.whole[b]:
             self.whole[b] = (len(prompt) - 1) // self.chunk * self.chunk
         self.held[b] = list(prompt[:-1])
 
     def begin(self, b: int, prompt: Sequence[int]) -> None:
-        """A sequence continues from a prompt all but the last token of which is in the cache."""
+        """Records that a sequence continues from a prompt, whose tokens but the last are in the cache."""
         self.keep(b, len(prompt) - 1)
         self.held[b], self._roots[b] = list(prompt[:-1]), prompt[-1]
 
     def grown(self, tokens: Sequence[Sequence[int]] | None) -> None:
-        """A pass committed these tokens of each sequence; None where they are not known."""
+        """Records the tokens of each sequence that a pass committed; None if they are not known."""
         for b, root in enumerate(self._roots):
             new = tokens[b] if tokens is not None else None
             if root is None or new is None:
@@ -98,7 +98,7 @@ class CachedTokens:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -> int:
-    """Length of the prefix that two texts share, or ``most`` if that is less."""
+    """Returns the length of the prefix that two texts share, or ``most`` if that is less."""
     count = min(len(a), len(b)) if most is None else min(len(a), len(b), most)
     # Whole blocks are compared at once: a kept prefix may have 100,000 tokens.
     for start in range(0, count, _BLOCK):

@@ -21,7 +21,7 @@ def make_backend(
     store: KVStore | None = None,
     kept: KVBackend | None = None,
 ) -> KVBackend:
-    """The backend for sequences, and what an earlier one holds of them.
+    """Returns a backend; its memory is that of an earlier one, ``kept``, if that fits.
 
     Args:
         spec: what the slots are needed for.

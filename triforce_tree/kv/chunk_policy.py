@@ -29,7 +29,7 @@ class ChunkPolicy(Protocol):
     def __call__(
         self, q: Tensor, means: Tensor, limit: Tensor, table: Tensor, slots: int, scale: float, **context: Any
     ) -> None:
-        """Select chunks; see ``kernels.step.select_chunks``.
+        """Selects chunks; see ``kernels.step.select_chunks``.
 
         Args:
             q: ``[B, H_q, D]``, the query of each sequence's root.
@@ -60,7 +60,7 @@ class BoundPolicy:
         self.needs_context: bool = getattr(policy, "needs_context", False)
 
     def __call__(self, layer: int, keys: Callable[[], Tensor]) -> Callable[..., None]:
-        """The function that selects the chunks of a layer.
+        """Returns the function that selects the chunks of a layer.
 
         Args:
             layer: its index.

@@ -13,7 +13,7 @@ from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttenti
 
 
 class DeviceBackend(KVBackend):
-    """Slots of B sequences on the device; layers with a window keep a ring where that takes less memory.
+    """Stores slots of B sequences on the device; layers with a window keep a ring if that takes less.
 
     Args:
         spec: what the slots are needed for.

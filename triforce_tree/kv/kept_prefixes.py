@@ -61,7 +61,7 @@ class KeptPrefixes:
         return digest in self._chunks
 
     def put(self, digest: bytes, parts: Sequence[Tensor], staying: Collection[bytes] = ()) -> bool:
-        """Copy a chunk from the device, as far as the limit and the machine allow; whether it is kept.
+        """Copies a chunk from the device if limit and machine allow it; returns whether it is kept.
 
         Args:
             digest: of the chunk, see :func:`digests_of`.
@@ -89,12 +89,12 @@ class KeptPrefixes:
         return True
 
     def copy_to(self, digest: bytes, parts: Sequence[Tensor]) -> None:
-        """Copy a chunk that is kept to the device."""
+        """Copies a chunk that is kept to the device."""
         for part, slots in zip(parts, self._chunks[digest].slots, strict=True):
             part.copy_(slots, non_blocking=True)
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Note that these chunks of a text are used now, its beginning last: it is dropped last."""
+        """Notes that these chunks of a text are used now. Its beginning is noted last, and dropped last."""
         for digest in reversed(digests):
             if digest in self._chunks:
                 self._chunks.move_to_end(digest)
@@ -105,7 +105,7 @@ class KeptPrefixes:
             self._drop()
 
     def _make_room(self, size: int, needed: Collection[bytes]) -> bool:
-        """Drop chunks until ``size`` more bytes fit; False where that would drop one that is needed."""
+        """Drops chunks until ``size`` more bytes fit; returns False if that would drop one that is needed."""
         while self.taken + size > self.limit:
             if next(iter(self._chunks), b"") in needed or not self._chunks:
                 return False
@@ -127,7 +127,7 @@ class Exchange(Protocol):
     """Keeps copies of the texts of one cache, and brings back what prompts begin with."""
 
     def keep(self, function: object) -> None:
-        """Copy all texts of the cache, which is not used any more.
+        """Copies all texts of the cache, which is not used any more.
 
         Args:
             function: ``HFModel.function_key`` of the model that has computed them.
@@ -141,7 +141,7 @@ class Exchange(Protocol):
         now: object,
         features: Features | None,
     ) -> None:
-        """Keep what a prefill of these prompts overwrites, and bring back what they begin with.
+        """Keeps what a prefill of these prompts overwrites, and copies back what they begin with.
 
         Args:
             starts: tokens of each prompt that the cache holds, computed by the model as it is now.
@@ -169,7 +169,7 @@ class PrefixExchange:
             self._keep(b, function)
 
     def _keep(self, b: int, function: object, needed: Collection[bytes] = ()) -> None:
-        """Copy the whole chunks of a sequence; ``needed``: digests of chunks that must stay."""
+        """Copies the whole chunks of a sequence. The chunks with the digests ``needed`` stay."""
         cached, chunk = self._cached, self._cached.chunk
         own = list(digests_of(cached.held[b][: cached.whole[b]], chunk, function, self._store))
         self.prefixes.use([*own, *needed])
@@ -237,11 +237,11 @@ def digests_of(tokens: Sequence[int], chunk: int, function: object, store: KVSto
 
 
 def chunk_parts(groups: Sequence[KVGroup], b: int, start: int, stop: int) -> list[Tensor]:
-    """Slots of sequence b, by layer: ``[H_kv, stop - start, D]``."""
+    """Returns slots of sequence b, by layer: ``[H_kv, stop - start, D]``."""
     return [layer[b, :, start:stop] for group in groups for part in group.parts for layer in part]
 
 
 def settle(store: KVStore) -> None:
-    """Wait for copies: the slots may be overwritten by other streams, and the copies dropped."""
+    """Waits for copies: other streams may overwrite the slots, and copies may be dropped."""
     if store.device.type == "cuda":
         torch.cuda.synchronize(store.device)

@@ -17,7 +17,7 @@ _MOST = 3
 
 
 class Marks:
-    """Lengths that sequences can be continued from, and copies of rings and states for some of them.
+    """Records lengths that sequences can be continued from, and copies rings and states for some.
 
     Args:
         store: KV slots on the device.
@@ -32,7 +32,7 @@ class Marks:
         self._copies: list[list[tuple[int, list[Tensor]]]] = [[] for _ in range(batch)]
 
     def start(self, b: int, length: int, copies: bool) -> int:
-        """The greatest length up to ``length`` that sequence b can be continued from; 0 for none.
+        """Returns the greatest length up to ``length`` that sequence b can be continued from, or 0.
 
         Args:
             copies: whether copies count, too.
@@ -59,7 +59,7 @@ class Marks:
         self._copies[b] = [copy for copy in self._copies[b] if copy[0] <= length]
 
     def add(self, b: int, length: int) -> None:
-        """Copy what sequence b needs to be continued from ``length``, where it is now, if memory allows."""
+        """Copies what sequence b needs to be continued from ``length``, where it is now, if memory allows."""
         copies = [copy for copy in self._copies[b] if copy[0] != length]
         if not (parts := self._parts(b)) or not length:
             return

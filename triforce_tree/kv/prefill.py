@@ -58,7 +58,7 @@ class PromptCache:
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, position: int) -> Tensor:
-    """``causal_attention``, under a window block by block: all queries at once would score hidden keys.
+    """Computes ``causal_attention``, under a window in blocks, so that few hidden keys are scored.
 
     Args:
         q: ``[B, H_q, T, D]``, from ``position`` on.
@@ -95,7 +95,7 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams,
 
 
 def chunk_tokens(chunk: int | None, device: torch.device) -> int:
-    """``chunk`` where it is given, else the default chunk of prefill for the device, in tokens."""
+    """Returns ``chunk`` if it is given, else the default chunk of prefill for the device, in tokens."""
     return chunk or (4096 if device.type == "cuda" else 1024)
 
 
@@ -108,7 +108,7 @@ def prefill(
     start: int = 0,
     features: Features | None = None,
 ) -> None:
-    """Store keys, values and states of ``tokens`` for one sequence.
+    """Stores keys, values and states of ``tokens`` for one sequence.
 
     Args:
         cache: of the sequence, which holds the first ``start`` tokens.

@@ -4,8 +4,8 @@ A layer of a hybrid model keeps the newest inputs of a convolution and a matrix 
 rule), which hold everything that it knows of a sequence. Unlike KV slots they cannot be cut: a pass that
 proposes T tokens must leave them as they were, and the accepted tokens are applied to them afterwards. The
 buffers hold the states after all committed tokens, and there is no second copy. A verifying pass keeps what
-the recurrences read for each row, which is small (no weights are applied to it any more), and
-:meth:`RowsView.move` repeats the recurrences alone for the accepted rows.
+the recurrences read for each token, which is small (no weights are applied to it any more), and
+:meth:`RecurrentView.move` repeats the recurrences alone for the accepted tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv.view import KVView
-from triforce_tree.models.running_forward import RecurrentPass, Rows, StateShapes
+from triforce_tree.models.running_forward import RecurrentPass, ScanInputs, StateShapes
 
 
 class RecurrentStates:
@@ -63,7 +63,7 @@ class RecurrentStates:
             self.proposed.commit(self.ones * count)
 
     def grown(self, counts: Sequence[int]) -> None:
-        """A pass committed so many tokens of each sequence; 0 for one that has ended.
+        """Records how many tokens of each sequence a pass committed; 0 for one that has ended.
 
         Passes of one token each apply it to every sequence, also to one that has ended.
         """
@@ -73,7 +73,7 @@ class RecurrentStates:
         ]
 
     def restore(self, buffers: Sequence[Tensor]) -> None:
-        """Copy states of the same shapes; ``lengths`` are left to the caller."""
+        """Copies states of the same shapes; ``lengths`` are left to the caller."""
         for own, state in zip(self.buffers, buffers, strict=True):
             own.copy_(state)
 
@@ -85,7 +85,7 @@ class RecurrentStates:
 
     @contextmanager
     def saved(self) -> Iterator[None]:
-        """Inside, passes may change the states; afterwards they are as before."""
+        """Restores the states at the end of the context."""
         before = [state.clone() for state in self.buffers]
         try:
             yield
@@ -93,7 +93,7 @@ class RecurrentStates:
             self.restore(before)
 
     def invalidate(self) -> None:
-        """Passes may have changed them, by how much only the device knows."""
+        """Records that passes may have changed the states, by how many tokens only the device knows."""
         self.lengths = [None] * self.batch
 
 
@@ -106,9 +106,9 @@ class PromptPass:
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
         return _appended(self._states.convolutions[number][self._own], new)
 
-    def recur(self, number: int, rows: Rows) -> Tensor:
-        counts = torch.full((1,), rows.v.shape[1], dtype=torch.int64, device=rows.v.device)
-        return _all_rows(self._states.recurrences[number][self._own], rows, counts)
+    def recur(self, number: int, inputs: ScanInputs) -> Tensor:
+        counts = torch.full((1,), inputs.v.shape[1], dtype=torch.int64, device=inputs.v.device)
+        return _scanned(self._states.recurrences[number][self._own], inputs, counts)
 
     def state(self, number: int) -> Tensor | None:
         return self._states.recurrences[number][self._own]
@@ -126,8 +126,8 @@ class TokenPass:
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
         return _appended(self._states.convolutions[number], new)
 
-    def recur(self, number: int, rows: Rows) -> Tensor:
-        return _all_rows(self._states.recurrences[number], rows, self._states.ones)
+    def recur(self, number: int, inputs: ScanInputs) -> Tensor:
+        return _scanned(self._states.recurrences[number], inputs, self._states.ones)
 
 
 class ProposedPass:
@@ -139,7 +139,7 @@ class ProposedPass:
     def __init__(self, states: RecurrentStates) -> None:
         self._states = states
         self._inputs: dict[int, Tensor] = {}
-        self._rows: dict[int, Rows] = {}
+        self._scans: dict[int, ScanInputs] = {}
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
         self._states.proposed = self
@@ -147,25 +147,27 @@ class ProposedPass:
         self._inputs[number] = inputs.clone()
         return inputs
 
-    def recur(self, number: int, rows: Rows) -> Tensor:
-        rates, beta = (None if t is None else t.clone() for t in (rows.rates, rows.beta))
-        key = rows.k.clone()
+    def recur(self, number: int, inputs: ScanInputs) -> Tensor:
+        rates, beta = (None if t is None else t.clone() for t in (inputs.rates, inputs.beta))
+        key = inputs.k.clone()
         # A commit has no queries.
-        self._rows[number] = Rows(key, key, rows.v.clone(), rows.decay.clone(), rates, beta)
-        return _all_rows(self._states.recurrences[number], rows, None)
+        self._scans[number] = ScanInputs(key, key, inputs.v.clone(), inputs.decay.clone(), rates, beta)
+        return _scanned(self._states.recurrences[number], inputs, None)
 
     def commit(self, counts: Tensor) -> None:
         """Applies the first ``counts`` tokens, int64 ``[B]``, of the last pass; 0 changes nothing."""
-        for number, inputs in self._inputs.items():
+        for number, convolved in self._inputs.items():
             kept = self._states.convolutions[number]
             columns = counts[:, None] + torch.arange(kept.shape[2], device=counts.device)
-            kept.copy_(inputs.gather(2, columns[:, None].expand_as(kept)))
-        for number, rows in self._rows.items():
+            kept.copy_(convolved.gather(2, columns[:, None].expand_as(kept)))
+        for number, inputs in self._scans.items():
             state = self._states.recurrences[number]
-            linear_recurrence(state, rows.q, rows.k, rows.v, rows.decay, rows.rates, rows.beta, counts, None)
+            linear_recurrence(
+                state, inputs.q, inputs.k, inputs.v, inputs.decay, inputs.rates, inputs.beta, counts, None
+            )
 
 
-class RowsView:
+class RecurrentView:
     """A ``KVView`` of a hybrid model: another view for its attention layers, and the states of the others.
 
     New tokens must be a chain: the state after a token is the one that the next token starts from.
@@ -195,25 +197,27 @@ class RowsView:
 
 
 def _appended(kept: Tensor, new: Tensor) -> Tensor:
-    """The inputs of a convolution with those before them; the newest are kept."""
+    """Returns the inputs of a convolution after those that are kept, and keeps the newest."""
     inputs = torch.cat([kept, new], 2)
     kept.copy_(inputs[:, :, new.shape[2] :])
     return inputs
 
 
-def _all_rows(state: Tensor, rows: Rows, counts: Tensor | None) -> Tensor:
-    """Outputs of all rows; with ``counts``, as many as there are rows, the state after them is stored."""
-    out = torch.empty_like(rows.v, memory_format=torch.contiguous_format)
-    linear_recurrence(state, rows.q, rows.k, rows.v, rows.decay, rows.rates, rows.beta, counts, out)
+def _scanned(state: Tensor, inputs: ScanInputs, counts: Tensor | None) -> Tensor:
+    """Returns the outputs of all tokens. With ``counts``, the number of tokens, their state is stored."""
+    out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+    linear_recurrence(
+        state, inputs.q, inputs.k, inputs.v, inputs.decay, inputs.rates, inputs.beta, counts, out
+    )
     return out
 
 
 def with_states(
     view: Callable[[int, Tensor | None, Sequence[int] | None], KVView], states: RecurrentStates, commits: bool
-) -> Callable[[int, Tensor | None, Sequence[int] | None], RowsView]:
-    """Makes of a function that makes views one that makes them with the states (:class:`RowsView`)."""
+) -> Callable[[int, Tensor | None, Sequence[int] | None], RecurrentView]:
+    """Makes of a function that makes views one that makes them with the states (:class:`RecurrentView`)."""
 
-    def made(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> RowsView:
-        return RowsView(view(queries, mask, depths), states, commits)
+    def made(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> RecurrentView:
+        return RecurrentView(view(queries, mask, depths), states, commits)
 
     return made

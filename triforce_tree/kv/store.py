@@ -29,7 +29,7 @@ _ALIGN = 128
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers with equal heads and window.
+    """Holds the KV slots of layers with equal heads and window.
 
     Attributes:
         layers: their indices in the model.
@@ -52,17 +52,17 @@ class KVGroup:
 
     @property
     def slots(self) -> int:
-        """S."""
+        """Returns S, the KV slots of a sequence."""
         return self.k.shape[3]
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All that is stored: ``k``, ``v`` and their scales, if there are any."""
+        """Returns all stored tensors: ``k``, ``v`` and their scales, if there are any."""
         return (self.k, self.v, *(self.scales or ()))
 
     @property
     def pages_apart(self) -> int:
-        """Pages from one sequence to the next; page p of sequence b is ``b * pages_apart + p``."""
+        """Returns the pages between sequences: page p of sequence b is ``b * pages_apart + p``."""
         return self.shape.heads.kv * (self.slots // self.page)
 
     def paged(self, place: int, table: Tensor | None = None) -> KV:
@@ -87,8 +87,10 @@ class KVGroup:
         return torch.arange(positions.start, positions.stop, device=self.k.device) % self.ring
 
     def runs(self, start: int, stop: int) -> list[tuple[slice, slice]]:
-        """The slots of positions ``start`` to ``stop``, at most S of them: contiguous runs of slots, with the
-        positions of each counted from ``start``."""
+        """Returns contiguous runs of the slots of positions ``start`` to ``stop``, at most S of them.
+
+        Each comes with its positions, counted from ``start``.
+        """
         found: list[tuple[slice, slice]] = []
         while start < stop:
             slot = start % self.ring if self.ring else start
@@ -245,11 +247,11 @@ class KVStore:
 
     @property
     def _memory_of(self) -> list[KVGroup]:
-        """Groups that have each slot once."""
+        """Returns groups that have each slot once."""
         return self.groups
 
     def _ring(self, shape: KVShape) -> int:
-        """Slots of a ring; 0 where a ring would save no memory."""
+        """Returns the slots of a ring; 0 if a ring would save no memory."""
         if shape.window is None or self.scratch is None:
             return 0
         ring = -(-(shape.window + self.scratch) // RING_PAGE) * RING_PAGE
@@ -288,7 +290,7 @@ class KVStore:
 
     @contextmanager
     def saved(self, start: int, count: int) -> Iterator[None]:
-        """Inside, the slots of ``count`` positions from ``start`` on may be overwritten."""
+        """Restores the slots of ``count`` positions from ``start`` on at the end of the context."""
         written = [
             (slots, group.slots_of(range(start, start + min(count, group.slots))))
             for group in self.groups
@@ -302,7 +304,7 @@ class KVStore:
                 slots[..., places, :] = old
 
     def check_room(self, batch: int, positions: int, scratch: int) -> None:
-        """Raise ValueError where ``positions`` of a sequence, ``scratch`` of them scratch, do not fit."""
+        """Raises ValueError if ``positions`` of a sequence, ``scratch`` of them scratch, do not fit."""
         enough = self.scratch is None or self.scratch >= scratch
         if self.batch != batch or self.slots < positions or not enough:
             raise ValueError(
@@ -338,7 +340,7 @@ class KVStore:
 
     @property
     def kv(self) -> tuple[Tensor, Tensor]:
-        """K and V, as in ``KVGroup``, of a store whose layers are all alike."""
+        """Returns K and V, as in ``KVGroup``, of a store whose layers are all alike."""
         [group] = self.groups
         return group.k, group.v
 
@@ -354,7 +356,7 @@ class KVStore:
         return sum(part.nbytes for group in self._memory_of for part in group.parts)
 
     def append(self, layer: int, b: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the next keys and values of one sequence, and return all that its new tokens may see.
+        """Stores the next keys and values of one sequence, and returns all that its new tokens may see.
 
         Args:
             start: position of the first of them.
@@ -395,15 +397,15 @@ class KVStore:
                 step.move_kv(*group.scales, index, start, group.ring)
 
     def begin(self, sequence: int) -> None:
-        """A sequence is prefilled from its first token on."""
+        """Records that a sequence is prefilled from its first token on."""
         self._lengths[sequence] = self._lost[sequence] = 0
 
     def fed(self, sequence: int, length: int) -> None:
-        """A sequence was prefilled up to ``length`` tokens."""
+        """Records that a sequence was prefilled up to ``length`` tokens."""
         self._lengths[sequence] = length
 
     def grown(self, counts: Sequence[int]) -> None:
-        """So many tokens were appended to each sequence."""
+        """Records how many tokens were appended to each sequence."""
         # In place: all stores that share the memory share the list.
         self._lengths[:] = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 

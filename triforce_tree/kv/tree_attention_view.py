@@ -41,7 +41,7 @@ class _Layer:
 
 
 class TreeAttentionView:
-    """T new tokens a sequence, each of which sees all tokens before the tail and its ancestors in it.
+    """Is a view of T new tokens per sequence, which see all tokens before the tail, and ancestors in it.
 
     Layers with a window see only the positions inside it.
 
@@ -140,7 +140,7 @@ class TreeAttentionView:
             mask[:, : mask_words.shape[1], : mask_words.shape[2]] = mask_words
 
     def follow(self, at: Tensor, lengths: Tensor) -> None:
-        """Read the lengths from these buffers instead of ``begin``; their writer writes ``mask`` as well.
+        """Reads the lengths from these buffers instead of ``begin``; their writer writes ``mask`` as well.
 
         Args:
             at: int64 ``[B]``, the first of the new slots.
@@ -189,7 +189,7 @@ class TreeAttentionView:
 
 
 def _path_depths(queries: int, tail: int, mask: Tensor | None) -> list[int] | None:
-    """Depths of the tail's tokens from a mask of tree paths; None where the mask does not determine them."""
+    """Returns the depths of the tail's tokens by a mask of tree paths; None if it does not give them."""
     if mask is None:
         return [0] if tail == 1 else None
     return [count - 1 for count in mask.sum(1).tolist()] if queries == tail else None
@@ -289,11 +289,11 @@ class PagedRetrievalView(TreeAttentionView):
 
     @property
     def chunks(self) -> int:
-        """Chunks of a whole sequence."""
+        """Returns the number of chunks of a whole sequence."""
         return self.store.slots // self.config.chunk
 
     def refresh(self, root: Tensor, committed: Tensor) -> None:
-        """Let the next forward select chunks by the queries of its root.
+        """Lets the next forward select chunks by the queries of its root.
 
         Candidates are the chunks before the recent window of ``root`` whose tokens are all ``committed``.
         """

@@ -43,7 +43,7 @@ class KVView(Protocol):
         """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        """Store the new tokens' keys and values of one layer, and attend.
+        """Stores the new tokens' keys and values of one layer, and attends.
 
         Args:
             q, k, v: ``[B, H_q, T, D]``, ``[B, H_kv, T, D]`` and ``[B, H_kv, T, D_v]``; q and k rotated.
@@ -53,7 +53,7 @@ class KVView(Protocol):
         """
 
     def move(self, index: Tensor) -> None:
-        """Keep accepted nodes: new token ``index[b, i]`` is moved to the i-th new slot; -1 moves nothing.
+        """Keeps accepted nodes: new token ``index[b, i]`` is moved to the i-th new slot; -1 moves nothing.
 
         Args:
             index: int64 ``[B, R]``. What is not moved, the next forward overwrites.
@@ -88,7 +88,7 @@ class RetrievalView(KVView, Protocol):
         """
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
-        """Recompute the mean keys of chunks of the text; what lies beyond the KV slots is not read.
+        """Recomputes the mean keys of chunks of the text; what lies beyond the KV slots is not read.
 
         Args:
             first: int64 ``[B]``, the first chunk of each sequence.

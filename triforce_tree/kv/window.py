@@ -109,16 +109,16 @@ class Window:
         self._mask_with(mask, near)
 
     def _mask_with(self, mask: Tensor, near: Tensor) -> None:
-        """Hide from queries all of the tail but what is ``near``, bool ``[B, T, N]``."""
+        """Hides from queries all of the tail but what is ``near``, bool ``[B, T, N]``."""
         torch.bitwise_and(mask, pack_mask(near.flatten(0, 1)), out=self._mask)
 
     def masked(self, mask: Tensor) -> Tensor:
-        """The buffer of the mask under the window: ``mask`` itself where no path is as long as the window."""
+        """Returns the mask under the window: ``mask`` itself if no path is as long as the window."""
         return mask if self._mask is None else self._mask
 
 
 def ring_table(batch: int, heads: int, ring_pages: int, pages: int, device: torch.device) -> Tensor:
-    """Table int32 ``[B, pages]`` of sequences that keep their newest pages: see ``kv.store.KVGroup``."""
+    """Returns the table int32 ``[B, pages]`` of sequences that keep their newest pages, see ``KVGroup``."""
     numbers = torch.arange(pages, dtype=torch.int32, device=device)
     sequences = torch.arange(batch, dtype=torch.int32, device=device)
     return numbers % ring_pages + heads * ring_pages * sequences[:, None]

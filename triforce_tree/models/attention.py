@@ -49,7 +49,7 @@ def _attention(
     triforce_positions: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers' modules call in copies of models that compute for us."""
+    """Attends for transformers' attention modules in copies of models that compute for us."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Chunk lengths are only in the configuration, which ``use_our_attention`` has read.
     chunk: int = getattr(module, "triforce_chunk", 0)
@@ -78,7 +78,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def use_our_attention(copy: PreTrainedModel) -> bool:
-    """Make the attention modules of a copy of a model call the running forward.
+    """Makes the attention modules of a copy of a model call the running forward.
 
     Returns:
         whether forwards of the copy need ``triforce_positions``, see :func:`scaled_queries`.
@@ -94,7 +94,7 @@ def use_our_attention(copy: PreTrainedModel) -> bool:
 
 
 def keep_chunks(copy: nn.Module) -> None:
-    """Keep in each attention module of a copy the length of the chunks that it attends within; 0 without.
+    """Keeps in each attention module of a copy the length of the chunks that it attends within; 0 without.
 
     A compiled layer that read its own index would be compiled for this index alone.
     """
@@ -127,12 +127,12 @@ class KVCache(Protocol):
         """See :class:`Attend`."""
 
     def advance(self, count: int) -> None:
-        """Count ``count`` tokens as stored. Called at the end of their forward."""
+        """Counts ``count`` tokens as stored. Called at the end of their forward."""
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """Shape of one layer's keys and values: the attention heads, and the window (see ``AttentionParams``)."""
+    """Describes one layer's keys and values: the attention heads, and the window (``AttentionParams``)."""
 
     heads: Heads
     window: int | None = None

@@ -191,7 +191,7 @@ def low_bit_copy(
 
 
 def check_low_bits(model: nn.Module, bits: int) -> None:
-    """Raise ValueError if a model's linear layers cannot be copied in ``bits`` bits. 16 means no copy."""
+    """Raises ValueError if a model's linear layers cannot be copied in ``bits`` bits. 16 means no copy."""
     if bits != 16 and (reason := why_not_replaceable(model, with_hooks=True)):
         raise ValueError(
             f"retrieval_weight_bits={bits} copies the target's own linear layers in fewer bits, but "

@@ -63,7 +63,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Places:
-    """Containers, closures and tensors that a comparison reads again.
+    """Holds containers, closures and tensors that a comparison reads again.
 
     Objects are compared by identity, tensors also by their addresses and by how often they were written to.
     """
@@ -85,7 +85,7 @@ class _Places:
             self.filled.append(container.values() if isinstance(container, Mapping) else container)
 
     def note(self) -> None:
-        """Record what is in these places now."""
+        """Records what is in these places now."""
         # Tensors of other libraries may have no memory, and inference tensors have no count of writes.
         self._with_memory = [tensor for tensor in self.tensors.values() if _address(tensor)]
         self._counted = [tensor for tensor in self.tensors.values() if not tensor.is_inference()]
@@ -178,7 +178,7 @@ class Fingerprint:
         return Fingerprint(self._root, self._moves, self._left_out.union(left_out))
 
     def note_weights(self) -> None:
-        """Record the present values of the weights in place of the earlier ones."""
+        """Records the present values of the weights in place of the earlier ones."""
         self._versions, self._samples = [weight._version for weight in self._counted], self._sampled()
 
     def differences(self, later: "Fingerprint", left_out: Collection[str] = ()) -> dict[str, str]:
@@ -212,7 +212,7 @@ class Fingerprint:
         return self.state if state else self._others
 
     def _module(self, name: str, module: nn.Module) -> None:
-        """Record a module, the values of its attributes, and its class."""
+        """Records a module, the values of its attributes, and its class."""
         self._seen[id(module)] = module
         self._note(name, module)
         self._class(type(module))
@@ -244,7 +244,7 @@ class Fingerprint:
                 self._note(f"{name}: memory", place, state)
 
     def _add(self, name: str, value: Any, state: str, depth: int) -> None:
-        """Record a value and, up to some depth, its contents.
+        """Records a value and, up to some depth, its contents.
 
         Args:
             state: the name of the state that the value belongs to; empty if it belongs to none.
@@ -297,7 +297,7 @@ class Fingerprint:
             self._add(f"{name}[{key!r:.80}]", held, "" if of_hooks else state, depth)
 
     def _object(self, name: str, value: Any, state: str, depth: int) -> None:
-        """Record the attributes of an object that is neither a module nor a container."""
+        """Records the attributes of an object that is neither a module nor a container."""
         own = getattr(value, "__dict__", None)
         if not isinstance(own, dict):
             return
@@ -311,7 +311,7 @@ class Fingerprint:
             self._add(f"{name}.{key}", held, "" if settings else state or f"{name}.{key}", depth)
 
     def _function(self, name: str, function: types.FunctionType, state: str, depth: int) -> None:
-        """Record a function's code, its defaults, its closure, and the globals that it reads."""
+        """Records a function's code, its defaults, its closure, and the globals that it reads."""
         code = function.__code__
         self._places(state).functions.append(function)
         self._note(f"{name}: code", code, state)
@@ -347,7 +347,7 @@ class Fingerprint:
                     self._note(at, value)
 
     def _class(self, kind: type) -> None:
-        """Record the attributes of a class and of its bases, and the globals that their methods read."""
+        """Records the attributes of a class and of its bases, and the globals that their methods read."""
         for base in kind.__mro__:
             place = str(base.__module__)
             if base in self._classes or place.startswith(_COMMON):
@@ -473,7 +473,7 @@ class Changes:
         return not self._noticed.same() and bool(self._differences(self._noticed.again()))
 
     def refresh(self, renew: Callable[[], None]) -> None:
-        """Notice changes since the last call.
+        """Notices changes since the last call.
 
         Args:
             renew: called if there are any, before they are counted. If it raises, the next call calls it
@@ -497,7 +497,7 @@ class Changes:
         self._noticed = now
 
     def settle(self) -> None:
-        """Note which state the forwards have changed by themselves. Called after forwards."""
+        """Notes which state the forwards have changed by themselves. Called after forwards."""
         if self._failed or self._noticed.state.same():
             return
         found = set(self._differences(self._noticed.again()).values()) - {""}

@@ -21,7 +21,7 @@ _SINGLE = "triforce_tree.few_row_linear.default"
 
 
 def fused_exactly(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """:func:`fused`, with the roundings of uncompiled layers.
+    """Returns :func:`fused` with the roundings of uncompiled layers.
 
     Which operations one kernel computes may depend on the shape, and by default values between them stay in
     fp32: the bits of a row would depend on the number of rows.
@@ -55,8 +55,7 @@ def fused(
 
 
 def mark_lengths(length: int, tensors: Any) -> None:
-    """Let ``torch.compile`` make one kernel for any ``length`` of dimension 1, if the layer's operators allow
-    it.
+    """Lets ``torch.compile`` make one kernel for any ``length`` of dimension 1, if the operators allow it.
 
     Every tree size is another length. Compiling a version for each would take seconds per version, and there
     would be dozens of versions.
@@ -71,7 +70,7 @@ def mark_lengths(length: int, tensors: Any) -> None:
 
 
 def fuse_linears(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace, in place, few-row linears that differ in their output features only by one operator.
+    """Replaces few-row linears, in place, that differ in their output features only by one operator.
 
     Args:
         module: a graph as ``torch.compile`` passes it to a backend.
@@ -110,7 +109,7 @@ def _fusion_key(node: fx.Node) -> Any:
 
 
 def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Replace ``nodes`` by one operator, whose output is split into theirs."""
+    """Replaces ``nodes`` by one operator, whose output is split into theirs."""
     x, _, _, _, _, bits, config = nodes[0].args
     words, scales, biases, counters = (
         [node.args[at] for node in nodes if node.args[at] is not None] for at in range(1, 5)

@@ -93,7 +93,7 @@ class HFModel:
         self._read()
 
     def _read(self) -> None:
-        """Find out how the model computes, as it is now."""
+        """Finds out how the model computes, as it is now."""
         self.max_positions = max_positions(self.model.config.get_text_config(decoder=True))
         self.parameter_bytes = parameter_bytes(self.model)
         self._copy = self._prefill_layers = self.capturable = None
@@ -111,7 +111,7 @@ class HFModel:
         self._probe()
 
     def refresh(self, compare: Callable[["HFModel"], object] | None = None) -> None:
-        """Notice changes of the model since the last call, and read the model again if there are any.
+        """Notices changes of the model since the last call, and reads the model again if there are any.
 
         If :attr:`revision` has changed, everything that was derived from the model must be made again.
 
@@ -134,7 +134,7 @@ class HFModel:
         self.revision, self.weights_revision = self.changes.revision, self.changes.weights
 
     def check_sizes(self) -> None:
-        """Raise ValueError if the model now has another dtype, device or vocabulary, or other layers."""
+        """Raises ValueError if the model now has another dtype, device or vocabulary, or other layers."""
         now = _sizes(self.model)
         for what, size in self._sizes.items():
             if now[what] != size:
@@ -159,7 +159,7 @@ class HFModel:
         return long, self.revision, self.weights_revision
 
     def check_length(self, prompt: int, new: int) -> None:
-        """Raise ValueError if prompt and new tokens exceed the positions of the model."""
+        """Raises ValueError if prompt and new tokens exceed the positions of the model."""
         check_positions(prompt, new, self.max_positions)
         if self.length_rope is not None:
             self.length_rope.check(prompt, new)
@@ -262,7 +262,7 @@ class HFModel:
         return agreed_logits(self.model, logits.contiguous())
 
     def _settle(self) -> None:
-        """Run the model's own forward once.
+        """Runs the model's own forward once.
 
         Quantisation libraries change layers in their first forward (bitsandbytes moves weights into a state
         of its own, compressed-tensors unpacks them), and copies must be made of what is there afterwards.

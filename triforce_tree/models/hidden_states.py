@@ -17,7 +17,7 @@ Keep = Callable[[int, Tensor], None]
 def keep_hidden(
     model: PreTrainedModel, layers: nn.ModuleList, features: Sequence[int], keep: Keep
 ) -> list[RemovableHandle]:
-    """Register hooks that call ``keep`` with hidden states ``[B, T, hidden_size]`` in every forward of a
+    """Registers hooks that call ``keep`` with hidden states ``[B, T, hidden_size]`` in every forward of a
     model.
 
     Args:

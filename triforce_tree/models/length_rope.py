@@ -88,7 +88,7 @@ class LengthRope:
         return cls(model, names, original, kind)
 
     def check(self, prompt: int, new: int) -> None:
-        """Refuse a sequence of ``prompt`` tokens and ``new`` further ones that needs more than one set.
+        """Refuses a sequence of ``prompt`` tokens and ``new`` further ones that needs more than one set.
 
         Raises:
             ValueError: the sequence grows beyond the original length, or is longer and the kind is dynamic.
@@ -106,7 +106,7 @@ class LengthRope:
         )
 
     def choose_for_texts(self, prompts: Sequence[int]) -> None:
-        """Choose the set for a batch of prompts, given their lengths in tokens.
+        """Chooses the set for a batch of prompts, given their lengths in tokens.
 
         Raises:
             ValueError: some need the long set and some the short one.
@@ -123,7 +123,7 @@ class LengthRope:
         return self.kind == "longrope" and min(prompts) <= self.original < max(prompts)
 
     def choose(self, long: bool) -> None:
-        """Use the long or the short set in all forwards from now on."""
+        """Uses the long or the short set in all forwards from now on."""
         self.long = long
         self._limit.fill_(_NO_LIMIT if long else self.original - 1)
         self._beyond.fill_(self.original if long else 0)
@@ -131,11 +131,11 @@ class LengthRope:
             used.copy_(sets[int(long)])
 
     def choose_for_window(self, positions: int) -> None:
-        """Choose the set for a draft model, whose positions never exceed those of its window."""
+        """Chooses the set for a draft model, whose positions never exceed those of its window."""
         self.choose(self.kind == "longrope" and positions > self.original)
 
     def attach(self, copy: nn.Module) -> None:
-        """Make the rotary modules of a copy of the model use the chosen set, permanently."""
+        """Makes the rotary modules of a copy of the model use the chosen set, permanently."""
         for name in self._names:
             self._add_hooks(copy.get_submodule(name))
         for (name, buffer), (used, _) in self._frequencies.items():
@@ -174,7 +174,7 @@ class LengthRope:
         return counter.count > 0
 
     def _take_over(self, model: PreTrainedModel) -> bool:
-        """Make copies run without the family's choice from now on, if they can; returns whether they do.
+        """Makes copies run without the family's choice from now on, if they can; returns whether they do.
 
         They can if its cosines and sines are the same without it, and nothing else waits for the host.
         """

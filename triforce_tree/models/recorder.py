@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import AttentionParams, Heads
 from triforce_tree.models.model_copy import listed_layers
-from triforce_tree.models.running_forward import ChunkPass, Rows, StateShapes
+from triforce_tree.models.running_forward import ChunkPass, ScanInputs, StateShapes
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Recorder:
         self.calls: dict[int, tuple[AttentionParams, Heads]] = {}
 
     def watch(self, model: PreTrainedModel) -> None:
-        """Record what the decoder layers of a model copy return in its forwards; the copy is changed
+        """Records what the decoder layers of a model copy return in its forwards; the copy is changed
         permanently.
         """
 
@@ -73,9 +73,9 @@ class StateRecorder:
         self._convolutions.append((new.shape[1], columns))
         return torch.nn.functional.pad(new, (columns, 0))
 
-    def recur(self, number: int, rows: Rows) -> Tensor:
-        self._recurrences.append((*rows.v.shape[2:], rows.k.shape[3]))
-        return torch.zeros_like(rows.v)
+    def recur(self, number: int, inputs: ScanInputs) -> Tensor:
+        self._recurrences.append((*inputs.v.shape[2:], inputs.k.shape[3]))
+        return torch.zeros_like(inputs.v)
 
     def state(self, number: int) -> Tensor | None:
         return None

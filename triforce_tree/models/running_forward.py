@@ -24,7 +24,7 @@ class Attend(Protocol):
     """The attention function of one forward."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, /) -> Tensor:
-        """Store the new keys and values of ``layer``, and compute its attention.
+        """Stores the new keys and values of ``layer``, and computes its attention.
 
         Args:
             q, k, v: ``[B, H_q, T, D]``, ``[B, H_kv, T, D]`` and ``[B, H_kv, T, D_v]``; q and k rotated.
@@ -36,7 +36,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class StateShapes:
-    """Shapes of the states of one sequence, in the order of the forward.
+    """Holds the shapes of the states of one sequence, in the order of the forward.
 
     Attributes:
         convolutions: (channels, columns) of each causal convolution. The columns are its newest inputs; there
@@ -56,7 +56,7 @@ class StateShapes:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ScanInputs:
     """The inputs of a recurrence for T tokens (see ``kernels.recurrent.linear_recurrence``), fp32."""
 
     q: Tensor
@@ -78,7 +78,7 @@ class RecurrentPass(Protocol):
             new: ``[B, channels, T]``.
         """
 
-    def recur(self, number: int, rows: Rows) -> Tensor:
+    def recur(self, number: int, inputs: ScanInputs) -> Tensor:
         """Returns the outputs of a recurrence, fp32 ``[B, T, H, V]``."""
 
 
@@ -89,7 +89,7 @@ class ChunkPass(RecurrentPass, Protocol):
         """Returns the state ``[B, H, V, K]`` that a recurrence starts from; None for zeros."""
 
     def keep(self, number: int, state: Tensor) -> None:
-        """Keep the state ``[B, H, V, K]`` after the last token, which the model's own code has computed."""
+        """Keeps the state ``[B, H, V, K]`` after the last token, which the model's own code has computed."""
 
 
 class RunningForward(threading.local):
@@ -174,14 +174,14 @@ def convolve(new: Tensor, columns: int) -> Tensor:
     return operator(new, columns)
 
 
-def recur(rows: Rows) -> Tensor:
+def recur(inputs: ScanInputs) -> Tensor:
     """Returns ``RecurrentPass.recur`` for the forward's next recurrence."""
     operator = torch.ops.triforce_tree.recurrent_recur if torch.compiler.is_compiling() else _recur_now
-    return operator(rows.q, rows.k, rows.v, rows.decay, rows.rates, rows.beta)
+    return operator(inputs.q, inputs.k, inputs.v, inputs.decay, inputs.rates, inputs.beta)
 
 
 def recur_by(own: Callable[[Tensor | None], Tensor]) -> None:
-    """Compute the forward's next recurrence by the model's own code, which maps the initial to the final
+    """Computes the forward's next recurrence by the model's own code, which maps the initial to the final
     state.
 
     This is possible only in forwards over a :class:`ChunkPass`.
@@ -202,7 +202,7 @@ def _recur_now(
 ) -> Tensor:
     number = running.recurrences
     running.recurrences += 1
-    return _states().recur(number, Rows(q, k, v, decay, rates, beta))
+    return _states().recur(number, ScanInputs(q, k, v, decay, rates, beta))
 
 
 @torch.library.custom_op("triforce_tree::recurrent_convolve", mutates_args=())

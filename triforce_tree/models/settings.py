@@ -21,7 +21,7 @@ _CHAIN = "chain:5"
 
 
 def check_settings(target: HFModel, config: HierarchyConfig) -> None:
-    """Raise ValueError if a target cannot run with these settings.
+    """Raises ValueError if a target cannot run with these settings.
 
     See also ``check_low_bits`` and ``kernels.attention.backend.refuse``.
     """
@@ -35,7 +35,7 @@ def check_settings(target: HFModel, config: HierarchyConfig) -> None:
 
 
 def check_exact(target: HFModel) -> None:
-    """Raise an error if the bits of a target's row would depend on the other rows of a pass.
+    """Raises an error if the bits of a target's row would depend on the other rows of a pass.
 
     Raises:
         UnsupportedModelError: the model, or its device, has operations without an exact implementation.

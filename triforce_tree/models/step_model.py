@@ -55,7 +55,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class StepModel:
-    """Logits of T tokens per sequence, by a clone of a model.
+    """Computes logits of T tokens per sequence by a clone of a model.
 
     Args:
         clone: a model whose weights may be shared, but whose modules are used by this object only.

@@ -18,7 +18,7 @@ class UnsupportedModelError(ValueError):
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Check a transformers model before its first forward.
+    """Checks a transformers model before its first forward.
 
     Raises:
         UnsupportedModelError: it is an encoder-decoder, keeps state other than keys and values, or is spread
@@ -135,7 +135,7 @@ def likely_cause(model: Any, attention: Iterable[nn.Module]) -> str:
 
 
 def refuse_draft(name: str) -> NoReturn:
-    """Raise UnsupportedModelError, because a draft model has recurrent layers."""
+    """Raises UnsupportedModelError, because a draft model has recurrent layers."""
     raise UnsupportedModelError(
         f"{name} keeps recurrent state, and a draft sees a window of the newest tokens, which a state cannot "
         "be cut to; use a draft without such layers, or none (suffix matching)"
@@ -143,7 +143,7 @@ def refuse_draft(name: str) -> NoReturn:
 
 
 def refuse_without_attention(name: str) -> NoReturn:
-    """Raise UnsupportedModelError, because all layers of a model are recurrent."""
+    """Raises UnsupportedModelError, because all layers of a model are recurrent."""
     raise UnsupportedModelError(
         f"{name} has recurrent layers alone; hierarchical decoding needs layers with attention"
     )

@@ -124,7 +124,7 @@ def of_attention(model: nn.Module, path: str) -> bool:
 
 @torch.no_grad()
 def shard(model: PreTrainedModel, heads: Group, neurons: Group | None = None) -> None:
-    """Shard a model in place for this rank; a model that is sharded so already is left as it is.
+    """Shards a model in place for this rank; a model that is sharded so already is left as it is.
 
     Args:
         model: the full model, on any device. Its configuration keeps the full model's counts.
@@ -171,7 +171,7 @@ def shard(model: PreTrainedModel, heads: Group, neurons: Group | None = None) ->
 
 
 def _share_head(model: PreTrainedModel, group: Group) -> None:
-    """Share a head's rows where it is torch's own linear layer over floating-point weights."""
+    """Shares a head's rows where it is torch's own linear layer over floating-point weights."""
     head: Any = model.get_output_embeddings()
     if group.size == 1 or head is None or not is_plain_linear(head) or quantisation(model) is not None:
         return

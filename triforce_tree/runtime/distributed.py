@@ -177,9 +177,9 @@ def arrange(context: int) -> Grid | None:
         return None
     if context not in _joined.grids:
         tensor = size // context
-        rows = [range(first, first + tensor) for first in range(0, size, tensor)]
-        columns = [range(first, size, tensor) for first in range(tensor)]
-        _joined.grids[context] = Grid(_part(rows), _part(columns), _joined.group)
+        tensors = [range(first, first + tensor) for first in range(0, size, tensor)]
+        contexts = [range(first, size, tensor) for first in range(tensor)]
+        _joined.grids[context] = Grid(_part(tensors), _part(contexts), _joined.group)
     return _joined.grids[context]
 
 

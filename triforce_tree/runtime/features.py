@@ -116,5 +116,5 @@ class Features:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All buffers that passes change."""
+        """Returns all buffers that passes change."""
         return [self.first, self.known_leading, self._stop, *self._states.values()]

@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Layout(NamedTuple):
-    """Views of one rank's memory. Dimensions of 2 are double buffers, which alternate from call to call.
+    """Holds views of one rank's memory. Dimensions of 2 are double buffers, which alternate.
 
     Attributes:
         arrived: int32 ``[CHANNELS, MOST_RANKS]``, the number of the last call for which each rank has written

@@ -92,7 +92,7 @@ class SequenceState:
 
     @property
     def newest(self) -> Tensor:
-        """The token at position ``end``, int64 ``[B]``, which is the root of the next tree."""
+        """Returns the token at position ``end``, int64 ``[B]``, which is the root of the next tree."""
         return self.tokens.gather(1, self.end[:, None])[:, 0]
 
     def sequence(self, b: int) -> list[int]:
@@ -102,7 +102,7 @@ class SequenceState:
 
     @property
     def end(self) -> Tensor:
-        """The position of the newest token including the chain, int64 ``[B]``."""
+        """Returns the position of the newest token including the chain, int64 ``[B]``."""
         return self.length + self.chain
 
     def save(self) -> list[Tensor]:
@@ -204,7 +204,7 @@ class SequenceState:
 
     @property
     def feature_count(self) -> Tensor:
-        """The number of positions before ``end`` that have hidden states, int64 ``[B]``."""
+        """Returns the number of positions before ``end`` that have hidden states, int64 ``[B]``."""
         if self.features is None:
             return torch.zeros_like(self.length)
         return (self.end - self.features.first).clamp(0, self.features.history)

@@ -47,7 +47,7 @@ class LevelStats:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Emitted tokens per forward, including the bonus token."""
+        """Returns the emitted tokens per forward, including the bonus token."""
         return self.emitted / self.forwards if self.forwards else None
 
     def as_dict(self) -> dict[str, Any]:

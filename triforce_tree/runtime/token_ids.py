@@ -14,11 +14,13 @@ def id_tensor(ids: Sequence[int], device: torch.device | None = None) -> Tensor:
 
 
 def left_padded(
-    rows: Sequence[Sequence[int] | np.ndarray[Any, Any]], padding: int, device: torch.device | None = None
+    sequences: Sequence[Sequence[int] | np.ndarray[Any, Any]],
+    padding: int,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Returns the sequences as int64 ``[B, L]``, padded on the left to the length of the longest."""
-    width = max(map(len, rows))
-    padded = np.full((len(rows), width), padding, dtype=np.int64)
-    for line, row in zip(padded, rows, strict=True):
-        line[width - len(row) :] = row
+    width = max(map(len, sequences))
+    padded = np.full((len(sequences), width), padding, dtype=np.int64)
+    for row, sequence in zip(padded, sequences, strict=True):
+        row[width - len(sequence) :] = sequence
     return torch.from_numpy(padded).to(device)

@@ -25,7 +25,7 @@ from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv import recurrent_states
 from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, TokenPass
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.running_forward import Rows
+from triforce_tree.models.running_forward import ScanInputs
 from triforce_tree.models.step_model import step_model
 from triforce_tree.planning.memory_layout import Workload, on_device
 from triforce_tree.planning.memory_map import Machine, Sizes
@@ -284,7 +284,7 @@ def test_what_a_commit_reads_are_copies() -> None:
     two = torch.tensor([2])
     after = states.recurrences[0].clone()
     linear_recurrence(after, *rows, decay, None, beta, two, None)
-    inputs, out = proposed.convolve(0, new, columns), proposed.recur(0, Rows(*rows, decay, None, beta))
+    inputs, out = proposed.convolve(0, new, columns), proposed.recur(0, ScanInputs(*rows, decay, None, beta))
     for tensor in (new, inputs, out, *rows, decay, beta):
         tensor.fill_(torch.nan)
     proposed.commit(two)

@@ -46,7 +46,7 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of several runs, after one of warm-up."""
+    """Returns the seconds of the fastest of several runs, after one of warm-up."""
     times = []
     for _ in range(_REPEATS + 1):
         if device.type == "cuda":

@@ -37,7 +37,7 @@ class CopyStream:
             return self.record_event()
 
     def as_current(self) -> AbstractContextManager[Any]:
-        """Inside, this is torch's current stream."""
+        """Returns a context in which this is torch's current stream."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def record_event(self) -> "CopyEvent":
@@ -49,7 +49,7 @@ class CopyStream:
         return CopyEvent(event)
 
     def call(self, function: int, argument: int) -> None:
-        """Run a C function on the host after all copies issued so far; later copies wait for it.
+        """Runs a C function on the host after all copies issued so far; later copies wait for it.
 
         Args:
             function: address of a ``void f(void *)`` that makes no CUDA calls.
@@ -63,7 +63,7 @@ class CopyStream:
             raise RuntimeError(f"cuLaunchHostFunc failed with CUresult {failed}")
 
     def join(self, other: "CopyStream | None" = None) -> None:
-        """Let the computation, or another copy stream, wait for all copies issued so far."""
+        """Lets the computation, or another copy stream, wait for all copies issued so far."""
         if self.stream is not None:
             waiting = other.stream if other is not None else torch.cuda.current_stream(self.device)
             assert waiting is not None
@@ -77,7 +77,7 @@ class CopyStream:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """The CUDA driver, for a call that torch does not offer."""
+    """Returns the CUDA driver, for a call that torch does not offer."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuLaunchHostFunc.argtypes = [ctypes.c_void_p] * 3
     return driver
@@ -90,7 +90,7 @@ class CopyEvent:
         self._event = event
 
     def wait(self) -> None:
-        """Let the computation wait for it."""
+        """Lets the computation wait for it."""
         if self._event is not None:
             self._event.wait()
 
@@ -145,7 +145,7 @@ class BufferRing:
             self._issue()
 
     def invalidate(self) -> None:
-        """Drop what was prefetched: the memory on the host has changed."""
+        """Drops what was prefetched: the memory on the host has changed."""
         self._schedule, self._issued, self._released = (), 0, 0
 
     def _issue(self) -> None:
@@ -170,7 +170,7 @@ class BufferRing:
         return self.buffers[slot][: self._schedule[self._released].shape[0]]
 
     def release(self) -> None:
-        """All reads of the piece acquired last have been queued on the current stream."""
+        """Records that all reads of the piece acquired last are queued on the current stream."""
         slot = self._released % len(self.buffers)
         if self._free:
             self._free[slot].record()
@@ -179,5 +179,5 @@ class BufferRing:
             self._issue()
 
     def close(self) -> None:
-        """Drop the references to the buffers and to host memory."""
+        """Drops the references to the buffers and to host memory."""
         self.buffers, self._schedule = [], ()

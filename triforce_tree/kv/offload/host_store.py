@@ -164,8 +164,10 @@ class HostStore:
         self._schedule: list[Tensor] = []
 
     def initialise(self, held: Sequence[int]) -> None:
-        """Zero the slots on the device after the first ``held[b]`` of each sequence, once: made-up sequences
-        have all. Fresh memory of the host is zero."""
+        """Zeroes the slots on the device after the first ``held[b]`` of each sequence, once.
+
+        Made-up sequences have all slots. Fresh memory of the host is zero.
+        """
         if not self._initialised:
             self._initialised = True
             for layer in self.on_device:
@@ -177,7 +179,7 @@ class HostStore:
         return settings.last_resident and self.layers > 0 and enough
 
     def _resident(self, size: int) -> list[int]:
-        """Slots of each layer that stay on the device: whole pieces, the first layers one more."""
+        """Returns the slots of each layer that stay on the device: whole pieces, first layers one more."""
         last = [self.slots] if self.last_resident else []
         layers = self.layers - len(last)
         size -= sum(last) * self.slot_bytes * self.batch
@@ -236,7 +238,7 @@ class HostStore:
         return sum(max(0, slots) * self.slot_bytes for slots in ends)
 
     def prefetch(self, share: float | None = None) -> None:
-        """Begin to copy the first pieces of the next pass, after all writes to the host so far.
+        """Begins to copy the first pieces of the next pass, after all writes to the host so far.
 
         Args:
             share: of the slots in host memory, what the CPU attends to in this pass; None for that of the
@@ -274,7 +276,7 @@ class HostStore:
         return self.to_host.copy(self.on_host[layer][b][first : first + size - resident], kv[resident:])
 
     def copy_first(self, layer: int, b: int, out: Tensor) -> None:
-        """Copy the first rows to ``out`` ``[n, row]`` on the device; rows that are there already stay."""
+        """Copies the first rows to ``out`` ``[n, row]`` on the device; rows that are there already stay."""
         self.to_host.join()
         resident = self.on_device[layer][b][: out.shape[0]]
         if resident.data_ptr() != out.data_ptr():
@@ -295,7 +297,7 @@ class HostStore:
         return torch.cat(parts)
 
     def close(self) -> None:
-        """Free all memory; the store cannot be used afterwards."""
+        """Frees all memory; the store cannot be used afterwards."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if hasattr(self, "ring"):

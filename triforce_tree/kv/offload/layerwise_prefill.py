@@ -38,23 +38,23 @@ class Sink(Protocol):
     def host_layers(self) -> Sequence[int | None]: ...
 
     def rings(self) -> PromptCache:
-        """The cache of layers with a window, and the states of recurrent layers."""
+        """Returns the cache of layers with a window, which has the states of recurrent layers."""
 
     def buffer(self, tokens: int) -> Tensor:
-        """Memory for one layer, ``[tokens, row]`` (``Heads.split``); layers without a window overwrite it."""
+        """Returns memory ``[tokens, row]`` (``Heads.split``) that each layer without a window writes."""
 
     def restore(self, layer: int, kv: Tensor) -> None:
-        """Fill ``kv``, the buffer's beginning, with what the cache holds of ``layer``."""
+        """Fills ``kv``, the buffer's beginning, with what the cache holds of ``layer``."""
 
     def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
-        """``kv``, the buffer from token ``start`` on, holds a chunk of ``layer``.
+        """Reads ``kv``, the buffer from token ``start`` on, which holds a chunk of ``layer``.
 
         Returns:
             lets the computation wait until ``kv`` may be overwritten.
         """
 
     def layer_done(self, layer: int, kv: Tensor) -> None:
-        """The buffer holds all of ``layer``; what is needed of it must be read at once."""
+        """Reads what is needed of the buffer, which holds all of ``layer``."""
 
 
 class States(Protocol):
@@ -79,7 +79,7 @@ class DeviceStates:
 
 
 class ReservedStates:
-    """Hidden states on the device, in memory that has another use after the prefill.
+    """Keeps the hidden states on the device, in memory that has another use after the prefill.
 
     Args:
         memory: contiguous, of the hidden states' dtype.
@@ -143,7 +143,7 @@ class HostStates:
         return chunk, hidden, self._copy_stream.copy(hidden, on_host)
 
     def close(self) -> None:
-        """Free the host memory."""
+        """Frees the host memory."""
         self._copy_stream.synchronize()
         self._prefetched = self._host = None
         self._memory.release()
@@ -194,11 +194,11 @@ class _Calls:
         self._calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
 
     def recorded(self) -> AbstractContextManager[None]:
-        """Inside, layers compute nothing: they return their input, and their calls are recorded."""
+        """Returns a context in which layers return their input, and their calls are recorded."""
         return self._replaced(self._recorder)
 
     def returning(self, hidden: Tensor) -> AbstractContextManager[None]:
-        """Is a context in which layers compute nothing and the model continues with ``hidden``."""
+        """Returns a context in which layers compute nothing and the model continues with ``hidden``."""
         return self._replaced(lambda index: lambda *args, **kwargs: self._output(hidden))
 
     @contextmanager

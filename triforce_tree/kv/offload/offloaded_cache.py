@@ -129,13 +129,13 @@ class OffloadedCache:
         return max(0, length - self.recent) // unit * unit
 
     def publish(self) -> None:
-        """Copy the new bases to the device, and prefetch, after all writes to the host so far."""
+        """Copies the new bases to the device, and prefetches, after all writes to the host so far."""
         self.host.to_host.join()
         self.base.copy_(torch.tensor(self.host.base))
         self.host.prefetch()
 
     def committed(self, counts: Sequence[int]) -> None:
-        """So many new tokens were committed; blocks that are no longer recent are evicted from the window."""
+        """Records the number of committed tokens; blocks that are no longer recent leave the window."""
         evicted = False
         for b, count in enumerate(counts):
             self.lengths[b] += count
@@ -166,7 +166,7 @@ class OffloadedCache:
         return rows
 
     def store_means(self, layer: int, b: int, start: int, kv: Tensor) -> None:
-        """Store the mean keys of the chunks in rows ``kv`` ``[n, row]``, which begin at slot ``start``."""
+        """Stores the mean keys of the chunks in rows ``kv`` ``[n, row]``, which begin at slot ``start``."""
         if self.means is not None and kv.shape[0]:
             keys = self.host.heads.split(kv)[0].unflatten(0, (-1, self.chunk))
             moments = key_moments(keys, 1, self.means.shape[4])
@@ -174,7 +174,7 @@ class OffloadedCache:
             self.means[layer, b, :, first : first + len(moments)] = moments.transpose(0, 1).to(kv.dtype)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Shorten each sequence to its first tokens, as they were right after a prefill of that length.
+        """Shortens each sequence to its first tokens, as they were right after a prefill of that length.
 
         Raises:
             ValueError: a sequence has fewer tokens in the cache.
@@ -201,7 +201,7 @@ class OffloadedCache:
         self.publish()
 
     def restored(self, length: int) -> None:
-        """All layers of the only sequence were written, its whole units to the host."""
+        """Records that all layers of the only sequence were written, its whole units to the host."""
         self.host.ring.invalidate()
         self.lengths[0], unit = length, self.host.unit
         self.host.base[0] = length // unit * unit
@@ -209,7 +209,7 @@ class OffloadedCache:
 
     @contextmanager
     def trial(self, length: int, held: Sequence[int]) -> Iterator[None]:
-        """Inside, forwards may run on made-up sequences of ``length`` tokens; KV slots in use stay unchanged.
+        """Lets forwards run on made-up sequences of ``length`` tokens; KV slots in use stay unchanged.
 
         ``held``: tokens of each sequence whose keys and values are in use.
 
@@ -232,7 +232,7 @@ class OffloadedCache:
             self.host.ring.invalidate()
 
     def close(self) -> None:
-        """Free the memory: at once on the host, with the last reference on the device."""
+        """Frees the memory: at once on the host, with the last reference on the device."""
         self.closed = True
         if self.attention is not None:
             self.attention.close()
@@ -248,7 +248,7 @@ def _by_window(
 
 
 def one_shape(model: HFModel) -> Heads:
-    """Heads of the layers without a window; of any layer where all have one.
+    """Returns the heads of the layers without a window, or of any layer if all have one.
 
     Raises:
         ValueError: they differ.

@@ -21,7 +21,7 @@ def prefill_offloaded(
     starts: Sequence[int],
     run: PromptRun,
 ) -> None:
-    """Store keys and values of all but the last token of each prompt, and their hidden states.
+    """Stores keys and values of all but the last token of each prompt, and their hidden states.
 
     Args:
         cache: its sequences get the prompts.
@@ -113,37 +113,37 @@ class OffloadedPrefill:
         return self.cache.host_layers
 
     def rings(self) -> PromptCache:
-        """The cache of layers with a window, and the states of recurrent layers."""
+        """Returns the cache of layers with a window, which has the states of recurrent layers."""
         return PromptCache(self.cache.rings, self.b, self._states, self.start)
 
     def buffer(self, tokens: int) -> Tensor:
-        """Memory for one layer's rows ``[tokens, row]``."""
+        """Returns memory for one layer, ``[tokens, row]``."""
         if self.cache.host.last_resident:
             return self.cache.host.on_device[-1][self.b][:tokens]
         shape = (tokens, self.cache.host.heads.row)
         return self.cache.store.memory[: prod(shape)].view(shape)
 
     def restore(self, layer: int, kv: Tensor) -> None:
-        """Fill the buffer's beginning ``kv`` with what the cache holds of a layer."""
+        """Fills the buffer's beginning ``kv`` with what the cache holds of a layer."""
         if self._last is not None and layer == self.cache.host.layers - 1:
             kv.copy_(self._last)
         else:
             self.cache.host.copy_first(layer, self.b, kv)
 
     def chunk_done(self, layer: int, start: int, kv: Tensor) -> Callable[[], None]:
-        """Keys and values from token ``start`` on are computed; call the result before overwriting them."""
+        """Stores a chunk from token ``start`` on. The result must be called before ``kv`` is overwritten."""
         count = max(0, min(self.cache.host.base[self.b] - start, kv.shape[0]))
         return self.cache.host.write(layer, self.b, start, kv[:count]).wait
 
     def layer_done(self, layer: int, kv: Tensor) -> None:
-        """All keys and values of a layer are computed."""
+        """Keeps the chunk means and the newest tokens of a layer."""
         base, first = self.cache.host.base[self.b], self._first_mean
         if first < base:
             self.cache.store_means(layer, self.b, first, kv[first:base])
         self._newest[layer] = kv[base:]
 
     def commit(self) -> None:
-        """Copy the newest tokens into the window."""
+        """Copies the newest tokens into the window."""
         if self.cache.host.layers:
             parts = self.cache.host.heads.split(self._newest)
             for slots, part in zip(self.cache.window.kv, parts, strict=True):

@@ -37,11 +37,11 @@ _CGROUPS = (
 
 
 class HostMemoryError(OSError):
-    """Host memory is short, or cannot be locked; the message names value, limit and remedy."""
+    """Says that host memory is short, or cannot be locked; it names value, limit and remedy."""
 
 
 class HostMemory:
-    """Blocks of zeroed host memory, page-locked for CUDA where there is CUDA.
+    """Allocates blocks of zeroed host memory, which are page-locked for CUDA if there is CUDA.
 
     Blocks are anonymous mappings, registered one by one: torch's pinned allocator rounds sizes up to powers
     of two, and does not return freed memory to the system.
@@ -65,7 +65,7 @@ class HostMemory:
         self._finalizer.atexit = False
 
     def check(self, size: int) -> None:
-        """Check, before anything is allocated, that ``size`` bytes are available.
+        """Checks, before anything is allocated, that ``size`` bytes are available.
 
         Raises:
             HostMemoryError: they are not.
@@ -118,7 +118,7 @@ class HostMemory:
         self._blocks.append((mapping, pointer))
 
     def release(self) -> None:
-        """Unlock all blocks; each is freed with the last tensor that is a view of it."""
+        """Unlocks all blocks; each is freed with the last tensor that is a view of it."""
         _release(self._blocks)
         self.bytes = 0
 
@@ -151,7 +151,7 @@ def on_wsl() -> bool:
 
 
 def usable(most: int | None = None) -> tuple[int, str]:
-    """Bytes of host memory that a plan may use, and the name of the limit.
+    """Returns the bytes of host memory that a plan may use, and the name of the limit.
 
     Args:
         most: bytes that the user allows; None leaves 4 GiB or a tenth of the memory to the system, whichever
@@ -165,7 +165,7 @@ def usable(most: int | None = None) -> tuple[int, str]:
 
 
 def available() -> tuple[int, str]:
-    """Bytes of host memory that can still be allocated, and the name of the limit."""
+    """Returns the bytes of host memory that can still be allocated, and the name of the limit."""
     free = psutil.virtual_memory().available, "the system's available memory"
     return min([free, *((size, name) for size, name in _cgroup_available() if size is not None)])
 
@@ -177,7 +177,7 @@ def total() -> int:
 
 
 def _cgroup_available() -> list[tuple[int | None, str]]:
-    """Bytes left under the memory limits of control groups; file pages can be dropped."""
+    """Returns the bytes left under the memory limits of control groups; file pages can be dropped."""
     left: list[tuple[int | None, str]] = []
     for folder, limit, usage, inactive in _cgroups():
         most, used = _number(f"{folder}/{limit}"), _number(f"{folder}/{usage}")
@@ -189,7 +189,7 @@ def _cgroup_available() -> list[tuple[int | None, str]]:
 
 
 def _cgroups() -> Iterator[tuple[str, str, str, str]]:
-    """Folders and files of the control groups of this process, from the root on: each may have a limit."""
+    """Yields folders and files of the control groups of this process from the root on, with their limits."""
     lines = [line.split(":", 2) for line in _lines("/proc/self/cgroup")]
     own = {controller: path for _, names, path in lines for controller in names.split(",")}
     for controller, root, limit, usage, inactive in _CGROUPS:

@@ -39,7 +39,7 @@ as much is accepted."""
 
 
 class OffloadedView(TreeAttentionView):
-    """New tokens of an offloaded cache: layers with a window use its rings, the others what a subclass says.
+    """Is a view of an offloaded cache: layers with a window use its rings, subclasses define the others.
 
     Args:
         cache: of the sequences.
@@ -85,7 +85,7 @@ class OffloadedView(TreeAttentionView):
     def _attend_without_window(
         self, layer: int, host_layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     ) -> Tensor:
-        """A layer without a window, which is layer ``host_layer`` of the host store."""
+        """Attends in a layer without a window, which is layer ``host_layer`` of the host store."""
         raise NotImplementedError
 
 
@@ -157,7 +157,7 @@ class StreamedView(OffloadedView):
         return merged.clone()
 
     def _keep(self, name: object, tensor: Tensor) -> Tensor:
-        """A copy at an address that stays, of all layers: each is done with it before the next one begins."""
+        """Returns a copy at an address that stays, and that all layers use one after the other."""
         return self._buffer(name, tensor.shape, tensor.dtype).copy_(tensor)
 
     def _buffer(self, name: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -182,7 +182,7 @@ class StreamedView(OffloadedView):
         merged: Tensor,
         params: AttentionParams,
     ) -> None:
-        """Attend to the pieces that are left, and write the attention to all slots to ``merged``.
+        """Attends to the pieces that are left, and writes the attention to all slots to ``merged``.
 
         Args:
             q: ``[B, T, H_q, D]``.
@@ -289,7 +289,7 @@ class GatheredRetrievalView(OffloadedView):
         self._boundary = torch.zeros_like(cache.base)
 
     def refresh(self, root: Tensor, committed: Tensor) -> None:
-        """Let the next forward select chunks by its root's queries, among those that have left the window."""
+        """Lets the next forward select chunks by its root's queries, of those that have left the window."""
         self._boundary.copy_(self.cache.base // self.chunk)
 
     def _attend_without_window(
@@ -325,7 +325,7 @@ class GatheredRetrievalView(OffloadedView):
         """See :class:`RetrievalView`; means are computed when chunks leave the window."""
 
     def fill(self) -> None:
-        """Gather the newest chunks before the window, after a prefill or a rewind."""
+        """Gathers the newest chunks before the window, after a prefill or a rewind."""
         host, count = self.cache.host, self.slots * self.chunk
         for b in range(host.batch):
             start = host.base[b] - count

@@ -66,7 +66,7 @@ class Ranks:
 def pass_seconds(
     model: PreTrainedModel, context: int, ranks: Ranks, tokens: int, method: str | None = None
 ) -> float:
-    """Estimated seconds of a forward over ``tokens`` tokens after as many as the model has positions for.
+    """Returns the estimated seconds of a forward of ``tokens`` tokens after all positions of the model.
 
     Experts and the head count as if all were read: what a rank reads of them does not depend on ``context``.
 
@@ -113,7 +113,7 @@ def chosen(
     ranks: Callable[[], Ranks],
     method: str | None = None,
 ) -> int:
-    """Over how many of ``size`` ranks to split texts: what is possible, and of that the fastest by estimate.
+    """Returns over how many of ``size`` ranks to split texts: the fastest possible number by estimate.
 
     Args:
         model: on any device, or meta; one that is sharded stays as it is.

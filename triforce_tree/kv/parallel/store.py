@@ -50,17 +50,17 @@ class SequenceSplit:
         return length // cycle * self.block + max(0, min(rest, self.block))
 
     def counts(self, lengths: Tensor) -> Tensor:
-        """:meth:`count` of each element."""
+        """Returns :meth:`count` of each element."""
         cycle = self.block * self.group.size
         rest = lengths % cycle - self.group.rank * self.block
         return lengths // cycle * self.block + rest.clamp(0, self.block)
 
     def most(self, length: int) -> int:
-        """Most positions that any rank keeps of the first ``length``."""
+        """Returns the most positions that any rank keeps of the first ``length``."""
         return -(-length // (self.block * self.group.size)) * self.block
 
     def keeps(self, positions: Tensor) -> Tensor:
-        """bool: which positions this rank keeps."""
+        """Returns which positions this rank keeps, bool."""
         return positions // self.block % self.group.size == self.group.rank
 
     def kept(self, index: Tensor, start: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ class SplitStore:
             for shape, own in zip(layers, full, strict=True)
         ]
         others = [None if own else shape for shape, own in zip(layers, full, strict=True)]
-        rows = max(split.most(max_seq_len) + scratch, least)
-        self.part = KVStore(parts, batch, rows, device, dtype, page)
+        slots = max(split.most(max_seq_len) + scratch, least)
+        self.part = KVStore(parts, batch, slots, device, dtype, page)
         self.whole = KVStore(others, batch, max_seq_len + scratch, device, dtype, page, scratch)
         self._parts = frozenset(layer for layer, own in enumerate(full) if own)
 
@@ -131,7 +131,7 @@ class SplitStore:
 
     @contextmanager
     def saved(self, start: int, count: int) -> Iterator[None]:
-        """Inside, ``count`` slots of ``part`` after ``start`` tokens may be overwritten."""
+        """Restores ``count`` slots of ``part`` after ``start`` tokens at the end of the context."""
         with self.part.saved(self.split.count(start), count):
             yield
 
@@ -141,7 +141,7 @@ def _sees_all(shape: KVShape, max_seq_len: int) -> bool:
 
 
 def split_of(target: HFModel, config: HierarchyConfig) -> SequenceSplit | None:
-    """This rank's positions under some settings; None where every rank keeps all of them.
+    """Returns this rank's positions under some settings; None if every rank keeps all of them.
 
     Raises:
         ValueError: the target has recurrent layers, or was loaded for another number of ranks.

@@ -51,7 +51,7 @@ class _PartView(TreeAttentionView):
     split: SequenceSplit
 
     def on(self, split: SequenceSplit) -> None:
-        """Attend as one of several ranks: all store the new tokens, and one sees them."""
+        """Attends as one of several ranks: all store the new tokens, and one sees them."""
         self.split = split
         self._attentions = [_OverRanks(each, split) for each in self._attentions]
         if not split.has_tail:
@@ -66,7 +66,7 @@ class _PartRetrievalView(_PartView, PagedRetrievalView):
 
 
 class SplitView:
-    """T new tokens a sequence over slots that several ranks keep: a :class:`KVView`.
+    """Is a :class:`KVView` of T new tokens per sequence over slots that several ranks keep.
 
     Args:
         store: this rank's.
@@ -162,7 +162,7 @@ class SplitRetrievalView(SplitView):
         return other
 
     def update_chunk_means(self, first: Tensor, count: int) -> None:
-        """Recompute the mean keys of this rank's chunks among ``count`` of all from ``first[b]`` on."""
+        """Recomputes the mean keys of this rank's chunks among ``count`` of all from ``first[b]`` on."""
         chunk = self.config.chunk
         self._retrieval.update_chunk_means(self._split.counts(first * chunk) // chunk, count)
 

@@ -16,7 +16,7 @@ from triforce_tree.runtime.features import Features
 
 
 class PooledBackend(KVBackend):
-    """Slots that a :class:`PrefixPool` gives to chunks of prompts and to what each sequence has after them.
+    """Stores chunks of prompts, and what each sequence has after them, in slots of a :class:`PrefixPool`.
 
     Args:
         spec: what the slots are needed for.
@@ -56,11 +56,11 @@ class PooledBackend(KVBackend):
         self.pool.tails = pool.tails
 
     def place(
-        self, prompts: Sequence[Sequence[int]], row: int | None, features: Features | None
+        self, prompts: Sequence[Sequence[int]], index: int | None, features: Features | None
     ) -> list[int]:
         """See :class:`KVBackend`; sequences that are cached whole keep their slots."""
-        if row is not None:
-            self._place({row: prompts[0]}, features)
+        if index is not None:
+            self._place({index: prompts[0]}, features)
             return [0]
         cached = self.cached
         whole = [len(p) > 1 and cached.common(b, p, "all") == len(p) - 1 for b, p in enumerate(prompts)]
@@ -83,13 +83,13 @@ class PooledBackend(KVBackend):
             self._find(b, prompt, features)
 
     def _left(self, b: int, prompt: Sequence[int]) -> int:
-        """Own slots that sequence b has left after a prompt and the tokens to come."""
+        """Returns how many own slots sequence b has left after a prompt and the tokens to come."""
         path = self.pool.path(b)
         end = path[-1].stop if path else 0
         return self.pool.size(b) - (len(prompt) - end + self._new_tokens[b] + self.spec.scratch)
 
     def _find(self, b: int, prompt: Sequence[int], features: Features | None) -> None:
-        """Note which tokens of a prompt are in its chunks; those of its own slots are not known."""
+        """Notes which tokens of a prompt are in its chunks; those of its own slots are not known."""
         held, tail = self.pool.held(b), self.pool.tail(prompt)
         # After a tail the chunks of this prompt alone would begin elsewhere.
         self.cached.copied(b, prompt, held, min(held, tail or held))
@@ -123,11 +123,11 @@ class PooledBackend(KVBackend):
         """See :class:`KVBackend`."""
         self._new_tokens = list(new_tokens)
 
-    def release(self, rows: Sequence[int]) -> None:
+    def release(self, sequences: Sequence[int]) -> None:
         """See :class:`KVBackend`."""
-        self.pool.release(rows)
-        for row in rows:
-            self.cached.keep(row, 0)
+        self.pool.release(sequences)
+        for b in sequences:
+            self.cached.keep(b, 0)
 
     def has_slots(
         self,
@@ -139,8 +139,7 @@ class PooledBackend(KVBackend):
         """See :class:`KVBackend`; the pool was made for ``tokens``."""
         empty = max(0, max(most, self.batch) - len(running) - len(coming))
         return (
-            self.pool.needed([row for row in running if row is not None], coming, empty)
-            <= self.store.total_slots
+            self.pool.needed([b for b in running if b is not None], coming, empty) <= self.store.total_slots
         )
 
     def forget(self) -> None:
@@ -167,10 +166,10 @@ class PooledBackend(KVBackend):
             copies, going_on = self.pool.take(kept.pool, self.batch, alike)
             self.store.copy_runs(kept.store, copies)
             held = kept.cached.held[: self.batch]
-            lengths = [len(tokens) if row in going_on else 0 for row, tokens in enumerate(held)]
+            lengths = [len(tokens) if b in going_on else 0 for b, tokens in enumerate(held)]
             self.cached.take(kept.cached, lengths)
-            for row, length in enumerate(lengths):
-                self.store.fed(row, length)
+            for b, length in enumerate(lengths):
+                self.store.fed(b, length)
         elif kept.chunk == self.chunk:
             self._take_sequences(kept)
         self._follow_pool()
@@ -196,5 +195,5 @@ class PooledBackend(KVBackend):
             self.pool.written(0)
 
     def _follow_pool(self) -> None:
-        rows = range(self.batch)
-        self.store.set([self.pool.runs(b) for b in rows], [self.pool.place(b) for b in rows])
+        batch = range(self.batch)
+        self.store.set([self.pool.runs(b) for b in batch], [self.pool.place(b) for b in batch])

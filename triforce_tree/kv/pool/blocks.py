@@ -11,7 +11,7 @@ Chunk = tuple[int, ...]
 
 
 class Run(NamedTuple):
-    """Positions ``start`` to ``stop`` of a sequence, in KV slots from ``place`` on."""
+    """Describes positions ``start`` to ``stop`` of a sequence, which are in KV slots from ``place`` on."""
 
     start: int
     stop: int
@@ -185,7 +185,7 @@ class PrefixPool:
             raise
 
     def release(self, sequences: Iterable[int]) -> None:
-        """These sequences have ended; of their chunks those stay that were written."""
+        """Records that sequences have ended; their chunks stay if they were written."""
         with self._changing():
             for sequence in sequences:
                 for block in self._paths.pop(sequence, []):
@@ -320,7 +320,7 @@ class PrefixPool:
 
     @property
     def taken(self) -> int:
-        """Slots of all chunks and sequences."""
+        """Returns the number of slots of all chunks and sequences."""
         return sum(len(block.tokens) for block in self.blocks()) + sum(o.size for o in self._own.values())
 
     def _make_room(self, count: int) -> None:
@@ -337,7 +337,7 @@ class PrefixPool:
             self._drop(oldest)
 
     def _gaps_for(self, last: Block, more: int, own: int) -> tuple[int, int] | None:
-        """Places for chunks after ``last`` and for a sequence's own slots; None without large enough gaps."""
+        """Returns places for chunks after ``last`` and for own slots; None without large enough gaps."""
         stored: list[Block | Own] = [*self.blocks(), *self._own.values()]
         taken = [(0, 0), *sorted((e.place, e.end) for e in stored), (self.slots, self.slots)]
         gaps = [(end, start) for (_, end), (start, _) in pairwise(taken) if start > end]
@@ -361,7 +361,7 @@ class PrefixPool:
             each.place, place = place, place + each.end - each.place
 
     def runs(self, sequence: int) -> list[Run]:
-        """A sequence's chunks, cut where others leave it or where they lie apart; at most ``depth`` runs."""
+        """Returns a sequence's chunks in at most ``depth`` runs, cut where others leave it or at gaps."""
         path, found = self.path(sequence), list[Run]()
         for number, block in enumerate(path):
             if number and path[number - 1].end == block.place and path[number - 1].users == block.users:

@@ -39,7 +39,7 @@ class PoolSize:
 
 
 def unit_of(target: HFModel, config: HierarchyConfig) -> int | None:
-    """Tokens of a chunk that prompts share; None where each sequence has slots of its own.
+    """Returns the tokens of a chunk that prompts share; None if each sequence has slots of its own.
 
     These are needed for recurrent layers, which have a state and no slots; for layers with a window, whose
     rings belong to one sequence; and where slots are split over ranks.
@@ -51,7 +51,7 @@ def unit_of(target: HFModel, config: HierarchyConfig) -> int | None:
 
 
 def page_of(unit: int, config: HierarchyConfig, levels: int) -> int:
-    """KV slots of a page of tables, which all chunks of ``unit`` tokens are whole multiples of."""
+    """Returns the KV slots of a page of tables; chunks of ``unit`` tokens are whole multiples of it."""
     return config.retrieval.chunk if levels == 3 else math.gcd(unit, 64)
 
 
@@ -134,7 +134,7 @@ def for_known(
     scratch: int,
     exact: bool,
 ) -> PoolSize | None:
-    """The pool of prompts that are all known before the batch begins; None where copies do, or nearly.
+    """Returns the pool of prompts that are known before the batch begins; None if sharing saves little.
 
     Args:
         new_tokens: most of each sequence.

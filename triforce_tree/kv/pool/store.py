@@ -118,7 +118,7 @@ class PooledStore(KVStore):
 
     @property
     def _parts(self) -> list[Tensor]:
-        """All that is stored, ``[layers, 1, H_kv, slots, D]``."""
+        """Returns all stored tensors, ``[layers, 1, H_kv, slots, D]``."""
         return [part for group in self.whole for part in group.parts]
 
     def append(self, layer: int, b: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ class PooledStore(KVStore):
         return (seen[0], seen[1]) if own.scales is None else dequantised(seen, k.dtype)
 
     def copy_from(self, source: KVStore, b: int, run: Run) -> None:
-        """Positions of sequence b of another store, whose sequences have slots of their own, go to a run."""
+        """Copies positions of sequence b from a store whose sequences have slots of their own to a run."""
         for group, other in zip(self.whole, source.groups, strict=True):
             for new, old in zip(group.parts, other.parts, strict=True):
                 new[:, 0, :, run.place : run.place + run.stop - run.start] = old[
@@ -149,14 +149,14 @@ class PooledStore(KVStore):
                 ]
 
     def move_runs(self, stored: Sequence[tuple[int, int]]) -> None:
-        """Put runs of slots, given by place and size, one after the other from slot 0 on."""
+        """Puts runs of slots, given by place and size, one after the other from slot 0 on."""
         total = sum(size for _, size in stored)
         for part in self._parts:
             for (slots,) in part:
                 slots[:, :total] = torch.cat([slots[:, at : at + size] for at, size in stored], 1)
 
     def copy_runs(self, source: "PooledStore", copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy runs of slots of another store: places there, sizes, and places here."""
+        """Copies runs of slots of another store: places there, sizes, and places here."""
         for new, old in zip(self._parts, source._parts, strict=True):
             for start, size, place in copies:
                 new[:, 0, :, place : place + size] = old[:, 0, :, start : start + size]
@@ -192,7 +192,7 @@ class PooledStore(KVStore):
             self.set(*before)
 
     def in_pages(self, page: int) -> KVStore:
-        """Not for these slots, whose first ones are those of another sequence's pages."""
+        """Raises ValueError: the first slots of a sequence belong to pages of others, too."""
         raise ValueError(f"slots of a common prefix have pages of {self.page}; make another store")
 
 

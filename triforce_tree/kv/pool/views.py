@@ -16,7 +16,7 @@ from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttenti
 
 
 class PooledView(TreeAttentionView):
-    """T new tokens a sequence, each of which sees its prefixes, its own sequence and its ancestors.
+    """Is a view of T new tokens per sequence, which see their prefixes, their sequence and ancestors.
 
     Args:
         store: the slots.
@@ -49,7 +49,7 @@ class PooledView(TreeAttentionView):
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """See :class:`TreeAttentionView`."""
-        # A row without a sequence is shorter than its prefixes.
+        # An ended sequence may count as shorter than its prefixes.
         super().begin((start - self.store.prefix).clamp_min_(0), mask_words)
         self.at.add_(self.store.first)
 

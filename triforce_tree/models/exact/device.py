@@ -79,7 +79,7 @@ class ExactLayerNorm(nn.LayerNorm):
 
 @torch.no_grad()
 def use_exact_norms(model: nn.Module) -> None:
-    """Replace those norms of a model copy whose results our norms reproduce."""
+    """Replaces those norms of a model copy whose results our norms reproduce."""
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
             if "forward" in vars(norm) or hooked(norm):

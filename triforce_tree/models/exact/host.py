@@ -41,7 +41,7 @@ def why_not_exact_on_host(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def use_exact_modules(model: PreTrainedModel) -> PreTrainedModel:
-    """Make the rows of a model copy's modules independent of each other, permanently. Returns the copy.
+    """Makes the rows of a model copy's modules independent of each other, permanently. Returns the copy.
 
     Args:
         model: from ``shallow_copy``, on the CPU.

@@ -38,7 +38,7 @@ def grouped_products_capture(device: torch.device) -> bool:
 
 
 def use_capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
-    """Give a clone an experts implementation that never waits for the host, unless it has one.
+    """Gives a clone an experts implementation that never waits for the host, unless it has one.
 
     Grouped products read the group sizes on the host, except for bf16 on some architectures; the eager loop
     over experts does so everywhere. Batched products gather each token's experts and never do; our own
@@ -103,7 +103,7 @@ def _combined(
 
 
 class LowBitExperts(nn.Module):
-    """Experts with weights of 8 bits (a scale per row) or 4 (one per 128 columns of a row).
+    """Holds experts with weights of 8 bits (a scale per row) or 4 (one per 128 columns of a row).
 
     Args:
         module: fused experts; biases and activation are shared, the weights are not kept.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Streamed(Protocol):
-    """Weights of decoder layers that are kept in host memory and copied to the device for each call of a
+    """Are weights of decoder layers that are kept in host memory and copied to the device for each call of a
     layer.
 
     Attributes:
@@ -35,7 +35,7 @@ class Streamed(Protocol):
         """
 
     def keep_experts(self, layers: int) -> None:
-        """Keep the experts of ``layers`` layers on the device after they were first copied."""
+        """Keeps the experts of ``layers`` layers on the device after they were first copied."""
 
     @property
     def copied(self) -> int:
@@ -45,13 +45,13 @@ class Streamed(Protocol):
         """Returns the expected bytes that a forward of ``tokens`` tokens copies."""
 
     def bring(self, weight: Tensor) -> None:
-        """Copy a parameter to the device. Called before it is read outside its layer's call."""
+        """Copies a parameter to the device. Called before it is read outside its layer's call."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Returns a context in which calling a layer copies no weights, for calls that do not compute."""
 
     def check(self) -> None:
-        """Raise RuntimeError if the weights have been released."""
+        """Raises RuntimeError if the weights have been released."""
 
     def close(self) -> None:
-        """Release the weights' memory."""
+        """Releases the weights' memory."""

@@ -41,7 +41,7 @@ def use_fused_decoder_layers(
     linears: Collection[nn.Linear],
     fused: Collection[nn.Module],
 ) -> None:
-    """Let the C library compute those decoder layers of a model copy whose results it reproduces,
+    """Lets the C library compute those decoder layers of a model copy whose results it reproduces,
     permanently.
 
     Args:

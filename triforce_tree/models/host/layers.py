@@ -27,7 +27,7 @@ _TOLERANCE = 1e-5
 
 @torch.no_grad()
 def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bool = False) -> set[nn.Module]:
-    """Let the C library compute those modules of a model copy whose results it reproduces, permanently.
+    """Lets the C library compute those modules of a model copy whose results it reproduces, permanently.
 
     Args:
         model: from ``shallow_copy``.
@@ -62,7 +62,7 @@ def use_fused_layers(model: nn.Module, linears: Collection[nn.Linear], exact: bo
 
 
 def _replace(module: nn.Module, forward: Callable[[Tensor], Tensor], size: int) -> None:
-    """Replace a module's forward by one that gives the same results for rows ``[..., size]``."""
+    """Replaces a module's forward by one that gives the same results for rows ``[..., size]``."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _TRIED_ROWS, size, generator=generator, dtype=torch.float32)
     # Small numbers show where an epsilon is added.

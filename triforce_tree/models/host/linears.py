@@ -78,7 +78,7 @@ class Int8Linear(nn.Linear):
 
 
 def use_few_row_linears(model: nn.Module) -> list[nn.Linear]:
-    """Let plain fp32 ``nn.Linear`` layers on the CPU compute few rows by our kernel or oneDNN.
+    """Lets plain fp32 ``nn.Linear`` layers on the CPU compute few rows by our kernel or oneDNN.
 
     Layers whose ``forward`` another library has replaced are left unchanged.
 

@@ -69,7 +69,7 @@ class PrefillLayers:
                 self._found[name] = _Replacement(_types(module), make)
 
     def attach(self, copy: nn.Module) -> None:
-        """Replace the modules of a copy, except modules that were exchanged since or have forwards of their
+        """Replaces the modules of a copy, except modules that were exchanged since or have forwards of their
         own.
 
         Args:

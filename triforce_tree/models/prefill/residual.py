@@ -12,7 +12,7 @@ AddNorm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Structure(NamedTuple):
-    """Attribute names of a layer's norms, beside ``self_attn`` and ``mlp``.
+    """Holds the attribute names of a layer's norms, beside ``self_attn`` and ``mlp``.
 
     Attributes:
         before: the norm of attention's input.

@@ -32,7 +32,7 @@ def unknown_mixers(model: nn.Module) -> set[str]:
 
 
 def attach(model: nn.Module, in_chunks: bool) -> None:
-    """Make the mixers of a copy of a model use the states of the running forward.
+    """Makes the mixers of a copy of a model use the states of the running forward.
 
     Args:
         model: from ``shallow_copy`` or ``few_row_copy``; its mixers are changed permanently.
@@ -73,9 +73,9 @@ def _known(names: set[str]) -> bool:
 
 def _with_scans(forward: FunctionType, in_chunks: bool) -> FunctionType:
     names = dict(forward.__globals__)
-    for name, (rows, chunks) in SCANS.items():
+    for name, (tokens, chunks) in SCANS.items():
         if name in names:
-            names[name] = chunks(names[name]) if in_chunks else rows
+            names[name] = chunks(names[name]) if in_chunks else tokens
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy

@@ -1,10 +1,10 @@
 """transformers' function for each kind of recurrence, in two forms that use the running forward's state.
 
-The form ``rows`` computes the tokens of a decoding pass one by one (``kernels.recurrent``), as decoding token
-by token does. The form ``chunks`` computes a part of a prompt by transformers' own function, which starts
-from the given state and multiplies matrices by chunks; its results are equal up to rounding. Both return the
-output of the replaced function, and a second value in place of the final state, which the running forward
-has kept.
+The form ``tokens`` computes the tokens of a decoding pass one by one (``kernels.recurrent``), as decoding
+token by token does. The form ``chunks`` computes a part of a prompt by transformers' own function, which
+starts from the given state and multiplies matrices by chunks; its results are equal up to rounding. Both
+return the output of the replaced function, and a second value in place of the final state, which the running
+forward has kept.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triforce_tree.models.running_forward import Rows, recur, recur_by
+from triforce_tree.models.running_forward import ScanInputs, recur, recur_by
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
 _EPSILON = 1e-6
 
 
-def _mamba2_rows(
+def _mamba2_tokens(
     x: Tensor,
     dt: Tensor,
     a: Tensor,
@@ -39,7 +39,7 @@ def _mamba2_rows(
     """
     step = _step(dt, dt_bias, dt_softplus)
     value = x.float() * step[..., None]
-    out = recur(Rows(c.float(), b.float(), value, (step * a.float())[..., None]))
+    out = recur(ScanInputs(c.float(), b.float(), value, (step * a.float())[..., None]))
     if D is not None:
         out = out + x.float() * D[..., None]
     return out.to(x.dtype), dt
@@ -61,7 +61,7 @@ def _mamba2_chunks(own: Callable[..., Any]) -> Scan:
     return scan
 
 
-def _delta_rows(
+def _delta_tokens(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -78,8 +78,8 @@ def _delta_rows(
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPSILON) for x in (query, key))
     decay = g.float() if g.dim() == 4 else g.float()[..., None]
-    rows = Rows(query / query.shape[-1] ** 0.5, key, v.float(), decay, beta=beta.float())
-    return recur(rows).to(v.dtype), g
+    inputs = ScanInputs(query / query.shape[-1] ** 0.5, key, v.float(), decay, beta=beta.float())
+    return recur(inputs).to(v.dtype), g
 
 
 def _delta_chunks(own: Callable[..., Any]) -> Scan:
@@ -99,7 +99,7 @@ def _delta_chunks(own: Callable[..., Any]) -> Scan:
     return scan
 
 
-def _mamba_rows(
+def _mamba_tokens(
     x: Tensor,
     dt: Tensor,
     a: Tensor,
@@ -119,7 +119,7 @@ def _mamba_rows(
     value, decay, key, query = (
         t.transpose(1, 2)[:, :, None].contiguous() for t in (x.float() * step, step, b.float(), c.float())
     )
-    out = recur(Rows(query, key, value, decay, a.float()[None]))[:, :, 0].transpose(1, 2)
+    out = recur(ScanInputs(query, key, value, decay, a.float()[None]))[:, :, 0].transpose(1, 2)
     if D is not None:
         out = out + x.float() * D[:, None]
     if z is not None:
@@ -128,10 +128,10 @@ def _mamba_rows(
 
 
 def _mamba_chunks(own: Callable[..., Any]) -> Scan:
-    """Returns the form ``rows`` for prompts too, because transformers' own function takes no initial
+    """Returns the form ``tokens`` for prompts too, because transformers' own function takes no initial
     state.
     """
-    return _mamba_rows
+    return _mamba_tokens
 
 
 def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -140,9 +140,9 @@ def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 SCANS: dict[str, tuple[Scan, Callable[[Callable[..., Any]], Scan]]] = {
-    "mamba2_chunk_scan": (_mamba2_rows, _mamba2_chunks),
-    "mamba_selective_scan": (_mamba_rows, _mamba_chunks),
-    "torch_chunk_gated_delta_rule": (_delta_rows, _delta_chunks),
-    "chunk_kimi_delta_attention": (_delta_rows, _delta_chunks),
+    "mamba2_chunk_scan": (_mamba2_tokens, _mamba2_chunks),
+    "mamba_selective_scan": (_mamba_tokens, _mamba_chunks),
+    "torch_chunk_gated_delta_rule": (_delta_tokens, _delta_chunks),
+    "chunk_kimi_delta_attention": (_delta_tokens, _delta_chunks),
 }
-"""By the name in transformers' modules: the form in rows, and what makes the form in chunks."""
+"""By the name in transformers' modules: the form in tokens, and what makes the form in chunks."""

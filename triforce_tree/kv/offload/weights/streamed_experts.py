@@ -37,7 +37,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @dataclass(frozen=True)
 class _Kind:
-    """Shapes and dtypes of a module's weights, which modules of one kind share."""
+    """Describes the shapes and dtypes of a module's weights, which modules of one kind share."""
 
     weights: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -46,7 +46,7 @@ class _Kind:
         return self.weights[0][0][0]
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """Offset and bytes of each weight in a block."""
+        """Returns the offset and the bytes of each weight in a block."""
         end = 0
         for shape, dtype in self.weights:
             size = torch.Size(shape).numel() * dtype.itemsize
@@ -55,17 +55,17 @@ class _Kind:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a block."""
+        """Returns the bytes of a block."""
         *_, (start, size) = self.places()
         return -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert."""
+        """Returns the bytes of one expert."""
         return sum(size for _, size in self.places()) // self.experts
 
     def cut(self, block: Tensor) -> list[Tensor]:
-        """The weights in a block."""
+        """Returns the weights in a block."""
         return [
             block[start : start + size].view(dtype).view(shape)
             for (start, size), (shape, dtype) in zip(self.places(), self.weights, strict=True)
@@ -73,7 +73,7 @@ class _Kind:
 
 
 class _Slots:
-    """Device memory for the experts of one layer of a kind, and which layer's each slot holds."""
+    """Holds device memory for the experts of one layer, and which layer's experts each slot has."""
 
     def __init__(self, kind: _Kind, device: torch.device) -> None:
         def integers(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -129,11 +129,11 @@ class StreamedExperts:
         return len(self._modules)
 
     def layer_bytes(self, layer: int) -> int:
-        """Bytes of host memory of one decoder layer's experts."""
+        """Returns the bytes of host memory of one decoder layer's experts."""
         return sum(k.bytes for k, own in zip(self._kinds, self._layer_of, strict=True) if own == layer)
 
     def move(self, layer: int, memory: HostMemory) -> None:
-        """Copy the experts of one decoder layer into host memory."""
+        """Copies the experts of one decoder layer into host memory."""
         # The pages stay locked for as long as the model's hooks copy from them.
         self._memory = memory
         for number in [n for n, own in enumerate(self._layer_of) if own == layer]:
@@ -145,25 +145,25 @@ class StreamedExperts:
             self.restore(number)
 
     def restore(self, number: int | None = None) -> None:
-        """Bind the parameters of a module, or of all that were moved, to their host memory."""
+        """Binds the parameters of a module, or of all that were moved, to their host memory."""
         for at in range(len(self._host)) if number is None else [number]:
             for weight, view in zip(fused_weights(self._modules[at]), self._host[at], strict=True):
                 weight.data = view
 
     def clear(self) -> None:
-        """Bind the parameters to empty tensors."""
+        """Binds the parameters to empty tensors."""
         for module in self._modules:
             for weight in fused_weights(module):
                 weight.data = weight.data.new_empty(0)
 
     def attach(self) -> None:
-        """Bind the parameters to the slots, and let every call of a module copy what it needs."""
+        """Binds the parameters to the slots, and lets every call of a module copy what it needs."""
         self._bind()
         for number, module in enumerate(self._modules):
             module.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
     def make_slots(self, resident: int = 0) -> None:
-        """Take the device memory.
+        """Takes the device memory.
 
         Args:
             resident: how many modules, the first ones, get slots of their own.
@@ -181,7 +181,7 @@ class StreamedExperts:
         self._resident = resident
 
     def keep(self, resident: int) -> None:
-        """Let the experts of the first ``resident`` modules stay on the device once they were copied.
+        """Lets the experts of the first ``resident`` modules stay on the device once they were copied.
 
         Graphs that were captured before must not be replayed any more.
 
@@ -223,7 +223,7 @@ class StreamedExperts:
         return copy_routed
 
     def _fetch(self, number: int, ids: Tensor | None) -> None:
-        """Copy the experts of these indices that their slots do not hold; None for all experts."""
+        """Copies the experts of these indices that their slots do not hold; None for all experts."""
         if not self._slots:
             raise RuntimeError("the streamed weights were freed by close(); load the model anew")
         slots = self._slots[number]
@@ -238,7 +238,7 @@ class StreamedExperts:
             raise
 
     def bring(self, weight: Tensor) -> bool:
-        """Copy all experts of the module of a parameter; False for a parameter that is not streamed."""
+        """Copies all experts of the module of a parameter; returns False if it is not streamed."""
         number = self._number_of.get(id(weight))
         if number is not None:
             self._fetch(number, None)
@@ -246,13 +246,13 @@ class StreamedExperts:
 
     @property
     def copied(self) -> int:
-        """Bytes copied to the device so far; waits for the device."""
+        """Returns the bytes copied to the device so far; waits for the device."""
         distinct_slots = {id(s): (s, k) for s, k in zip(self._slots, self._kinds, strict=False)}
         now = sum(int(slots.fetched) * kind.expert_bytes for slots, kind in distinct_slots.values())
         return self._copied_before + now
 
     def pass_bytes(self, tokens: int) -> int:
-        """Expected bytes that a pass over ``tokens`` tokens copies, if routing is even.
+        """Returns the expected bytes that a pass over ``tokens`` tokens copies, if routing is even.
 
         Of modules whose experts stay nothing is counted: sooner or later they are all there.
         """
@@ -266,13 +266,13 @@ class StreamedExperts:
         )
 
     def close(self) -> None:
-        """Drop all memory; the model cannot be used afterwards."""
+        """Drops all memory; the model cannot be used afterwards."""
         self._free_slots()
         self._host = []
 
 
 def _words(weight: Tensor) -> Tensor:
-    """A weight ``[E, ...]`` as ``[E, n]`` of the widest words that fit an expert."""
+    """Returns a weight ``[E, ...]`` as ``[E, n]`` of the widest words that fit an expert."""
     experts = weight.view(weight.shape[0], -1)
     size = experts.shape[1] * experts.itemsize
     return experts.view(next(word for word in _WORDS if size % word.itemsize == 0))

@@ -142,7 +142,7 @@ class StreamedWeights:
 
     @property
     def arrangement(self) -> int:
-        """Changes with the addresses of weights on the device, which captured graphs keep."""
+        """Returns a number that changes with the addresses of weights on the device, which graphs keep."""
         return self.experts.arrangement
 
     def keep_experts(self, layers: int) -> None:
@@ -151,15 +151,15 @@ class StreamedWeights:
 
     @property
     def copied(self) -> int:
-        """Bytes that were copied to the device so far; with experts it waits for the device."""
+        """Returns the bytes that were copied to the device so far; with experts it waits for the device."""
         return self._copied + self.experts.copied
 
     def pass_bytes(self, tokens: int) -> int:
-        """Expected bytes that a forward of ``tokens`` tokens copies to the device."""
+        """Returns the expected bytes that a forward of ``tokens`` tokens copies to the device."""
         return self.bytes - self.experts.bytes + self.experts.pass_bytes(tokens)
 
     def _bind(self, layer: int, block: Tensor, copy: bool = False) -> None:
-        """Make parameters views of their places in a block; with ``copy`` their values are copied there."""
+        """Makes parameters views of their places in a block; with ``copy`` their values are copied there."""
         for weight, place in zip(self._weights[layer], self._places[layer], strict=True):
             view = _cut(block, place)
             if copy:
@@ -185,7 +185,7 @@ class StreamedWeights:
         return wait
 
     def wait_for_layer(self, layer: int) -> None:
-        """Let the computation wait for ``layer``'s weights, and begin to copy those of the next layers.
+        """Lets the computation wait for ``layer``'s weights, and begins to copy those of the next layers.
 
         Fastest where layers come in order, the first after the last; any other order is correct as well. The
         work of the layer before must be queued by now: its slot is the next to be filled.
@@ -211,7 +211,7 @@ class StreamedWeights:
             used.add(self._fetch(following))
 
     def _fetch(self, layer: int) -> int:
-        """Copy a layer to its slot, unless it is there or being copied; returns the slot."""
+        """Copies a layer to its slot, unless it is there or being copied; returns the slot."""
         slot = layer % len(self._slots)
         if self._slot_layers[slot] != layer:
             self._slot_layers[slot] = None
@@ -223,7 +223,7 @@ class StreamedWeights:
         return slot
 
     def bring(self, weight: Tensor) -> None:
-        """``wait_for_layer`` for the layer of a parameter, or all experts of one that holds experts.
+        """Waits for the layer of a parameter; of a parameter with experts it copies all of them.
 
         Nothing for a parameter that stays on the device.
         """
@@ -235,7 +235,7 @@ class StreamedWeights:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, layers are called without computing, and do not wait for their weights."""
+        """Returns a context in which layers are called without computing, and do not wait for weights."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -243,12 +243,12 @@ class StreamedWeights:
             self._paused = before
 
     def check(self) -> None:
-        """Raise RuntimeError where the memory was freed."""
+        """Raises RuntimeError where the memory was freed."""
         if self.closed:
             raise RuntimeError("the streamed weights were freed by close(); load the model anew")
 
     def close(self) -> None:
-        """Free all memory; the model cannot be used afterwards."""
+        """Frees all memory; the model cannot be used afterwards."""
         if self.closed:
             return
         self.closed = True
@@ -263,7 +263,7 @@ class StreamedWeights:
 
 
 def check_level_one(bits: int) -> None:
-    """Raise ValueError where the retrieval model would run on the streamed weights."""
+    """Raises ValueError where the retrieval model would run on the streamed weights."""
     if bits == 16:
         raise ValueError(
             "retrieval_weight_bits=16 lets the retrieval model use the target's own weights, which are "
@@ -272,7 +272,7 @@ def check_level_one(bits: int) -> None:
 
 
 def _linear_weights(model: PreTrainedModel) -> list[list[Tensor]]:
-    """The weights of each decoder layer's plain linear layers, which are also those that a copy quantises."""
+    """Returns the weights of each decoder layer's plain linear layers, which a copy would quantise."""
     name = type(model).__name__
     if (method := quantisation(model)) is not None:
         raise ValueError(
@@ -296,7 +296,7 @@ def _linear_weights(model: PreTrainedModel) -> list[list[Tensor]]:
 
 
 def _layout(weights: list[Tensor]) -> tuple[list[_Place], int]:
-    """Offset, shape and dtype of each of a layer's weights in its block, and the block's bytes."""
+    """Returns offset, shape and dtype of each weight of a layer in its block, and the block's bytes."""
     places: list[_Place] = []
     end = 0
     for weight in weights:
