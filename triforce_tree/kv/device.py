@@ -17,15 +17,15 @@ class DeviceBackend(KVBackend):
 
     Args:
         spec: what the slots are needed for.
-        store: slots to work on, with whatever they hold; by default those of ``kept`` where they serve, else
-            new ones.
-        kept: slots of an earlier backend, which is not used any more.
+        store: slots to work on, with whatever they hold; with None those of ``kept`` if they serve, else new
+            ones.
+        kept: slots of an earlier backend, which is not used any more, or None.
 
     Raises:
         ValueError: a store that is too small, of other bits, or cannot be paged by chunks.
     """
 
-    def __init__(self, spec: CacheSpec, store: KVStore | None = None, kept: KVStore | None = None) -> None:
+    def __init__(self, spec: CacheSpec, store: KVStore | None, kept: KVStore | None) -> None:
         super().__init__(spec)
         config, bits, scratch = spec.config, spec.config.kv_bits, spec.scratch
         page = config.retrieval.chunk if spec.levels == 3 else 64

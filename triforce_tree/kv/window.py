@@ -34,7 +34,7 @@ class Window:
         queries: int,
         batch: int,
         device: torch.device,
-        chunked: bool = False,
+        chunked: bool,
     ) -> None:
         self.size, self.chunked = window, chunked
         self._vary = depths is None

@@ -181,7 +181,7 @@ class Fingerprint:
         """Records the present values of the weights in place of the earlier ones."""
         self._versions, self._samples = [weight._version for weight in self._counted], self._sampled()
 
-    def differences(self, later: "Fingerprint", left_out: Collection[str] = ()) -> dict[str, str]:
+    def differences(self, later: "Fingerprint", left_out: Collection[str]) -> dict[str, str]:
         """Returns the names of values that differ between the records, each with the name of the state it
         belongs to.
 

@@ -252,7 +252,7 @@ def _streams_experts(model: HFModel) -> bool:
     return model.streamed is not None and bool(expert_modules(model.model))
 
 
-def _compiled(forward: Callable[..., Any], backend: Callable[..., Any] = fused) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``forward`` under torch.compile. Once compilation has failed, ``forward`` itself runs.
 
     One compiled version serves any number of tokens above one, if the layer allows it.

@@ -204,11 +204,11 @@ def _part(parts: Sequence[range]) -> Group:
     return group
 
 
-def tensor_group(size: int = 0) -> Group | None:
-    """Returns the tensor group with ``size`` ranks, by default all ranks; None if this process is alone."""
+def tensor_group(size: int) -> Group | None:
+    """Returns the tensor group with ``size`` ranks, or all ranks; None if this process is alone."""
     if _joined is None:
         return None
-    arranged = grid(_joined.group.size // size) if size else None
+    arranged = grid(_joined.group.size // size)
     return arranged.tensor if arranged is not None else _joined.group
 
 

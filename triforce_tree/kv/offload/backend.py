@@ -37,9 +37,7 @@ class OffloadedBackend(KVBackend):
     replaces = False
     fixed_passes = transfers = True
 
-    def __init__(
-        self, spec: CacheSpec, settings: Offload, pinned: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, spec: CacheSpec, settings: Offload, pinned: Callable[[int], None] | None) -> None:
         super().__init__(spec)
         target, retrieval = spec.target, spec.config.retrieval
         if spec.config.kv_bits != 16:

@@ -228,7 +228,7 @@ class HostStore:
         on_host = max(0, self.base[b] - self.resident_slots[layer])
         return self.base[b] - round(share * on_host / self.unit) * self.unit
 
-    def streamed_bytes(self, share: float = 0.0) -> int:
+    def streamed_bytes(self, share: float) -> int:
         """Returns the bytes that a pass copies to the device if the CPU attends to ``share`` of the slots."""
         ends = (
             self._end(layer, b, share) - self.resident_slots[layer]

@@ -93,9 +93,9 @@ class OffloadedPrefill:
         self,
         cache: OffloadedCache,
         b: int,
-        start: int = 0,
-        with_means: int = 0,
-        states: RecurrentStates | None = None,
+        start: int,
+        with_means: int,
+        states: RecurrentStates | None,
     ) -> None:
         self.cache, self.b, self.start, self._states = cache, b, start, states
         self._first_mean = with_means // cache.chunk * cache.chunk if cache.chunk else 0

@@ -258,7 +258,7 @@ class GatheredRetrievalView(OffloadedView):
         cache: OffloadedCache,
         queries: int,
         config: RetrievalConfig,
-        depths: Sequence[int] | None = None,
+        depths: Sequence[int] | None,
     ) -> None:
         super().__init__(cache, cache.store, cache.slots, queries, depths=depths)
         self.chunk, self.config = config.chunk, config

@@ -80,8 +80,8 @@ class SplitView:
         self,
         store: SplitStore,
         queries: int,
-        mask: Tensor | None = None,
-        depths: Sequence[int] | None = None,
+        mask: Tensor | None,
+        depths: Sequence[int] | None,
     ) -> None:
         self._take(store, _PartView(store.part, queries, mask=mask, depths=depths), queries, mask, depths)
 
@@ -182,8 +182,8 @@ class SplitPromptCache(PromptCache):
         self,
         slots: SplitStore,
         sequence: int,
-        states: RecurrentStates | None = None,
-        length: int = 0,
+        states: RecurrentStates | None,
+        length: int,
     ) -> None:
         super().__init__(slots.whole, sequence, states, length)
         self._slots = slots

@@ -29,8 +29,8 @@ class PooledView(TreeAttentionView):
         self,
         store: PooledStore,
         queries: int,
-        mask: Tensor | None = None,
-        depths: Sequence[int] | None = None,
+        mask: Tensor | None,
+        depths: Sequence[int] | None,
     ) -> None:
         # Of each sequence after its prefixes, then of the segments of prefixes.
         count = (1 + store.depth) * store.batch

@@ -110,7 +110,7 @@ class FewRowWeight:
         narrow: whether to use a 16-bit copy if it has the same values.
     """
 
-    def __init__(self, layer: nn.Linear, narrow: bool = True) -> None:
+    def __init__(self, layer: nn.Linear, narrow: bool) -> None:
         self._layer, self._narrow = layer, narrow
         self._matrix: fp32.Matrix | None = None
         self._made_from: tuple[int, int] | None = None
