@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import triforce_tree
-from triforce_tree.kv.offload import offloaded_view
+from triforce_tree.kv.offload import views
 from triforce_tree.runtime import executor as module
 from triforce_tree.runtime.executor import CapturedInPieces, Cuts, Step, executor
 
@@ -160,7 +160,7 @@ def test_offloaded_passes_in_pieces_emit_the_same_tokens(
     prompts = [topic[:length] for length in (9_000, 40_000, 9_000)]
     on_card = triforce_tree.load(device="cuda", dtype="float32", levels=levels)
     expected = [on_card.generate(prompt, max_new_tokens=64).sequences for prompt in prompts]
-    monkeypatch.setattr(offloaded_view, "IN_PIECES", True)
+    monkeypatch.setattr(views, "IN_PIECES", True)
     offloaded = triforce_tree.load(device="cuda", dtype="float32", levels=levels, offload=True)
     for prompt, tokens in zip(prompts, expected, strict=True):
         assert torch.equal(offloaded.generate(prompt, max_new_tokens=64).sequences, tokens)

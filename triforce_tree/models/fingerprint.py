@@ -90,7 +90,8 @@ class _Places:
         self._with_memory = [tensor for tensor in self.tensors.values() if _address(tensor)]
         self._counted = [tensor for tensor in self.tensors.values() if not tensor.is_inference()]
         self._lengths, self._objects = [*map(len, self.filled)], [*self._read()]
-        self._numbers = self._tensor_numbers()
+        self._versions = [tensor._version for tensor in self._counted]
+        self._addresses = [tensor.data_ptr() for tensor in self._with_memory]
 
     def same(self) -> bool:
         """Returns whether the places have what :meth:`note` has recorded."""
@@ -100,7 +101,8 @@ class _Places:
                 and [*map(len, self.filled)] == self._lengths
                 and all(map(is_, self._read(), self._objects))
                 and all(cell == _UNSET for cell in self.unset_cells)
-                and self._tensor_numbers() == self._numbers
+                and [tensor._version for tensor in self._counted] == self._versions
+                and [tensor.data_ptr() for tensor in self._with_memory] == self._addresses
             )
         except (RuntimeError, ValueError):
             # Another thread was changing a container, or a variable of a closure was deleted.
@@ -111,10 +113,6 @@ class _Places:
         items = [mapping.get(name, _ABSENT) for mapping, name in self.items]
         cells = [cell.cell_contents for cell in self.cells]
         return chain.from_iterable(chain(self.filled, functions, (items, cells)))
-
-    def _tensor_numbers(self) -> list[int]:
-        counts = [tensor._version for tensor in self._counted]
-        return [tensor.data_ptr() for tensor in self._with_memory] + counts
 
 
 class Fingerprint:

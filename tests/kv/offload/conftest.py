@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.models.offloaded_cases import PIECE
-from triforce_tree.kv.offload import layout
+from triforce_tree.kv.offload import host_store
 from triforce_tree.planning import memory_plan
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.planning.pass_time import HostKV
@@ -15,7 +15,7 @@ from triforce_tree.planning.pass_time import HostKV
 @pytest.fixture(autouse=True)
 def _small_eviction_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens leave the device window 16 at a time."""
-    monkeypatch.setattr(layout, "EVICTED_TOGETHER", 16)
+    monkeypatch.setattr(host_store, "EVICTED_TOGETHER", 16)
 
 
 @pytest.fixture

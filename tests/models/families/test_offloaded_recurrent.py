@@ -13,7 +13,7 @@ from tests.support.models.program_cases import GREEDY, decoded
 from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, recurrent
 from triforce_tree.config import HierarchyConfig, load_arguments
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.kv.offload import layout
+from triforce_tree.kv.offload import host_store
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning.memory_layout import Workload
@@ -29,7 +29,7 @@ NEW = 24
 @pytest.fixture(autouse=True)
 def _small_eviction_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens leave the device window while decoding."""
-    monkeypatch.setattr(layout, "EVICTED_TOGETHER", 8)
+    monkeypatch.setattr(host_store, "EVICTED_TOGETHER", 8)
 
 
 model = cache(recurrent)

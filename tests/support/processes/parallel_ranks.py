@@ -24,7 +24,7 @@ from tests.support.models.program_cases import SMALL
 from triforce_tree import Engine, load
 from triforce_tree.bench.texts import pydoc_text
 from triforce_tree.config import load_arguments
-from triforce_tree.kv.offload import layout
+from triforce_tree.kv.offload import host_store
 from triforce_tree.models import tensor_parallel
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import batch_size, device_defaults, machine, memory_plan
@@ -74,7 +74,7 @@ def keep_little_on_the_device() -> None:
         return decided.with_resident(0) if decided.levels == 1 else _small(decided)
 
     memory_plan.plan = plan
-    layout.EVICTED_TOGETHER = 16
+    host_store.EVICTED_TOGETHER = 16
 
 
 def _small(decided: MemoryPlan) -> MemoryPlan:

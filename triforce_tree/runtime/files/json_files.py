@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ def read_json(path: Path) -> Any:
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"it has {path.stat().st_size} bytes, at most {MOST_BYTES} are read")
     return parse_json(path.read_bytes())
+
+
+@lru_cache(maxsize=4)
+def _unchanged_json(path: Path, *status: int) -> Any:
+    """Returns the contents of a JSON file, which is read again when its ``status`` has changed."""
+    return read_json(path)
 
 
 def parse_json(data: bytes) -> Any:
@@ -83,7 +90,8 @@ class JsonTable:
         if self.path is None:
             return {}
         try:
-            held = read_json(self.path)
+            status = self.path.stat()
+            held = _unchanged_json(self.path, status.st_mtime_ns, status.st_size, status.st_ino)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
@@ -93,7 +101,7 @@ class JsonTable:
         if not isinstance(entries, dict):
             self._warn("is no table")
             return {}
-        return entries
+        return dict(entries)
 
     def put(self, key: str, entry: Mapping[str, Any]) -> None:
         """Adds or replaces an entry, and makes it the newest.
