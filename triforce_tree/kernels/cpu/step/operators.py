@@ -38,7 +38,8 @@ def append_kv(
         return
     batch, heads, tokens, _ = k.shape
     size = k_cache.shape[2]
-    kv_slots.check_ring(ring, tokens, size)
+    if ring:
+        kv_slots.check_ring(ring, tokens, size)
     request = _APPEND.pack(
         k.data_ptr(), *k.stride()[:3], k_cache.data_ptr(), *k_cache.stride()[:3], k.shape[3],
         v.data_ptr(), *v.stride()[:3], v_cache.data_ptr(), *v_cache.stride()[:3], v.shape[3],
