@@ -15,11 +15,11 @@ from triforce_tree.kv.store import KVStore
 
 def make_backend(
     spec: CacheSpec,
-    offload: Offload | None,
-    pinned: Callable[[int], None] | None,
-    pool: PoolSize | None,
-    store: KVStore | None,
-    kept: KVBackend | None,
+    offload: Offload | None = None,
+    pinned: Callable[[int], None] | None = None,
+    pool: PoolSize | None = None,
+    store: KVStore | None = None,
+    kept: KVBackend | None = None,
 ) -> KVBackend:
     """Returns a backend; its memory is that of an earlier one, ``kept``, if that fits.
 
@@ -28,8 +28,8 @@ def make_backend(
         offload: how to split the slots between device and host; None keeps them on the device.
         pinned: called with bytes of host memory as they are taken.
         pool: the pool that the sequences share; None gives each slots of its own.
-        store: slots on the device to work on, with whatever they hold; None for new ones.
-        kept: an earlier backend of the same target and bits, which is not used any more; None without.
+        store: slots on the device to work on, with whatever they hold; by default new ones.
+        kept: an earlier backend of the same target and bits, which is not used any more.
 
     Raises:
         ValueError: settings that the backend does not serve, or a store that does not fit.

@@ -17,8 +17,9 @@ from tests.support.models.program_cases import SMALL, decoded, sequences_of
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.kv.offload import offloaded_cache, pinned
+from triforce_tree.kv.offload import offloaded_prefill, pinned
 from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.kv.offload.layerwise_prefill import HostStates, ReservedStates
 from triforce_tree.kv.offload.pinned import HostMemory, HostMemoryError
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -122,13 +123,13 @@ def test_a_resident_last_layer_needs_no_memory_for_prefill(
 ):
     """Keys and values are computed in its memory; hidden states in the retrieval's where they fit."""
     used = []
-    for name, kind in (("host", offloaded_cache.HostStates), ("reserved", offloaded_cache.ReservedStates)):
+    for name, kind in (("host", HostStates), ("reserved", ReservedStates)):
 
         def note(*args: object, name: str = name, kind: type = kind):
             used.append(name)
             return kind(*args)
 
-        monkeypatch.setattr(offloaded_cache, kind.__name__, note)
+        monkeypatch.setattr(offloaded_prefill, kind.__name__, note)
     slots = (length + 50) // 16 * 16
     split = Offload(slots * PIECE // 32 + PIECE, PIECE, 2, states_on_host=on_host, last_resident=True)
     program = program_of(levels, max_seq_len=slots, split=split)
