@@ -64,7 +64,10 @@ def _sequences(
 ) -> Calls:
     nothing = [torch.ones(1, 0, dtype=torch.bool)] * len(lengths)
     plan = plan_trees(problem.heads, nothing, lengths, device=problem.device)
-    attention, params = chosen("auto", problem.device).trees(plan, problem.dtype), AttentionParams(problem.scale)
+    attention, params = (
+        chosen("auto", problem.device).trees(plan, problem.dtype),
+        AttentionParams(problem.scale),
+    )
     attention.begin()
     copies = range(problem.copies(positions))
     return [partial(attention.run, q, KV(*stored(seed), table), params) for seed in copies]
