@@ -15,7 +15,7 @@ from triforce_tree.branching.options import check_engine, prepared_request
 from triforce_tree.branching.pages import page_slots, slot_bytes
 from triforce_tree.branching.scoring import fill_logprobs
 from triforce_tree.branching.slots import TreeSlots
-from triforce_tree.requests.inputs import Inputs, check_rows, prompt_of
+from triforce_tree.requests.inputs import Inputs, check_tokens, prompt_of
 from triforce_tree.requests.kept_state import why_in_step
 from triforce_tree.requests.loaded import LoadedEngine
 from triforce_tree.requests.option_values import checked
@@ -131,7 +131,7 @@ class TextTree:
             tokens = text_ids(self._engine.tokenizer, tokens, add_special_tokens=False)
         new = [int(token) for token in tokens]
         if new:
-            check_rows([new], self._target.vocab_size)
+            check_tokens([new], self._target.vocab_size)
             self._check_length(node.stop, len(new))
             self._slots.pages.reserve({node: len(node.tokens) + len(new)})
             node.append(new)

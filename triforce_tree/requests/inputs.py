@@ -30,7 +30,7 @@ Ids = Sequence[int] | Sequence[Sequence[int]] | np.ndarray[Any, Any] | Tensor
 Inputs = str | Sequence[str] | Chat | Sequence[Chat] | Ids | Mapping[str, Any]
 
 _FORMS = "give text, a list of texts, a list of messages, token ids [L] or [B, L], or a tokenizer's output"
-Row = np.ndarray[Any, np.dtype[np.int64]]
+IdArray = np.ndarray[Any, np.dtype[np.int64]]
 # More tokens than a tokenizer adds to a text.
 _SPECIAL = 16
 _OTHER = re.compile(
@@ -105,19 +105,19 @@ def prompts_of(
         if tokenizer is None:
             what = "a text prompt needs" if isinstance(texts[0], str) else "messages need"
             raise ValueError(f"{what} a tokenizer: load(..., tokenizer=...)")
-        rows = [np.array(encoded(tokenizer, each, target.max_positions), np.int64) for each in texts]
+        sequences = [np.array(encoded(tokenizer, each, target.max_positions), np.int64) for each in texts]
     else:
-        rows = [_whole(row, "token id") for row in _rows(given, "the prompt")]
+        sequences = [_whole(sequence, "token id") for sequence in _sequences(given, "the prompt")]
     if attention_mask is not None:
-        mask = [np.array(row, dtype=np.int64) for row in _mask(rows, attention_mask)]
+        mask = [np.array(sequence, dtype=np.int64) for sequence in _mask(sequences, attention_mask)]
     elif getattr(given, "ndim", 0) == 2 and inferred is not None:
-        mask = [(row != inferred).astype(np.int64) for row in rows]
+        mask = [(sequence != inferred).astype(np.int64) for sequence in sequences]
     else:
-        mask = [np.ones_like(row) for row in rows]
-    real = [row[seen != 0] for row, seen in zip(rows, mask, strict=True)]
-    check_rows(real, target.vocab_size)
-    ids, seen = left_padded(rows, padding, device), left_padded(mask, 0, device)
-    return Prompts(ids, seen, [row.tolist() for row in real])
+        mask = [np.ones_like(sequence) for sequence in sequences]
+    real = [sequence[seen != 0] for sequence, seen in zip(sequences, mask, strict=True)]
+    check_tokens(real, target.vocab_size)
+    ids, seen = left_padded(sequences, padding, device), left_padded(mask, 0, device)
+    return Prompts(ids, seen, [sequence.tolist() for sequence in real])
 
 
 def prompt_of(target: HFModel, tokenizer: Tokenizer | None, inputs: Inputs) -> list[int]:
@@ -130,26 +130,26 @@ def prompt_of(target: HFModel, tokenizer: Tokenizer | None, inputs: Inputs) -> l
 
 def real_tokens(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """Returns the token ids of each prompt in ``ids`` int64 ``[B, W]`` whose mask is not 0."""
-    rows: list[list[int]] = ids.tolist()
+    sequences: list[list[int]] = ids.tolist()
     if mask is None or bool((mask != 0).all()):
-        return rows
+        return sequences
     seen = (mask != 0).tolist()
-    return [list(compress(*each)) for each in zip(rows, seen, strict=True)]
+    return [list(compress(*each)) for each in zip(sequences, seen, strict=True)]
 
 
-def check_rows(rows: Sequence[Sequence[int] | Row | Tensor], vocabulary: int) -> None:
+def check_tokens(sequences: Sequence[Sequence[int] | IdArray | Tensor], vocabulary: int) -> None:
     """Raise ValueError if a sequence is empty or an id is outside the vocabulary."""
-    if not len(rows):
+    if not len(sequences):
         raise ValueError("the list of prompts is empty; give at least one")
-    for number, row in enumerate(rows, 1):
-        if len(row) == 0:
-            which = "the prompt" if len(rows) == 1 else f"prompt {number} of {len(rows)}"
+    for number, sequence in enumerate(sequences, 1):
+        if len(sequence) == 0:
+            which = "the prompt" if len(sequences) == 1 else f"prompt {number} of {len(sequences)}"
             raise ValueError(f"{which} is empty; give at least one token")
         # Python's own take 30 times as long for 100,000 tokens.
-        if isinstance(row, (np.ndarray, Tensor)):
-            least, most = int(row.min()), int(row.max())
+        if isinstance(sequence, (np.ndarray, Tensor)):
+            least, most = int(sequence.min()), int(sequence.max())
         else:
-            least, most = min(row), max(row)
+            least, most = min(sequence), max(sequence)
         if least < 0 or most >= vocabulary:
             worst = most if most >= vocabulary else least
             raise ValueError(f"token id {worst} lies outside the vocabulary of {vocabulary}")
@@ -188,7 +188,7 @@ def _texts(given: Any) -> list[Any] | None:
     return list(given)
 
 
-def _rows(given: Any, what: str) -> list[Any]:
+def _sequences(given: Any, what: str) -> list[Any]:
     """Returns the given ids as a list of sequences, each a list or a tensor of one dimension."""
     if isinstance(given, (Tensor, np.ndarray)):
         if given.ndim not in (1, 2):
@@ -204,48 +204,51 @@ def _rows(given: Any, what: str) -> list[Any]:
     return list(given) if any(nested) else [given]
 
 
-def _whole(row: Any, what: str) -> Row:
+def _whole(sequence: Any, what: str) -> IdArray:
     """Returns a copy of one sequence as integers."""
-    if isinstance(row, (Tensor, np.ndarray)):
-        kind = str(row.dtype).removeprefix("torch.")
-        if row.ndim != 1 or not kind.startswith(("int", "uint")):
-            raise ValueError(f"{what}s are {kind} of shape {list(row.shape)}; give integers, such as int64")
+    if isinstance(sequence, (Tensor, np.ndarray)):
+        kind = str(sequence.dtype).removeprefix("torch.")
+        if sequence.ndim != 1 or not kind.startswith(("int", "uint")):
+            raise ValueError(
+                f"{what}s are {kind} of shape {list(sequence.shape)}; give integers, such as int64"
+            )
         # Numbers that int64 does not hold would change their signs.
-        row = row.numpy(force=True) if isinstance(row, Tensor) else row
-        numbers: Any = row.tolist() if kind == "uint64" else row
+        sequence = sequence.numpy(force=True) if isinstance(sequence, Tensor) else sequence
+        numbers: Any = sequence.tolist() if kind == "uint64" else sequence
     else:
-        numbers = row if set(map(type, row)) == {int} else _integers(row, what)
+        numbers = sequence if set(map(type, sequence)) == {int} else _integers(sequence, what)
     try:
         return np.array(numbers, dtype=np.int64)
     except OverflowError:
         raise ValueError(f"{what} {max(numbers, key=abs)} lies outside every vocabulary") from None
 
 
-def _integers(row: Any, what: str) -> list[int]:
+def _integers(sequence: Any, what: str) -> list[int]:
     try:
-        if any(isinstance(item, (bool, np.bool_)) for item in row):
+        if any(isinstance(item, (bool, np.bool_)) for item in sequence):
             raise TypeError
-        return [index(item) for item in row]
+        return [index(item) for item in sequence]
     except TypeError:
-        kinds = {type(item) for item in row if isinstance(item, bool) or not hasattr(item, "__index__")}
+        kinds = {type(item) for item in sequence if isinstance(item, bool) or not hasattr(item, "__index__")}
         raise ValueError(f"{what}s must be integers, not {_named(kinds)}; {_FORMS}") from None
 
 
-def _mask(rows: list[Row], attention_mask: Any) -> list[list[int]]:
-    """Returns the mask (1 for a token, 0 for padding) as lists of the same lengths as ``rows``."""
+def _mask(sequences: list[IdArray], attention_mask: Any) -> list[list[int]]:
+    """Returns the mask (1 for a token, 0 for padding) as lists of the same lengths as ``sequences``."""
     mask = [
-        row.tolist() if hasattr(row, "tolist") else list(row) for row in _rows(attention_mask, "the mask")
+        sequence.tolist() if hasattr(sequence, "tolist") else list(sequence)
+        for sequence in _sequences(attention_mask, "the mask")
     ]
-    shape, wanted = [len(row) for row in mask], [len(row) for row in rows]
+    shape, wanted = [len(sequence) for sequence in mask], [len(sequence) for sequence in sequences]
     if shape != wanted:
         raise ValueError(
             f"attention_mask has {_shape(shape)} entries, the prompt {_shape(wanted)} tokens; give it the "
             "shape of the ids"
         )
-    odd = [m for row in mask for m in row if m not in (0, 1)]
+    odd = [m for sequence in mask for m in sequence if m not in (0, 1)]
     if odd:
         raise ValueError(f"attention_mask holds {odd[0]!r}; give 1 for a token and 0 for padding")
-    return [[int(m) for m in row] for row in mask]
+    return [[int(m) for m in sequence] for sequence in mask]
 
 
 def _shape(lengths: list[int]) -> str:

@@ -18,7 +18,7 @@ from transformers import (
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.requests.endings import StopStrings, ending_of
-from triforce_tree.requests.inputs import Inputs, Prompts, check_rows, prompts_of, real_tokens, text_alone
+from triforce_tree.requests.inputs import Inputs, Prompts, check_tokens, prompts_of, real_tokens, text_alone
 from triforce_tree.requests.joining import Joining
 from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.options import (
@@ -26,7 +26,6 @@ from triforce_tree.requests.options import (
     check_prepared,
     given_options,
     refuse_model_inputs,
-    supported,
     without_settings,
 )
 from triforce_tree.requests.streamers import Streamers
@@ -265,11 +264,9 @@ class Request:
         """
         inputs = text_alone(prepared.model_inputs, target.model)
         mask = inputs.pop("attention_mask", None)
-        for name, value in prepared.config.to_diff_dict().items():
-            supported(name, value)
         refuse_model_inputs(inputs, input_ids, mask)
         tokens = real_tokens(input_ids, mask)
-        check_rows(tokens, target.vocab_size)
+        check_tokens(tokens, target.vocab_size)
         padding: list[list[int]] = [[] for _ in tokens]
         if mask is not None:
             padding = [row[hidden].tolist() for row, hidden in zip(input_ids, mask == 0, strict=True)]

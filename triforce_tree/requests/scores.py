@@ -31,15 +31,15 @@ class EmittedScores:
         self._device = torch.device("cpu") if on_host else request.input_ids.device
         self._returned = torch.device("cpu") if on_host else request.given_ids.device
         # By name and sequence, [V] or [] of each token.
-        self._rows: dict[str, list[list[Tensor]]] = {
+        self._values: dict[str, list[list[Tensor]]] = {
             name: [[] for _ in request.sequences] for name in request.outputs
         }
         self._texts = [id_tensor(prompt) for prompt in request.prompts]
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Add a sequence, which gets the next number."""
-        for rows in self._rows.values():
-            rows.append([])
+        for kept in self._values.values():
+            kept.append([])
         self._texts.append(id_tensor(prompt))
 
     def add(self, fresh: Fresh, logits_of: Callable[[int], Tensor]) -> None:
@@ -58,17 +58,17 @@ class EmittedScores:
             number, own = sequence.number, logits[sequence.index, : len(new)]
             known = self._texts[number].to(logits.device)
             text = texts[number] = torch.cat([known, torch.tensor(new, device=logits.device)])
-            for name, rows in self._rows.items():
-                parts.append((rows[number], self._result(name, own, text).to(self._device)))
-        for kept, part in parts:
-            kept += part.unbind()
+            for name, kept in self._values.items():
+                parts.append((kept[number], self._result(name, own, text).to(self._device)))
+        for own_values, part in parts:
+            own_values += part.unbind()
         for number, text in texts.items():
             self._texts[number] = text
 
     def keep(self, number: int, values: Mapping[str, Tensor]) -> None:
         """Add the values of a sequence's new tokens that were computed elsewhere, ``[n, V]`` or ``[n]``."""
-        for name, rows in self._rows.items():
-            rows[number] += values[name].to(self._device).unbind()
+        for name, kept in self._values.items():
+            kept[number] += values[name].to(self._device).unbind()
 
     def _result(self, name: str, logits: Tensor, text: Tensor) -> Tensor:
         """Returns ``[n, V]`` or ``[n]``: the values of the last n tokens of ``text``, which were chosen by
@@ -87,13 +87,13 @@ class EmittedScores:
         """Returns the requested values of the last ``count`` tokens of sequence b, by name: one tensor
         ``[V]`` or ``[]`` per token.
         """
-        return {name: rows[b][len(rows[b]) - count :] for name, rows in self._rows.items()}
+        return {name: kept[b][len(kept[b]) - count :] for name, kept in self._values.items()}
 
     def results(self, numbers: Sequence[int]) -> dict[str, Any]:
         """Returns the output fields of these sequences by name, and removes the values of these sequences."""
         found: dict[str, Any] = {
-            name: tuple(each.to(self._returned) for each in by_position([rows[n] for n in numbers]))
-            for name, rows in self._rows.items()
+            name: tuple(each.to(self._returned) for each in by_position([kept[n] for n in numbers]))
+            for name, kept in self._values.items()
         }
         for n in numbers:
             self._texts[n] = self._texts[n][:0]
@@ -102,16 +102,16 @@ class EmittedScores:
         return found
 
 
-def by_position(rows: Sequence[list[Tensor]]) -> tuple[Tensor, ...]:
+def by_position(values: Sequence[list[Tensor]]) -> tuple[Tensor, ...]:
     """Returns ``[B, ...]`` for every position of the longest sequence; shorter sequences are filled with 0.
 
-    ``rows``, indexed by sequence and position, is emptied on the way, so that at most one position is in
+    ``values``, indexed by sequence and position, is emptied on the way, so that at most one position is in
     memory twice.
     """
-    zero = torch.zeros_like(next(own[0] for own in rows if own))
-    for own in rows:
+    zero = torch.zeros_like(next(own[0] for own in values if own))
+    for own in values:
         own.reverse()
     positions = []
-    while any(rows):
-        positions.append(torch.stack([own.pop() if own else zero for own in rows]))
+    while any(values):
+        positions.append(torch.stack([own.pop() if own else zero for own in values]))
     return tuple(positions)

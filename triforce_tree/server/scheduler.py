@@ -1,10 +1,10 @@
-"""Requests in a bounded queue, decoded by one thread: those of like settings, as a batch.
+"""A bounded queue of sequences, and the thread that decodes them in batches.
 
-An engine decodes one batch at a time, as all levels share its buffers. A batch begins with the oldest request
-that waits and all others with its settings, as far as ``Limits`` allows; later ones join it while it runs, at
-the end of any pass. Those that cannot wait for its end, and no more than ``Limits.batch`` of those that came
-later join before them. Where a batch fails, those of its sequences of which nobody has seen any text are
-decoded again, each alone.
+An engine decodes one batch at a time, because all batches use its buffers. A batch begins with the oldest
+sequence that waits, and with all others that have the same settings, as far as ``Limits`` allows. Later
+sequences with these settings join it between two passes. At most ``Limits.batch`` of them may begin before a
+sequence with other settings that came earlier. If a batch fails, each of its sequences whose text nobody has
+seen yet is decoded again, alone.
 """
 
 import itertools
@@ -52,9 +52,7 @@ class Limits:
 
 @dataclass
 class ServedText:
-    """One text of a request: its prompt, the settings that a batch shares, and its results.
-
-    While it is decoded, its tokens are those of the ``Sequence`` that the decoding loop makes of it.
+    """One text of a request: its prompt, its settings, and its results.
 
     Attributes:
         prompt: token ids.
@@ -62,9 +60,9 @@ class ServedText:
             ``max_new_tokens`` are equal.
         stop: strings before which its text ends.
         alternatives: number of most probable tokens to report for each new token.
-        seed: seed of its draws, which then do not depend on the batch; None for any.
+        seed: seed of its draws, which then do not depend on the batch; None for a random seed.
         emit: called with pieces of text while it is decoded, then once with None. It is called in the
-            scheduler's thread or, if the text was cancelled before it began, in that of a later
+            scheduler's thread or, if the text was cancelled before it began, in the thread that next calls
             :meth:`Scheduler.submit`.
         cancelled: may be set by any thread, when nobody waits for the text any more or the server ends.
         stream: its text so far; set when decoding begins.
@@ -88,10 +86,6 @@ class ServedText:
     alone: bool = False
     began: float = field(default_factory=time.monotonic)
     waited: float = 0.0
-
-    def left(self) -> bool:
-        """Returns whether nobody waits for the text any more."""
-        return self.cancelled
 
     @property
     def complete(self) -> bool:
@@ -121,7 +115,7 @@ def _repeatable(sequence: ServedText) -> bool:
 
 
 class _NobodyWaitsError(Exception):
-    """Raised in prefill."""
+    """Raised during prefill if all sequences of the batch are cancelled."""
 
 
 class _OwnStream(TokenStreamer):
@@ -160,11 +154,11 @@ def _own_stream(sequence: ServedText) -> _OwnStream:
 
 
 class _Batch:
-    """A batch, and a ``Joining`` of the sequences that come while it runs.
+    """A batch of sequences, as the source of those that join it (a ``Joining``).
 
     Attributes:
         running: its sequences that have not ended, by number, in the order in which they began.
-        overtaken: how many of them began before others that came earlier.
+        overtaken: number of sequences that began before a sequence that came earlier.
         tokens: see ``Joining``.
     """
 
@@ -200,9 +194,9 @@ class Scheduler:
     """Decodes submitted sequences in a thread of its own, which :meth:`close` ends.
 
     Args:
-        engine: with a tokenizer.
+        engine: decodes the sequences; it must have a tokenizer.
         limits: the limits of the queue and of the batches.
-        done: called with each sequence when it has ended; for metrics.
+        done: called with each sequence when it has ended, for metrics.
     """
 
     def __init__(self, engine: Engine, limits: Limits, done: Callable[[ServedText], None]) -> None:
@@ -251,7 +245,7 @@ class Scheduler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Cancel all sequences; those that run end after the pass that runs."""
+        """Cancel all sequences. Those that are being decoded end after the current pass."""
         with self._changed:
             self._closed = True
             running = list(self._batch.running.values()) if self._batch is not None else []
@@ -269,7 +263,7 @@ class Scheduler:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._queue)
                 self._drop_cancelled()
-                # Known to ``stop`` as soon as its sequences have left the queue.
+                # Set before the lock is released, so that ``stop`` finds each sequence here or in the queue.
                 batch = self._batch = self._next_batch()
                 if not batch.running and self._closed:
                     return
@@ -277,7 +271,7 @@ class Scheduler:
                 self._decode(batch)
 
     def _drop_cancelled(self) -> None:
-        """Take sequences that nobody waits for any more from the queue."""
+        """Remove cancelled sequences from the queue."""
         queue, self._queue = self._queue, deque()
         for sequence in queue:
             if sequence.cancelled:
@@ -309,7 +303,7 @@ class Scheduler:
         )
 
     def _joins(self, sequence: ServedText, running: list[ServedText], fits: Fits) -> bool:
-        """Returns whether a sequence can be decoded together with those that run."""
+        """Returns whether a sequence can be decoded together with the running ones."""
         return (
             0 < len(running) < self.limits.batch
             and not (sequence.alone or running[0].alone)
@@ -322,7 +316,7 @@ class Scheduler:
         assert tokenizer is not None
         sequence.end_waiting()
         sequence.stream = TextStream(
-            tokenizer, sequence.stop, sequence.emit, sequence.left, sequence.alternatives
+            tokenizer, sequence.stop, sequence.emit, lambda: sequence.cancelled, sequence.alternatives
         )
         self.running += 1
 
@@ -336,7 +330,9 @@ class Scheduler:
             return len(running)
 
     def joining(self, batch: _Batch, fits: Fits) -> ServedText | None:
-        """Take the next sequence that joins a batch from the queue; None if there is none."""
+        """Remove the next sequence that joins a batch from the queue, and return it, or None if there is
+        none.
+        """
         with self._changed:
             if self._closed:
                 return None
@@ -378,7 +374,7 @@ class Scheduler:
         except Exception as problem:
             error = problem
         except BaseException as problem:
-            # Native code panics with one: whatever it is, the server goes on.
+            # Native code may panic with such an error. The server continues in any case.
             error = RuntimeError(f"{type(problem).__name__}: {problem}")
             error.__cause__ = problem
         left = list(batch.running.values())
@@ -393,12 +389,12 @@ class Scheduler:
             self.running -= len(again)
             for sequence in reversed(again):
                 sequence.alone, sequence.stream = True, None
-                # Requests that were cancelled in the meantime leave the queue as any others.
+                # If the scheduler was closed meanwhile, these sequences are cancelled too.
                 sequence.cancelled |= self._closed
                 self._queue.appendleft(sequence)
 
     def ended(self, sequence: ServedText) -> None:
-        """Record that a sequence has ended, in whatever way."""
+        """Record that a sequence has ended, was cancelled or has failed."""
         self.running -= 1
         sequence.cut = sequence.cancelled
         self._done(sequence)
