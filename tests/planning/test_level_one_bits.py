@@ -14,8 +14,7 @@ from tests.support.models.model_sizes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_1_
 from tests.support.models.program_cases import SMALL, draft_of, reference
 from triforce_tree import Engine, load
 from triforce_tree.config import HierarchyConfig, load_arguments
-from triforce_tree.decoding import assembly
-from triforce_tree.decoding.memory import level_one_copy
+from triforce_tree.decoding import assembly, level_one_copy
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import batch_size, device_defaults
