@@ -63,22 +63,20 @@ class Vocabulary:
     def token(self, token: int) -> Token:
         """Returns what is known of a token."""
         if token not in self._tokens:
-            self._tokens[token] = self._read(token)
+            piece: Any = self._tokenizer.convert_ids_to_tokens(token)
+            known = isinstance(piece, str)
+            special = known and not self.decode([token]) and bool(self.name(token))
+            self._tokens[token] = Token(special, self._bytes_of(token, piece) if known else b"")
         return self._tokens[token]
 
-    def _read(self, token: int) -> Token:
-        piece: Any = self._tokenizer.convert_ids_to_tokens(token)
-        if not isinstance(piece, str):
-            return Token(False, b"")
-        special = not self.decode([token]) and bool(self.name(token))
+    def _bytes_of(self, token: int, piece: str) -> bytes | None:
         if self.of_bytes:
             table = _byte_of()
             known = [table.get(character) for character in piece]
-            raw = piece.encode() if None in known else bytes(byte for byte in known if byte is not None)
-            return Token(special, raw)
+            return piece.encode() if None in known else bytes(byte for byte in known if byte is not None)
         byte = _BYTE.fullmatch(piece)
         # If the decoder does not support byte tokens, "<0x0A>" is ordinary text.
-        return Token(special, bytes.fromhex(byte[1]) if byte and self.name(token) != piece else None)
+        return bytes.fromhex(byte[1]) if byte and self.name(token) != piece else None
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
