@@ -3,22 +3,23 @@ definition.
 """
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.kernels import triton_ops
 from tests.support.kernels.kernels_cases import poisoned_memory
-from triforce_tree.branching.layout import Feed, arranged
+from triforce_tree.branching import attention
+from triforce_tree.branching.layout import Feed, Sizes, arranged
 from triforce_tree.branching.node import Node
 from triforce_tree.kernels.attention import reference
-from triforce_tree.kernels.attention import segments as node_plans
 from triforce_tree.kernels.attention.backend import backend
 from triforce_tree.kernels.attention.blocks import plan as block_plans
-from triforce_tree.kernels.attention.blocks.plan import BlockPlan
+from triforce_tree.kernels.attention.blocks.plan import BlockPlan, Segment
 from triforce_tree.kernels.attention.configs import KernelConfig
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads
-from triforce_tree.kernels.attention.segments import NodePlan, Segment
 
 
 def random_tree(rng: random.Random) -> list[Node]:
@@ -75,6 +76,50 @@ def test_the_next_forward_can_be_laid_out_before_its_tokens_are_known() -> None:
     assert before == arranged(feeds)
 
 
+@pytest.mark.parametrize("least", [2, 10**9], ids=["nodes", "paths"])
+@pytest.mark.parametrize(
+    "heads, how",
+    [
+        (Heads(4, 2, 16), {}),
+        (Heads(4, 2, 16), {"softcap": 5.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+        # Without the C kernel, which takes widths that are multiples of 16.
+        (Heads(2, 2, 16, 10), {"sinks": torch.tensor([0.5, -1.0])}),
+    ],
+)
+def test_attention_on_a_cpu(
+    heads: Heads, how: dict[str, Any], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "LEAST_SPARED", least)
+    for seed in range(20):
+        rng, page = random.Random(seed), 4
+        nodes = random_tree(rng)
+        places = [*range(1, 40)]
+        rng.shuffle(places)
+        for node in nodes:
+            node.pages = [places.pop() for _ in range(-(-len(node.tokens) // page))]
+            node.stored = len(node.tokens)
+        feeds = [Feed(node, 0, len(node.tokens)) for node in nodes if node.tokens and rng.random() < 0.6]
+        feeds = feeds or [Feed(nodes[0], 0, 1)]
+        store = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, attention=backend("cpu"))
+        pages: Any = SimpleNamespace(page=page, count=39, store=store)
+        layout = arranged(feeds)
+        made = attention.NodeAttention([heads], pages, Sizes.of(layout, on_gpu=False))
+        made.set(layout)
+        kv = KV(torch.randn(40, heads.kv, page, heads.dim), torch.randn(40, heads.kv, page, heads.value_dim))
+        queries = [
+            (node, index) for node, start, size in layout.feeds for index in range(start, start + size)
+        ]
+        q = torch.randn(len(queries), heads.query, heads.dim)
+        found = made(heads, q, kv, AttentionParams(0.3, **how))
+        keys, values = (t.transpose(0, 1).flatten(1, 2) for t in (kv.k, kv.v))
+        for own, out, (node, index) in zip(q, found, queries, strict=True):
+            slots = node.path_slots(index + 1, node.start + index + 1, page)
+            nothing = torch.ones(1, 0, dtype=torch.bool)
+            seen = keys[None, :, slots], values[None, :, slots]
+            exact, _ = reference.tree_attention(own[None, :, None], *seen, nothing, scale=0.3, **how)
+            torch.testing.assert_close(out, exact[0, :, 0], rtol=1e-4, atol=1e-5)
+
+
 PAGES = 12
 # A prompt of 70 positions, two nodes that bring several tokens, and two leaves below one of them.
 SEGMENTS = [
@@ -91,12 +136,8 @@ TABLE = [[7, 1, 4, 5, 11], [0], [6, 3], [8], [2]]
 def problem(heads: Heads, dtype: torch.dtype, queries: int, page: int, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     config = KernelConfig(16, 32, 4, 2, 1)
-    for module in (node_plans, block_plans):
-        monkeypatch.setattr(module, "config_for", lambda *_: config)
+    monkeypatch.setattr(block_plans, "config_for", lambda *_: config)
     device = torch.device(triton_ops.DEVICE)
-    plan = NodePlan(heads, queries, 9, 24, 3, device=device, dtype=dtype)
-    plan.set([Segment(0, 5, 2, 0, 2)])
-    plan.set(SEGMENTS)
     blocks = BlockPlan(heads, queries, 9, 24, 3, PAGES, page, device=device, dtype=dtype)
     blocks.set([Segment(1, 5, 2, 0, 2)], TABLE)
     blocks.set(SEGMENTS, TABLE)
@@ -105,14 +146,12 @@ def problem(heads: Heads, dtype: torch.dtype, queries: int, page: int, monkeypat
     kv = [
         torch.full((*shape, d), torch.nan, dtype=dtype, device=device) for d in (heads.dim, heads.value_dim)
     ]
-    table = torch.zeros(9, 5, dtype=torch.int32, device=device)
     sees = torch.zeros(7, 5, 80, dtype=torch.bool)
     for segment in SEGMENTS:
         for i in range(segment.queries):
             sees[segment.first + i, segment.node, : segment.length + min(segment.tail, i + 1)] = True
     rows = []
     for node, pages in enumerate(TABLE):
-        table[node, : len(pages)] = torch.tensor(pages)
         count = int(sees[:, node].any(0).sum())
         for row in range(count):
             rows.append((node, row))
@@ -123,7 +162,7 @@ def problem(heads: Heads, dtype: torch.dtype, queries: int, page: int, monkeypat
         torch.stack([t[TABLE[node][row // page], :, row % page] for node, row in rows], 1)[None].float()
         for t in kv
     ]
-    return plan, blocks, q, kv, table, dense, mask
+    return blocks, q, kv, dense, mask
 
 
 @triton_ops.runs_kernels
@@ -147,29 +186,15 @@ def test_kernel_and_definition_over_ragged_nodes(
     triton_ops.require_triton()
     from triforce_tree.kernels.attention.blocks import launch as block_launch
 
-    plan, blocks, q, kv, table, dense, mask = problem(heads, dtype, queries, page, monkeypatch)
+    blocks, q, kv, dense, mask = problem(heads, dtype, queries, page, monkeypatch)
     sinks = torch.randn(heads.query, device=q.device) if how.pop("sinks", None) else None
     exact, exact_lse = reference.tree_attention(
         q[:7].transpose(0, 1)[None].float(), *dense, mask, scale=0.2, sinks=sinks, **how
     )
-    paged, params = KV(*kv, table), AttentionParams(0.2, sinks=sinks, **how)
-    found = [node_plans.definition(q, paged, plan.plan, params)]
-    if not q.is_cuda:
-        found.append(backend("cpu").segments(plan.plan, dtype).states(q, paged, params))
     with poisoned_memory():
-        found.append(backend("triton").segments(plan.plan, dtype).states(q, paged, params))
-        found.append(block_launch.run(q, *kv, blocks, scale=0.2, sinks=sinks, **how))
-    for out, lse in found:
-        torch.testing.assert_close(out[:7].float(), exact[0].transpose(0, 1), atol=3e-3, rtol=0)
-        torch.testing.assert_close(lse[:7], exact_lse[0].T, atol=3e-3, rtol=0)
-        if sinks is None:
-            assert not out[7:].any()
-            assert (lse[7:] == -torch.inf).all()
-
-
-def test_a_plan_that_is_too_small_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = NodePlan(Heads(2, 1, 16), 4, 2, 6, 0, device=torch.device("cpu"), dtype=torch.float32)
-    with pytest.raises(ValueError, match="exceed the plan's 3, 6 and 0; make a larger plan"):
-        plan.set([Segment(0, 3, 0, 0, 4), Segment(1, 3, 0, 0, 2), Segment(2, 3, 0, 2, 2)])
-    with pytest.raises(ValueError, match="tails of 2 exceed"):
-        plan.set([Segment(0, 3, 2, 0, 2)])
+        out, lse = block_launch.run(q, *kv, blocks, scale=0.2, sinks=sinks, **how)
+    torch.testing.assert_close(out[:7].float(), exact[0].transpose(0, 1), atol=3e-3, rtol=0)
+    torch.testing.assert_close(lse[:7], exact_lse[0].T, atol=3e-3, rtol=0)
+    if sinks is None:
+        assert not out[7:].any()
+        assert (lse[7:] == -torch.inf).all()

@@ -48,12 +48,12 @@ def grown(made: Engine) -> tuple[TextTree, list[Node]]:
     "family",
     ["llama", "llama-gqa", "llama-mqa", "mistral-window", "gemma2", "gemma3", "qwen3", "gpt-neox", "mixtral"],
 )
-@pytest.mark.parametrize("most_read", [0, attention.MOST_READ], ids=["nodes", "paths"])
+@pytest.mark.parametrize("least", [2, attention.LEAST_SPARED], ids=["nodes", "paths"])
 def test_leaves_continue_as_their_texts_alone(
-    family: str, most_read: int, monkeypatch: pytest.MonkeyPatch
+    family: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention by nodes, and by each leaf's path as in short trees on a CPU."""
-    monkeypatch.setattr(attention, "MOST_READ", most_read)
+    """Attention by nodes, and by each leaf's path as for short nodes."""
+    monkeypatch.setattr(attention, "LEAST_SPARED", least)
     made = engine(family)
     tree, leaves = grown(made)
     texts = [leaf.text_tokens for leaf in leaves]
@@ -65,12 +65,10 @@ def test_leaves_continue_as_their_texts_alone(
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "gemma2"])
-@pytest.mark.parametrize("most, most_read", [(256, 0), (7, 0), (256, attention.MOST_READ)])
-def test_scores_are_the_targets(
-    family: str, most: int, most_read: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("most, least", [(256, 2), (7, 2), (256, 10**9)])
+def test_scores_are_the_targets(family: str, most: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of the tokens are stored already, others need several forwards."""
-    monkeypatch.setattr(attention, "MOST_READ", most_read)
+    monkeypatch.setattr(attention, "LEAST_SPARED", least)
     made = engine(family)
     tree, leaves = grown(made)
     tree._slots.most_queries = most

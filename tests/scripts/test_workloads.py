@@ -84,7 +84,7 @@ def problem(workload: Workload, page: int = 16) -> Problem:
     return Problem(workload, Heads(4, 2, 32), page, torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("way", [attention.BY_SEQUENCES, attention.SHARED_PAGES, attention.FLATTEN])
+@pytest.mark.parametrize("way", [attention.BY_SEQUENCES, attention.SHARED_PAGES])
 def test_ways_agree_with_the_definition(way: str) -> None:
     seed = int(torch.randint(2**31, ()))
     for workload in (random_workload(seed), speculative(9, prefix=21)):
@@ -102,8 +102,6 @@ def test_a_measurement_has_bytes_on_paper_or_a_reason() -> None:
     found = attention.measure(made, attention.BY_SEQUENCES, CEILINGS)
     assert found["us"] > 0
     assert found["kv_bytes"] == made.workload.read_by_sequences * 2 * (32 + 32) * 4
-    found = attention.measure(made, attention.FLATTEN, CEILINGS)
-    assert found["kv_bytes"] == made.workload.stored * 2 * (32 + 32) * 4
     assert attention.measure(made, "FlashInfer cascade", CEILINGS)["reason"] == "not installed"
 
 

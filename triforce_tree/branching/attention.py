@@ -1,6 +1,7 @@
 """Attention of a forward over a tree of texts: by blocks of queries, by nodes, or by paths."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,15 +10,15 @@ from torch import Tensor
 from triforce_tree.branching.layout import Layout, Sizes
 from triforce_tree.branching.node import Node
 from triforce_tree.branching.pages import KVPages
+from triforce_tree.kernels.attention.backend import Attention
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, plan_trees
-from triforce_tree.kernels.attention.segments import NodePlan
-from triforce_tree.kernels.cpu.fp32.library import library
+from triforce_tree.kernels.cpu.tree_attention import merged_parts
 from triforce_tree.runtime.devices import pinned
 
-MOST_READ = 100_000
-"""Most positions that the queries of a forward see together with which each query reads its own path on a
-CPU. The C kernel then takes less time than a call for each node (measured on two cores, 3 heads of 128)."""
+LEAST_SPARED = 8192
+"""Fewest reads of a position that a call for all queries of a node spares on a CPU. The call and the merging
+of its results take about as long as so many reads (3 heads of 128)."""
 
 
 class BlockAttention:
@@ -60,8 +61,8 @@ class BlockAttention:
 class PathAttention:
     """Attention in which each query reads the positions of its own text, from a table of single KV slots.
 
-    It serves layers with a sliding window, which see few positions, short trees on a CPU, and backends
-    without another attention to trees of texts.
+    It serves layers with a sliding window, which see few positions, and backends without another attention to
+    trees of texts.
 
     Args:
         heads, pages, sizes: as for :class:`BlockAttention`.
@@ -87,11 +88,16 @@ class PathAttention:
 
     def set(self, layout: Layout) -> None:
         """See :class:`BlockAttention`."""
-        paths = [
-            node.path_slots(index + 1, self._seen(node.start + index), self._page)
-            for node, start, count in layout.feeds
-            for index in range(start, start + count)
-        ]
+        self.show(
+            [
+                node.path_slots(index + 1, self._seen(node.start + index), self._page)
+                for node, start, count in layout.feeds
+                for index in range(start, start + count)
+            ]
+        )
+
+    def show(self, paths: Sequence[np.ndarray]) -> None:
+        """Sets the KV slots that each query of the next forward sees."""
         queries = len(self._table)
         table = np.zeros((queries, self._window or max(map(len, paths))), dtype=np.int32)
         for own, slots in zip(table, paths, strict=False):
@@ -118,54 +124,69 @@ class PathAttention:
 
     def __call__(self, heads: Heads, q: Tensor, kv: KV, params: AttentionParams) -> Tensor:
         """See :class:`BlockAttention`."""
+        return self._attentions[heads].run(q, self._in_slots(kv), params)
+
+    def states(self, heads: Heads, q: Tensor, kv: KV, params: AttentionParams) -> tuple[Tensor, Tensor]:
+        """Returns the output ``[T, H_q, D_v]`` and its log-sum-exp, fp32 ``[T, H_q]``."""
+        return self._attentions[heads].states(q, self._in_slots(kv), params)
+
+    def _in_slots(self, kv: KV) -> KV:
+        """Returns every slot as a page, with the table of the queries."""
         keys, values = (pages.transpose(1, 2).flatten(0, 1)[:, :, None] for pages in (kv.k, kv.v))
-        return self._attentions[heads].run(q, KV(keys, values, self._table), params)
+        return KV(keys, values, self._table)
 
 
 class NodeAttention:
-    """Attention by nodes, or by paths in short trees.
+    """Attention on a CPU: to nodes that many queries see by one call for all of them, else by paths.
 
     Args:
         heads, pages, sizes: as for :class:`BlockAttention`.
     """
 
     def __init__(self, heads: Iterable[Heads], pages: KVPages, sizes: Sizes) -> None:
-        device, dtype = pages.store.device, pages.store.dtype
-        kinds, capacities = list(heads), (sizes.queries, sizes.segments, sizes.owners, sizes.tail)
-        self._plans = {kind: NodePlan(kind, *capacities, device=device, dtype=dtype) for kind in kinds}
-        backend = pages.store.attention
-        self._attentions = {kind: backend.segments(own.plan, dtype) for kind, own in self._plans.items()}
-        self._table = torch.zeros(sizes.segments, max(1, pages.count), dtype=torch.int32, device=device)
-        # The node and its pages that each line of the table was written for.
-        self._written: list[tuple[Node, tuple[int, ...]] | None] = [None] * sizes.segments
-        self._paths = PathAttention(kinds, pages, sizes)
-        self._short = False
-        # Without the C kernel the keys of each path would be gathered one by one.
-        self._compiled = dtype == torch.float32 and library() is not None
+        self._kinds, self._page, self._store = list(heads), pages.page, pages.store
+        self._paths = PathAttention(self._kinds, pages, sizes)
+        # The queries that see a node, its pages, and the attention for each kind of heads.
+        self._shared: list[tuple[slice, Tensor, dict[Heads, Attention]]] = []
 
     def set(self, layout: Layout) -> None:
         """See :class:`BlockAttention`."""
-        read = sum(segment.queries * (segment.length + segment.tail) for segment in layout.segments)
-        self._short = self._compiled and read <= MOST_READ
-        if self._short:
-            self._paths.set(layout)
-            return
-        for plan in self._plans.values():
-            plan.set(layout.segments)
-        for line, node in enumerate(layout.nodes):
-            pages = tuple(node.pages)
-            if self._written[line] != (node, pages):
-                self._table[line, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-                self._written[line] = node, pages
+        paths: list[list[np.ndarray]] = [[] for feed in layout.feeds for _ in range(feed.size)]
+        self._shared = []
+        for number, length, tail, first, queries in layout.segments:
+            node = layout.nodes[number]
+            slots = node.slots(0, length + tail, self._page)
+            shared = 0
+            if (queries - 1) * length >= LEAST_SPARED:
+                # The last position stays in the paths, so that no path is empty.
+                shared = length - 1
+                self._shared.append(self._attention_to(node, shared, first, queries))
+            for query in range(queries):
+                paths[first + query].append(slots[shared : length + min(tail, query + 1)])
+        self._paths.show([np.concatenate(own) for own in paths])
+
+    def _attention_to(
+        self, node: Node, length: int, first: int, queries: int
+    ) -> tuple[slice, Tensor, dict[Heads, Attention]]:
+        pages = torch.tensor([node.pages[: -(-length // self._page)]], dtype=torch.int32)
+        seen, store = torch.ones(queries, 0, dtype=torch.bool), self._store
+        plans = {kind: plan_trees(kind, [seen], [length], device=store.device) for kind in self._kinds}
+        attentions = {kind: store.attention.trees(plan, store.dtype) for kind, plan in plans.items()}
+        return slice(first, first + queries), pages, attentions
 
     def prepare(self, layout: Layout) -> None:
         """See :class:`BlockAttention`. A CPU plans no forward in advance."""
 
     def __call__(self, heads: Heads, q: Tensor, kv: KV, params: AttentionParams) -> Tensor:
         """See :class:`BlockAttention`."""
-        if self._short:
+        if not self._shared:
             return self._paths(heads, q, kv, params)
-        return self._attentions[heads].run(q, kv._replace(table=self._table), params)
+        parts = [(torch.arange(len(q)), *self._paths.states(heads, q, kv, params))]
+        without_sinks = replace(params, sinks=None)
+        for queries, pages, attentions in self._shared:
+            part = attentions[heads].states(q[queries], kv._replace(table=pages), without_sinks)
+            parts.append((torch.arange(queries.start, queries.stop), *part))
+        return merged_parts(parts, len(q)).to(q.dtype)
 
 
 TextAttention = BlockAttention | NodeAttention | PathAttention

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from triforce_tree.branching.node import Node
-from triforce_tree.kernels.attention.segments import Segment
+from triforce_tree.kernels.attention.blocks.plan import Segment
 
 MOST_QUERIES = 256
 """Most tokens of one forward."""

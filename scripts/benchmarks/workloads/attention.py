@@ -17,13 +17,12 @@ from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kernels.attention.blocks.plan import BlockPlan
 from triforce_tree.kernels.attention.configs import config_for
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, plan_trees
-from triforce_tree.kernels.attention.segments import NodePlan
 
 Calls = list[Callable[[], Tensor]]
 Way = Callable[[Problem, Tensor], Calls]
 
 BY_SEQUENCES, SHARED_PAGES = "by sequences", "by sequences, shared pages"
-FLATTEN, BLOCKS = "by nodes, flattened", "by blocks of queries"
+BLOCKS = "by blocks of queries"
 
 
 def by_sequences(problem: Problem, q: Tensor) -> Calls:
@@ -40,7 +39,7 @@ def by_sequences(problem: Problem, q: Tensor) -> Calls:
 
 def shared_pages(problem: Problem, q: Tensor) -> Calls:
     """Makes calls in which each position is stored once, in a page of one slot (as RadixAttention), and read
-    by each path. The engine attends in this way on a CPU in short trees.
+    by each path.
     """
     lengths = [len(path) for path in problem.paths]
     table = torch.zeros(len(lengths), max(lengths), dtype=torch.int32, device=problem.device)
@@ -73,33 +72,6 @@ def _sequences(
     return [partial(attention.run, q, KV(*stored(seed), table), params) for seed in copies]
 
 
-def _nodes(problem: Problem, call: Callable[[Tensor, Tensor], Tensor]) -> Calls:
-    """Returns calls over copies of keys and values, with the pages of each node once."""
-    made: Calls = []
-    for seed in range(problem.copies(problem.workload.stored)):
-        k, v = (in_pages(rows, problem.runs, problem.page) for rows in problem.rows(seed))
-        made.append(partial(call, k, v))
-    return made
-
-
-def _sizes(problem: Problem) -> tuple[int, int, int, int]:
-    sizes = Sizes.of(problem.layout, on_gpu=False)
-    return sizes.queries, sizes.segments, sizes.owners, sizes.tail
-
-
-def flattened(problem: Problem, q: Tensor) -> Calls:
-    """Makes calls in which each node is stored once, and read once for all queries below it (DeFT-Flatten).
-    The engine attends in this way on a CPU in long trees.
-    """
-    device, dtype = problem.device, problem.dtype
-    plan = NodePlan(problem.heads, *_sizes(problem), device=device, dtype=dtype)
-    plan.set(problem.layout.segments)
-    table = page_table(problem.lengths, problem.page, device)
-    attention, params = chosen("auto", device).segments(plan.plan, dtype), AttentionParams(problem.scale)
-
-    return _nodes(problem, lambda k, v: attention.run(q, KV(k, v, table), params))
-
-
 def by_blocks(problem: Problem, q: Tensor) -> Calls:
     """Makes calls of the engine's kernels on a GPU. What a block of neighbouring queries sees is one list of
     tiles.
@@ -110,18 +82,26 @@ def by_blocks(problem: Problem, q: Tensor) -> Calls:
 
     device, dtype, page = problem.device, problem.dtype, problem.page
     counts = [-(-length // page) for length in problem.lengths]
-    plan = BlockPlan(problem.heads, *_sizes(problem), sum(counts), page, device=device, dtype=dtype)
+    sizes = Sizes.of(problem.layout, on_gpu=False)
+    capacities = sizes.queries, sizes.segments, sizes.owners, sizes.tail, sum(counts), page
+    plan = BlockPlan(problem.heads, *capacities, device=device, dtype=dtype)
     firsts = accumulate(counts, initial=0)
     pages = [range(first, first + n) for first, n in zip(firsts, counts, strict=False)]
     plan.set(problem.layout.segments, pages)
 
-    return _nodes(problem, lambda k, v: launch.run(q, k, v, plan, scale=problem.scale)[0])
+    def call(k: Tensor, v: Tensor) -> Tensor:
+        return launch.run(q, k, v, plan, scale=problem.scale)[0]
+
+    made: Calls = []
+    for seed in range(problem.copies(problem.workload.stored)):
+        k, v = (in_pages(rows, problem.runs, page) for rows in problem.rows(seed))
+        made.append(partial(call, k, v))
+    return made
 
 
 WAYS: dict[str, Way] = {
     BY_SEQUENCES: by_sequences,
     SHARED_PAGES: shared_pages,
-    FLATTEN: flattened,
     BLOCKS: by_blocks,
     "FlashInfer cascade": published.cascade,
     "FastTree's kernel": published.fasttree,

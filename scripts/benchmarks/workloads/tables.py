@@ -15,7 +15,7 @@ from scripts.benchmarks.common.markdown import (
 
 FILE = "tree_workloads_h200.jsonl"
 # Ways of attending, by their names in workloads.attention, and the headings of their microseconds. The
-# kernel no longer attends "by nodes" or "by chunks of nodes", which results of earlier commits have.
+# engine no longer attends by nodes in any of three ways, which results of earlier commits have.
 _WAYS = {
     "by sequences": "by sequences", "by sequences, shared pages": "shared pages", "by nodes": "by nodes",
     "by chunks of nodes": "by chunks", "by nodes, flattened": "flattened",

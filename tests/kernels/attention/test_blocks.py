@@ -11,10 +11,9 @@ from tests.support.kernels import triton_ops
 from tests.support.kernels.kernels_cases import poisoned_memory
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.blocks import plan as block_plans
-from triforce_tree.kernels.attention.blocks.plan import BlockPlan
+from triforce_tree.kernels.attention.blocks.plan import BlockPlan, Segment
 from triforce_tree.kernels.attention.configs import KernelConfig
 from triforce_tree.kernels.attention.plan import Heads
-from triforce_tree.kernels.attention.segments import Segment
 
 pytestmark = triton_ops.runs_kernels
 

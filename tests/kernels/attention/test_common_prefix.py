@@ -11,7 +11,7 @@ from tests.support.kernels.kernels_cases import poisoned_memory, tree_mask
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.backend import backend
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, pack_mask
-from triforce_tree.kernels.attention.segments import PrefixPlan, PrefixSegment
+from triforce_tree.kernels.attention.prefixes import PrefixPlan, PrefixSegment
 from triforce_tree.kernels.cpu import backend as cpu_backend
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
-from triforce_tree.kernels.attention.segments import PrefixPlan
+from triforce_tree.kernels.attention.prefixes import PrefixPlan
 
 # The module and the class of each backend. A module is imported at the first use of its backend, because a
 # package that it needs may not be installed.
@@ -44,7 +44,7 @@ class Capabilities:
         fewer_queries: whether a call may have only the first queries of each sequence.
         exact: whether it has ``exact``, whose results do not depend on other queries, bit for bit.
         pieces: whether it has ``pieces``, which caches in host memory need.
-        texts: how it attends to a tree of texts: by "blocks" of queries, by "nodes" (``segments``), or by
+        texts: how it attends to a tree of texts: by "blocks" of queries, by "nodes", or by
             "paths" of single queries, which every backend supports.
     """
 
@@ -120,10 +120,6 @@ class AttentionBackend:
             kv_dtype: dtype of keys and values if it differs from ``dtype``: int8.
             page: KV slots of a page in most layers; 0 for keys and values without pages.
         """
-        raise NotImplementedError
-
-    def segments(self, plan: Plan, dtype: torch.dtype) -> Attention:
-        """Returns attention with the plan of a ``NodePlan``, over pages; "paths" does not use it."""
         raise NotImplementedError
 
     def prefixes(

@@ -6,7 +6,7 @@ import torch
 
 from triforce_tree.kernels.attention.backend import Attention, AttentionBackend, Capabilities
 from triforce_tree.kernels.attention.plan import Heads, Plan
-from triforce_tree.kernels.attention.segments import PrefixPlan
+from triforce_tree.kernels.attention.prefixes import PrefixPlan
 
 
 class TritonBackend(AttentionBackend):
@@ -36,9 +36,6 @@ class TritonBackend(AttentionBackend):
         from triforce_tree.kernels.attention import launch
 
         return launch.prepare(plan, dtype, kv_dtype, page)
-
-    def segments(self, plan: Plan, dtype: torch.dtype) -> Attention:
-        return self.trees(plan, dtype)
 
     def prefixes(
         self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None

@@ -12,9 +12,9 @@ from torch import Tensor
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.backend import Attention, AttentionBackend, Capabilities
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
-from triforce_tree.kernels.attention.segments import PrefixPlan
+from triforce_tree.kernels.attention.prefixes import PrefixPlan
 from triforce_tree.kernels.cpu.fp32.attention import attention as fp32_attention
-from triforce_tree.kernels.cpu.tree_attention import by_sequence, node_attention, planned_attention
+from triforce_tree.kernels.cpu.tree_attention import by_sequence, planned_attention
 
 # Most plans that are kept, each for a length of a prefix and a number of queries.
 _MOST_PLANS = 64
@@ -42,9 +42,6 @@ class CpuBackend(AttentionBackend):
         self, plan: Plan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, page: int = 0
     ) -> Attention:
         return _Trees(plan)
-
-    def segments(self, plan: Plan, dtype: torch.dtype) -> Attention:
-        return _Segments(plan)
 
     def prefixes(
         self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
@@ -86,6 +83,10 @@ class _Trees(_OnHost):
         return planned_attention(q, kv, self.plan, params, first) if out is None else out
 
     def states(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> State:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        compiled = fp32_attention(q, kv, self.plan, params, first, lse)
+        if compiled is not None:
+            return compiled, lse
         outs, lses = [], []
         how: dict[str, Any] = {"scale": params.scale, "softcap": params.softcap, "sinks": params.sinks}
         for *tensors, own in by_sequence(q, kv, self.plan, first):
@@ -93,17 +94,6 @@ class _Trees(_OnHost):
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0].transpose(0, 1))
         return torch.cat(outs), torch.cat(lses)
-
-
-class _Segments(_OnHost):
-    """Attention with the plan of a ``NodePlan``, for at most the planned queries."""
-
-    def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
-        return self.states(q, kv, params, first)[0]
-
-    def states(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> State:
-        assert first is None, "nodes have no windows"
-        return node_attention(q, kv, self.plan, params)
 
 
 class _Prefixes:
@@ -136,14 +126,14 @@ class _Prefixes:
         stored = [kv.k, kv.v, *(kv.scales or ())]
         states = []
         for part, own, place in zip(q.split(count), self._own, self._prefixes.places, strict=True):
-            states.append(_state(part, _kv(stored, slice(place, None)), own, params))
+            states.append(_Trees(own).states(part, _kv(stored, slice(place, None)), params))
         outs, lses = zip(*states, strict=True)
         out, lse = torch.cat(outs), torch.cat(lses)
         alone = replace(params, sinks=None)
         for place, length, begin, rows in self._prefixes.prefixes:
             queries = slice(begin * count, (begin + rows) * count)
             seen = _kv(stored, slice(place, place + length))
-            part = _state(q[queries], seen, self._plan_of(length, rows * count), alone)
+            part = _Trees(self._plan_of(length, rows * count)).states(q[queries], seen, alone)
             pairs = zip(part, (out[queries], lse[queries]), strict=True)
             both = (torch.stack(pair) for pair in pairs)
             out[queries], lse[queries] = reference.merge_states(*both)
@@ -164,12 +154,3 @@ def _kv(stored: list[Tensor], slots: slice) -> KV:
     """Returns some slots of keys, values and, if there are any, scales."""
     k, v, *scales = (t[:, :, slots] for t in stored)
     return KV(k, v, scales=(scales[0], scales[1]) if scales else None)
-
-
-def _state(q: Tensor, kv: KV, plan: Plan, params: AttentionParams) -> State:
-    """Computes attention of one sequence by the C kernel if it supports it, else by the definition."""
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    out = fp32_attention(q, kv, plan, params, lse=lse)
-    if out is not None:
-        return out, lse
-    return _Trees(plan).states(q, kv, params)

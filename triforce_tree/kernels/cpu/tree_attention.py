@@ -21,12 +21,6 @@ from triforce_tree.kernels.step.kv_slots import dequantized
 # positions it takes three quarters of the time (AVX-512).
 _ROWS_PER_HEAD_CALL = 4096
 _BITS = torch.arange(64)
-# Most positions of a leaf that is computed together with other leaves, because padding takes time too.
-_SHORT = 256
-
-# The queries of partial outputs, int64 [n]; the outputs, fp32 [n, H_q, D_v]; their log-sum-exps, fp32 [n,
-# H_q].
-_Part = tuple[Tensor, Tensor, Tensor]
 Product = Callable[[Tensor, Tensor], Tensor]
 
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -172,79 +166,22 @@ def _onednn(x: Tensor, matrix: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, matrix, None, "none", [], "")
 
 
-def node_attention(q: Tensor, kv: KV, plan: Plan, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """Computes ``segments.definition`` in few calls for many short nodes; q may have fewer queries.
+def merged_parts(parts: Sequence[tuple[Tensor, Tensor, Tensor]], queries: int) -> Tensor:
+    """Merges the attention of queries to several sets of positions, as ``reference.merge_states``.
 
-    A tree of texts has a few nodes with many positions or queries, and many short leaves with one query each.
-    The leaves are computed together, padded to the longest leaf. All partial outputs are merged at once.
+    Args:
+        parts: by part its queries, int64 ``[n]``, outputs ``[n, H_q, D_v]``, and log-sum-exps, fp32
+            ``[n, H_q]``. Each query is in at least one part.
+        queries: T.
+
+    Returns:
+        fp32 ``[T, H_q, D_v]``.
     """
-    k, v, table, _ = kv
-    assert table is not None
-    parts: list[_Part] = []
-    short: list[tuple[int, int, int]] = []
-    for length, (node, _, tail, first, count, _) in zip(
-        plan.lengths.tolist(), plan.segments.T.tolist(), strict=True
-    ):
-        if not count or not length + tail:
-            continue
-        if count == 1 and not tail and length <= _SHORT:
-            short.append((node, length, first))
-            continue
-        own, pages = slice(first, first + count), table[node].expand(k.shape[1], -1)
-        keys, values = (gathered_rows(t, pages, 0, length + tail) for t in (k, v))
-        out, lse = reference.tree_attention(
-            q[own].transpose(0, 1)[None], keys, values, tail_mask(plan.mask[own], tail),
-            scale=params.scale, softcap=params.softcap,
-        )  # fmt: skip
-        rows = torch.arange(first, first + count)
-        parts.append((rows, out[0].transpose(0, 1).float(), lse[0].transpose(0, 1)))
-    if short:
-        parts.append(_leaves(q, k, v, short, table, params))
-    out, lse = _merged(parts, q, v.shape[3])
-    if params.sinks is not None:
-        total = torch.logaddexp(lse, params.sinks.float())
-        out, lse = out * (lse - total).exp()[..., None], total
-    return out.to(q.dtype), lse
-
-
-def _leaves(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: list[tuple[int, int, int]],
-    table: Tensor,
-    params: AttentionParams,
-) -> _Part:
-    """Computes the attention of leaves with one query, given as (row of the table, positions, query)."""
-    nodes, lengths, queries = (torch.tensor(column) for column in zip(*segments, strict=True))
-    count = -(-int(lengths.max()) // k.shape[2])
-    pages = table[nodes, :count].long()
-    keys, values = (t[pages].transpose(1, 2).flatten(2, 3) for t in (k, v))  # [N, H_kv, rows, D]
-    hidden = torch.arange(keys.shape[2]) >= lengths[:, None]
-    # Slots after a node's positions may hold any value, even NaN, and 0 * NaN is NaN.
-    values.masked_fill_(hidden[:, None, :, None], 0.0)
-    own = q[queries]
-    grouped = own.unflatten(1, (k.shape[1], -1))  # [N, H_kv, G, D]
-    scores = (grouped @ keys.mT).float().mul_(params.scale)
-    if params.softcap is not None:
-        scores = scores.div_(params.softcap).tanh_().mul_(params.softcap)
-    scores.masked_fill_(hidden[:, None, None], -torch.inf)
-    lse = scores.logsumexp(-1)
-    out = scores.sub_(lse[..., None]).exp_().to(values.dtype) @ values
-    return queries, out.flatten(1, 2).float(), lse.flatten(1)
-
-
-def _merged(parts: list[_Part], q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Merges the partial outputs of each query in fp32; (0, -inf) for queries without any."""
-    count, heads, _ = q.shape
-    total = torch.zeros(count, heads, value_dim, dtype=torch.float32)
-    top = torch.full((count, heads), -torch.inf, dtype=torch.float32)
-    if not parts:
-        return total, top
-    queries, outs, lses = (torch.cat(column) for column in zip(*parts, strict=True))
-    top.scatter_reduce_(0, queries[:, None].expand_as(lses), lses, "amax")
-    weights = (lses - top[queries]).exp_()
-    weight = torch.zeros(count, heads, dtype=torch.float32).index_add_(0, queries, weights)
-    total.index_add_(0, queries, outs * weights[..., None])
-    # ``total`` and ``weight`` are 0 for queries without any partial output.
-    return total / weight.clamp_min(1e-30)[..., None], top + weight.log()
+    numbers, outs, lses = (torch.cat(column) for column in zip(*parts, strict=True))
+    top = torch.full((queries, lses.shape[1]), -torch.inf)
+    top.scatter_reduce_(0, numbers[:, None].expand_as(lses), lses, "amax")
+    weights = (lses - top[numbers]).exp_()
+    weight = torch.zeros_like(top).index_add_(0, numbers, weights)
+    total = torch.zeros(queries, *outs.shape[1:])
+    total.index_add_(0, numbers, outs * weights[..., None])
+    return total / weight[..., None]

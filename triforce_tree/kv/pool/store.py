@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.segments import PrefixPlan, PrefixSegment
+from triforce_tree.kernels.attention.prefixes import PrefixPlan, PrefixSegment
 from triforce_tree.kv.backend import CacheSpec
 from triforce_tree.kv.pool.blocks import Run
 from triforce_tree.kv.store import KVGroup, KVStore, dequantised, in_int8

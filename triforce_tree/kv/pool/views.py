@@ -9,7 +9,7 @@ from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.backend import Attention
 from triforce_tree.kernels.attention.plan import KV, Heads
-from triforce_tree.kernels.attention.segments import PrefixPlan
+from triforce_tree.kernels.attention.prefixes import PrefixPlan
 from triforce_tree.kv.pool.store import PooledStore
 from triforce_tree.kv.store import KVGroup, LayerSlots
 from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttentionView

@@ -6,9 +6,6 @@ gather the remaining positions of all nodes. The plan holds the range of queries
 each gathered position. So a block has one softmax over all nodes on its paths, and short nodes share tiles,
 as in DeFT-Flatten (arXiv 2404.00242, section 3.3). If several blocks see a node, each reads it, at about the
 same time, through L2.
-
-``segments.NodePlan`` has a partial output for every node and query instead, which takes more time for short
-or many nodes.
 """
 
 from collections.abc import Sequence
@@ -21,12 +18,28 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.configs import EDGE, KernelConfig, config_for, slices_for
 from triforce_tree.kernels.attention.plan import Heads
-from triforce_tree.kernels.attention.segments import Segment
 from triforce_tree.runtime.devices import pinned
 
 # The index of a query has 16 bits of a signed entry.
 _MOST_QUERIES = 2**15 - 1
 _COLUMNS = 4
+
+
+class Segment(NamedTuple):
+    """KV positions of one node and the range of queries that see them.
+
+    Attributes:
+        node: row of the page table, one for each node.
+        length: number of positions, from the first of the node, that all these queries see.
+        tail: number of positions after them, 0 or ``queries``; query ``first + i`` sees the first ``i + 1``.
+        first, queries: first query and number of queries.
+    """
+
+    node: int
+    length: int
+    tail: int
+    first: int
+    queries: int
 
 
 class Schedule(NamedTuple):
