@@ -128,14 +128,14 @@ def test_what_gains_from_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         made = HFModel(tiny(family).to(torch.bfloat16))
         change(made)
         with monkeypatch.context() as patched:
-            patched.setattr(HFModel, "device", torch.device(device))
+            patched.setattr(made, "device", torch.device(device))
             return gains_from_few_bits(made)
 
     assert not gains("llama-gqa"), "its layers are small"
     monkeypatch.setattr(device_defaults, "_LEAST_LAYER", 1 << 10)
     assert gains("llama-gqa")
     assert not gains("llama-gqa", "cpu"), "in 16 bits no kernel of the CPU serves it"
-    assert not gains("llama-gqa", change=lambda made: made.model.float())
+    assert not gains("llama-gqa", change=lambda made: setattr(made, "dtype", torch.float32))
     assert not gains("llama-gqa", change=lambda made: setattr(made.model, "is_quantized", True))
     assert not gains("llama-gqa", change=lambda made: setattr(made, "streamed", SimpleNamespace()))
     assert not gains("mixtral")
