@@ -63,20 +63,16 @@ class CpuBackend(AttentionBackend):
 
 
 @dataclass(frozen=True)
-class _OnHost:
-    """Base class of attention whose only state is the plan."""
+class _Trees:
+    """Attention with a plan from ``plan_trees``."""
 
     plan: Plan
 
-    def over(self, plan: Plan) -> Any:
+    def over(self, plan: Plan) -> Self:
         return replace(self, plan=plan)
 
     def begin(self) -> None:
         """Does nothing: every call reads lengths and masks."""
-
-
-class _Trees(_OnHost):
-    """Attention with a plan from ``plan_trees``."""
 
     def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
         out = fp32_attention(q, kv, self.plan, params, first)
