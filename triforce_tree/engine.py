@@ -45,7 +45,7 @@ from triforce_tree.requests.in_step import check_in_step, decode_in_step
 from triforce_tree.requests.inputs import Ids, Inputs, prompt_of
 from triforce_tree.requests.joining import Joining
 from triforce_tree.requests.kept_state import why_in_step
-from triforce_tree.requests.notices import CostNotices
+from triforce_tree.requests.notices import Notices, cost_of_processors
 from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.options import texts_asked
 from triforce_tree.requests.output import GenerateOutput, joined
@@ -88,7 +88,7 @@ class Engine:
     ) -> None:
         self.tokenizer = tokenizer
         self._given = frozenset(given)
-        self._notices = CostNotices()
+        self._notices = Notices()
         self._config = config or HierarchyConfig()
         # Which tokens are kept in the buffers between calls, and for how many tokens the buffers are made.
         self._reuse: Reuse = "chunks" if self._config.prefix_cache else "none"
@@ -410,8 +410,9 @@ class Engine:
         pool = BatchPool(hierarchy, prompts, coming, how.max_batch, joins, tokens, shares)
         self._choose_settings(longest, coming, pool.slots)
         device = hierarchy.target.device
-        if to_probs.reading_text:
-            self._notices.tell(to_probs.reading_text, request.config, len(prompts), device)
+        if reading := to_probs.reading_text:
+            cost = cost_of_processors(reading, request.config, len(prompts), device.type == "cuda")
+            self._notices.log(cost)
         whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
         if whole or not hierarchy.together(to_probs, prompts):
             return None
@@ -434,7 +435,10 @@ class Engine:
         coming = max(request.new_tokens, self._capacity - longest)
         check_in_step(hierarchy.target, request, why)
         self._choose_settings(prompts, coming)
-        self._notices.tell_in_step(why)
+        self._notices.log(
+            "nothing is drafted, so that logits processors and stopping criteria are called as by "
+            f"model.generate: {why}"
+        )
         with hierarchy.active():
             programs = PlannedPrograms(hierarchy, prompts, longest + coming, self._reuse, request.how.pinned)
             passes = PlainPasses(programs, prompts, request.how.progress, self._reuse)

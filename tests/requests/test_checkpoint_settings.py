@@ -14,7 +14,7 @@ from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL_LOOKUP, chara
 from tests.support.models.families import tiny
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
-from triforce_tree.requests.notices import CostNotices, cost_of_processors
+from triforce_tree.requests.notices import cost_of_processors
 
 NEW = 15
 WHOLE = torch.ones(1, len(PROMPT), dtype=torch.int64)
@@ -159,26 +159,27 @@ def test_what_a_setting_costs_is_named() -> None:
 
 
 def test_every_option_that_reads_the_text_is_named_by_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """transformers' processors are found by their class names."""
+    """transformers' processors are found by their class names, and a batch says that it decodes them one by
+    one.
+    """
     options: dict[str, Any] = {
         "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "sequence_bias": [[[3], 1.0]],
         "bad_words_ids": [[5, 6]], "min_length": 50, "min_new_tokens": 5, "forced_bos_token_id": 3,
         "forced_eos_token_id": 4, "exponential_decay_length_penalty": (3, 1.1), "begin_suppress_tokens": [9],
         "top_h": 0.5, "prefix_allowed_tokens_fn": lambda row, sent: [1, 2],
     }  # fmt: skip
-    engine, said = from_object({}, tmp_path), []
-
-    def tell(self: CostNotices, processors: Any, config: GenerationConfig, *rest: Any) -> None:
-        said.append(cost_of_processors(processors, config, 1, on_gpu=True))
-
-    monkeypatch.setattr(CostNotices, "tell", tell)
+    engine = from_object({}, tmp_path)
     for name, value in options.items():
-        engine.generate(
-            PROMPT, max_new_tokens=20, do_sample=True, eos_token_id=63, pad_token_id=0, **{name: value}
-        )
-        assert name in said[-1].split(" the tokens so far")[0], (name, said[-1])
+        with caplog.at_level(logging.WARNING, "triforce_tree"):
+            engine.generate(
+                [PROMPT, PROMPT[3:]],
+                max_new_tokens=20, do_sample=True, eos_token_id=63, pad_token_id=0, **{name: value},
+            )  # fmt: skip
+        [record] = caplog.records
+        assert name in record.getMessage().split(" the tokens so far")[0]
+        caplog.clear()
 
 
 def test_the_cost_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

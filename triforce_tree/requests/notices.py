@@ -1,9 +1,8 @@
-"""Warnings about the cost of logits processors and stopping criteria."""
+"""Warnings about settings that make a generation slower."""
 
 import logging
 from collections.abc import Iterable
 
-import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 from triforce_tree.runtime.distributed import is_first_rank
@@ -58,30 +57,14 @@ def cost_of_processors(
     return f"{', '.join(settings)} {reads} the tokens so far: {' and '.join(effects)}; the text is the same"
 
 
-class CostNotices:
-    """Logs warnings about the cost of logits processors and stopping criteria, each warning once."""
+class Notices:
+    """Logs warnings, each of them once."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
-    def tell(
-        self,
-        processors: Iterable[LogitsProcessor],
-        config: GenerationConfig,
-        batch: int,
-        device: torch.device,
-    ) -> None:
-        """Log the warning of :func:`cost_of_processors` for this device, unless it was logged before."""
-        self._say(cost_of_processors(processors, config, batch, on_gpu=device.type == "cuda"))
-
-    def tell_in_step(self, why: str) -> None:
-        """Log that nothing is drafted and why, unless this was logged before."""
-        self._say(
-            f"nothing is drafted, so that logits processors and stopping criteria are called as by "
-            f"model.generate: {why}"
-        )
-
-    def _say(self, said: str | None) -> None:
-        if said is not None and said not in self._told and is_first_rank():
-            self._told.add(said)
-            _LOG.warning("%s", said)
+    def log(self, sentence: str | None) -> None:
+        """Log a warning, unless it is None or was logged before."""
+        if sentence is not None and sentence not in self._logged and is_first_rank():
+            self._logged.add(sentence)
+            _LOG.warning("%s", sentence)
