@@ -23,7 +23,7 @@ from triforce_tree.branching.several import several_texts
 from triforce_tree.branching.tree import TextTree
 from triforce_tree.config import HierarchyConfig, Options, flat_options
 from triforce_tree.decoding.assembly import Hierarchy
-from triforce_tree.decoding.choice.stage_costs import Allowance
+from triforce_tree.decoding.choice.stage_costs import allowance_of
 from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.memory.planned_programs import PlannedPrograms
@@ -424,7 +424,7 @@ class Engine:
             PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool),
             [*sequences[:size], *[None] * (size - len(sequences))],
             to_probs, seed, how.seed is not None, how.seeds is not None and not to_probs.greedy,
-            Allowance.of(width, request.new_tokens, device), how.progress, self._reuse,
+            allowance_of(width, request.new_tokens, device), how.progress, self._reuse,
         )  # fmt: skip
         return Batch(request, loop, self.tokenizer, hierarchy, sequences[size:], pool)
 

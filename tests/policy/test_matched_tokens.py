@@ -7,8 +7,8 @@ import math
 import pytest
 
 from tests.support.distributions.simulated_passes import fixed_costs, shape_of
-from triforce_tree.policy.estimates import Learnt, MatchAcceptance
-from triforce_tree.policy.pass_policy import LearntChoice, PassLevels, PassPolicy
+from triforce_tree.policy.estimates import Estimates
+from triforce_tree.policy.pass_policy import START_BUDGET, PassLevels, PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
 
 MATCHED, LONGER = PassKind(2, 1, 1), PassKind(2, 1, 2)
@@ -19,7 +19,7 @@ def policy_of(
     cost: float = 1.2,
     tree: float = 1.5,
     long_cost: float | None = None,
-    acceptance: float = 0.5,
+    accepted: int | None = None,
     without: int | None = None,
     **more: object,
 ) -> PassPolicy:
@@ -27,15 +27,18 @@ def policy_of(
 
     Args:
         long_cost: of a pass with up to ``LONG`` matched tokens; None for none.
-        acceptance: that was learnt of trees.
+        accepted: tokens of each of many trees that were accepted before.
         without: a shape whose costs are not known.
     """
     names = ["chain:3", f"lookup:{LENGTH}", f"lookup:{LONG}"][: 2 + (long_cost is not None)]
     seconds = [StageSeconds(1.0, draft=0.1, tree=tree - 0.1)]
     seconds += [StageSeconds(1.0, draft=0.01, tree=c - 0.01) for c in (cost, long_cost) if c is not None]
     costs = fixed_costs(*(None if n == without else own for n, own in enumerate(seconds)))
-    learnt = LearntChoice(Learnt(acceptance, 2.0, acceptance))
-    return PassPolicy(PassLevels(2, list(map(shape_of, names)), 3), costs, learnt=learnt, **more)
+    policy = PassPolicy(PassLevels(2, list(map(shape_of, names)), 3), costs, **more)
+    for _ in range(0 if accepted is None else 30):
+        policy.observe(PassKind(2, 1), [(1 + accepted, 3, 0)])
+    policy.learnt.budget = START_BUDGET
+    return policy
 
 
 def chosen(policy: PassPolicy, *common: int | None, remaining: float = math.inf) -> PassKind | None:
@@ -45,23 +48,23 @@ def chosen(policy: PassPolicy, *common: int | None, remaining: float = math.inf)
 
 
 def test_a_longer_match_is_expected_to_be_accepted_more_often() -> None:
-    acceptance = MatchAcceptance()
-    rates = [acceptance.of(common) for common in (6, 12, 24, 48, 64)]
-    assert rates == sorted(rates)
-    assert acceptance.count(0, LENGTH) == 0
-    assert acceptance.count(6, LENGTH) < acceptance.count(64, LENGTH) == LENGTH
+    estimates = Estimates([])
+    found = [estimates.matched(common, LENGTH) for common in (0, 6, 12, 24, 48, 64)]
+    assert found == sorted(found)
+    assert found[0] == (0, 1.0)
+    assert found[1][0] < found[-1][0] == LENGTH
 
 
 def test_acceptance_is_learnt_by_length_of_the_match() -> None:
-    acceptance = MatchAcceptance()
-    before = acceptance.of(30)
+    estimates = Estimates([])
+    before = estimates.matched(30, LENGTH)
     for _ in range(5):
-        acceptance.observe(7, 0, 1)
-    assert acceptance.of(7) < 0.3
-    assert acceptance.of(30) == before
+        estimates.add_matched(7, LENGTH, 0)
+    assert estimates.matched(7, LENGTH)[1] < 1.5
+    assert estimates.matched(30, LENGTH) == before
     for _ in range(20):
-        acceptance.observe(7, LENGTH, 0)
-    assert acceptance.of(7) > 0.9
+        estimates.add_matched(7, LENGTH, LENGTH)
+    assert estimates.matched(7, LENGTH)[1] > 6
 
 
 def test_a_long_match_is_verified_and_a_short_one_is_not() -> None:
@@ -70,7 +73,7 @@ def test_a_long_match_is_verified_and_a_short_one_is_not() -> None:
     assert chosen(policy, 30) == MATCHED
     assert policy.proposed == [LENGTH]
     # A tree that is accepted often brings more than a short match.
-    policy = policy_of(acceptance=0.9)
+    policy = policy_of(accepted=3)
     assert chosen(policy, 6) is None
     assert chosen(policy, 30) == MATCHED
 
@@ -83,7 +86,7 @@ def test_long_chains_are_verified_where_their_cost_allows() -> None:
     assert chosen(policy, 12) == MATCHED, "they are expected to end early"
     assert chosen(policy_of(long_cost=3.5), 64) == MATCHED, "a token costs as much as it yields"
     assert chosen(policy, 64, remaining=6) == MATCHED, "both yield as much, and the short one is cheaper"
-    policy.budget.charge(0.5 - policy.budget.left)
+    policy.learnt.budget = 0.5
     assert chosen(policy, 64) == MATCHED, "the budget does not cover the long one's worst case"
     assert chosen(policy_of(long_cost=2.0, without=1), 64) == LONGER
     policy = policy_of(long_cost=2.0)
@@ -91,7 +94,7 @@ def test_long_chains_are_verified_where_their_cost_allows() -> None:
     assert chosen(policy, 64) is None
     policy = policy_of(long_cost=2.0, held_back={2: 1e9})
     assert chosen(policy, 64) == MATCHED, "the long one's stages are not made"
-    assert policy.preparation.missed[2] > 0
+    assert policy.learnt.missed[2] > 0
     assert not any(policy.matched(option.kind) for option in policy.options())
 
 
@@ -101,14 +104,14 @@ def test_short_chains_teach_what_long_ones_yield() -> None:
     for _ in range(8):
         kind = chosen(policy, 64)
         assert kind is not None
-        policy.observe(kind, 1, 0, 4, 1, matched=[(64, policy.proposed[0], 4)])
+        policy.observe(kind, [(5, LONG, 0)])
     assert chosen(policy, 64) == MATCHED
 
 
 def test_passes_that_cost_more_than_the_budget_are_not_made() -> None:
     policy = policy_of(cost=5.0)
     assert chosen(policy, 64) is None
-    policy.budget.charge(2.0)
+    policy.learnt.budget += 2.0
     assert chosen(policy, 64) == MATCHED
 
 
@@ -124,16 +127,15 @@ def test_matches_are_verified_while_drafting_pauses() -> None:
     """Rejected trees end in a pause; neither their acceptance nor the pause concerns matched tokens."""
     policy = policy_of()
     while (kind := policy.choose()) != PLAIN:
-        policy.observe(kind, 1, 0, 0, 1)
-    for _ in range(40):
-        policy.observe(policy.choose())
-    tree = policy.estimates.tree()
+        policy.observe(kind, [(1, 3, 0)])
+    policy.learnt.budget = 0.4
+    tree = policy.options()[1].tokens
     assert policy.choose() == PLAIN
     assert chosen(policy, 30) == MATCHED
-    left = policy.budget.left
-    policy.observe(MATCHED, 1, 0, LENGTH, 0, matched=[(30, LENGTH, LENGTH)])
-    assert policy.budget.left == pytest.approx(left + 1 + LENGTH - 1.2)
-    assert policy.estimates.tree() == tree
+    left = policy.learnt.budget
+    policy.observe(MATCHED, [(1 + LENGTH, LENGTH, 0)])
+    assert policy.learnt.budget == pytest.approx(left + 1 + LENGTH - 1.2)
+    assert policy.options()[1].tokens == pytest.approx(tree, abs=0.1)
     assert policy.choose() == PLAIN
 
 
@@ -148,14 +150,11 @@ def test_given_passes_leave_no_choice() -> None:
 
 def test_a_request_that_lost_with_drafts_may_use_what_later_ones_have() -> None:
     policy = policy_of(cost=2.0)
-    policy.budget.bound(96)
-    withheld = policy.budget.kept - policy.budget.left
-    policy.budget.charge(-policy.budget.left)
-    assert withheld > 1
-    assert policy.budget.left == 0
-    assert chosen(policy, 30, remaining=96) == MATCHED
+    policy.choose(96)
+    policy.observe(PassKind(2, 1), [(1, 3, 0)])
+    policy.learnt.budget = START_BUDGET - 1.44  # the share of 96 tokens
     for _ in range(3):
         if chosen(policy, 30, remaining=96) is not None:
-            policy.observe(MATCHED, 1, 0, 0, 1, matched=[(30, LENGTH, 0)])
-    assert -1e-9 <= policy.budget.kept < 1
+            policy.observe(MATCHED, [(1, LENGTH, 0)])
+    assert -1e-9 <= policy.learnt.budget < 1
     assert chosen(policy, 64, remaining=96) is None

@@ -14,9 +14,8 @@ from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.step_model import StepModel, low_bit_model, step_model
-from triforce_tree.policy.costs import MeasuredTimes
-from triforce_tree.policy.estimates import MOST_RANKS
-from triforce_tree.policy.pass_policy import LearntChoice
+from triforce_tree.policy.costs import KnownCosts
+from triforce_tree.policy.pass_policy import Learnt
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, pass_limits
 from triforce_tree.verify.noise import Noise, NoiseFactory
@@ -28,7 +27,8 @@ from triforce_tree.verify.seeded import Seeded
 class PreparedStages:
     """The stages for one kind of sampling, what runs each, and which shapes of tree have any.
 
-    ``seconds`` were spent on those with the first shape; ``timings`` are those of passes with them.
+    ``seconds`` were spent on those with the first shape; ``costs`` holds what they cost, by
+    ``RetrievalConfig.refresh``.
     """
 
     to_probs: DeviceProbs
@@ -36,7 +36,7 @@ class PreparedStages:
     runs: dict[str, list[Callable[[], None]]]
     shapes: set[int]
     seconds: float
-    timings: MeasuredTimes = field(default_factory=MeasuredTimes)
+    costs: dict[int, KnownCosts] = field(default_factory=dict)
 
 
 class Buffers:
@@ -72,7 +72,7 @@ class Buffers:
         two_levels: whether a pass may use two levels instead of three; true if the user gave no number.
         prepared: stages of at most ``_MOST_PREPARED`` kinds of sampling, the one selected last at the end.
         selected: those prepared last; seeded: see ``prepared_stages``.
-        learnt: estimates that later requests start from, by kind of sampling (``choice/chooser.py``).
+        learnt: what later requests start from, by kind of sampling (``choice/chooser.py``).
 
     Raises:
         ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
@@ -105,7 +105,7 @@ class Buffers:
         self.drafter = drafter if levels > 1 else None
         self.seeded: Seeded | None = None
         self.prepared: dict[Hashable, PreparedStages] = {}
-        self.learnt: dict[Hashable, LearntChoice] = {}
+        self.learnt: dict[Hashable, Learnt] = {}
         if target.streamed is not None and levels == 3:
             check_level_one(config.weight_bits)
         compiled = self.device.type == "cuda"
@@ -122,7 +122,7 @@ class Buffers:
         self.shapes = grown_shapes(self.drafter) if self.drafter is not None else [DeviceTreeShape(())]
         if self.cache.backend.fixed_passes:
             del self.shapes[1:]
-        self.state = new_state(target, self.drafter, extent, batch, max_seq_len, levels, self.shapes)
+        self.state = new_state(target, self.drafter, extent, batch, max_seq_len, levels)
         if self.states is not None:
             self.state.recurrent = self.states.buffers
         self.full = step_model(target, compiled, features, config.exact)
@@ -163,15 +163,11 @@ def new_state(
     batch: int,
     max_seq_len: int,
     levels: int,
-    shapes: Sequence[DeviceTreeShape],
 ) -> SequenceState:
-    """Buffers for ``batch`` sequences of at most ``max_seq_len`` tokens, with trees of these shapes."""
+    """Returns buffers for ``batch`` sequences of at most ``max_seq_len`` tokens."""
     vocabulary = target.vocab_size if levels == 3 else 0
     features = features_of(drafter, target, batch, extent.max_draft_tokens + extent.depth + 2)
-    # Acceptance by rank is needed to compare shapes.
-    depths = [len(shape.widths) for shape in shapes if not shape.matched]
-    ranks = (max(depths), MOST_RANKS) if len(depths) > 1 else None
     return SequenceState(
         batch, max_seq_len + extent.scratch_slots, extent.chain, extent.extra, vocabulary,
-        target.device, features, ranks, extent.tail,
+        target.device, features, extent.tail,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """The decoding loop: sequences join a batch, are prefilled, decoded in passes, and leave it."""
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.choice.chooser import PassChooser
-from triforce_tree.decoding.choice.stage_costs import UNLIMITED, Allowance
 from triforce_tree.decoding.out_of_memory import give_way
 from triforce_tree.decoding.prepared_stages import seeded
 from triforce_tree.decoding.program import DecodingProgram
@@ -99,7 +99,7 @@ class DecodingLoop:
         repeatable: whether the same seed gives the same tokens, see :class:`PassChooser`. Each sequence then
             has the draws that it has alone with the seed ``draws.sequence_seed``.
         by_position: whether sequences may have seeds of their own.
-        allowance: the time that measuring unknown stage costs may take.
+        allowance: the passes of the target in whose time unknown stage costs may be measured.
         progress: called with numbers of prompt tokens as they are prefilled.
         reuse: which tokens that the cache holds from earlier generations are kept.
 
@@ -127,7 +127,7 @@ class DecodingLoop:
         seed: int,
         repeatable: bool = False,
         by_position: bool = False,
-        allowance: Allowance = UNLIMITED,
+        allowance: float = math.inf,
         progress: Progress | None = None,
         reuse: Reuse = "none",
     ) -> None:
@@ -407,8 +407,6 @@ class DecodingLoop:
                     self.after_stage(name)
                 clock.mark(level)
             report: list[list[int]] = program.state.pass_results().tolist()
-            if program.state.rank_counts is not None:
-                program.state.rank_counts.zero_()
             if kind.levels == 3:
                 program.state.retrieval_emitted.zero_()
             tokens = [emitted[:count] for count, _, _, _, *emitted in report]
@@ -420,9 +418,8 @@ class DecodingLoop:
             without = kind == PLAIN or self.chooser.matched(kind)
             resumed, self._after_plain = self._after_plain and not without, without
             self._count(kind, report, fresh, seconds)
-            self.chooser.observe(kind, report, seconds, resumed)
             taken = time.perf_counter() - program.capture_seconds - start
-            self.chooser.took(kind, taken - sum(seconds.values()) + seconds.get("capture", 0.0))
+            self.chooser.observe(kind, report, taken, resumed)
         except BaseException:
             # An interrupted or failed pass may have left anything in the cache.
             program.cache.forget()

@@ -131,8 +131,6 @@ def prepare_shape(program: Buffers, stages: PreparedStages, number: int) -> floa
     finally:
         state.restore(saved)
         state.has_nan.copy_(had_nan)
-        if state.rank_counts is not None:
-            state.rank_counts.zero_()
     stages.stages.update(made)
     stages.runs.update(runs)
     stages.shapes.add(number)

@@ -144,9 +144,8 @@ class DecodingProgram(Buffers):
             state.tokens[b, : len(prompt)] = id_tensor(prompt, self.device)
         state.length.copy_(torch.tensor(lengths, device=self.device))
         state.active.fill_(1)
-        for counts in (state.has_nan, state.chain, state.retrieval_emitted, state.rank_counts):
-            if counts is not None:
-                counts.zero_()
+        for counts in (state.has_nan, state.chain, state.retrieval_emitted):
+            counts.zero_()
         self.cache.begin(prompts)
 
     def transferred_bytes(self, tokens: int, plain: bool = False) -> int:

@@ -112,7 +112,6 @@ class RetrievalVerifyStage:
 
     def _lengthen(self) -> None:
         path, count, emitted, p = self.verifier.accept(self.tree, self._root)
-        self.state.count_ranks(self.tree.tokens, self.tree.parents, path)
         self.view.move(path)
         probs = p.gather(1, path.clamp_min(0)[..., None].expand(-1, -1, p.shape[2]))
         if self.runner_ups:
@@ -189,7 +188,6 @@ class TreeVerifyStage:
 
     def _commit(self) -> None:
         acceptance = self.verifier.accept(self.tree, self._root)
-        self.state.count_ranks(self.tree.tokens, self.tree.parents, acceptance.path)
         _commit(self.state, self.view, acceptance)
         # A drafter that finds nothing to propose was not rejected.
         self.state.proposed.copy_(_used_depth(self.tree))

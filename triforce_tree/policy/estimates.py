@@ -1,385 +1,195 @@
-"""Keeps running estimates of acceptance for chains, trees, matched tokens and rounds of drafting."""
+"""Keeps running estimates of how many draft tokens are accepted."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import lru_cache
 
-from triforce_tree.policy.passes import PassKind
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 from triforce_tree.trees.shapes import DEFAULT_ACCEPTANCE
 
-MOST_RANKS = 8
-"""Sibling ranks that are counted; the few tokens of later ones that are accepted are left out."""
-
-ByRank = tuple[tuple[float, ...], ...]
-"""By depth, then rank: the probability that this child is the accepted one, given that its parent was."""
-Ranks = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]], int]
-"""Tried and accepted children by depth and rank, and the number of trees."""
-
-# Share of the evidence that is kept from one drafting pass to the next: of acceptance, of what a shape yields
-# beside what is expected of it, which depends less on the text, and of matched tokens.
+# Shares of the evidence that are kept from one pass to the next: about the text; about what distinguishes the
+# kinds of passes, which depends less on the text; about matched tokens.
 _KEPT, _KEPT_RATIO, _KEPT_MATCHED = 0.98, 0.998, 0.9
-# Before anything was observed: the acceptance, and its weight in judged tokens and in rounds.
-_PRIOR_ACCEPTANCE, _PRIOR_TOKENS, _PRIOR_ROUNDS = 0.9, 3.0, 2.0
-# The upper end of a confidence interval is this many standard errors above the estimate.
-_STANDARD_ERRORS = 1.0
-# What the prior weighs, in judged nodes of each rank; what all depths together weigh in the estimate of one.
-_PRIOR_NODES, _POOLED = 8.0, 12.0
-# What the common ratio weighs in that of one kind of pass and shape, in expected tokens; the first ratio in
-# the common one.
-_COMMON, _FIRST = 60.0, 8.0
-# How much more a shape may yield that was not tried, and after how many expected tokens half of it is left.
-_DOUBT, _SETTLED = 0.15, 10.0
-# Expected tokens of shapes are computed after each of so many passes, and then after every so many.
-_OFTEN = 8
-# Acceptance that is expected of a match with at least so many tokens, and its weight in judged tokens.
-_MATCHED = {6: 0.65, 12: 0.8, 24: 0.93, 48: 0.97}
-_PRIOR_MATCHED = 4.0
-# A matched token is proposed where all up to it are accepted with this probability at least.
+# The expected acceptance of a chain's tokens and of first guesses; their weights in judged tokens and in
+# trees, and that of an earlier text.
+_CHAIN, _TREES, _CHAIN_WEIGHT, _TREES_WEIGHT, _EARLIER = 0.9, 0.6, 3.0, 2.0, 6.0
+# Steps of the acceptance of first guesses for which expected tokens are computed.
+_STEPS = 20
+# The weight, in expected tokens, of the expectation that a kind of pass yields what its shape lets expect.
+_USUAL = 12.0
+# How much more passes that were not tried may yield, and the expected tokens that halve its square.
+_DOUBT, _SETTLED = 0.25, 10.0
+# The expected acceptance after matches of at least so many tokens, and its weight in judged tokens.
+_MATCHED, _MATCHED_WEIGHT = {6: 0.65, 12: 0.8, 24: 0.93, 48: 0.97}, 4.0
+# A matched token is proposed if all tokens up to it are accepted with this probability at least.
 _LEAST = 0.1
 
 
-class Tails(NamedTuple):
-    """Trees at the ends of chains that a pass has judged, summed over sequences.
+class _Ratio:
+    """A running ratio of two sums, with an expected value that counts as much as ``weight`` in the second."""
 
-    Attributes:
-        reached: how many trees follow chains of which all tokens were accepted.
-        accepted: tokens of them that the target accepted.
-        rejected: how many of them ended in a rejection.
-    """
-
-    reached: int
-    accepted: int
-    rejected: int
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """Estimates that a request leaves to the next one.
-
-    Attributes:
-        acceptance: of a chain's tokens by the target.
-        tokens_per_round: that the retrieval level adds to the chain.
-        tree_acceptance: of a tree's depths by the target; None: not known.
-        by_rank: acceptance of trees by depth and sibling rank; empty: not known.
-    """
-
-    acceptance: float
-    tokens_per_round: float
-    tree_acceptance: float | None = None
-    by_rank: ByRank = ()
-
-
-class _Mean:
-    """Is a weighted mean in which older values lose weight."""
-
-    def __init__(self, prior: float, weight: float) -> None:
-        self.sum, self.weight, self._least = prior * weight, weight, weight / 2
+    def __init__(self, expected: float, weight: float) -> None:
+        self._expected, self._weight = expected, weight
+        self.found = self.tried = 0.0
 
     @property
     def value(self) -> float:
-        return self.sum / self.weight
+        return (self.found + self._expected * self._weight) / (self.tried + self._weight)
 
-    def add(self, total: float, weight: float) -> None:
-        self.sum, self.weight = self.sum + total, self.weight + weight
+    def add(self, found: float, tried: float) -> None:
+        self.found, self.tried = self.found + found, self.tried + tried
 
-    def forget(self) -> None:
-        # An estimate that gets no evidence keeps its value, and is worth less and less.
-        if self.weight * _KEPT >= self._least:
-            self.sum, self.weight = self.sum * _KEPT, self.weight * _KEPT
+    def keep(self, share: float) -> None:
+        self.found, self.tried = share * self.found, share * self.tried
 
 
 class Estimates:
-    """Estimates how many chain and tree tokens the target accepts, and how many tokens a round adds.
+    """Estimates how many tokens of chains and trees are accepted.
 
-    Where passes of two and of three levels are both possible, each says something about the other: a tree's
-    depths that the retrieval level accepts are mostly accepted by the target too. What is inferred so weighs
-    as much as an expectation. Where there are several shapes of trees, acceptance by depth and rank says what
-    is expected of each, whichever shapes it was observed with.
+    How many tokens of a tree are accepted depends on its shape, on the text and on the kind of pass. The text
+    is described by one number, the probability that a first guess is accepted, which is estimated from the
+    trees of all kinds of passes (``accepted_tokens``). The retrieval level and the target accept different
+    tokens, and some texts have one likely continuation and others several, so each kind of pass also has a
+    ratio of accepted to expected tokens, which changes slowly. Evidence about the text loses weight with each
+    pass, so the estimates return to the expected ones while nothing is drafted, and drafting is tried again.
 
     Args:
-        levels: the most levels of a pass.
-        shapes: the shapes of the draft's trees, without those of matched tokens.
-        two_levels: with three levels: whether passes of two levels are possible too.
-        tail: whether the target also verifies a tree of the first shape at the end of each chain.
-        learnt: what an earlier request left.
+        shapes: the shapes of trees.
     """
 
-    def __init__(
-        self,
-        levels: int,
-        shapes: Sequence[DeviceTreeShape],
-        two_levels: bool,
-        tail: bool = False,
-        learnt: Learnt | None = None,
-    ) -> None:
-        self._shapes, self._levels, self._tail = shapes, levels, tail
-        self._mixed = two_levels or tail
-        # Estimates at the end of the last trial, or those of an earlier request.
-        self._last = learnt
-        self._begin(1.0, learnt or self._expected)
+    def __init__(self, shapes: Sequence[DeviceTreeShape]) -> None:
+        self._depths = [float(shape.depth) for shape in shapes]
+        self._curves = [_curve(shape) for shape in shapes]
+        self._chain = _Ratio(_CHAIN, _CHAIN_WEIGHT)
+        kinds = [(levels, shape) for levels in (2, 3) for shape in range(len(shapes))]
+        # Accepted tokens by the trees that were verified, and by the tokens that were expected of them.
+        self._trees = {kind: _Ratio(0.0, 0.0) for kind in kinds}
+        self._kinds = {kind: _Ratio(1.0, _USUAL) for kind in kinds}
+        self._matches = {least: _Ratio(a, _MATCHED_WEIGHT) for least, a in _MATCHED.items()}
+        self._text = _TREES
 
-    def begin_again(self, weight: float) -> None:
-        """Begins a new trial from the expected estimates, with this share of their first weight."""
-        self._last = self._now
-        self._begin(weight, self._expected)
+    def begin(self) -> None:
+        """Begins another text: what is known of the earlier one counts as much as a few passes."""
+        judged, trees = self._chain.tried, sum(each.tried for each in self._trees.values())
+        self._chain.keep(_EARLIER / max(_EARLIER, judged))
+        for each in self._trees.values():
+            each.keep(_EARLIER / max(_EARLIER, trees))
 
-    def learnt(self, drafted: bool) -> Learnt:
-        """The estimates; those of the last trial where nothing was ``drafted`` in this one."""
-        return self._now if drafted or self._last is None else self._last
+    def passed(self) -> None:
+        """Lets earlier evidence about the text lose weight, after each pass."""
+        for each in (self._chain, *self._trees.values()):
+            each.keep(_KEPT)
 
-    @property
-    def chain(self) -> float:
-        """Returns the probability that the target accepts a chain's token after accepting all before it."""
-        return self._chain.value
+    # Chains of the retrieval level's tokens
 
-    def tree(self, shape: int = 0) -> float:
-        """Returns the probability that the target accepts one of a node's children in such a tree."""
-        depth = self._shapes[shape].depth
-        if self._by_rank is not None:
-            return acceptance_of(self._by_rank.expected(2, shape), depth)
-        total, weight = self._tree.sum, self._tree.weight
-        if self._mixed:
-            total += _PRIOR_TOKENS * self._chain.value * acceptance_of(self._round.value, depth)
-            weight += _PRIOR_TOKENS
-        return total / weight
-
-    def per_round(self, shape: int = 0) -> float:
-        """Returns the draft tokens that a round with trees of this shape adds; with two levels the tree's
-        depth.
+    def chain(self) -> tuple[float, float]:
+        """Returns the probability that the target accepts a chain's token after those before it, and its
+        standard error.
         """
-        depth = self._shapes[shape].depth
-        if self._levels < 3:
-            return float(depth)
-        if self._by_rank is not None:
-            return self._by_rank.expected(3, shape)
-        total, weight = self._round.sum, self._round.weight
-        if self._mixed and self._tree.weight:
-            more = min(_PRIOR_ROUNDS, self._tree.weight / max(1, depth))
-            total, weight = total + more * tokens_of(self._tree.value, depth), weight + more
-        return total / weight
+        a = self._chain.value
+        return a, math.sqrt(max(0.0, a * (1 - a)) / (self._chain.tried + _CHAIN_WEIGHT))
 
-    def chain_tokens(self, acceptance: float, chain: float) -> float:
-        """Returns the expected tokens of verifying a chain of this length and the tree at its end."""
-        found = tokens_of(acceptance, chain)
-        if self._tail:
-            found += min(1.0, acceptance) ** chain * (tokens_of(self.tree(), self._shapes[0].depth) - 1)
-        return found
+    def add_chain(self, accepted: int, rejected: int) -> None:
+        self._chain.add(accepted, accepted + rejected)
 
-    def doubt(self, levels: int, shape: int) -> float:
-        """Factor by which trees of this shape may yield more than is expected, beside those of the others."""
-        return 1.0 if self._by_rank is None else self._by_rank.doubt(levels, shape)
+    # Trees
 
-    def of(self, levels: int, shape: int = 0) -> tuple[float, float]:
-        """Returns the target's acceptance in passes of so many levels, and the half-width of its interval."""
-        a, judged = self.chain, self._chain.weight
-        if levels == 2:
-            a, judged = self.tree(shape), self._tree.weight + (_PRIOR_TOKENS if self._mixed else 0.0)
-        return a, _STANDARD_ERRORS * math.sqrt(max(0.0, a * (1 - a)) / judged)
+    def tree(self, levels: int, shape: int) -> tuple[float, float, float]:
+        """Returns the expected accepted tokens of a tree of this shape, their standard error, and the factor
+        by which they may be more, compared with trees of other kinds.
 
-    def observe(
-        self,
-        kind: PassKind,
-        gathered: float,
-        accepted: int,
-        rejected: int,
-        ranks: Ranks | None = None,
-        tails: Tails | None = None,
-    ) -> None:
-        """Updates the estimates from a drafting pass; arguments as in ``PassPolicy.observe``."""
-        for mean in (self._chain, self._round, self._tree):
-            mean.forget()
-        if tails is not None:
-            accepted -= tails.accepted
-            self._tree.add(tails.accepted, tails.accepted + tails.rejected)
-            if self._by_rank is not None:
-                self._by_rank.count(2, 0, tails.reached, tails.accepted)
-        (self._tree if kind.levels == 2 else self._chain).add(accepted, accepted + rejected)
-        if kind.levels == 3:
-            self._round.add(gathered, kind.rounds)
-        if self._by_rank is not None and ranks is not None:
-            self._by_rank.observe(ranks, kind.levels, kind.shape)
+        Args:
+            levels: 2 for the target's verification, 3 for the retrieval level's.
+        """
+        kind = self._kinds[levels, shape]
+        tokens = min(kind.value * _at(self._curves[shape], self._text), self._depths[shape])
+        trees = sum(each.tried for each in self._trees.values()) + _TREES_WEIGHT
+        doubt = 1 + _DOUBT / math.sqrt(1 + kind.tried / _SETTLED)
+        return tokens, math.sqrt(tokens * (1 + tokens) / trees), doubt
 
-    @property
-    def _expected(self) -> Learnt:
-        depth = self._shapes[0].depth if self._shapes else 0
-        tree = _PRIOR_ACCEPTANCE if self._levels == 2 else None
-        return Learnt(_PRIOR_ACCEPTANCE, 1 + 0.5 * depth, tree)
+    def add_trees(self, levels: int, shape: int, trees: int, accepted: int) -> None:
+        """Adds the accepted tokens of so many trees."""
+        self._trees[levels, shape].add(accepted, trees)
+        for each in self._kinds.values():
+            each.keep(_KEPT_RATIO)
+        self._kinds[levels, shape].add(accepted, trees * _at(self._curves[shape], self._text))
 
-    @property
-    def _now(self) -> Learnt:
-        tree = self._tree.value if self._tree.weight else None
-        table = () if self._by_rank is None else self._by_rank.table()
-        return Learnt(self.chain, max(1.0, self._round.value), tree, table)
-
-    def _begin(self, weight: float, learnt: Learnt) -> None:
-        """Replaces the evidence by these estimates, weighing ``weight`` times the usual prior."""
-        self._chain = _Mean(learnt.acceptance, weight * _PRIOR_TOKENS)
-        self._round = _Mean(learnt.tokens_per_round, weight * _PRIOR_ROUNDS)
-        tree = learnt.tree_acceptance
-        self._tree = _Mean(tree or 0.0, 0.0 if tree is None else weight * _PRIOR_TOKENS)
-        self._by_rank = None
-        if len(self._shapes) > 1:
-            self._by_rank = TreeAcceptance(self._shapes, learnt.by_rank or (DEFAULT_ACCEPTANCE,))
-
-
-class _Ratio:
-    """Is the ratio of observed to expected tokens for one kind of pass."""
-
-    def __init__(self) -> None:
-        self.observed = self.expected = 0.0
-
-    def forget(self) -> None:
-        self.observed, self.expected = _KEPT_RATIO * self.observed, _KEPT_RATIO * self.expected
-
-
-class TreeAcceptance:
-    """Estimates acceptance by depth and sibling rank, and the expected tokens of each tree shape.
-
-    A depth's estimate starts from that of its rank at all depths, and this one from the prior. All shapes are
-    compared by the same estimates: what is chance in them favours none. Trees that choose their topology by
-    the draft's probabilities yield more than a fixed one with the same acceptance, verification from the
-    leaves on adds to all, and the target accepts other tokens than the retrieval level. Hence a ratio of
-    observed to expected tokens for each shape and number of levels, which starts from that of all of them.
-
-    Args:
-        shapes: what is expected of each is kept, and computed again every few passes.
-        prior: by rank, or an earlier request's table.
-    """
-
-    def __init__(self, shapes: Sequence[DeviceTreeShape], prior: ByRank = (DEFAULT_ACCEPTANCE,)) -> None:
-        self._shapes, depths = shapes, max(len(shape.widths) for shape in shapes)
-        self._prior = [_padded(prior[min(d, len(prior) - 1)]) for d in range(depths)]
-        self._tried = [[0.0] * MOST_RANKS for _ in range(depths)]
-        self._accepted = [[0.0] * MOST_RANKS for _ in range(depths)]
-        self._ratios = {(levels, n): _Ratio() for levels in (2, 3) for n in range(len(shapes))}
-        self._passes = 0
-        self._compute()
-
-    def observe(self, ranks: Ranks, levels: int, shape: int) -> None:
-        """Updates the estimates from the verifications of a pass with trees of this shape."""
-        tried, accepted, trees = ranks
-        rows = (*self._tried, *self._accepted)
-        for row, new in zip(rows, (*tried, *accepted), strict=True):
-            row[:] = [_KEPT * count + more for count, more in zip(row, new, strict=True)]
-        self._passes += 1
-        if self._passes <= _OFTEN or self._passes % _OFTEN == 0:
-            self._compute()
-        for ratio in self._ratios.values():
-            ratio.forget()
-        # After the table has taken up the same verifications: their chance is in both.
-        self.count(levels, shape, trees, sum(map(sum, accepted)))
-
-    def count(self, levels: int, shape: int, trees: int, accepted: int) -> None:
-        """Take up how many tokens of so many trees were accepted, in passes of so many levels."""
-        self._ratios[levels, shape].observed += accepted
-        self._ratios[levels, shape].expected += trees * self._tokens[shape]
-
-    def table(self) -> ByRank:
-        found = []
-        pooled = [
-            (sum(row[r] for row in self._accepted), sum(row[r] for row in self._tried))
-            for r in range(MOST_RANKS)
+    def settle(self) -> None:
+        """Finds the acceptance of first guesses at which as many tokens are expected as were accepted."""
+        kinds = self._kinds
+        tried = [
+            (each.tried * kinds[kind].value, self._curves[kind[1]]) for kind, each in self._trees.items()
         ]
-        for prior, tried, accepted in zip(self._prior, self._tried, self._accepted, strict=True):
-            at_depth = []
-            for r, (of_rank, all_tried) in enumerate(pooled):
-                start = (of_rank + _PRIOR_NODES * prior[r]) / (all_tried + _PRIOR_NODES)
-                at_depth.append((accepted[r] + _POOLED * start) / (tried[r] + _POOLED))
-            # Siblings exclude each other.
-            scale = max(1.0, sum(at_depth))
-            found.append(tuple(a / scale for a in at_depth))
-        return tuple(found)
-
-    def ratio(self, levels: int, shape: int) -> float:
-        """Returns observed tokens per expected token, in passes of so many levels with trees of one shape."""
-        of_levels = (ratio for (own, _), ratio in self._ratios.items() if own == levels)
-        common = _pooled(of_levels, _pooled(self._ratios.values(), 1.0))
-        own = self._ratios[levels, shape]
-        return (own.observed + _COMMON * common) / (own.expected + _COMMON)
-
-    def doubt(self, levels: int, shape: int) -> float:
-        """Factor by which it may turn out to yield more."""
-        return 1 + _DOUBT / math.sqrt(1 + self._ratios[levels, shape].expected / _SETTLED)
-
-    def expected(self, levels: int, shape: int) -> float:
-        """Returns the expected tokens of one verification of such a tree, with the bonus token."""
-        most = float(len(self._shapes[shape].widths))
-        return 1 + min(most, self.ratio(levels, shape) * self._tokens[shape])
-
-    def _compute(self) -> None:
-        table = self.table()
-        self._tokens = [accepted_tokens(shape, table) for shape in self._shapes]
-
-
-def _pooled(ratios: Iterable[_Ratio], first: float) -> float:
-    pairs = [(ratio.observed, ratio.expected) for ratio in ratios]
-    return (sum(o for o, _ in pairs) + _FIRST * first) / (sum(e for _, e in pairs) + _FIRST)
-
-
-def accepted_tokens(shape: DeviceTreeShape, acceptance: ByRank) -> float:
-    """Expected accepted tokens of a tree, without a chain beside it.
-
-    Of a best-first tree the nodes of each depth that are reached most often under ``acceptance``.
-
-    Args:
-        acceptance: its last row serves all deeper depths.
-    """
-    frontier, total = [1.0], 0.0
-    for depth, width in enumerate(shape.widths):
-        by_rank = acceptance[min(depth, len(acceptance) - 1)]
-        if shape.places is None:
-            reached = sorted((mass * a for mass in frontier for a in by_rank), reverse=True)[:width]
-            reached += [0.0] * (width - len(reached))
-        else:
-            reached = [
-                frontier[parent] * by_rank[rank] if rank < len(by_rank) else 0.0
-                for parent, rank in shape.places[depth]
-            ]
-        total += sum(reached)
-        frontier = reached
-    return total
-
-
-def _padded(row: Sequence[float]) -> list[float]:
-    return [*row[:MOST_RANKS], *[0.0] * (MOST_RANKS - len(row))]
-
-
-class MatchAcceptance:
-    """Running acceptance of matched tokens, by how many tokens the match has in common with the text's end.
-
-    Where a text repeats itself, the target accepts most of what followed before, and a chain of matched
-    tokens yields more than any tree: a draft model with a window cannot foresee a copy of what lies far back.
-    How likely a token is to be accepted depends on how long the match is.
-    """
-
-    def __init__(self) -> None:
-        self._tokens = {least: (a * _PRIOR_MATCHED, _PRIOR_MATCHED) for least, a in _MATCHED.items()}
-
-    def of(self, common: int) -> float:
-        """Returns the estimated acceptance of tokens after a match with so many tokens in common."""
-        accepted, judged = self._tokens[_class_of(common)]
-        return accepted / judged
-
-    def count(self, common: int, most: int) -> int:
-        """Returns how many tokens to propose after a match with so many tokens in common."""
-        if not common:
-            return 0
-        return min(most, max(1, int(math.log(_LEAST) / math.log(min(self.of(common), 0.9999)))))
-
-    def observe(self, common: int, accepted: int, rejected: int) -> None:
-        """Take up a verification: so many tokens were accepted, and then one was rejected, or none."""
-        held = self._tokens[_class_of(common)]
-        self._tokens[_class_of(common)] = (
-            _KEPT_MATCHED * held[0] + accepted,
-            _KEPT_MATCHED * held[1] + accepted + rejected,
+        tried.append((_TREES_WEIGHT, self._curves[0]))
+        accepted = sum(each.found for each in self._trees.values()) + _TREES_WEIGHT * _at(
+            self._curves[0], _TREES
         )
+        low = 0.0
+        for step in range(1, _STEPS + 1):
+            high = sum(trees * curve[step] for trees, curve in tried)
+            if high >= accepted:
+                self._text = (step - 1 + (accepted - low) / max(high - low, 1e-9)) / _STEPS
+                return
+            low = high
+        self._text = 1.0
+
+    # Matched tokens
+
+    def matched(self, common: int, most: int) -> tuple[int, float]:
+        """Returns how many tokens to propose after a match, and the expected tokens with the bonus token.
+
+        Args:
+            common: tokens that the match has in common with the end of the text; 0 without a match.
+        """
+        if not common:
+            return 0, 1.0
+        a = self._matches[_class_of(common)].value
+        count = min(most, max(1, int(math.log(_LEAST) / math.log(min(a, 0.9999)))))
+        return count, tokens_of(a, count)
+
+    def add_matched(self, common: int, proposed: int, accepted: int) -> None:
+        """Adds the verification of matched tokens, of which the first ``accepted`` were accepted."""
+        ratio, accepted = self._matches[_class_of(common)], min(accepted, proposed)
+        ratio.keep(_KEPT_MATCHED)
+        ratio.add(accepted, accepted + (accepted < proposed))
 
 
 def _class_of(common: int) -> int:
     """Returns the class of a match's length: the fewest tokens in common."""
     return max(least for least in _MATCHED if least <= max(common, min(_MATCHED)))
+
+
+@lru_cache(maxsize=64)
+def _curve(shape: DeviceTreeShape) -> tuple[float, ...]:
+    """Returns the expected accepted tokens where first guesses are accepted with 0, 1 / _STEPS, ..., 1."""
+    return tuple(accepted_tokens(shape, step / _STEPS) for step in range(_STEPS + 1))
+
+
+def _at(curve: Sequence[float], first_guess: float) -> float:
+    step = min(_STEPS - 1, int(first_guess * _STEPS))
+    return curve[step] + (first_guess * _STEPS - step) * (curve[step + 1] - curve[step])
+
+
+def accepted_tokens(shape: DeviceTreeShape, first_guess: float) -> float:
+    """Returns the expected accepted tokens of a tree.
+
+    A best-first tree is taken to have the nodes of each depth that are accepted most often.
+
+    Args:
+        first_guess: the probability that a node's first child is accepted after the node. Later siblings
+            share the rest as in ``DEFAULT_ACCEPTANCE``.
+    """
+    first, *others = DEFAULT_ACCEPTANCE
+    acceptance = [first_guess, *(a * (1 - first_guess) / (1 - first) for a in others)]
+    frontier, total = [1.0], 0.0
+    for depth, width in enumerate(shape.widths):
+        if shape.places is None:
+            frontier = sorted((mass * a for mass in frontier for a in acceptance), reverse=True)[:width]
+        else:
+            ranks = [*acceptance, *[0.0] * width]
+            frontier = [frontier[parent] * ranks[rank] for parent, rank in shape.places[depth]]
+        total += sum(frontier)
+    return max(total, sum(first_guess**depth for depth in range(1, shape.chain + 1)))
 
 
 def tokens_of(acceptance: float, chain: float) -> float:
@@ -390,16 +200,3 @@ def tokens_of(acceptance: float, chain: float) -> float:
     """
     a = min(acceptance, 0.9999)
     return float((1 - a ** (chain + 1)) / (1 - a))
-
-
-def acceptance_of(tokens: float, depth: int) -> float:
-    """Returns the acceptance at which a verification of ``depth`` tokens yields so many on average."""
-    # Newton's method on the convex sum of a^n, from above: each step stays above the root.
-    a, step = 1.0, 1.0
-    while depth and a > 0 and step > 1e-7:
-        total, slope = 1.0, 0.0
-        for _ in range(depth):
-            total, slope = 1 + a * total, total + a * slope
-        step = (total - tokens) / slope
-        a -= step
-    return min(max(a, 0.0), 1.0)

@@ -1,47 +1,57 @@
 """Chooses each pass: one, two or three levels, the number of drafting rounds, and the tree.
 
 The kind of pass with the most tokens per second is chosen: tokens from running estimates of acceptance
-(``estimates.py``), seconds from the costs of its stages (``costs.py``). Three rules bound what a choice may
-cost where it does not pay:
+(``estimates.py``), seconds from the costs of its stages (``costs.py``). Three accounts bound what a choice
+may cost where it does not pay:
 
-* Loss budget (``LossBudget``). It is charged with the time by which a drafting pass exceeded plain decoding
-  of the tokens it yielded, credited with what a pass gained, and grows with the time of plain decoding. A
-  pass is made only if the budget covers its worst case, one token. So decoding takes at most ``START_SHARE``
-  of a request's tokens, and no more than ``START_BUDGET`` plain passes, and ``REFILL`` of its time more than
-  plain decoding would, whatever is accepted: 2 %. Where that is less than the cheapest pass, one trial may
-  use what earlier requests have not; where the estimates say that it will not pay, only once the whole budget
-  is there again. No trial is begun that the remaining tokens could not repay.
-* Pauses. Where no kind of pass is likely to beat plain decoding, drafting pauses, longer after each trial
-  that did not pay, and is then tried again with new estimates: the text may have changed, or the trial may
-  have been unlucky.
-* Trials of other numbers of levels and shapes of trees are made only where they would be better at the upper
-  end of the confidence interval, and cost at most ``TRIALS`` of the tokens together.
+* The loss budget, in plain passes. It is charged with the time by which a drafting pass exceeded plain
+  decoding of its tokens, credited with what a pass gained, and grows with the time of plain decoding
+  (``REFILL``). A pass is made only if the budget covers its worst case, a single token. All requests share
+  the budget. A request may use ``START_SHARE`` of its tokens. Its first drafting pass may also use what later
+  requests have, up to ``CREDIT``, and passes with matched tokens may use all of it.
+* Trials of other numbers of levels and other shapes of trees cost at most ``TRIALS`` of the tokens.
+* On a GPU, making the stages of a further shape takes seconds. This waits until passes with them would have
+  saved as much, which costs at most twice what was best in hindsight (the ski rental rule: Karlin et al.,
+  "Competitive snoopy caching", Algorithmica 3, 1988).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from triforce_tree.policy.budgets import REFILL, START_BUDGET, LossBudget, Option, Preparation, Trials
 from triforce_tree.policy.costs import PassCosts
-from triforce_tree.policy.estimates import Estimates, Learnt, MatchAcceptance, Ranks, Tails, tokens_of
+from triforce_tree.policy.estimates import Estimates, tokens_of
 from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.trees.device_shapes import DeviceTreeShape
 
-# Share of the budget that the first pass of a trial may lose: what one pass shows may be chance.
+START_BUDGET = 3.0
+"""Plain passes that drafting may lose before it has gained anything."""
+START_SHARE = 0.015
+"""Share of a request's tokens that this is at most, in plain passes."""
+REFILL = 0.005
+"""Share of the time of plain decoding by which the budget grows."""
+TRIALS = 0.02
+"""Share of the tokens that trials may cost."""
+CREDIT = 1.0
+"""Plain passes that a request's first drafting pass may lose even if this is more than its share."""
+# Share of it that a request's first drafting pass may lose: what one pass shows may be chance.
 _FIRST_PASS = 0.75
-# Tokens decoded without drafts after a trial that did not pay: after the first one, and at most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096
-_REPAID_LATER = 8  # The pause where a trial could not be repaid: sequences that join bring more tokens.
-# Share of the prior's weight in later trials of a request.
-_LATER = 0.5
-# Drafting pauses where it is not this much faster than plain decoding at the confidence intervals' upper end.
+# Gains are credited up to so many plain passes: where acceptance falls, the loss is bounded by them.
+_MOST_BUDGET = 64.0
+# Tokens that trials may cost at first, and at most.
+_FIRST_TRIALS, _MOST_TRIALS = 1.0, 4.0
+# A pass is useful if it may be this much faster than plain decoding.
 _MARGIN = 1.02
+# How much faster than expected a pass may be that was not measured.
+_UNSURE = 1.5
+# Plain passes after a choice of plain decoding, until drafting passes are considered again.
+_PAUSE = 8
 
 
 @dataclass(frozen=True)
 class PassLevels:
-    """The passes that a program has.
+    """Describes the passes that a program has.
 
     Attributes:
         levels: most levels of a pass. 3: a round adds what the retrieval level accepted to a chain of draft
@@ -58,44 +68,61 @@ class PassLevels:
     two_levels: bool = False
     tail: bool = False
 
-    @property
-    def grown(self) -> Sequence[DeviceTreeShape]:
-        """Returns the shapes of trees, without chains of matched tokens."""
-        return [shape for shape in self.shapes if not shape.matched]
 
-    @property
-    def drafting(self) -> tuple[int, ...]:
-        """The numbers of levels that drafting passes may have."""
-        return {1: (), 2: (2,), 3: (2, 3) if self.two_levels else (3,)}[self.levels]
-
-
-@dataclass(frozen=True)
-class LearntChoice:
-    """Holds the estimates and budgets that a request leaves to the next one.
+class Option(NamedTuple):
+    """Holds the tokens per sequence and the seconds that are expected of a kind of pass.
 
     Attributes:
-        estimates: the last estimates.
+        most_tokens: expected tokens at the upper end of the acceptance's confidence interval.
+        doubt: factor by which the pass may yield more, compared with passes of as many levels.
+    """
+
+    kind: PassKind
+    tokens: float
+    most_tokens: float
+    seconds: float
+    doubt: float = 1.0
+
+    @property
+    def rate(self) -> float:
+        """Returns the expected tokens per second and sequence."""
+        return self.tokens / self.seconds
+
+    @property
+    def highest_rate(self) -> float:
+        return self.most_tokens / self.seconds
+
+    def within(self, remaining: float) -> "Option":
+        """Returns the option where a sequence gets no more than the remaining tokens."""
+        return self._replace(tokens=min(self.tokens, remaining), most_tokens=min(self.most_tokens, remaining))
+
+
+@dataclass
+class Learnt:
+    """What the requests of a program learn: one begins with what the one before it has left.
+
+    Attributes:
         budget: the loss budget, in plain passes.
         missed: seconds that trees of shapes without stages would have saved, by shape.
     """
 
-    estimates: Learnt
+    estimates: Estimates
     budget: float = START_BUDGET
-    missed: Mapping[int, float] = field(default_factory=dict)
+    missed: dict[int, float] = field(default_factory=dict)
 
 
 class PassPolicy:
     """Chooses the kind of each pass, without clock or random numbers: equal observations give equal choices.
 
     Args:
-        passes: that there are.
-        costs: of the passes; None where ``fixed`` is given.
+        passes: the passes to choose from.
+        costs: the costs of the passes; None where ``fixed`` is given.
         fixed: always this many rounds (one at most with two levels), whatever they cost.
-        learnt: what an earlier request left, with its loss budget, so that all requests together lose
-            ``START_BUDGET`` and ``REFILL`` at most.
+        learnt: what earlier requests have learnt; it is updated.
         held_back: seconds to make the stages of shapes that have none, by shape.
 
     Attributes:
+        learnt: as given, or new.
         proposed: matched tokens of each sequence in the last pass that :meth:`choose` returned, where it
             verifies matched tokens.
     """
@@ -105,33 +132,28 @@ class PassPolicy:
         passes: PassLevels,
         costs: PassCosts | None = None,
         fixed: int | None = None,
-        learnt: LearntChoice | None = None,
+        learnt: Learnt | None = None,
         held_back: Mapping[int, float] | None = None,
     ) -> None:
-        self.levels, self.costs, self._kinds = passes.levels, costs, passes.drafting
-        self.fixed = 0 if self.levels == 1 else fixed if fixed is None or self.levels > 2 else min(fixed, 1)
-        self.max_draft_tokens, self._shapes = passes.max_draft_tokens, passes.shapes
-        self._grown = len(passes.grown)
-        self.estimates = Estimates(
-            self.levels, passes.grown, passes.two_levels, passes.tail, learnt.estimates if learnt else None
-        )
-        self.matches = MatchAcceptance()
-        self.preparation = Preparation(held_back or {}, learnt.missed if learnt else {})
-        self.budget = LossBudget(learnt.budget if learnt else START_BUDGET)
+        self._passes, self.costs = passes, costs
+        levels = passes.levels
+        self.fixed = 0 if levels == 1 else fixed if fixed is None or levels > 2 else min(fixed, 1)
+        if costs is not None:
+            self._costs = costs
+        elif self.fixed is None:
+            raise ValueError("costs=None, but the choice of rounds needs them: give costs, or fix the rounds")
+        self.learnt = learnt or Learnt(Estimates(passes.shapes))
+        self.learnt.estimates.begin()
+        self.learnt.budget = self._start = min(self.learnt.budget, START_BUDGET)
+        self._held = dict(held_back or {})
         self.proposed: list[int] = []
-        self._remaining, self._made = math.inf, 0.0
-        self._trials = Trials()
-        self._paused = self._pause = self._passes = 0
-        self._gained, self._last_plain = 0.0, False
-
-    def learnt(self) -> LearntChoice:
-        """Returns the estimates and budgets that a later request may begin with."""
-        estimates = self.estimates.learnt(bool(self._passes))
-        return LearntChoice(estimates, self.budget.kept, dict(self.preparation.missed))
+        self._common: Sequence[int | None] = ()
+        self._remaining, self._made, self._trials = math.inf, 0.0, _FIRST_TRIALS
+        self._pause, self._drafted, self._resumes = 0, False, False
 
     def matched(self, kind: PassKind) -> bool:
         """Returns whether a pass verifies matched tokens."""
-        return kind.levels == 2 and self._shapes[kind.shape].matched
+        return kind.levels == 2 and self._passes.shapes[kind.shape].matched
 
     def choose(self, remaining: float = math.inf, common: Sequence[int | None] = ()) -> PassKind:
         """Returns the next pass.
@@ -142,209 +164,190 @@ class PassPolicy:
                 a sequence that has ended. Empty where passes have no matched tokens.
         """
         if self.fixed is not None:
-            return PassKind(self.levels, self.fixed) if self.fixed else PLAIN
-        self._remaining = remaining
-        options: list[Option] | None = None
-        if any(common):
-            options = None if self._paused else self.options()
-            if (kind := self._matched_pass(common, options)) is not None:
-                return kind
-        self.budget.bound(self._made + remaining)
-        if self._paused:
+            return PassKind(self._passes.levels, self.fixed) if self.fixed else PLAIN
+        self._remaining, self._common = remaining, common
+        costs = self._costs
+        found = self._matched_options(common) if any(common) else []
+        if (self._pause and not found) or not costs.certain(PLAIN):
             return PLAIN
-        return self._drafting_pass(options or self.options())
+        if not self._pause:
+            found += self.options()[1:]
+        plain = Option(PLAIN, 1.0, 1.0, costs.of(PLAIN))
+        ready = self._prepared([plain, *(option.within(remaining) for option in found)])
+        useful = [option for option in ready[1:] if option.highest_rate > _MARGIN * plain.rate]
+        # Where no pass is expected to be faster, the one that may be the fastest comes first.
+        useful.sort(key=lambda o: o.rate if o.rate > plain.rate else o.highest_rate - 1e9, reverse=True)
+        best = self._affordable(useful)
+        if best is None:
+            self._pause = self._pause or _PAUSE
+            return PLAIN
+        if not self.matched(best.kind):
+            return self._trial_beside(best, useful)
+        depth = self._passes.shapes[best.kind.shape].depth
+        self.proposed = [self.learnt.estimates.matched(c or 0, depth)[0] for c in common]
+        return best.kind
 
     def options(self) -> list[Option]:
-        """Returns the options up to the best number of rounds of each kind of pass, plain decoding first."""
-        found = [Option(PLAIN, 1.0, 1.0, self._costs.of(PLAIN))]
-        for shape in self._known:
-            if 2 in self._kinds:
-                a, error = self.estimates.of(2, shape)
-                kind, depth = PassKind(2, 1, shape), self._shapes[shape].depth
-                tokens, most = tokens_of(a, depth), tokens_of(a + error, depth)
-                found.append(Option(kind, tokens, most, self._costs.of(kind), self.estimates.doubt(2, shape)))
-            if 3 in self._kinds:
+        """Returns the options without matched tokens, plain decoding first."""
+        costs, estimates, passes = self._costs, self.learnt.estimates, self._passes
+        found = [Option(PLAIN, 1.0, 1.0, costs.of(PLAIN))]
+        estimates.settle()
+        for shape in costs.shapes:
+            if passes.shapes[shape].matched:
+                continue
+            if passes.levels == 2 or passes.two_levels:
+                kind, (tokens, error, doubt) = PassKind(2, 1, shape), estimates.tree(2, shape)
+                most = min(tokens + error, passes.shapes[shape].depth)
+                seconds, unsure = costs.of(kind, 1.0, self._resumes), 1.0 if costs.certain(kind) else _UNSURE
+                found.append(Option(kind, 1 + tokens, unsure * (1 + most), seconds, unsure * doubt))
+            if passes.levels == 3:
                 found += self._options_of_rounds(shape)
         return found
 
-    def observe(
-        self,
-        kind: PassKind,
-        sequences: int = 1,
-        gathered: int = 0,
-        accepted: int = 0,
-        rejected: int = 0,
-        ranks: Ranks | None = None,
-        tails: Tails | None = None,
-        matched: Sequence[tuple[int, int, int]] = (),
-    ) -> None:
-        """Updates the estimates after a pass. Counts are sums over the sequences that were still running.
+    def observe(self, kind: PassKind, report: Sequence[Sequence[int]]) -> None:
+        """Updates estimates and budgets after a pass.
 
         Args:
-            kind: the kind of the pass; for a plain pass the other counts are ignored.
-            sequences: at least 1.
-            gathered: draft tokens that its rounds added (3 levels).
-            accepted: draft tokens that the target accepted.
-            rejected: sequences in which it rejected one of the chain, which ends it: accepted / (accepted +
-                rejected) estimates the acceptance.
-            ranks: acceptance of the draft's trees by depth and rank, where there are several shapes.
-            tails: trees at the ends of chains; their accepted tokens are in ``accepted`` too.
-            matched: of a pass with matched tokens, for each sequence with any: tokens that its match had in
-                common, proposed tokens, and accepted ones.
+            report: for each sequence of the batch: its committed tokens, 0 for one that has ended; the draft
+                tokens that the target verified; the tokens that the retrieval level added to the chain.
         """
-        if self.fixed is None:
-            self._charge(kind, 1 + accepted / sequences, gathered / sequences)
+        if self.fixed is not None:
+            return
+        running = [row for row in report if row[0]]
+        if not running:
+            return
+        estimates, count, gathered = self.learnt.estimates, len(running), sum(row[2] for row in running)
+        self._charge(kind, sum(row[0] for row in running) / count, gathered / count)
         if self.matched(kind):
-            for common, proposed, tokens in matched:
-                self.matches.observe(common, min(tokens, proposed), int(tokens < proposed))
-        elif kind.levels > 1:
-            self._passes += 1
-            self.estimates.observe(kind, gathered / sequences, accepted, rejected, ranks, tails)
+            for row, common, proposed in zip(report, self._common, self.proposed, strict=False):
+                if row[0] and common and proposed:
+                    estimates.add_matched(common, proposed, row[0] - 1)
+        elif kind.levels == 2:
+            # A drafter that found nothing to propose was not rejected.
+            judged = [row[0] - 1 for row in running if row[1]]
+            estimates.add_trees(2, kind.shape, len(judged), sum(judged))
+        elif kind.levels == 3:
+            if kind.rounds:
+                estimates.add_trees(3, kind.shape, kind.rounds * count, gathered - kind.rounds * count)
+            for committed, _, emitted, *_ in running:
+                chain = min(emitted, self._passes.max_draft_tokens)
+                estimates.add_chain(min(committed - 1, chain), int(committed <= chain))
+                if self._passes.tail and committed > chain:
+                    estimates.add_trees(2, 0, 1, committed - 1 - chain)
+        estimates.passed()
 
     # The choice
 
-    def _drafting_pass(self, options: Sequence[Option]) -> PassKind:
-        """Returns a pass with trees, or a plain pass."""
-        plain = _MARGIN / options[0].seconds
-        if self._passes and all(option.highest_rate <= plain for option in options[1:]):
-            self.preparation.count(options)
-            self._pause_drafting()
-            return PLAIN
-        # Near its end a request gets no more than it asked for, however many tokens are accepted.
-        options = [option.within(self._remaining) for option in options]
-        self.preparation.count(options)
-        ready = [option for option in options[1:] if self.preparation.ready(option.kind.shape)]
-        useful = [option for option in ready if option.highest_rate > plain]
-        affordable = [option for option in useful if self._needed(option.kind) <= self.budget.left]
-        if affordable and self._repays(affordable):
-            best = max(affordable, key=lambda option: option.rate)
-            return (self._trials.worth(affordable, best) or best).kind
-        if self._passes == 0:
-            needed, kind = self._cheapest()  # It shows whether a longer one would pay.
-            if not self._repays(useful):
-                self._paused = _REPAID_LATER
-                return PLAIN
-            least = needed if useful else max(needed, START_BUDGET)
-            if needed <= self.budget.left or self.budget.cover(self._worst_loss(kind), least):
-                return kind
-        elif useful:
-            needed = least = min(self._needed(option.kind) for option in useful)
-        else:
-            return PLAIN
-        # The budget grows up to START_BUDGET, or further if the cheapest useful pass needs more.
-        self.budget.ceiling = max(START_BUDGET, needed)
-        self._paused = max(1, math.ceil(self.budget.lacks(needed, least) / REFILL))
-        return PLAIN
-
-    def _matched_pass(
-        self, common: Sequence[int | None], options: Sequence[Option] | None
-    ) -> PassKind | None:
-        """A pass with matched tokens, if it is expected to yield more tokens a second than any other.
-
-        Args:
-            options: of other passes; None while drafting pauses.
-        """
-        plain = Option(PLAIN, _MARGIN, 1.0, self._costs.of(PLAIN))
-        best = max((o.within(self._remaining) for o in options or [plain]), key=lambda option: option.rate)
-        counts: dict[int, list[int]] = {}
-        found = []
-        for shape in self._costs.shapes:
-            if not self._shapes[shape].matched:
-                continue
-            depth = self._shapes[shape].depth
-            counts[shape] = [0 if c is None else self.matches.count(c, depth) for c in common]
-            running = [(c, n) for c, n in zip(common, counts[shape], strict=True) if c is not None]
-            tokens = sum(tokens_of(self.matches.of(c), n) if n else 1.0 for c, n in running) / len(running)
-            kind = PassKind(2, 1, shape)
-            found.append(Option(kind, tokens, tokens, self._seconds(kind, 1.0)).within(self._remaining))
-        self.preparation.count([best, *found])
-        better = [o for o in found if o.rate > best.rate and self.preparation.ready(o.kind.shape)]
-        for option in sorted(better, key=lambda option: -option.rate):
-            if self.budget.cover(self._worst_loss(option.kind)):
-                self.proposed = counts[option.kind.shape]
-                return option.kind
-        return None
-
     def _options_of_rounds(self, shape: int) -> list[Option]:
-        """Passes of three levels up to the best number of rounds."""
-        a, error = self.estimates.of(3)
-        gathered, doubt = self.estimates.per_round(shape), self.estimates.doubt(3, shape)
-        most, found = float(self.max_draft_tokens), list[Option]()
+        """Returns passes of three levels up to the best number of rounds."""
+        estimates, most = self.learnt.estimates, float(self._passes.max_draft_tokens)
+        a, error = estimates.chain()
+        tokens_per_tree, _, doubt = estimates.tree(3, shape)
+        gathered, unsure = 1 + tokens_per_tree, 1.0 if self._costs.certain(PassKind(3, 1, shape)) else _UNSURE
+        behind = estimates.tree(2, 0)[0] if self._passes.tail else 0.0
+        found = list[Option]()
         for rounds in range(1, math.ceil(most / gathered) + 1):
-            kind, chain = PassKind(3, rounds, shape), min(most, rounds * gathered)
-            seconds = self._costs.of(kind, chain / most)
-            tokens, most_tokens = (self.estimates.chain_tokens(each, chain) for each in (a, a + error))
-            found.append(Option(kind, tokens, most_tokens, seconds, doubt))
+            chain = min(most, rounds * gathered)
+            tokens, most_tokens = (
+                tokens_of(each, chain) + min(1.0, each) ** chain * behind for each in (a, a + error)
+            )
+            kind = PassKind(3, rounds, shape)
+            seconds = self._costs.of(kind, chain / most, self._resumes)
+            found.append(Option(kind, tokens, unsure * most_tokens, seconds, unsure * doubt))
             if rounds > 1 and found[-1].highest_rate < found[-2].highest_rate:
                 break  # Further rounds bring less and less in the same time.
         return found
 
-    def _cheapest(self) -> tuple[float, PassKind]:
-        """The drafting pass that needs the least budget."""
-        shapes = [shape for shape in self._known if self.preparation.ready(shape)]
-        cheapest = [PassKind(levels, 1, shape) for levels in self._kinds for shape in shapes]
-        return min((self._needed(kind), kind) for kind in cheapest)
+    def _matched_options(self, common: Sequence[int | None]) -> list[Option]:
+        """Returns passes that verify matched tokens."""
+        found = []
+        for shape in self._costs.shapes:
+            if self._passes.shapes[shape].matched:
+                kind, depth = PassKind(2, 1, shape), self._passes.shapes[shape].depth
+                each = [self.learnt.estimates.matched(c, depth)[1] for c in common if c is not None]
+                tokens = sum(each) / len(each)
+                found.append(Option(kind, tokens, tokens, self._costs.of(kind)))
+        return found
 
-    # What passes cost and lose
+    def _affordable(self, useful: Sequence[Option]) -> Option | None:
+        """Returns the first useful option that the budget covers, or else the cheapest one on credit."""
+        own, shared = self._spendable * (1.0 if self._drafted else _FIRST_PASS), self.learnt.budget
+        for option in useful:
+            if self._covers(option, shared if self.matched(option.kind) else own):
+                return option
+        if not self._drafted:
+            for option in sorted(useful, key=lambda option: option.seconds):
+                if self._covers(option, min(shared, CREDIT)):
+                    return option
+        return None
+
+    def _trial_beside(self, best: Option, useful: Sequence[Option]) -> PassKind:
+        """Returns a pass of other levels or trees that may be better than the best, if it may be tried."""
+
+        def promise(option: Option) -> float:
+            if option.kind.levels != best.kind.levels:
+                return option.highest_rate
+            return (1 + option.doubt * (option.tokens - 1)) / option.seconds
+
+        drafting = [option for option in reversed(useful) if not self.matched(option.kind)]
+        groups = {(option.kind.levels, option.kind.shape): option for option in drafting}
+        del groups[best.kind.levels, best.kind.shape]
+        for other in sorted(groups.values(), key=promise, reverse=True):
+            # Tokens that the best kind of pass is expected to yield in the same time, beyond the other's own.
+            cost = other.seconds * best.rate - other.tokens
+            if promise(other) > best.rate and cost <= self._trials and self._covers(other, self._spendable):
+                self._trials -= cost
+                return other.kind
+        return best.kind
+
+    def _prepared(self, options: list[Option]) -> list[Option]:
+        """Returns the options whose stages are made, after counting what the other ones would save."""
+        if not self._held:
+            return options
+        ready = [option for option in options if option.kind.shape not in self._held]
+        best, missed = max(ready, key=lambda option: option.rate), self.learnt.missed
+        for shape, seconds in list(self._held.items()):
+            rate = max((o.rate for o in options if o.kind.shape == shape), default=0.0)
+            if rate > best.rate:
+                missed[shape] = missed.get(shape, 0.0) + best.tokens * (1 / best.rate - 1 / rate)
+                if missed[shape] >= seconds:
+                    del self._held[shape]
+        return ready
+
+    # What passes lose
 
     @property
-    def _costs(self) -> PassCosts:
-        if self.costs is None:
-            raise ValueError("costs=None, but the choice of rounds needs them: give costs, or fix the rounds")
-        return self.costs
+    def _spendable(self) -> float:
+        """Returns the plain passes that this request may lose now: later requests keep the rest."""
+        return self.learnt.budget - max(0.0, self._start - START_SHARE * (self._made + self._remaining))
 
-    @property
-    def _known(self) -> list[int]:
-        """The shapes of trees that passes may take."""
-        return [shape for shape in self._costs.shapes if shape < self._grown]
+    def _covers(self, option: Option, budget: float) -> bool:
+        """Returns whether a budget covers a pass that yields a single token.
 
-    def _filled(self, kind: PassKind, gathered: float) -> float:
-        return gathered / self.max_draft_tokens if kind.levels == 3 else 1.0
-
-    def _repays(self, useful: Sequence[Option]) -> bool:
-        """Returns whether the remaining tokens can repay the first pass of a trial.
-
-        The upper ends of the confidence intervals decide for kinds of passes that may be useful. If none may
-        be, the cheapest pass must double the speed.
+        A request's first drafting pass must also be repaid by the remaining tokens, at its highest rate.
         """
-        if self._passes or self._remaining == math.inf:
-            return True
-        plain = self._costs.of(PLAIN)
-        saved = [(option.kind, 1 - 1 / (option.highest_rate * plain)) for option in useful]
-        saved = saved or [(self._cheapest()[1], 0.5)]
-        return any(self._remaining * share >= self._worst_loss(kind) for kind, share in saved)
-
-    def _worst_loss(self, kind: PassKind) -> float:
-        """Returns the plain passes that a pass loses if it yields a single token."""
-        most = kind.rounds * (self._shapes[kind.shape].depth + 1)
-        return self._seconds(kind, self._filled(kind, most)) / self._costs.of(PLAIN) - 1
-
-    def _seconds(self, kind: PassKind, filled: float) -> float:
-        prepare = self._costs.prepare if self._last_plain and not self.matched(kind) else 0.0
-        return self._costs.of(kind, filled) + prepare
-
-    def _needed(self, kind: PassKind) -> float:
-        """The least budget with which a pass is made."""
-        return self._worst_loss(kind) / (1.0 if self._passes else _FIRST_PASS)
+        costs, kind = self._costs, option.kind
+        most = kind.rounds * (self._passes.shapes[kind.shape].depth + 1)
+        plain = costs.of(PLAIN)
+        loss = (
+            costs.of(kind, most / self._passes.max_draft_tokens, self._resumes and not self.matched(kind))
+            / plain
+            - 1
+        )
+        repaid = self._remaining * (1 - 1 / (option.highest_rate * plain))
+        return loss <= budget and (self._drafted or self.matched(kind) or loss <= repaid)
 
     def _charge(self, kind: PassKind, tokens: float, gathered: float) -> None:
         """Charges or credits the budgets with a pass that yielded so many tokens per sequence."""
-        tokens = min(tokens, self._remaining)
+        tokens, learnt, matched = min(tokens, self._remaining), self.learnt, self.matched(kind)
         self._made += tokens
-        self._trials.charge(kind, tokens)
-        if kind.levels > 1:
-            gain = tokens - self._seconds(kind, self._filled(kind, gathered)) / self._costs.of(PLAIN)
-            self.budget.charge(gain)
-            self._gained += gain
-            self._last_plain = self.matched(kind)
-            return
-        self._paused = max(0, self._paused - 1)
-        self._last_plain = True
-        self.budget.plain()
-
-    def _pause_drafting(self) -> None:
-        paid = self._gained > 0 or not self._pause
-        self._pause = _FIRST_PAUSE if paid else min(2 * self._pause, _LONGEST_PAUSE)
-        self._paused = self._pause
-        self._passes, self._gained = 0, 0.0
-        self.estimates.begin_again(_LATER)
+        self._trials = min(self._trials + TRIALS * tokens, _MOST_TRIALS)
+        if kind == PLAIN:
+            self._pause = max(0, self._pause - 1)
+            learnt.budget = min(learnt.budget + REFILL, _MOST_BUDGET)
+        else:
+            costs = self._costs
+            seconds = costs.of(kind, gathered / self._passes.max_draft_tokens, self._resumes and not matched)
+            learnt.budget = min(learnt.budget + tokens - seconds / costs.of(PLAIN), _MOST_BUDGET)
+            self._drafted = self._drafted or not matched
+        self._resumes = kind == PLAIN or matched

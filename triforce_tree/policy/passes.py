@@ -31,12 +31,12 @@ PLAIN = PassKind(1, 0)
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of each stage for a batch, with trees of one shape; infinite for a stage that there is not.
+    """Seconds of each stage for a batch, with trees of one shape; infinite for a stage that does not exist.
 
     Attributes:
         plain: an autoregressive pass of the target.
         draft: the drafter's proposal of one tree.
-        retrieval: the retrieval level's verification of a tree, in the mean of those that refresh the
+        retrieval: the retrieval level's verification of a tree, averaged over those that refresh the
             retrieved chunks and those that do not.
         chain: the target's verification of a draft chain of full length.
         root: the target's verification of an empty chain, where a pass over fewer tokens is cheaper, as on a
@@ -63,24 +63,20 @@ class StageSeconds:
         if self.plain == math.inf:
             raise ValueError(f"plain={self.plain!r} seconds must be finite")
 
-    def verification(self, kind: PassKind, filled: float = 1.0) -> float:
-        """Returns the seconds of the target's stage in a pass.
+    def of(self, kind: PassKind, filled: float = 1.0) -> float:
+        """Returns the seconds of a whole pass, without ``prepare``.
 
         Args:
-            filled: the chain's length as a share of the most that it can hold.
+            filled: the length of the draft chain as a share of the most that it can hold.
         """
         if kind.levels == 1:
             return self.plain
         if kind.levels == 2:
-            return self.tree
-        if self.root >= self.chain:
-            return self.chain
-        return self.root + (self.chain - self.root) * min(1.0, filled)
-
-    def of(self, kind: PassKind, filled: float = 1.0) -> float:
-        """Returns the seconds of a whole pass, without ``prepare``."""
-        drafting = self.draft + (self.retrieval if kind.levels == 3 else 0.0) if kind.rounds else 0.0
-        return kind.rounds * drafting + self.verification(kind, filled)
+            return kind.rounds * self.draft + self.tree
+        chain = self.chain
+        if self.root < chain:
+            chain = self.root + (chain - self.root) * min(1.0, filled)
+        return kind.rounds * (self.draft + self.retrieval) + chain if kind.rounds else chain
 
 
 OF_SHAPE = ("draft", "retrieval", "tree")

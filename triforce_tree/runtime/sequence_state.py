@@ -1,6 +1,6 @@
 """The tokens of the sequences of a batch during decoding, in buffers that CUDA graphs read and write."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -44,9 +44,6 @@ class SequenceState:
         features: hidden states of the target for the newest positions before ``end``, where the state at
             position p gave the token at p + 1. With levels=3 those of the chain are from the retrieval model
             until the target has verified it. None if the drafter reads none; see :meth:`newest_features`.
-        rank_counts: int64 ``[2, B, D, R]`` over the drafter's trees that were verified since ``commit``: how
-            often the accepted path reached a node at depth d that has a child of rank r, and how often this
-            child was accepted. None if nothing is counted.
         has_nan: bool ``[]``, whether logits contained NaN.
         made_up: whether the sequences are made-up ones for a trial run, with tokens not in ``tokens``.
         recurrent: states of the target's recurrent layers, which :meth:`save` copies too.
@@ -61,7 +58,6 @@ class SequenceState:
         vocabulary: int,
         device: torch.device,
         features: Features | None = None,
-        ranks: tuple[int, int] | None = None,
         tail_rows: int = 0,
     ) -> None:
         def zeros(*shape: int) -> Tensor:
@@ -81,7 +77,6 @@ class SequenceState:
         self.new_tokens, self.count = zeros(batch, max_draft_tokens + extra + 1), zeros(batch)
         self.proposed, self.retrieval_emitted = zeros(batch), zeros(batch)
         self.features = features
-        self.rank_counts = zeros(2, batch, *ranks) if ranks is not None else None
         self.has_nan = torch.zeros((), dtype=torch.bool, device=device)
         self.made_up = False
         self.recurrent: list[Tensor] = []
@@ -124,49 +119,10 @@ class SequenceState:
         """Returns everything that the host reads after a pass in one tensor, so that one copy is enough.
 
         It is int64 ``[B, F + 4]`` with the columns ``count``, ``proposed``, ``retrieval_emitted``,
-        ``has_nan`` and ``new_tokens``; ``2 * D * R`` more columns have ``rank_counts`` if it is not None.
+        ``has_nan`` and ``new_tokens``.
         """
         columns = [self.count, self.proposed, self.retrieval_emitted, self.has_nan.expand(self.batch).long()]
-        counted = [] if self.rank_counts is None else [part.flatten(1) for part in self.rank_counts]
-        return torch.cat([torch.stack(columns, 1), self.new_tokens, *counted], 1)
-
-    def ranks_of(self, report: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Sums ``rank_counts`` over the sequences of a report, the rows of :meth:`pass_results` as lists.
-
-        Returns:
-            the two parts of ``rank_counts`` (reached, accepted), each ``[D][R]``.
-        """
-        assert self.rank_counts is not None
-        depths, ranks = self.rank_counts.shape[2:]
-        first, size = 4 + self.new_tokens.shape[1], depths * ranks
-        sums = [
-            sum(column) for column in zip(*(row[first : first + 2 * size] for row in report), strict=True)
-        ]
-        tried, accepted = (
-            [sums[at + d * ranks : at + (d + 1) * ranks] for d in range(depths)] for at in (0, size)
-        )
-        return tried, accepted
-
-    def count_ranks(self, tokens: Tensor, parents: Tensor, path: Tensor) -> None:
-        """Adds the result of one verification of the drafter's trees to ``rank_counts``.
-
-        Args:
-            tokens, parents: int64 ``[B, N]``, tokens and parents of the trees' nodes.
-            path: int64 ``[B, D + 1]``, indices of the accepted nodes from the root on, -1 after the last.
-        """
-        if self.rank_counts is None:
-            return
-        depths, ranks = self.rank_counts.shape[2:]
-        depths = min(depths, path.shape[1] - 1)
-        parent, child = path[:, :depths, None], path[:, 1 : depths + 1, None]
-        node = torch.arange(tokens.shape[1], device=tokens.device)
-        children = (parents[:, None] == parent) & (parent >= 0) & (tokens >= 0)[:, None] & (node > 0)
-        rank = torch.arange(ranks, device=tokens.device)
-        running = self.active[:, None, None] > 0
-        tried = (rank < children.sum(2, keepdim=True)) & running
-        earlier = (children & (node < child)).sum(2, keepdim=True)
-        self.rank_counts[0, :, :depths] += tried
-        self.rank_counts[1, :, :depths] += tried & (child >= 0) & (rank == earlier)
+        return torch.cat([torch.stack(columns, 1), self.new_tokens], 1)
 
     def check_nan(self, numbers: Tensor) -> None:
         """Sets ``has_nan`` if any number is NaN. The host reads ``has_nan`` once per pass."""

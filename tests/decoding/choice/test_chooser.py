@@ -1,11 +1,11 @@
 """Passes chosen while decoding: from the table of costs, measured times, and what earlier requests learnt."""
 
 import logging
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from tests.support.models.program_cases import (
@@ -22,21 +22,21 @@ from tests.support.models.program_cases import (
     sequences_of,
 )
 from triforce_tree.decoding import prepared_stages
-from triforce_tree.decoding.choice import chooser
-from triforce_tree.decoding.choice.chooser import judged, temperature_class
-from triforce_tree.decoding.choice.shared_times import SharedTimes
+from triforce_tree.decoding.choice import chooser, stage_costs
+from triforce_tree.decoding.choice.chooser import PassChooser, temperature_class
+from triforce_tree.decoding.choice.cost_table import CostTable
 from triforce_tree.decoding.choice.stage_costs import settings_of
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.prepared_stages import held_back
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.policy import costs
-from triforce_tree.policy.budgets import START_BUDGET
-from triforce_tree.policy.costs import StageCosts
-from triforce_tree.policy.estimates import Tails
+from triforce_tree.policy.costs import PassCosts, StageCosts
+from triforce_tree.policy.pass_policy import START_BUDGET
 from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
-from triforce_tree.runtime.stage_clock import StageClock
+from triforce_tree.runtime import distributed
 from triforce_tree.verify.sampling import ProbsFromLogits
 
+plain_observe = PassChooser.observe
 SECONDS = {"prepare": 0.0, "draft": 0.1, "retrieval": 0.1, "target": 1.2, "plain": 1.0}
 
 
@@ -48,16 +48,16 @@ def table_of(draft: float = 0.1, target: float = 1.2) -> StageCosts:
 TABLE = table_of()
 
 
-def set_clock(monkeypatch: pytest.MonkeyPatch, **changed: float) -> None:
-    """Each stage takes ``SECONDS``, or those given."""
-    taken = SECONDS | changed
+def set_times(monkeypatch: pytest.MonkeyPatch, **changed: float) -> None:
+    """Each stage takes ``SECONDS``, or those given; the host takes the seconds of ``host``."""
+    seconds = {"host": 0.0, **SECONDS, **changed}
 
-    def seconds(self: StageClock) -> dict[str, float]:
-        names = [name for name, _ in self._times[1:]]
-        found = {name: taken[name] * names.count(name) for name in names}
-        return found if "draft" in names else {"target": taken["plain"]}
+    def observe(self: PassChooser, kind: PassKind, report: list[list[int]], _: float, resumed: bool) -> None:
+        rounds = kind.rounds * (seconds["draft"] + (seconds["retrieval"] if kind.levels == 3 else 0.0))
+        taken = seconds["plain"] if kind == PLAIN else rounds + seconds["target"]
+        plain_observe(self, kind, report, taken + seconds["host"], resumed)
 
-    monkeypatch.setattr(StageClock, "seconds", seconds)
+    monkeypatch.setattr(PassChooser, "observe", observe)
 
 
 def decoded(
@@ -82,17 +82,17 @@ def adaptive(levels: int = 3, **options: object) -> DecodingProgram:
     )
 
 
-def acceptance(program: DecodingProgram, levels: int, to_probs: ProbsFromLogits = SAMPLED) -> float:
-    """The acceptance of chains, or with two levels of trees, that the next request begins with."""
-    estimates = DecodingLoop.over(program, to_probs, 0).policy.estimates
-    return estimates.chain if levels == 3 else estimates.tree()
+def expected(program: DecodingProgram, levels: int, to_probs: ProbsFromLogits = SAMPLED) -> float:
+    """Returns the tokens of the first kind of drafting pass that the next request expects."""
+    options = DecodingLoop.over(program, to_probs, 0).policy.options()
+    return next(option.tokens for option in options if option.kind.levels == levels)
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known costs, which the clock confirms."""
-    monkeypatch.setattr(chooser, "stage_costs", lambda *_: TABLE)
-    set_clock(monkeypatch)
+    monkeypatch.setattr(stage_costs, "stage_costs", lambda *_: TABLE)
+    set_times(monkeypatch)
 
 
 @pytest.mark.parametrize("levels", [2, 3])
@@ -100,13 +100,12 @@ def test_a_seed_chooses_by_the_table_alone(levels: int, monkeypatch: pytest.Monk
     program = adaptive(levels)
     # Costs at which the two levels draft at first and then pause.
     draft = 0.1 if levels == 3 else 0.6
-    monkeypatch.setattr(chooser, "stage_costs", lambda *_: table_of(draft))
+    monkeypatch.setattr(stage_costs, "stage_costs", lambda *_: table_of(draft))
     seen = []
     for measured, repeatable in ((draft, True), (draft, False), (20.0, True), (20.0, False)):
-        set_clock(monkeypatch, draft=measured)
+        set_times(monkeypatch, draft=measured)
         seen.append(decoded(program, repeatable, new=120)[:2])
     assert len(set(seen[0][0])) > 1
-    assert seen[0] == seen[1], "with and without a seed, from equal costs and observations"
     assert seen[0] == seen[2], "with a seed measured times do not count"
     drafted = [sum(kind.rounds for kind in kinds) for kinds, _ in seen]
     assert drafted[3] < drafted[2], "without one they do"
@@ -116,15 +115,15 @@ def test_a_seed_chooses_by_the_table_alone(levels: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("levels", [2, 3])
 def test_a_request_starts_from_what_the_last_one_learnt(levels: int) -> None:
     program = adaptive(levels)
-    fresh = acceptance(program, levels)
-    left = decoded(program, repeatable=False)[2].policy.learnt()
+    fresh = expected(program, levels)
+    left = decoded(program, repeatable=False)[2].policy.learnt.budget
     second = DecodingLoop.over(program, SAMPLED, 0).policy
-    assert second.budget.left == min(left.budget, START_BUDGET)
-    assert acceptance(program, levels) != fresh
+    assert second.learnt.budget == min(left, START_BUDGET)
+    assert expected(program, levels) != fresh
     # Greedy decoding accepts other tokens, and each pass of another refresh costs something else.
-    assert acceptance(program, levels, GREEDY) == fresh
+    assert expected(program, levels, GREEDY) == fresh
     program.config = replace(program.config, retrieval=replace(program.config.retrieval, refresh=3))
-    assert acceptance(program, levels) == fresh
+    assert expected(program, levels) == fresh
 
 
 @pytest.mark.usefixtures("table")
@@ -135,7 +134,7 @@ def test_a_seeded_request_is_independent_of_earlier_ones() -> None:
     for prompt in (0, 1, 2):
         decoded(program, repeatable=False, prompt=prompt)
     fresh, learnt = (DecodingLoop.over(program, SAMPLED, 0, repeatable) for repeatable in (True, False))
-    assert fresh.policy.estimates.chain != learnt.policy.estimates.chain
+    assert fresh.policy.options()[1].tokens != learnt.policy.options()[1].tokens
     assert decoded(program, repeatable=True)[:2] == before
 
 
@@ -170,57 +169,79 @@ def test_an_interrupted_request_leaves_what_it_learnt() -> None:
     for _ in range(3):
         loop.step()
     loop.close()
-    assert acceptance(program, 3) == pytest.approx(loop.policy.estimates.chain)
+    assert loop.policy.learnt in program.learnt.values()
 
 
 def test_measured_costs_follow_the_context_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """A time measured at one length corrects the table's costs at all others, also in later requests."""
     costs = StageCosts((50, 150), (StageSeconds(0.8, 0.2, tree=1.0), StageSeconds(2.4, 0.2, tree=3.0)))
-    monkeypatch.setattr(chooser, "stage_costs", lambda *_: costs)
-    # A draft that is always accepted: no pass is a plain one.
+    monkeypatch.setattr(stage_costs, "stage_costs", lambda *_: costs)
+    # A draft that is always accepted: after the first passes no pass is a plain one.
     program = program_of(model("llama-gqa"), model("llama-gqa"), 2, window=200, rounds=None)
-    set_clock(monkeypatch, draft=0.2, target=1.6 * costs.at(110).tree)
+    set_times(monkeypatch, draft=0.2, target=1.6 * costs.at(110).tree, plain=costs.at(110).plain)
     kinds, _, loop = decoded(program, repeatable=False, prompt=2, new=40)
-    assert set(kinds[:-3]) == {PassKind(2, 1)}, "the last tokens take no draft"
-    first = loop.policy.costs.stages(0)
-    assert first.tree > 1.4 * costs.at(110).tree
-    assert costs.at(120).plain <= first.plain < costs.at(130).plain, "the table's, at the length reached"
+    assert set(kinds[3:-3]) == {PassKind(2, 1)}, "the last tokens take no draft"
+    assert loop.policy.costs.of(PassKind(2, 1)) > 1.3 * costs.at(110).of(PassKind(2, 1))
     later = DecodingLoop.over(program, SAMPLED, 0)
     later.begin(sequences_of([PROMPTS[0][:20]], [4]))
     later.step()
-    assert later.policy.costs.stages(0).tree > 1.3 * costs.at(20).tree
+    assert later.policy.costs.of(PassKind(2, 1)) > 1.2 * costs.at(20).of(PassKind(2, 1))
 
 
-def test_ranks_share_times_only_where_draft_lengths_follow_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message between ranks for every pass would be wasted with fixed rounds, one level, or a seed."""
-    monkeypatch.setattr(chooser, "stage_costs", lambda *_: TABLE)
-    sent: list[object] = []
-    monkeypatch.setattr(SharedTimes, "share", lambda _, times: sent.append(times) or times)
+class Message:
+    """What rank 0 sends: twice the time of this rank, which is there only once it was waited for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> None:
+        self.tensor *= 2
+
+
+def test_ranks_learn_the_times_of_rank_0_one_pass_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message for every pass would be wasted with fixed rounds, one level, or a seed."""
+    monkeypatch.setattr(stage_costs, "stage_costs", lambda *_: TABLE)
+    sent: list[Message] = []
+    learnt: list[float] = []
+
+    def begin(tensor: Tensor) -> Message:
+        assert len(learnt) == len(sent), "the message before it has arrived"
+        sent.append(Message(tensor))
+        return sent[-1]
+
+    program = adaptive()
+    loops = {}
     for own, repeatable in ((adaptive(), True), (adaptive(rounds=2), False), (adaptive(1), False)):
-        assert decoded(own, repeatable)[0]
-        assert not sent
-    kinds = decoded(adaptive(), repeatable=False)[0]
-    assert len(sent) == len(kinds) > 0
+        loops[own] = DecodingLoop.over(own, SAMPLED, 5, repeatable)
+    loop = DecodingLoop.over(program, SAMPLED, 5)
+    monkeypatch.setattr(
+        PassCosts, "learn", lambda self, kind, filled, resumed, seconds: learnt.append(seconds)
+    )
+    monkeypatch.setattr(distributed, "begin_broadcast", begin)
+    monkeypatch.setattr(distributed, "current", lambda: object())
+    row = [2, 3, 2, 0, 1, 1]
+    for other in loops.values():
+        other.chooser.observe(PLAIN, [[1, 0, 0, 0, 1]], 1.0, False)
+    assert not sent
+    assert not learnt
+    for seconds in (1.0, 2.0, 3.0):
+        loop.chooser.observe(PassKind(3, 1), [row], seconds, False)
+    assert learnt == [2.0, 4.0]
+    loop.chooser.finish()
+    assert learnt == [2.0, 4.0, 6.0]
+    loop.chooser.finish()
+    assert len(learnt) == 3
 
 
 @pytest.mark.usefixtures("table")
 def test_the_hosts_time_counts_without_a_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the time of a pass beyond its stages', and the next request goes on with it."""
-    program, now = adaptive(2), 0.0
-
-    def slow_host() -> float:
-        # A pass asks twice.
-        nonlocal now
-        now += 50.0
-        return now
-
-    fast = [decoded(program, repeatable)[:2] for repeatable in (True, False)]
-    assert fast[0] == fast[1]
+    """It is part of the time of a pass, and the next request goes on with it."""
+    fast = decoded(adaptive(2), repeatable=True)[:2]
     program = adaptive(2)
     with monkeypatch.context() as patched:
-        patched.setattr(time, "perf_counter", slow_host)
+        set_times(patched, host=50.0)
         slow = {repeatable: decoded(program, repeatable) for repeatable in (True, False)}
-    assert slow[True][:2] == fast[0], "with a seed the choices do not depend on wall times"
+    assert slow[True][:2] == fast, "with a seed the choices do not depend on measured times"
     later = {repeatable: DecodingLoop.over(program, SAMPLED, 0, repeatable) for repeatable in (True, False)}
     for found in (slow, {repeatable: (own,) for repeatable, own in later.items()}):
         with_seed, without = (found[repeatable][-1].policy.costs for repeatable in (True, False))
@@ -230,7 +251,7 @@ def test_the_hosts_time_counts_without_a_seed_alone(monkeypatch: pytest.MonkeyPa
 
 def test_two_levels_fall_back_to_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random draft whose trees cost more than a pass."""
-    monkeypatch.setattr(chooser, "stage_costs", lambda *_: table_of(1.0, 1.4))
+    monkeypatch.setattr(stage_costs, "stage_costs", lambda *_: table_of(0.3, 1.3))
     program = program_of(model("llama-gqa"), model("llama"), 2, 3, rounds=None)
     loop = DecodingLoop.over(program, GREEDY, 0, repeatable=True)
     assert finished(loop, PROMPTS, NEW) == references()
@@ -245,37 +266,29 @@ def test_classes_of_temperatures() -> None:
     assert temperature_class(ProbsFromLogits(LogitsProcessorList([TopKLogitsWarper(3)]))) == "high"
 
 
-def test_trees_behind_chains_are_judged_apart() -> None:
-    # Committed, verified and level 1's tokens: a chain of 4 and a tree of 3; a chain of at most 6 in part.
-    report = [(8, 7, 4), (6, 7, 4), (5, 7, 4), (4, 7, 4), (1, 9, 8), (7, 9, 8)]
-    assert judged(report, 6, 3) == (2, Tails(reached=4, accepted=4, rejected=3))
-    assert judged(report, 6, None) == (2, None)
-    assert judged([(8, 7, 0), (7, 7, 0)], None, 3) == (1, None)
-
-
 # By which plain decoding is the fastest, in seconds that no machine takes.
 WRONG = StageCosts((100,), (StageSeconds(50.0, draft=500.0, tree=500.0),))
 
 
 @pytest.mark.parametrize("repeatable", [True, False])
-def test_the_table_is_corrected_by_the_passes_of_two_requests(
+def test_the_table_is_corrected_by_the_times_of_passes(
     repeatable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The table is corrected with a seed too, for which nothing else corrects costs."""
-    monkeypatch.setattr(costs, "LEAST_PASSES", 8)
-    kept = costs.CostTable(tmp_path / "stage_costs.json")
-    monkeypatch.setattr(chooser, "user_table", lambda: kept)
+    """With a seed too, where nothing else corrects costs."""
+    monkeypatch.setattr(costs, "EVIDENCE", 8)
+    kept = CostTable(tmp_path / "stage_costs.json")
+    for module in (chooser, stage_costs):
+        monkeypatch.setattr(module, "user_table", lambda: kept)
     program = adaptive(2)
     program.prepare(GREEDY)
     settings = settings_of(program, GREEDY)
     kept.add(settings, WRONG)
-    monkeypatch.setattr(chooser, "stage_costs", lambda *_: kept.find(settings))
-    for _ in range(2):
-        assert kept.find(settings) == WRONG
-        loop = DecodingLoop.over(program, GREEDY, 0, repeatable)
-        finished(loop, PROMPTS[:1], [12])
-        assert set(loop.passes) == {PLAIN}
-    [seconds] = costs.CostTable(kept.path).find(settings).seconds
+    loop = DecodingLoop.over(program, GREEDY, 0, repeatable)
+    finished(loop, PROMPTS[:1], [12])
+    assert set(loop.passes) == {PLAIN}
+    [seconds] = CostTable(kept.path).find(settings).seconds
+    later = DecodingLoop.over(program, GREEDY, 0, repeatable=True).policy.costs
+    assert later.of(PLAIN) == seconds.plain, "the next request of the same program uses it"
     assert seconds.plain < 1
     assert seconds.draft < 10, "stages that did not run were measured on the same machine"
 
@@ -286,9 +299,9 @@ def test_first_use_makes_the_stages_of_one_shape(monkeypatch: pytest.MonkeyPatch
     """
     slow, fast = StageSeconds(1.0, draft=0.2, tree=3.0), StageSeconds(1.0, draft=0.02, tree=1.01)
     table = [StageCosts((1,), (own,)) for own in (slow, fast, fast)]
-    monkeypatch.setattr(chooser, "costs_by_shape", lambda *_: table)
+    monkeypatch.setattr(stage_costs, "by_shape", lambda *_: table)
     monkeypatch.setattr(chooser, "held_back", lambda _: {1: 1e9, 2: 0.0})
-    monkeypatch.setattr(chooser.PassChooser, "_learn", lambda *_: None)
+    set_times(monkeypatch, draft=0.2, target=3.0)
     target = model("llama-gqa")
     program = program_of(target, draft_of("llama-gqa"), 2, other_trees=("chain:2", "chain:1"), rounds=None)
     loop = DecodingLoop.over(program, GREEDY, 0)

@@ -24,8 +24,7 @@ from tests.support.models.program_cases import (
     references,
 )
 from triforce_tree.decoding import prepared_stages
-from triforce_tree.decoding.choice import chooser
-from triforce_tree.decoding.explain.tally import AcceptanceTally
+from triforce_tree.decoding.choice import stage_costs
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import DraftStage, Stage
@@ -64,7 +63,7 @@ def switched(
 @pytest.fixture(autouse=True)
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = StageCosts((100,), (StageSeconds(1.0, 0.1, 0.1, chain=1.2, tree=1.2),))
-    monkeypatch.setattr(chooser, "costs_by_shape", lambda program, _: [costs] * len(program.shapes))
+    monkeypatch.setattr(stage_costs, "by_shape", lambda program, _: [costs] * len(program.shapes))
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
@@ -176,35 +175,6 @@ def test_memory_that_runs_out_in_a_capture_leaves_no_trace(
     assert {kind.shape for kind in loop.passes} == {0}
 
 
-@pytest.mark.parametrize("to_probs", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("levels", [2, 3])
-def test_counts_by_rank_are_those_of_the_paths(levels: int, to_probs: ProbsFromLogits) -> None:
-    """The counts are compared with a count on the host, from the trees themselves."""
-    program = shaped(levels, 1)
-    program.prepare(to_probs)
-    seen: list[tuple[list[list[int]], list[list[int]]]] = []
-    observe = DecodingLoop._count
-
-    def counted(self: DecodingLoop, kind: PassKind, report: list[list[int]], *rest: object) -> None:
-        if kind.levels > 1:
-            seen.append(program.state.ranks_of(report))
-        observe(self, kind, report, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodingLoop, "_count", counted)
-        tally = AcceptanceTally(program)
-        switched(program, to_probs, 3, after_stage=tally)
-    tried, accepted = (torch.tensor([counts[part] for counts in seen]).sum(0) for part in (0, 1))
-    names = [name for name in tally.depths if name != "target" or levels == 2]
-    for depth in range(tried.shape[0]):
-        found = [tally.depths[name][depth] for name in names if depth < len(tally.depths[name])]
-        assert tried[depth, 0] == sum(counts.tried for counts in found)
-        for rank in range(tried.shape[1]):
-            assert accepted[depth, rank] == sum(counts.accepted[rank] for counts in found)
-    assert (accepted <= tried).all()
-    assert accepted[:, 1:].sum() > 0
-
-
 LAW = Case(
     2, 2, 4, None,
     {"tree": "chain:1", "other_trees": ("static:0;1;0.0",), "runner_ups": False, "rounds": None},
@@ -255,5 +225,4 @@ def test_a_shape_that_depends_on_the_draws_of_its_pass_is_detected(monkeypatch: 
 def test_a_drafter_of_one_shape_has_one() -> None:
     program = shaped(2, other_trees=())
     assert len(program.shapes) == 1
-    assert program.state.rank_counts is None
     assert len(shaped(2, rounds=1).shapes) == 1, "given rounds are kept"

@@ -3,8 +3,8 @@
 import random
 from collections.abc import Callable
 
-from triforce_tree.policy.costs import MeasuredTimes, PassCosts, StageCosts
-from triforce_tree.policy.pass_policy import LearntChoice, PassLevels, PassPolicy
+from triforce_tree.policy.costs import KnownCosts, PassCosts, StageCosts
+from triforce_tree.policy.pass_policy import Learnt, PassLevels, PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
 from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
@@ -31,21 +31,22 @@ def shape_of(name: str) -> DeviceTreeShape:
     return device_tree_shape(parse_shape(name))
 
 
-def fixed_costs(*by_shape: StageSeconds | None, measured: MeasuredTimes | None = None) -> PassCosts:
-    """Costs that are the same at each length of the context."""
-    return PassCosts([own and StageCosts((1,), (own,)) for own in by_shape], measured)
+def fixed_costs(*by_shape: StageSeconds | None, follow: bool = False) -> PassCosts:
+    """Returns costs that are the same at each length of the context."""
+    return PassCosts(KnownCosts([own and StageCosts((1,), (own,)) for own in by_shape]), follow)
 
 
 def policy_of(
     levels: int = 3,
     cost: Cost | StageSeconds = (0.25, 1.0),
     fixed: int | None = None,
-    learnt: LearntChoice | None = None,
+    learnt: Learnt | None = None,
+    follow: bool = False,
 ) -> PassPolicy:
     seconds = cost if isinstance(cost, StageSeconds) else costs_of(levels, cost)
     most = MOST if levels != 2 else DEPTH
     passes = PassLevels(levels or 3, [shape_of(f"chain:{DEPTH}")], most, levels == MIXED)
-    return PassPolicy(passes, fixed_costs(seconds), fixed, learnt)
+    return PassPolicy(passes, fixed_costs(seconds, follow=follow), fixed, learnt)
 
 
 def first_failure(rng: random.Random, chance: float, most: int) -> int:
@@ -60,40 +61,38 @@ def simulated(
     per_token: float = 0.6,
     tree: float | None = None,
     host: tuple[float, float] = (0.0, 0.0),
+    true: StageSeconds | None = None,
 ) -> tuple[float, list[PassKind]]:
-    """Returns tokens per plain pass's time, and the kinds of the passes.
+    """Returns the tokens per plain pass's time, and the kinds of the passes.
 
     The target accepts every token of a chain with one probability, which may change with the tokens made; the
     retrieval level accepts those of a tree with probability ``per_token``, the target itself with ``tree``,
-    which is that of a chain's tokens where it is not given. The host takes the seconds of ``host`` in a plain
-    and in a drafting pass.
+    which is that of a chain's tokens where it is not given.
+
+    Args:
+        host: the seconds that the host takes in a plain and in a drafting pass, beside those of the stages.
+        true: the seconds of the stages; by default those that the policy was given.
     """
     rng, made, time, chosen = random.Random(seed), 0, 0.0, []
     assert policy.costs is not None
-    # What passes take does not change when the policy learns otherwise.
-    cost, last = policy.costs.table[0].seconds[0], None
+    cost, last = true or policy.costs.stages(0), None
     while made < tokens:
         kind = policy.choose(tokens - made)
         chosen.append(kind)
-        if any(host):
-            policy.costs.learn_host(kind, host[kind != PLAIN])
-        time += host[kind != PLAIN]
-        resumed, last = last == PLAIN, kind
-        if kind == PLAIN:
-            time, made = time + cost.plain, made + 1
-            policy.observe(PLAIN)
-            continue
         now = acceptance(made) if callable(acceptance) else acceptance
-        gathered, chain = 0, DEPTH
+        gathered, chain, accepted = 0, DEPTH, 0
         if kind.levels == 3:
             gathered = sum(1 + first_failure(rng, per_token, DEPTH) for _ in range(kind.rounds))
-            chain = min(policy.max_draft_tokens, gathered)
+            chain = min(MOST, gathered)
         elif tree is not None:
             now = tree
-        accepted = first_failure(rng, now, chain)
-        policy.observe(kind, 1, gathered, accepted, int(accepted < chain))
-        time += cost.of(kind, chain / policy.max_draft_tokens) + (cost.prepare if resumed else 0.0)
-        made += 1 + accepted
+        if kind != PLAIN:
+            accepted = first_failure(rng, now, chain)
+        resumed = last == PLAIN and kind != PLAIN
+        taken = cost.of(kind, chain / MOST) + host[kind != PLAIN] + (cost.prepare if resumed else 0.0)
+        policy.observe(kind, [(1 + accepted, chain, gathered)])
+        policy.costs.learn(kind, chain / MOST, resumed, taken)
+        time, made, last = time + taken, made + 1 + accepted, kind
     return min(made, tokens) * (cost.plain + host[0]) / time, chosen
 
 

@@ -2,11 +2,12 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 from tests.support.distributions.simulated_passes import fixed_costs
-from triforce_tree.policy.estimates import MOST_RANKS, ByRank, tokens_of
-from triforce_tree.policy.pass_policy import LearntChoice, PassLevels, PassPolicy
-from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
+from triforce_tree.policy.estimates import tokens_of
+from triforce_tree.policy.pass_policy import Learnt, PassLevels, PassPolicy
+from triforce_tree.policy.passes import PassKind, StageSeconds
 from triforce_tree.trees.device_shapes import DeviceTreeShape, device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
 
@@ -14,6 +15,8 @@ SHAPES = [
     device_tree_shape(parse_shape(name)) for name in ("best-first:6,5,4", "static:0.0;0.1;1.0", "chain:3")
 ]
 GAMMA = 24
+ByRank = tuple[tuple[float, ...], ...]
+"""By depth, then rank: the probability that this child is accepted, given that its parent was."""
 
 
 class Simulation:
@@ -49,7 +52,7 @@ class Simulation:
     def policy(
         self,
         without: Sequence[int] = (),
-        learnt: LearntChoice | None = None,
+        learnt: Learnt | None = None,
         held_back: Mapping[int, float] | None = None,
     ) -> PassPolicy:
         """A policy that may choose all shapes but those of ``without``."""
@@ -58,71 +61,31 @@ class Simulation:
         costs = fixed_costs(*(None if n in without else own for n, own in enumerate(self.costs)))
         return PassPolicy(passes, costs, None, learnt, held_back)
 
-    def accepted(self, shape: DeviceTreeShape, made: int, rng: random.Random) -> list[tuple[int, int | None]]:
-        """Returns children offered and the accepted rank, None for none, at each depth that the path reached.
-
-        Best-first trees have the topology that is best on average.
-        """
+    def accepted(self, shape: DeviceTreeShape, made: int, rng: random.Random) -> int:
+        """Returns the accepted tokens of a tree; best-first trees are the best ones on average."""
         by_rank = self.acceptance(made) if callable(self.acceptance) else self.acceptance
-        path, node, found = topology(shape, by_rank), 0, []
-        for depth in range(len(shape.widths)):
-            children = path[depth].get(node, [])
-            chances = by_rank[min(depth, len(by_rank) - 1)]
-            if not children:
-                break
-            draw, rank = rng.random(), None
-            for r in range(len(children)):
-                draw -= chances[r] if r < len(chances) else 0.0
-                if draw < 0:
-                    rank = r
-                    break
-            found.append((len(children), rank))
-            if rank is None:
-                break
-            node = children[rank]
-        return found
+        return rng.choices(range(len(shape.widths) + 1), path_lengths(shape, by_rank))[0]
 
     def run(self, policy: PassPolicy, tokens: int, seed: int = 0) -> tuple[float, list[tuple[PassKind, int]]]:
-        """Returns tokens in the time of a plain pass, and each pass with the tokens that it yielded."""
+        """Returns the tokens in the time of a plain pass, and each pass with the tokens that it yielded."""
         rng, made, time, passes = random.Random(seed), 0, 0.0, []
         while made < tokens:
             kind = policy.choose(tokens - made)
-            shape, costs = self.shapes[kind.shape], self.costs[kind.shape]
-            if kind == PLAIN:
-                policy.observe(PLAIN)
-                time, made = time + 1.0, made + 1
-                passes.append((kind, 1))
-                continue
-            depths = max(len(s.widths) for s in self.shapes)
-            tried, accepted = ([[0] * MOST_RANKS for _ in range(depths)] for _ in range(2))
-            yields = []
-            for _ in range(kind.rounds):
-                steps = self.accepted(shape, made, rng)
-                for depth, (offered, rank) in enumerate(steps):
-                    for r in range(min(offered, MOST_RANKS)):
-                        tried[depth][r] += 1
-                    if rank is not None:
-                        accepted[depth][rank] += 1
-                yields.append(1 + sum(rank is not None for _, rank in steps))
-            ranks = (tried, accepted, kind.rounds)
+            shape, count, gathered = self.shapes[kind.shape], 0, 0
             if kind.levels == 2:
-                count, gathered, filled = yields[0] - 1, 0, 1.0
-                rejected = int(count < shape.depth)
-            else:
-                gathered = sum(yields)
+                count = self.accepted(shape, made, rng)
+            elif kind.levels == 3:
+                gathered = sum(1 + self.accepted(shape, made, rng) for _ in range(kind.rounds))
                 length = min(GAMMA, gathered)
                 count = next((n for n in range(length) if rng.random() >= self.chain), length)
-                rejected, filled = int(count < length), length / GAMMA
-            policy.observe(kind, 1, gathered, count, rejected, ranks)
-            time += costs.of(kind, filled)
+            policy.observe(kind, [(1 + count, shape.depth, gathered)])
+            time += self.costs[kind.shape].of(kind, gathered / GAMMA)
             made += 1 + count
             passes.append((kind, 1 + count))
         return min(made, tokens) / time, passes
 
     def rates(self, acceptance: ByRank) -> dict[tuple[int, int, int], float]:
-        """Returns the expected tokens in the time of a plain pass, by levels, rounds and shape, if always
-        chosen.
-        """
+        """Expected tokens in the time of a plain pass, by levels, rounds and shape, if always chosen."""
         found = {(1, 0, 0): 1.0}
         for n, (shape, costs) in enumerate(zip(self.shapes, self.costs, strict=True)):
             chances = path_lengths(shape, acceptance)
@@ -145,7 +108,7 @@ class Simulation:
 
 
 def topology(shape: DeviceTreeShape, acceptance: ByRank) -> list[dict[int, list[int]]]:
-    """Returns the children of each node, by depth of their parents; nodes are numbered within their depth."""
+    """The children of each node, by depth of their parents; nodes are numbered within their depth."""
     frontier, found = [1.0], []
     for depth, width in enumerate(shape.widths):
         by_rank = acceptance[min(depth, len(acceptance) - 1)]
@@ -163,8 +126,9 @@ def topology(shape: DeviceTreeShape, acceptance: ByRank) -> list[dict[int, list[
     return found
 
 
+@cache
 def path_lengths(shape: DeviceTreeShape, acceptance: ByRank) -> list[float]:
-    """Returns the probability of each number of accepted tokens."""
+    """The probability of each number of accepted tokens."""
     reached, frontier = [1.0], {0: 1.0}
     for depth, children in enumerate(topology(shape, acceptance)):
         by_rank = acceptance[min(depth, len(acceptance) - 1)]

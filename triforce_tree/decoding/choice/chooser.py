@@ -1,23 +1,20 @@
-"""The choice of the passes of a decoding loop: what a :class:`PassPolicy` is given, and what it learns."""
+"""Chooses the passes of a decoding loop: gives a :class:`PassPolicy` what it needs, and measures passes."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from triforce_tree.decoding.choice.shared_times import PassTimes, SharedTimes
-from triforce_tree.decoding.choice.stage_costs import (
-    Allowance,
-    costs_by_shape,
-    settings_of,
-    stage_costs,
-    user_table,
-)
+from triforce_tree.decoding.choice.cost_table import user_table
+from triforce_tree.decoding.choice.stage_costs import by_shape, known_costs, settings_of
 from triforce_tree.decoding.prepared_stages import held_back
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.with_lookup import WithLookup
-from triforce_tree.policy.costs import PassCosts
-from triforce_tree.policy.estimates import Tails
-from triforce_tree.policy.pass_policy import PassLevels, PassPolicy
+from triforce_tree.policy.costs import KnownCosts, PassCosts
+from triforce_tree.policy.estimates import Estimates
+from triforce_tree.policy.pass_policy import Learnt, PassLevels, PassPolicy
 from triforce_tree.policy.passes import PassKind
 from triforce_tree.runtime import distributed
 from triforce_tree.verify.probs import DeviceProbs
@@ -29,6 +26,16 @@ _LOW_TEMPERATURE = 0.7
 _MOST_KINDS = 64
 
 
+class _Timed(NamedTuple):
+    """A pass whose seconds rank 0 is sending to the other ranks."""
+
+    kind: PassKind
+    filled: float
+    resumed: bool
+    seconds: Tensor
+    work: Any
+
+
 class PassChooser:
     """Chooses the passes of a loop over one program.
 
@@ -37,39 +44,44 @@ class PassChooser:
         to_probs: logits to probabilities.
         repeatable: whether the choice follows from the table of stage costs, the tokens and how many may
             follow alone. Otherwise it also follows from times measured while decoding, and from what earlier
-            requests to the program that were not repeatable left.
-        allowance: what measuring the stages' costs may take, where they are not known.
+            requests to the program that were not repeatable have learnt.
+        allowance: the passes of the target in whose time unknown stage costs may be measured.
 
     Attributes:
         policy: makes the choices.
     """
 
     def __init__(
-        self, program: DecodingProgram, to_probs: ProbsFromLogits, repeatable: bool, allowance: Allowance
+        self, program: DecodingProgram, to_probs: ProbsFromLogits, repeatable: bool, allowance: float
     ) -> None:
         self._program, self._to_probs = program, to_probs
         passes = PassLevels(
             program.levels, program.shapes, program.max_draft_tokens, program.two_levels, program.tail_tree
         )
         fixed = 0 if program.levels == 1 else program.config.rounds
+        self._known: KnownCosts | None = None
         self._costs: PassCosts | None = None
+        self._learns = fixed is None and not repeatable
+        learnt, waiting = None, dict[int, float]()
         if fixed is None:
-            table = costs_by_shape(program, stage_costs(program, to_probs, None, allowance))
-            self._costs = PassCosts(table, program.selected.timings, follow=not repeatable)
-        self._learns = self._costs is not None and not repeatable
-        # What acceptance depends on, of all that may change while a program lives.
-        self._kind: Hashable = (
-            DeviceProbs.key(to_probs), temperature_class(to_probs), program.config.retrieval.refresh,
-        )  # fmt: skip
-        learnt = program.learnt.get(self._kind) if self._learns else None
-        # The choice of a repeatable request must not depend on which stages are there already.
-        waiting = held_back(program) if self._learns else {}
+            self._known = known_costs(program, to_probs, allowance)
+            self._costs = PassCosts(self._known, follow=not repeatable)
+        if self._learns:
+            # The choice of a repeatable request must not depend on which stages are there already.
+            learnt, waiting = self._learnt(passes), held_back(program)
         self.policy = PassPolicy(passes, self._costs, fixed, learnt, waiting)
         self._lookup = program.drafter if isinstance(program.drafter, WithLookup) else None
-        self._common: list[int | None] = []
-        self._times = SharedTimes()
-        # The last pass, with its seconds beyond those of its stages.
-        self._last: tuple[PassKind, float] | None = None
+        self._sent: _Timed | None = None
+
+    def _learnt(self, passes: PassLevels) -> Learnt:
+        """Returns what earlier requests have learnt that decode alike."""
+        kept = self._program.learnt
+        refresh = self._program.config.retrieval.refresh
+        key = DeviceProbs.key(self._to_probs), temperature_class(self._to_probs), refresh
+        kept[key] = learnt = kept.pop(key, None) or Learnt(Estimates(passes.shapes))
+        if len(kept) > _MOST_KINDS:
+            del kept[next(iter(kept))]  # the one used longest ago
+        return learnt
 
     def choose(self, texts: Sequence[list[int] | None], longest: int, remaining: int) -> PassKind:
         """Chooses the next pass.
@@ -84,8 +96,7 @@ class PassChooser:
         if self._lookup is None or self.policy.fixed is not None:
             return self.policy.choose(remaining)
         matches = self._lookup.match(texts)
-        self._common = [None if m is None else m.common for m in matches]
-        kind = self.policy.choose(remaining, self._common)
+        kind = self.policy.choose(remaining, [None if m is None else m.common for m in matches])
         if self.policy.matched(kind):
             self._lookup.take(matches, self.policy.proposed)
         return kind
@@ -104,99 +115,50 @@ class PassChooser:
         if self._costs is not None:
             self._costs.changed()
 
-    def observe(
-        self, kind: PassKind, report: Sequence[list[int]], seconds: Mapping[str, float], resumed: bool
-    ) -> None:
+    def observe(self, kind: PassKind, report: Sequence[list[int]], seconds: float, resumed: bool) -> None:
         """Updates the estimates and costs after a pass.
 
         Args:
             report: see ``SequenceState.pass_results``.
-            seconds: the seconds of its stages, by name.
+            seconds: the seconds of the whole pass.
             resumed: whether the pass before it had no trees of the drafter.
         """
-        program = self._program
-        running = [row for row in report if row[0] > 0]
-        gathered = sum(row[2] for row in running)
-        own = PassTimes(kind, gathered / len(running) if running else None, seconds, resumed, self._last)
-        if running:
-            chain = program.max_draft_tokens if kind.levels == 3 else None
-            rejected, tails = judged(running, chain, program.shapes[0].depth if program.tail_tree else None)
-            ranks, matched = None, list[tuple[int, int, int]]()
-            if self.policy.matched(kind) and self.policy.fixed is None:
-                each = zip(self._common, self.policy.proposed, (row[0] - 1 for row in report), strict=True)
-                matched = [(common, count, tokens) for common, count, tokens in each if common and count]
-            elif not self.policy.matched(kind) and kind.rounds and program.state.rank_counts is not None:
-                ranks = (*program.state.ranks_of(running), kind.rounds * len(running))
-            self.policy.observe(
-                kind, len(running), gathered, sum(row[0] for row in running) - len(running), rejected,
-                ranks, tails, matched,
-            )  # fmt: skip
-        self._learn(self._times.share(own) if self._learns else own)
-
-    def took(self, kind: PassKind, seconds: float) -> None:
-        """Records by how many seconds the last pass exceeded the sum of its stages."""
-        self._last = kind, seconds
+        self.policy.observe(kind, report)
+        running = [row[2] for row in report if row[0]]
+        if self._costs is None or not running:
+            return
+        filled = sum(running) / len(running) / max(1, self._program.max_draft_tokens)
+        if distributed.current() is None:
+            self._costs.learn(kind, filled, resumed, seconds)
+        elif self._learns:
+            # Ranks that chose different passes would wait for each other forever. All of them learn the times
+            # of rank 0, one pass late: the message is sent while the next pass runs.
+            self.finish()
+            sent = torch.tensor([seconds], dtype=torch.float64)
+            self._sent = _Timed(kind, filled, resumed, sent, distributed.begin_broadcast(sent))
 
     def finish(self) -> None:
-        """Learns from the last pass of a batch, whose times rank 0 had not sent yet."""
-        if self._learns:
-            self._learn(self._times.rest())
+        """Learns from the last pass, whose times rank 0 had not sent yet."""
+        if self._sent is not None and self._costs is not None:
+            kind, filled, resumed, seconds, work = self._sent
+            self._sent = None
+            work.wait()
+            self._costs.learn(kind, filled, resumed, seconds.item())
 
     def close(self) -> None:
-        """Keep what was learnt for later requests."""
-        if self._costs is None:
-            return
-        self._correct_table(self._costs)
-        if self._learns:
-            kept = self._program.learnt
-            kept.pop(self._kind, None)
-            kept[self._kind] = self.policy.learnt()
-            if len(kept) > _MOST_KINDS:
-                # The one learnt longest ago.
-                del kept[next(iter(kept))]
-
-    def _learn(self, times: PassTimes | None) -> None:
-        """Take up the times of a pass, which are the same on all ranks where choices follow from them."""
-        costs = self._costs
-        if costs is None or times is None or (not self._learns and distributed.current() is not None):
-            return
-        if self._learns and times.before is not None:
-            costs.learn_host(*times.before)
-        if times.gathered is not None:
-            filled = times.gathered / max(1, self._program.max_draft_tokens)
-            costs.learn(times.kind, filled, times.seconds, times.resumed)
-
-    def _correct_table(self, costs: PassCosts) -> None:
-        """Correct the table of stage costs where decoding has shown it to be far off."""
-        timings, first = self._program.selected.timings, costs.table[0]
-        factors = timings.corrections()
+        """Corrects the table of stage costs if decoding has shown it to be far off."""
         # Processors that depend on the text take time that the table does not hold.
-        if not factors or first is None or not self._to_probs.context_free:
+        if self._known is None or not self._to_probs.context_free:
             return
-        timings.clear()
-        if distributed.is_first_rank():
-            user_table().replace(settings_of(self._program, self._to_probs), first.scaled(factors))
+        if (corrected := self._known.corrected()) is not None:
+            self._known.replace(by_shape(self._program, corrected))
+            if distributed.is_first_rank():
+                user_table().replace(settings_of(self._program, self._to_probs), corrected)
 
 
 def temperature_class(to_probs: ProbsFromLogits) -> str:
-    """``greedy``, ``low`` or ``high``: requests of one class are accepted about as often."""
+    """Returns ``greedy``, ``low`` or ``high``: requests of one class are accepted about as often."""
     if to_probs.greedy:
         return "greedy"
     found = [p.temperature for p in to_probs.processors if isinstance(p, TemperatureLogitsWarper)]
     return "low" if found and found[0] <= _LOW_TEMPERATURE else "high"
-
-
-def judged(report: Sequence[Sequence[int]], chain: int | None, tail: int | None) -> tuple[int, Tails | None]:
-    """Counts the sequences in which the target rejected a token, and the trees after chains that it judged.
-
-    Args:
-        report: of each sequence: committed tokens, verified draft tokens, tokens that level 1 emitted.
-        chain: most tokens of a chain; None for passes without chains.
-        tail: depth of the trees at the ends of chains; None if there are none.
-    """
-    proposed = [row[1] if chain is None else min(row[2], chain) for row in report]
-    beyond = [row[0] - 1 - tokens for row, tokens in zip(report, proposed, strict=True)]
-    rejected, behind = sum(tokens < 0 for tokens in beyond), [tokens for tokens in beyond if tokens >= 0]
-    if chain is None or tail is None:
-        return rejected, None
-    return rejected, Tails(len(behind), sum(behind), sum(tokens < tail for tokens in behind))
