@@ -1,5 +1,6 @@
 """Explains which passes were chosen for one prompt, and why."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence as Sequences
 from dataclasses import asdict, dataclass
@@ -11,21 +12,11 @@ from triforce_tree.decoding.explain.tally import AcceptanceTally, DepthCounts, N
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending, Sequence
-from triforce_tree.decoding.stage_set import stage_name
-from triforce_tree.policy.passes import OF_SHAPE, PassKind
+from triforce_tree.policy.passes import OF_SHAPE
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.text.new_text import new_text
 from triforce_tree.trees.shapes import shape_name
 from triforce_tree.verify.sampling import ProbsFromLogits
-
-# Fields of StageSeconds, and the stage that each is the time of, with two levels and with three.
-_STAGES = {
-    "plain": ("plain", "plain"),
-    "draft": ("draft", "draft"),
-    "retrieval": ("retrieval", "retrieval_refresh"),
-    "chain": ("target", "target"),
-    "tree": ("target", "target_tree"),
-}
 
 MATCHED_PASSES = "2 levels, matched tokens"
 """The name of the passes that verify matched tokens, of whatever length."""
@@ -50,17 +41,15 @@ class Explanation:
     """Describes the passes that were chosen for a prompt, and why.
 
     Attributes:
-        prompt_tokens, new_tokens: the sequence's numbers of tokens.
         options: settings of the engine, after defaults and memory plan.
         passes: number of passes by kind; see :data:`MATCHED_PASSES`.
         tokens_per_pass: new tokens for each pass of the target.
         origins: new tokens by what proposed them (``OriginTally``).
         acceptance: by level, then depth: verifications that reached it, and accepted tokens by sibling rank.
-        stages: milliseconds of one run of each stage; empty where rounds are given.
+        stages: milliseconds of each stage (``StageSeconds``); empty where rounds are given.
         choices: kinds of passes, the fastest one first; empty where rounds are given.
         trees: the shapes that passes may propose, the configured one first, and those of ``lookup:N`` last.
-        tree: the last tree of the drafter that was verified.
-        words: the text of each of its tokens.
+        tree: the last tree of the drafter that was verified, and ``words`` the text of each of its tokens.
         text: the new text; None without a tokenizer.
     """
 
@@ -79,45 +68,40 @@ class Explanation:
     text: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The explanation as values that JSON can hold."""
+        """Returns the explanation as values that JSON can hold."""
+        options = {name: value for name, value in self.options.items() if not callable(value)}
+        counts = {
+            level: [{"tried": depth.tried, "accepted_by_rank": by_rank(depth.accepted)} for depth in depths]
+            for level, depths in self.acceptance.items()
+        }
         return {
             **asdict(self),
-            "options": {name: value for name, value in self.options.items() if not callable(value)}
-            | {"tree": self.trees[0], "other_trees": self.trees[1:]},
-            "acceptance": {
-                level: [
-                    {"tried": depth.tried, "accepted_by_rank": by_rank(depth.accepted)} for depth in depths
-                ]
-                for level, depths in self.acceptance.items()
-            },
+            "options": options | {"tree": self.trees[0], "other_trees": self.trees[1:]},
+            "acceptance": counts,
             "choices": [{**asdict(choice), "ms_per_token": choice.ms_per_token} for choice in self.choices],
         }
 
     def why(self) -> str:
-        """Why passes were chosen as they were, in one sentence."""
+        """Returns one sentence on why passes were chosen as they were."""
         if not self.choices:
             return "Levels and rounds were given; nothing was chosen."
-        plain = next(choice for choice in self.choices if choice.kind == "plain")
-        best = self.choices[0]
-        if best is plain:
-            second = self.choices[1] if len(self.choices) > 1 else None
-            rest = f"; {second.kind} would take {second.ms_per_token:.2f} ms" if second is not None else ""
-            return f"Plain decoding is the fastest at {plain.ms_per_token:.2f} ms a token{rest}."
+        best, *others = self.choices
+        fastest = f"at {best.ms_per_token:.2f} ms a token"
+        rest = "".join(f"; {c.kind} would take {c.ms_per_token:.2f} ms" for c in others[:1])
+        if best.kind == "plain":
+            return f"Plain decoding is the fastest {fastest}{rest}."
+        plain = next(c.ms_per_token for c in others if c.kind == "plain")
+        if others[0].kind != "plain":
+            rest += f", plain decoding {plain:.2f} ms"
         if not best.made:
             return (
-                f"{best.kind} should be the fastest at {best.ms_per_token:.2f} ms a token, but was not made: "
-                "the loss budget does not cover it yet. Plain decoding takes "
-                f"{plain.ms_per_token:.2f} ms."
+                f"{best.kind} should be the fastest {fastest}{rest}. The loss budget does not cover it yet."
             )
-        others = f"the next best, {self.choices[1].kind}, would take {self.choices[1].ms_per_token:.2f} ms"
-        return (
-            f"{best.kind} is the fastest: {best.tokens:.2f} tokens in {best.ms:.2f} ms, "
-            f"{best.ms_per_token:.2f} ms a token; {others}, plain decoding {plain.ms_per_token:.2f} ms."
-        )
+        return f"{best.kind} is the fastest {fastest}: {best.tokens:.2f} tokens in {best.ms:.2f} ms{rest}."
 
 
 def by_rank(accepted: Counter[int]) -> list[int]:
-    """Counts of ranks 0, 1, ... up to the last one that was accepted."""
+    """Returns the counts of ranks 0, 1, ... up to the last one that was accepted."""
     return [accepted[rank] for rank in range(max(accepted, default=-1) + 1)]
 
 
@@ -130,13 +114,9 @@ def explained(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Decode one prompt and explain the passes that were made.
+    """Decodes one prompt with a program for a batch of one, and explains the passes that were made.
 
-    Args:
-        program: for a batch of one.
-        seed: of all draws; the choices follow from it and the table of stage costs.
-        tokenizer: for the texts of tokens.
-        progress: called with numbers of prompt tokens as they are prefilled.
+    The choices follow from the seed and the table of stage costs.
     """
     loop = DecodingLoop.over(program, to_probs, seed, repeatable=True, progress=progress)
     tally, origins = AcceptanceTally(program), OriginTally(program)
@@ -150,10 +130,19 @@ def explained(
     loop.begin([sequence])
     for _ in loop.decode():
         pass
-    new = sequence.new
+    new, policy = sequence.new, loop.policy
     passes: Counter[str] = Counter()
     for kind, made in loop.passes.items():
-        passes[_name(kind, loop)] += made
+        passes[MATCHED_PASSES if policy.matched(kind) else str(kind)] += made
+    stages, choices = {}, list[Choice]()
+    if policy.costs is not None:
+        for shape in policy.costs.shapes:
+            tree = f", tree {shape + 1}" if shape else ""
+            for name, seconds in vars(policy.costs.stages(shape)).items():
+                if 0 < seconds < math.inf and (not shape or name in OF_SHAPE):
+                    stages[name + tree] = 1e3 * seconds
+        options = sorted(policy.options(), key=lambda option: -option.rate)
+        choices = [Choice(str(o.kind), loop.passes[o.kind], o.tokens, 1e3 * o.seconds) for o in options]
     return Explanation(
         prompt_tokens=len(prompt),
         new_tokens=len(new),
@@ -162,36 +151,10 @@ def explained(
         tokens_per_pass=len(new) / max(1, loop.passes.total()),
         origins=dict(Counter(origins.names[: len(new)]).most_common()),
         acceptance=tally.depths,
-        stages=_stages(program, loop),
-        choices=_choices(loop, loop.passes),
+        stages=stages,
+        choices=choices,
         trees=[shape_name(shape) for shape in program.config.shapes[: len(program.shapes)]],
         tree=tally.tree,
         words=[str(tokenizer.decode([n.token])) if tokenizer else str(n.token) for n in tally.tree],
         text=new_text(tokenizer, prompt, new) if tokenizer else None,
     )
-
-
-def _name(kind: PassKind, loop: DecodingLoop) -> str:
-    return MATCHED_PASSES if loop.policy.matched(kind) else str(kind)
-
-
-def _stages(program: DecodingProgram, loop: DecodingLoop) -> dict[str, float]:
-    """Milliseconds of one run of each stage, by its name."""
-    costs, found = loop.policy.costs, dict[str, float]()
-    if costs is None:
-        return {}
-    for shape in costs.shapes:
-        for field, names in _STAGES.items():
-            name = names[program.levels == 3]
-            if name not in program.stage_names or (shape and field not in OF_SHAPE):
-                continue
-            if (seconds := getattr(costs.stages(shape), field)) < float("inf"):
-                found[stage_name(name, shape)] = 1e3 * seconds
-    return found
-
-
-def _choices(loop: DecodingLoop, made: Counter[PassKind]) -> list[Choice]:
-    if loop.policy.costs is None:
-        return []
-    options = sorted(loop.policy.options(), key=lambda option: -option.rate)
-    return [Choice(str(o.kind), made[o.kind], o.tokens, 1e3 * o.seconds) for o in options]

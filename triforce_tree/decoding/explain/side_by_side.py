@@ -23,10 +23,9 @@ class Piece:
 
     Attributes:
         tokens: decoded with all levels; ``origins``: what proposed each one, as in ``OriginTally.names``.
-        seconds: the seconds of decoding them.
         alone: tokens of the target alone after the same text. Greedy decoding gives as many, and the same.
             With sampling they are other draws, and are not continued.
-        alone_seconds: the seconds of decoding ``alone``.
+        seconds, alone_seconds: the seconds of decoding ``tokens`` and ``alone``.
     """
 
     tokens: list[int]
@@ -34,14 +33,6 @@ class Piece:
     seconds: float
     alone: list[int]
     alone_seconds: float
-
-    @property
-    def ms_per_token(self) -> float:
-        return 1e3 * self.seconds / len(self.tokens)
-
-    @property
-    def alone_ms_per_token(self) -> float:
-        return 1e3 * self.alone_seconds / len(self.alone)
 
 
 @dataclass(frozen=True)
@@ -55,16 +46,14 @@ class Speeds:
 
     @classmethod
     def of(cls, pieces: Sequences[Piece]) -> "Speeds | None":
-        """Without the first piece, which warms both up, where there are others; None without any."""
+        """Returns the speeds without the first piece, which warms both up, where there are others."""
         timed = list(pieces[1:] or pieces)
         if not timed:
             return None
-        return cls(
-            statistics.median(piece.ms_per_token for piece in timed),
-            statistics.median(piece.alone_ms_per_token for piece in timed),
-            statistics.median(piece.alone_ms_per_token / piece.ms_per_token for piece in timed),
-            len(timed),
-        )
+        ours = [1e3 * piece.seconds / len(piece.tokens) for piece in timed]
+        alone = [1e3 * piece.alone_seconds / len(piece.alone) for piece in timed]
+        ratios = [b / a for a, b in zip(ours, alone, strict=True)]
+        return cls(statistics.median(ours), statistics.median(alone), statistics.median(ratios), len(timed))
 
 
 class SideBySide:

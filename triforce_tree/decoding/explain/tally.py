@@ -1,7 +1,7 @@
 """Counts of one sequence stage by stage: acceptance, drafted trees, and what proposed each token."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from triforce_tree.decoding.program import DecodingProgram
@@ -10,15 +10,13 @@ from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.suffix_matching import SuffixMatching
 from triforce_tree.kernels.step.accept import FIXED
 
-LEVELS = {
-    "retrieval_refresh": "retrieval",
-    "retrieval": "retrieval",
-    "target": "target",
+# The name of a verifying stage in an explanation.
+_LEVELS = {
+    "retrieval_refresh": "retrieval", "retrieval": "retrieval", "target": "target",
     "target_tree": "target, trees",
-}
-"""The name of a verifying stage in an explanation."""
+}  # fmt: skip
 MATCHED_TOKENS = "target, matched tokens"
-"""The name of a stage that verifies matched tokens."""
+"""The name of a stage that verifies matched tokens in an explanation."""
 MATCHED = SuffixMatching.name
 """The origin of matched tokens, both where they replace a tree and where they are verified beside one."""
 
@@ -32,7 +30,6 @@ class Node:
         parent: number of its parent; -1 for the root.
         rank: among its siblings, in the order of their draws.
         probability: by which the drafter drew it, 1 for one without reported probabilities.
-        accepted: whether the verification accepted it.
     """
 
     token: int
@@ -55,10 +52,7 @@ class DepthCounts:
 
 
 class AcceptanceTally:
-    """Counts of one sequence; call it after each stage, before the next one runs. Waits for the device.
-
-    Args:
-        program: of one sequence.
+    """Counts what is accepted of a batch of one. It is called after each stage, and waits for the device.
 
     Attributes:
         depths: by level, then depth from 1 on.
@@ -73,20 +67,19 @@ class AcceptanceTally:
     def __call__(self, stage: str) -> None:
         # Stages of other shapes of trees: ``target_tree/1``.
         name, _, shape = stage.partition("/")
-        judged = self._program.stage(stage) if name in LEVELS else None
+        judged = self._program.stage(stage) if name in _LEVELS else None
         if not isinstance(judged, RetrievalVerifyStage | ChainVerifyStage | TreeVerifyStage):
             return
         tokens, parents = judged.tree.tokens[0].tolist(), judged.tree.parents[0].tolist()
         acceptance = judged.verifier.acceptance
         path = acceptance.path[0, : int(acceptance.counts[0])].tolist()
-        seen: Counter[int] = Counter()
-        ranks = []
+        seen, ranks = Counter[int](), []
         for node, parent in enumerate(parents):
             ranks.append(seen[parent])
             # The root's token is not a proposal.
             seen[parent] += int(node > 0 and tokens[node] >= 0)
         matched = bool(shape) and self._program.shapes[int(shape)].matched
-        depths = self.depths.setdefault(MATCHED_TOKENS if matched else LEVELS[name], [])
+        depths = self.depths.setdefault(MATCHED_TOKENS if matched else _LEVELS[name], [])
         for depth, node in enumerate(path):
             if not seen[node] or depth >= judged.tree.depth:
                 break
@@ -96,17 +89,12 @@ class AcceptanceTally:
             if depth + 1 < len(path):
                 depths[depth].accepted[ranks[path[depth + 1]]] += 1
         if not isinstance(judged, ChainVerifyStage) and not matched:
-            self.tree = [
-                Node(token, parent, rank, probability, node in path)
-                for node, (token, parent, rank, probability) in enumerate(
-                    zip(tokens, parents, ranks, draw_probabilities(judged.tree), strict=True)
-                )
-                if token >= 0 or node == 0
-            ]
+            nodes = zip(tokens, parents, ranks, draw_probabilities(judged.tree), strict=True)
+            self.tree = [Node(*own, n in path) for n, own in enumerate(nodes) if own[0] >= 0 or n == 0]
 
 
 def draw_probabilities(tree: TokenTree) -> list[float]:
-    """By which the drafter drew each node of the first sequence; 1 for the root and for what was not drawn.
+    """Returns the probability with which each node of the first sequence was drawn, 1 for other nodes.
 
     The last nodes of a tree have no distribution; a chain of matched tokens may begin there.
     """
@@ -120,20 +108,17 @@ def draw_probabilities(tree: TokenTree) -> list[float]:
 
 
 class OriginTally:
-    """Names what first proposed each committed token of one sequence: a level, or ``MATCHED``.
+    """Names what first proposed each committed token of a batch of one.
 
-    Call it after each stage, before the next one runs; it waits for the device. A token of the drafter's that
-    all levels which judged it accepted is the drafter's, and a matched one that is no node of its tree
-    ``MATCHED``; one that the retrieval level added, runner-ups included, and the target accepted is the
-    retrieval level's; the last token of every pass is the target's own.
-
-    Args:
-        program: of one sequence.
+    It is called after each stage, and waits for the device. A token is the drafter's if all levels that
+    judged it accepted it, or ``MATCHED`` if it was matched and is no node of the drafter's tree. It is the
+    retrieval level's if that level added it, runner-ups included, and the target accepted it. The last token
+    of every pass is the target's own.
 
     Attributes:
-        names: ``MATCHED``, or of levels as in :class:`~triforce_tree.runtime.stats.LevelStats`, one for each
-            token committed so far. The last pass may have committed more tokens than the sequence was to
-            have.
+        names: one for each token committed so far: ``MATCHED``, or the name of a level as in
+            :class:`~triforce_tree.runtime.stats.LevelStats`. The last pass may have committed more tokens
+            than the sequence was to have.
     """
 
     def __init__(self, program: DecodingProgram) -> None:
@@ -174,21 +159,13 @@ class OriginTally:
 
 def as_lines(tree: Sequence[Node], words: Sequence[str]) -> list[str]:
     """Returns one line for each node, below its parent; accepted nodes are marked."""
-    children: dict[int, list[int]] = {}
-    for number, node in enumerate(tree):
-        children.setdefault(node.parent, []).append(number)
-    lines: list[str] = []
 
-    def add(number: int, indent: str, last: bool) -> None:
-        node = tree[number]
-        branch = "" if node.parent < 0 else indent + ("└─ " if last else "├─ ")
-        shown = f"{words[number]!r}" + ("" if node.parent < 0 else f"  {node.probability:.2f}")
-        lines.append(f"{branch}{shown}{'  accepted' if node.accepted and node.parent >= 0 else ''}")
-        below = children.get(number, [])
-        inner = "" if node.parent < 0 else indent + ("   " if last else "│  ")
-        for child in below:
-            add(child, inner, child == below[-1])
+    def below(parent: int, indent: str) -> Iterator[str]:
+        children = [number for number, node in enumerate(tree) if node.parent == parent]
+        for number in children:
+            branch, inner = ("└─ ", "   ") if number == children[-1] else ("├─ ", "│  ")
+            accepted = "  accepted" if tree[number].accepted else ""
+            yield f"{indent}{branch}{words[number]!r}  {tree[number].probability:.2f}{accepted}"
+            yield from below(number, indent + inner)
 
-    if tree:
-        add(0, "", True)
-    return lines
+    return [repr(words[0]), *below(0, "")] if tree else []
