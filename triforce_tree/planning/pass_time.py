@@ -8,6 +8,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.planning import memory_map
 from triforce_tree.planning.memory_map import MOST_GAMMA, HostRate, Machine, Sizes
+from triforce_tree.policy.estimates import tokens_of
 from triforce_tree.trees.device_shapes import pass_limits
 
 LEAST_GAMMA = 12
@@ -98,7 +99,7 @@ def best_gamma(
     round_seconds = _ROUND_SECONDS + (weights + kv_bytes) / (_ROUND_BANDWIDTH * machine.read)
 
     def tokens_per_second(gamma: int) -> float:
-        expected = (1 - _ACCEPTANCE ** (gamma + 1)) / (1 - _ACCEPTANCE)
-        return expected / (math.ceil(gamma / (1 + depth / 2)) * round_seconds + pass_seconds(gamma))
+        rounds = math.ceil(gamma / (1 + depth / 2))
+        return tokens_of(_ACCEPTANCE, gamma) / (rounds * round_seconds + pass_seconds(gamma))
 
     return max(range(LEAST_GAMMA, MOST_GAMMA + 1, 4), key=tokens_per_second)
