@@ -187,17 +187,8 @@ BAD = {
     "not a file": (["bench", "text", "--out", "/dev/full"], "/dev/full"),
     "short needle": (["bench", "needle", "--lengths", "9"], "length=9"),
     "depth": (["bench", "needle", "--depths", "2"], "between 0"),
-    "no network": (["bench", "pg19"], "without a network give --data FILE, a .jsonl, .json, .parquet"),
-    "no rows": (
-        ["bench", "narrativeqa", "--data", "/nowhere.jsonl"],
-        "no such file: '/nowhere.jsonl'",
-    ),
-    "no task": (
-        ["bench", "infinitebench", "--task", "poems"],
-        "has no task 'poems'; use one of passkey",
-    ),
-    "no templates": (["bench", "longbench", "--templates", "/nowhere.json"], "/nowhere.json: No such file"),
-    "cold": (["bench", "longbench", "--temperatures", "-1"], "-1.0 must be at least 0"),
+    "no network": (["bench", "pg19", "--lengths", "100"], "give a .jsonl, .json, .csv or .parquet file"),
+    "no rows": (["bench", "pg19", "--data", "/nowhere.jsonl"], "no such file: '/nowhere.jsonl'"),
     "negative draws": (["check", "--draws", "-1"], "argument --draws: -1 must be at least 0"),
     "greedy check": (["check", "--temperature", "0"], "temperature=0.0"),
     "demo prompt": (["demo", "--prompt-tokens", "99999999"], "99999999"),
@@ -219,20 +210,6 @@ def test_bad_input_ends_with_one_line_and_code_2(
     assert code == 2
     assert out == ""
     assert len(err.strip().splitlines()) == 1, err
-    assert needed in err
-
-
-@pytest.mark.parametrize(
-    "words, needed",
-    [],
-)
-def test_bad_results_end_with_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], needed: str
-) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
-    code, out, err = run(capsys, *words)
-    assert (code, out) == (2, "")
-    assert len(err.strip().splitlines()) == 1
     assert needed in err
 
 

@@ -22,7 +22,6 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ["repeated 8-grams"],
     ),
     "bench needle": (["--lengths", "200", "--depths", "0.5", "--trials", "1"], ["needle accuracy"]),
-    "bench batch": (["--context", "90", "--new-tokens", "4", "--batches", "1"], ["decoding alone"]),
     "check": (
         ["--lengths", "1", "--new-tokens", "4", "--draws", "0", "--levels", "2", *SMALL],
         ["greedy tokens against transformers' own decoding", "passed: no difference to the target was found"],
