@@ -21,7 +21,6 @@ from tests.support.models.program_cases import (
     references,
 )
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -73,7 +72,7 @@ def test_shorter_sequences_after_longer_ones(levels: int) -> None:
 
 def test_equal_keys_differ_in_their_temperature_alone() -> None:
     def key(*processors: object) -> object:
-        return DeviceProbs.key(ProbsFromLogits(LogitsProcessorList(processors)))
+        return ProbsFromLogits(LogitsProcessorList(processors)).key
 
     warm, hot, top = TemperatureLogitsWarper(0.7), TemperatureLogitsWarper(1.4), TopKLogitsWarper(5)
     assert key(warm) == key(hot) == key()

@@ -37,7 +37,7 @@ class DecodingProgram(Buffers):
 
         Sequences must be fed or rewound after this: the trial runs of a capture use their buffers.
         """
-        key = DeviceProbs.key(to_probs)
+        key = to_probs.key
         found = self.prepared.pop(key, None)
         if found is None:
             if len(self.prepared) >= _MOST_PREPARED:

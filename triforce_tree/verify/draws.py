@@ -19,7 +19,8 @@ class Draws:
     Args:
         seed: seed of the batch.
         attempt: number of earlier attempts at the same sequences; each attempt draws new random numbers.
-        count: number of generators: 1, or the batch size. Batch index b first holds sequence number b.
+        count: number of generators: 1, or the batch size. If there are several, :meth:`begin` must be called
+            for each batch index.
         device: device of the random numbers.
         seeded: draws random numbers that depend only on a sequence's own seed and the position; None if no
             sequence has a seed of its own.
@@ -35,26 +36,23 @@ class Draws:
     ) -> None:
         self._seed, self._attempt = seed, attempt
         self._seeded = seeded
-        self.generators = [torch.Generator(device) for _ in range(count)]
-        for index, generator in enumerate(self.generators):
-            generator.manual_seed(self._of(index))
+        first = derived(seed, Stream.ATTEMPT, attempt)
+        self.generators = [torch.Generator(device).manual_seed(first) for _ in range(count)]
 
-    def begin(self, row: int, number: int, seed: int | None = None) -> None:
-        """Starts the random numbers of a sequence that begins at batch index ``row``.
+    def begin(self, index: int, number: int, seed: int | None = None) -> None:
+        """Starts the random numbers of a sequence that begins at this batch index.
 
         Args:
             number: number of the sequence in the batch, which its numbers depend on if it has no seed.
             seed: seed of the sequence itself, or None.
         """
         if len(self.generators) > 1:
-            self.generators[row].manual_seed(self._of(number))
+            own = sequence_seed(self._seed, number)
+            self.generators[index].manual_seed(derived(own, Stream.ATTEMPT, self._attempt))
         if self._seeded is not None:
-            self._seeded.begin(row, seed)
+            self._seeded.begin(index, seed)
 
     def before_pass(self, lengths: Sequence[int | None]) -> None:
         """Draws the random numbers of sequences with a seed of their own; see ``Seeded.fill``."""
         if self._seeded is not None:
             self._seeded.fill(lengths)
-
-    def _of(self, number: int) -> int:
-        return derived(sequence_seed(self._seed, number), Stream.ATTEMPT, self._attempt)

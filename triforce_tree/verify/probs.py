@@ -1,10 +1,10 @@
 """Computes probabilities from logits and draws tokens from them, in a form that CUDA graphs can capture."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
+from transformers import LogitsProcessorList
 
 from triforce_tree.kernels.probs.softmax import softmax_rows
 from triforce_tree.verify.noise import Noise, NoiseFactory
@@ -35,31 +35,14 @@ class DeviceProbs:
         self.capturable = to_probs.context_free
         self._bound = None if to_probs.context_free else to_probs
         self.temperature = torch.ones((), dtype=torch.float32, device=device)
-        self._rest = LogitsProcessorList(_split(to_probs)[1])
+        self._rest = LogitsProcessorList(to_probs.others)
         self.set(to_probs)
 
     def set(self, to_probs: ProbsFromLogits) -> None:
         """Takes over the settings of ``to_probs``, which must have the same ``key``."""
-        self.temperature.fill_(_split(to_probs)[0])
+        self.temperature.fill_(to_probs.temperature)
         if self._bound is not None:
             self._bound = to_probs
-
-    @staticmethod
-    def key(to_probs: ProbsFromLogits) -> Hashable:
-        """Returns a key. Settings with equal keys differ only in temperature and can share CUDA graphs."""
-        rest = _split(to_probs)[1]
-        if not to_probs.context_free:
-            # Processors that read the tokens may hold state that cannot be compared. They run outside of
-            # graphs, so all of them can have the same key.
-            return to_probs.greedy, "text"
-        settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in rest]
-        return to_probs.greedy, tuple((type(p), *values) for p, values in zip(rest, settings, strict=True))
-
-    @staticmethod
-    def kind(to_probs: ProbsFromLogits) -> str:
-        """Returns the names of the logits processors. Measured stage times are stored under this name."""
-        names = [type(processor).__name__ for processor in _split(to_probs)[1]]
-        return " ".join(["greedy" if to_probs.greedy else "sampled", *names])
 
     def noise(self, batch: int, rows: int, vocabulary: int, uniforms: int = 0) -> Noise:
         """Makes the :class:`Noise` of a stage that draws from these distributions; empty if greedy."""
@@ -94,26 +77,6 @@ class DeviceProbs:
     def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
         """Returns probabilities, fp32 ``[B, T, V]``."""
         return softmax_rows(self.scores(logits, paths))
-
-
-def _hashable(value: object) -> Hashable:
-    if isinstance(value, Tensor):
-        return tuple(value.flatten().tolist())
-    return repr(value)
-
-
-def _split(to_probs: ProbsFromLogits) -> tuple[float, list[object]]:
-    """Returns the temperature of the first processor and the other processors.
-
-    The temperature is 1 if the first processor is no temperature, or if decoding is greedy.
-    """
-    rest: list[object] = list(to_probs.processors)
-    temperature = 1.0
-    # A derived class may use its temperature in another way, so the type must be exact.
-    if rest and type(rest[0]) is TemperatureLogitsWarper:
-        temperature = 1.0 if to_probs.greedy else float(rest[0].temperature)
-        rest = rest[1:]
-    return temperature, rest
 
 
 class Sampler:

@@ -1,7 +1,8 @@
 """Computes fp32 probabilities from logits with the user's logits processors, and derives seeds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -59,6 +60,14 @@ class ProbsFromLogits:
         greedy: whether the most probable token is taken; probabilities then only rank tokens.
         padding: tokens on the left of each sequence that processors see, as in a padded batch of
             transformers.
+
+    Attributes:
+        processors: all processors in the order in which they are applied.
+        reading_text: the processors that depend on the preceding tokens.
+        context_free: whether a node's distribution depends on its logits alone, and not on the preceding
+            tokens.
+        temperature: the temperature of the first processor; 1 if that is no temperature, or if ``greedy``.
+        others: the processors without that temperature.
     """
 
     def __init__(
@@ -67,13 +76,18 @@ class ProbsFromLogits:
         greedy: bool = False,
         padding: Sequence[int] = (),
     ) -> None:
-        processors = LogitsProcessorList(map(_in_less_time, processors or ()))
         self.greedy = greedy
         self._padding = list(padding)
-        self._free = LogitsProcessorList(p for p in processors if type(p) in _CONTEXT_FREE)
-        self._bound = [p for p in processors if type(p) not in _CONTEXT_FREE]
-        self._ordered = list(processors)
-        self._removes_nan = any(type(p) is InfNanRemoveLogitsProcessor for p in processors)
+        self.processors: list[LogitsProcessor] = list(map(_in_less_time, processors or ()))
+        self._free = LogitsProcessorList(p for p in self.processors if type(p) in _CONTEXT_FREE)
+        self.reading_text = [p for p in self.processors if type(p) not in _CONTEXT_FREE]
+        self.context_free = not self.reading_text
+        self._removes_nan = any(type(p) is InfNanRemoveLogitsProcessor for p in self.processors)
+        self.temperature, self.others = 1.0, self.processors
+        # A derived class may use its temperature in another way, so the type must be exact.
+        if self.processors and type(first := self.processors[0]) is TemperatureLogitsWarper:
+            self.temperature = 1.0 if greedy else float(first.temperature)
+            self.others = self.processors[1:]
 
     @classmethod
     def at(cls, temperature: float) -> "ProbsFromLogits":
@@ -82,25 +96,29 @@ class ProbsFromLogits:
             return cls(greedy=True)
         return cls(LogitsProcessorList([TemperatureLogitsWarper(temperature)]))
 
-    @property
-    def context_free(self) -> bool:
-        """Whether a node's distribution depends on its logits alone, and not on the preceding tokens."""
-        return not self._bound
+    @cached_property
+    def key(self) -> Hashable:
+        """A key of the settings. Settings with equal keys differ only in temperature and can share CUDA
+        graphs.
+        """
+        if not self.context_free:
+            # Processors that read the tokens may hold state that cannot be compared. They run outside of
+            # graphs, so all of them can have the same key.
+            return self.greedy, "text"
+        settings = [sorted((name, _hashable(value)) for name, value in vars(p).items()) for p in self.others]
+        kinds = (type(p) for p in self.others)
+        return self.greedy, tuple((kind, *values) for kind, values in zip(kinds, settings, strict=True))
 
     @property
-    def reading_text(self) -> list[LogitsProcessor]:
-        """The processors that depend on the preceding tokens."""
-        return self._bound
-
-    @property
-    def processors(self) -> list[LogitsProcessor]:
-        """All processors in the order in which they are applied."""
-        return self._ordered
+    def kind(self) -> str:
+        """The names of the logits processors. Measured stage times are stored under this name."""
+        names = [type(processor).__name__ for processor in self.others]
+        return " ".join(["greedy" if self.greedy else "sampled", *names])
 
     @property
     def nan_error(self) -> str:
         """The error message for NaN in processed logits."""
-        custom = [type(p).__name__ for p in self._ordered if not type(p).__module__.startswith(_KNOWN)]
+        custom = [type(p).__name__ for p in self.processors if not type(p).__module__.startswith(_KNOWN)]
         if not custom:
             return NAN_LOGITS
         return (
@@ -124,7 +142,7 @@ class ProbsFromLogits:
         scores = logits.float()
         if not self._removes_nan and torch.isnan(scores).any():
             raise ValueError(NAN_LOGITS)
-        if not self._bound:
+        if self.context_free:
             return self.context_free_scores(scores)
         rows = []
         padding = torch.tensor(self._padding, dtype=torch.int64, device=scores.device)
@@ -144,7 +162,7 @@ class ProbsFromLogits:
                     forbidden = False
                 if not forbidden:
                     ids = torch.cat([padding, tokens])[None]
-                    for processor in self._ordered:
+                    for processor in self.processors:
                         row = processor(ids, row)
                 known[below] = None if forbidden else row
             rows.append(row)
@@ -160,6 +178,10 @@ class ProbsFromLogits:
     def __call__(self, logits: Tensor, paths: Paths) -> Tensor:
         """Returns probabilities, fp32 ``[N, V]``."""
         return self.scores(logits, paths).softmax(-1)
+
+
+def _hashable(value: object) -> Hashable:
+    return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
 
 
 def _in_less_time(processor: LogitsProcessor) -> LogitsProcessor:

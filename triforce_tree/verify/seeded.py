@@ -55,13 +55,13 @@ class Seeded:
 
     def clear(self) -> None:
         """Removes the seeds of all sequences."""
-        for row in range(len(self._seeds)):
-            self.begin(row, None)
+        for index in range(len(self._seeds)):
+            self.begin(index, None)
 
-    def begin(self, row: int, seed: int | None) -> None:
-        """Sets the seed (None for no seed) of a sequence that begins at batch index ``row``."""
-        self._seeds[row], self._filled[row] = seed, 0
-        self.seeded[row] = seed is not None
+    def begin(self, index: int, seed: int | None) -> None:
+        """Sets the seed (None for no seed) of a sequence that begins at this batch index."""
+        self._seeds[index], self._filled[index] = seed, 0
+        self.seeded[index] = seed is not None
 
     def fill(self, lengths: Sequence[int | None]) -> None:
         """Draws the noise of all positions that the next pass may decide on.
@@ -70,12 +70,12 @@ class Seeded:
             lengths: number of tokens of each sequence; None for one that has ended.
         """
         rows = self.exponential.shape[1]
-        for row, (length, seed) in enumerate(zip(lengths, self._seeds, strict=True)):
+        for index, (length, seed) in enumerate(zip(lengths, self._seeds, strict=True)):
             if length is None or seed is None:
                 continue
-            for position in range(max(length, self._filled[row]), length + rows):
-                fill_noise(self.exponential[row, position % rows], self._generator, seed, position)
-            self._filled[row] = length + rows
+            for position in range(max(length, self._filled[index]), length + rows):
+                fill_noise(self.exponential[index, position % rows], self._generator, seed, position)
+            self._filled[index] = length + rows
 
     def at(self, positions: Tensor) -> Tensor:
         """Returns the noise, fp32 ``[B, N, V]``, of the tokens at int64 ``[B, N]`` positions."""

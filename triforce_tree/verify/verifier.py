@@ -86,7 +86,7 @@ class Verifier:
         """
         if view.resizable:
             tree = tree.first(tree.used_nodes)
-            mask_words = mask_words[:, : tree.nodes] if mask_words is not None else None
+            mask_words = mask_words[:, : tree.tokens.shape[1]] if mask_words is not None else None
         view.begin(root, mask_words)
         self._logits = self.model(
             tree.tokens.clamp_min(0), root[:, None] + tree.depths, view, states=view.recurrent

@@ -17,7 +17,6 @@ from triforce_tree.policy.estimates import Estimates
 from triforce_tree.policy.pass_policy import Learnt, PassLevels, PassPolicy
 from triforce_tree.policy.passes import PassKind
 from triforce_tree.runtime import distributed
-from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 # Temperatures up to this one are one class, higher ones another.
@@ -77,7 +76,7 @@ class PassChooser:
         """Returns what earlier requests have learnt that decode alike."""
         kept = self._program.learnt
         refresh = self._program.config.retrieval.refresh
-        key = DeviceProbs.key(self._to_probs), temperature_class(self._to_probs), refresh
+        key = self._to_probs.key, temperature_class(self._to_probs), refresh
         kept[key] = learnt = kept.pop(key, None) or Learnt(Estimates(passes.shapes))
         if len(kept) > _MOST_KINDS:
             del kept[next(iter(kept))]  # the one used longest ago

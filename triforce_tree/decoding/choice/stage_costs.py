@@ -25,7 +25,6 @@ from triforce_tree.policy.passes import StageSeconds
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.fingerprint import hardware, shape_of
 from triforce_tree.runtime.stage_clock import StageClock
-from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 _LOG = logging.getLogger(__name__)
@@ -307,7 +306,7 @@ def settings_of(program: DecodingProgram, to_probs: ProbsFromLogits) -> dict[str
         "ranks": [group.size if (group := distributed.current()) is not None else 1, config.text_ranks],
         "target": _model(program.target),
         "drafter": _drafter(program),
-        "sampling": DeviceProbs.kind(to_probs),
+        "sampling": to_probs.kind,
         "levels": [program.levels, program.two_levels],
         "trees": [repr(shape) for shape in program.shapes],
         "chain": [program.max_draft_tokens, program.runner_ups, program.tail_tree],
