@@ -12,7 +12,7 @@ from triforce_tree.trees.topology_files import SUFFIX
 
 # The most tokens that one pass may propose.
 MOST_PROPOSED = 1024
-# With the root one tile of 16 rows in the target's forward.
+# Together with the root they are one tile of 16 rows in the target's forward.
 _MATCHED_ALONE = 15
 
 NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False and shorten the prompt"
@@ -22,7 +22,7 @@ NO_OFFLOAD = "an offloaded one has 16; leave out kv_bits, or give offload=False 
 class StreamingConfig:
     """The draft model's cache: the first ``sinks`` tokens and a window of the newest ones (StreamingLLM).
 
-    Tokens leave the window in blocks: it holds between ``window`` and ``2 * window`` tokens.
+    Tokens leave the window in blocks, so it holds between ``window`` and ``2 * window`` tokens.
     """
 
     sinks: int = 4
@@ -80,7 +80,7 @@ class RetrievalConfig:
             )
 
     def columns(self, head_dim: int) -> int:
-        """Returns how many numbers are kept of a chunk's keys: means, and with ``key_variance`` variances."""
+        """Returns how many numbers are kept of a chunk's keys: means, and variances with ``key_variance``."""
         return 2 * head_dim if self.key_variance else head_dim
 
     def chooses(self, forward: int) -> bool:
@@ -92,23 +92,23 @@ class RetrievalConfig:
 class HierarchyConfig:
     """The settings of all levels. docs/options.md and docs/advanced.md say what each option does.
 
-    Values that are left at their defaults are chosen for a request by the device's defaults
-    (``planning/device_defaults.py``) or, where memory is limited, by the memory plan. Some values mean a
-    choice that is made later:
+    Options that are left at their defaults are chosen for each request: by the device
+    (``planning/device_defaults.py``) or, if memory is limited, by the memory plan. Some values mean that a
+    choice is made later:
 
     - ``levels`` "auto": by the length of the prompt, and again before each pass.
     - ``rounds`` None: before each pass, from measured acceptance and stage times.
-    - ``other_trees`` None: by the device where ``tree`` is not given, else none.
+    - ``other_trees`` None: by the device if ``tree`` is not given, else none.
     - ``runner_ups`` None: on a GPU.
     - ``lookup`` None: 15 tokens without a draft model, else none.
     - ``retrieval_weight_bits`` "auto": when buffers are made, by free memory.
     - ``prefill_chunk`` None: by the device.
     - ``attention_backend`` "auto": by the device (``kernels/attention/backend.py``).
     - ``context_parallel`` "auto": when the models are loaded.
-    - ``offload`` None: "auto" where ``gpu_memory`` or ``host_memory`` is given, True where
-      ``offload_weights`` is True, else False.
-    - ``offload_weights`` "auto": when models named by id or folder are loaded, where they may be offloaded.
-    - ``host_attention`` "auto": where something is offloaded and a kernel for this processor exists.
+    - ``offload`` None: "auto" if ``gpu_memory`` or ``host_memory`` is given, True if ``offload_weights`` is
+      True, else False.
+    - ``offload_weights`` "auto": when models that are named by id or folder are loaded.
+    - ``host_attention`` "auto": if something is offloaded, and a kernel for this processor exists.
     """
 
     levels: int | str = "auto"
@@ -152,7 +152,7 @@ class HierarchyConfig:
         one_of("levels", self.levels, 1, 2, 3, "auto")
         one_of("runner_ups", self.runner_ups, True, False, None)
         if isinstance(self.tree, str) and self.tree.endswith(SUFFIX):
-            # Its content, so that a file that changes later changes nothing here.
+            # The name of the content, so that later changes of the file have no effect.
             object.__setattr__(self, "tree", tree_shape(self.tree).name)
         tree_shape(self.tree)
         if self.other_trees is not None:

@@ -22,11 +22,10 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree.branching.several import several_texts
 from triforce_tree.branching.tree import TextTree
 from triforce_tree.config import HierarchyConfig, Options, flat_options
-from triforce_tree.decoding.assembly import Hierarchy
 from triforce_tree.decoding.choice.stage_costs import allowance_of
 from triforce_tree.decoding.explain.explanation import Explanation, explained
+from triforce_tree.decoding.hierarchy import Hierarchy, PlannedPrograms
 from triforce_tree.decoding.loop import DecodingLoop
-from triforce_tree.decoding.memory.planned_programs import PlannedPrograms
 from triforce_tree.decoding.plain_passes import PlainPasses
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
@@ -37,7 +36,6 @@ from triforce_tree.loading.drafter_choice import check_drafter_options
 from triforce_tree.loading.load_guard import GuardReport
 from triforce_tree.loading.vocabularies import token_map
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.planning.device_defaults import resolve
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.requests.batch import Batch
 from triforce_tree.requests.batch_pool import BatchPool
@@ -314,7 +312,7 @@ class Engine:
         if prompt_tokens < 1 or new_tokens < 1:
             raise ValueError(f"prompt_tokens={prompt_tokens} and new_tokens={new_tokens} must be at least 1")
         with self._hierarchy.generation():
-            self._hierarchy.config = self._config
+            self._hierarchy.use(self._config)
             return self._hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
     def release(self) -> None:
@@ -325,7 +323,7 @@ class Engine:
         """Free the last generation's buffers and the weights in host memory. Later calls raise
         RuntimeError.
         """
-        with self._hierarchy.alone():
+        with self._hierarchy.generation(as_they_are=False):
             self._hierarchy.release()
             self._hierarchy.prefixes.clear()
             if self.target.streamed is not None:
@@ -362,7 +360,8 @@ class Engine:
         for prompt in prompts:
             self.target.check_length(len(prompt), new_tokens)
         with self._hierarchy.generation():
-            self._choose_settings(prompts, new_tokens)
+            lengths = [len(prompt) for prompt in prompts]
+            self._hierarchy.choose_settings(self._config, self._given, lengths, new_tokens)
             with self._hierarchy.active():
                 program = self._hierarchy.program(prompts, new_tokens, reuse=self._reuse)
                 if to_probs is not None:
@@ -403,12 +402,12 @@ class Engine:
         longest = sorted(prompts, key=len)[-most:]
         width = len(longest[-1])
         coming = max(request.new_tokens, self._capacity - width)
-        hierarchy.config = self._config
         joins, tokens = (False, None) if how.joining is None else (True, how.joining.tokens)
         # A session has its own slots.
         shares = self._reuse == "chunks" and how.max_batch != 1
         pool = BatchPool(hierarchy, prompts, coming, how.max_batch, joins, tokens, shares)
-        self._choose_settings(longest, coming, pool.slots)
+        lengths = [len(prompt) for prompt in longest]
+        hierarchy.choose_settings(self._config, self._given, lengths, coming, pool)
         device = hierarchy.target.device
         if reading := to_probs.reading_text:
             cost = cost_of_processors(reading, request.config, len(prompts), device.type == "cuda")
@@ -434,7 +433,8 @@ class Engine:
         longest = max(map(len, prompts))
         coming = max(request.new_tokens, self._capacity - longest)
         check_in_step(hierarchy.target, request, why)
-        self._choose_settings(prompts, coming)
+        lengths = [len(prompt) for prompt in prompts]
+        hierarchy.choose_settings(self._config, self._given, lengths, coming)
         self._notices.log(
             "nothing is drafted, so that logits processors and stopping criteria are called as by "
             f"model.generate: {why}"
@@ -443,13 +443,3 @@ class Engine:
             programs = PlannedPrograms(hierarchy, prompts, longest + coming, self._reuse, request.how.pinned)
             passes = PlainPasses(programs, prompts, request.how.progress, self._reuse)
             return decode_in_step(request, hierarchy.target, passes, self.tokenizer, hierarchy.offloads)
-
-    def _choose_settings(self, prompts: list[list[int]], new_tokens: int, pool_slots: int = 0) -> None:
-        """Plan the memory. If it is not limited, apply the device's defaults for these prompts."""
-        hierarchy, self._hierarchy.config = self._hierarchy, self._config
-        hierarchy.adopt_memory_plan([len(p) for p in prompts], new_tokens, self._given, pool_slots)
-        # The defaults are measured with the full cache and all weights on the device.
-        if hierarchy.offloads or hierarchy.target.streamed is not None:
-            return
-        longest = max(map(len, prompts))
-        hierarchy.config = resolve(self._config, self._given, hierarchy.facts, longest, len(prompts))

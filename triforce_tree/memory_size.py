@@ -1,18 +1,21 @@
-"""Sizes of memory as people write them."""
+"""Parses sizes of memory as people write them."""
 
 import re
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{name}i": 1 << (10 * power) for power, name in enumerate("KMGT", 1)}
-# A smaller number lacks its unit.
+# A smaller number is refused, because its unit was probably forgotten.
 _LEAST_SIZE = 1 << 20
 
 
 def bytes_of(size: int | str, option: str) -> int:
-    """``24GiB``, ``24 GB``, ``24G`` or a plain number, in bytes; ``option`` is named in errors.
+    """Returns the bytes of a size such as ``24GiB``, ``24 GB``, ``24G`` or a plain number.
+
+    Args:
+        option: the name of the option for errors.
 
     Raises:
-        ValueError: no size, or less than 1 MiB (a number without its unit).
+        ValueError: the text is not a size, or the size is less than 1 MiB.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", str(size), re.IGNORECASE)
     number = 0 if isinstance(size, bool) or found is None else float(found[1])

@@ -113,13 +113,13 @@ def did_you_mean(value: object, allowed: Collection[object]) -> str:
 
 
 def within(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
-    """Raise ValueError unless the value of an option is an integer from ``least`` to ``most``."""
+    """Raises ValueError unless the value of an option is an integer from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least} and at most {most}")
 
 
 def one_of(name: str, value: object, *allowed: object) -> None:
-    """Raise ValueError unless an option has one of the allowed values. True does not count as 1."""
+    """Raises ValueError unless an option has one of the allowed values. True does not count as 1."""
     if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in allowed):
         *first, last = map(repr, allowed)
         raise ValueError(
@@ -128,7 +128,7 @@ def one_of(name: str, value: object, *allowed: object) -> None:
 
 
 def alone(option: str, refused: Mapping[str, object]) -> None:
-    """Raise ValueError if any of ``refused`` is given beside an option.
+    """Raises ValueError if any of ``refused`` is given beside an option.
 
     Args:
         refused: whether each other option is given, by its name.
@@ -138,7 +138,7 @@ def alone(option: str, refused: Mapping[str, object]) -> None:
 
 
 def check_positions(prompt: int, new: int, positions: int | None) -> None:
-    """Raise ValueError if prompt and new tokens exceed a model's positions; None means no limit."""
+    """Raises ValueError if prompt and new tokens exceed a model's positions; None means no limit."""
     if positions is not None and prompt + new > positions:
         remedy = f" or set max_new_tokens<={positions - prompt}" if prompt < positions else ""
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.support.distributions.head_folders import eagle_folder, medusa_folder
 from tests.support.models.families import perturbed, tiny
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.decoding.hierarchy import Hierarchy
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.medusa import Medusa

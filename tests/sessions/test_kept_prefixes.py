@@ -177,10 +177,10 @@ def test_buffers_grow_and_change_their_settings(kind: str) -> None:
     own = engine(kind).with_options()
     session = own.session(PROMPT, reserve=0)
     session.generate(max_new_tokens=9, do_sample=False)
-    before = own._hierarchy._program[1]
+    before = own._hierarchy.last_program
     asked = [*session.tokens, *prompt_of(1000)]
     out = session.generate(prompt_of(1000), max_new_tokens=9, do_sample=False)
-    assert own._hierarchy._program[1] is not before
+    assert own._hierarchy.last_program is not before
     assert out.reused_tokens > 150
     assert new(out, asked) == new(cold(kind).generate(asked, max_new_tokens=9, do_sample=False), asked)
 
@@ -196,7 +196,7 @@ def test_another_number_of_levels_takes_over_the_memory() -> None:
         out = session.generate(question or None, max_new_tokens=9, do_sample=False)
         assert out.reused_tokens >= (before - 1 if number else 0)
         assert new(out, asked) == new(cold("plain").generate(asked, max_new_tokens=9, do_sample=False), asked)
-        program = own._hierarchy._program[1]
+        program = own._hierarchy.last_program
         levels.append(program.levels)
         memories.append(program.store.memory)
     assert levels == [2, 3, 2]
@@ -226,7 +226,7 @@ def test_a_trial_leaves_rings_and_states_as_they_were(kind: str) -> None:
     own = engine(kind).with_options()
     session = own.session(PROMPT)
     session.generate(max_new_tokens=9, do_sample=False)
-    program = own._hierarchy._program[1]
+    program = own._hierarchy.last_program
     held = len(session.tokens) - 1
     parts = [part[:, :, :, :held] for group in program.store.groups for part in group.parts]
     parts += program.states.buffers if program.states is not None else []
@@ -265,7 +265,7 @@ def test_equal_settings_share_buffers() -> None:
     programs = []
     for _ in range(2):
         own.generate(PROMPT, max_new_tokens=3, do_sample=False)
-        programs.append(own._hierarchy._program[1])
+        programs.append(own._hierarchy.last_program)
     assert programs[0] is programs[1]
 
 

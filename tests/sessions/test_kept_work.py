@@ -28,7 +28,7 @@ def engine(**options: Any) -> Engine:
 
 def chunk_means(made: Engine, length: int) -> list[Tensor]:
     """Returns the means of all whole chunks."""
-    cache = made._hierarchy._program[1].cache
+    cache = made._hierarchy.last_program.cache
     if cache.backend.transfers:
         found, length = [cache.backend.cache.means], cache.backend.cache.host.base[0]
     else:
@@ -87,14 +87,14 @@ def test_the_index_of_ngrams_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     cold = own.with_options(advanced={"prefix_cache": False})
     session = own.session(PROMPT)
     session.generate(**GREEDY)
-    drafter = own._hierarchy._program[1].drafter
+    drafter = own._hierarchy.last_program.drafter
     for question, goes_on in ((QUESTION, True), (QUESTION[:1], True), (None, True), (QUESTION, False)):
         if not goes_on:
             session.trim(len(PROMPT) + 3)
         asked = [*session.tokens, *(question or [])]
         entered.clear()
         out = session.generate(question, **GREEDY)
-        assert own._hierarchy._program[1].drafter is drafter
+        assert own._hierarchy.last_program.drafter is drafter
         assert (max(entered) < 100) == goes_on
         anew, state = torch.full_like(drafter._table, -1), drafter._state
         first, until = torch.zeros_like(drafter._indexed), drafter._indexed

@@ -69,10 +69,10 @@ def test_memory_in_reserve_is_taken_at_once() -> None:
     own = engine()
     session = own.session(PROMPT, reserve=1500)
     session.generate(**NINE)
-    program = own._hierarchy._program[1]
+    program = own._hierarchy.last_program
     assert 150 + 1500 <= program.max_seq_len <= 2048
     session.generate(prompt_of(1200), **NINE)
-    assert own._hierarchy._program[1] is program
+    assert own._hierarchy.last_program is program
 
 
 def test_prefill_before_the_first_question() -> None:

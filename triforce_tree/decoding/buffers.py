@@ -1,4 +1,4 @@
-"""Makes what the stages of decoding compute on: models, cache, token buffers, and the prepared stages."""
+"""Makes what the stages of decoding compute on: models, KV cache, and token buffers."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +25,15 @@ from triforce_tree.verify.seeded import Seeded
 
 @dataclass(frozen=True)
 class PreparedStages:
-    """The stages for one kind of sampling, what runs each, and which shapes of tree have any.
+    """Holds the stages for one kind of sampling.
 
-    ``seconds`` were spent on those with the first shape; ``costs`` holds what they cost, by
-    ``RetrievalConfig.refresh``.
+    Attributes:
+        to_probs: maps logits to probabilities.
+        stages: the stages by name.
+        runs: functions by the name of a stage; their calls in order run it.
+        shapes: the numbers of the tree shapes that have stages.
+        seconds: the seconds that were spent on making the stages with the first shape.
+        costs: what the stages cost, by ``RetrievalConfig.refresh``.
     """
 
     to_probs: DeviceProbs
@@ -45,16 +50,16 @@ class Buffers:
     Args:
         target: the model of levels 1 and 2.
         drafter: level 0; may be None for one level.
-        config: what each level does; its ``tree`` is the drafter's.
+        config: the settings; ``tree`` is the drafter's.
         batch: the number of sequences.
-        max_seq_len: most tokens of a sequence, new ones included.
+        max_seq_len: the most tokens of a sequence, new ones included.
         levels: 1, 2 or 3.
-        offload: how to split the full cache between device and host; None keeps it on the device.
+        offload: how the full cache is split between device and host; None keeps it on the device.
         progress: called with the bytes of host memory as they are pinned.
         store: KV slots on the device to use, with their present contents; by default new slots are allocated.
-        kept, pool: an earlier program's cache, and a pool of KV slots, see :class:`FullCache`.
-        level_one: makes level 1's model in fewer bits from the arguments of ``low_bit_model``.
         noise: makes the random numbers of every stage.
+        kept, pool: the cache of an earlier program, and a pool of KV slots, see :class:`FullCache`.
+        level_one: makes the model of level 1 in fewer bits; it has the arguments of ``low_bit_model``.
 
     Attributes:
         cache: the target's keys and values.
@@ -64,14 +69,15 @@ class Buffers:
         states, full_view, retrieval: see :class:`FullCache`.
         store: the KV slots on the device, see :class:`KVBackend`.
         shapes: the shapes of the drafter's trees, the configured one first. Stages of the others are made and
-            captured by :meth:`prepare_shape` when a pass first needs them.
-        max_draft_tokens: most tokens that are proposed to level 2 in a line.
+            captured by ``DecodingProgram.prepare_shape`` when a pass first needs them.
+        max_draft_tokens: the most tokens that are proposed to level 2 on one path, without the tail.
         runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
-        tail_tree: whether it also verifies a tree of the first shape at the end of the chain.
+        tail_tree: whether level 2 also verifies a tree of the first shape at the end of the chain.
         capture_seconds: seconds spent on making and capturing stages, and on level 1's copy of the weights.
         two_levels: whether a pass may use two levels instead of three; true if the user gave no number.
-        prepared: stages of at most ``_MOST_PREPARED`` kinds of sampling, the one selected last at the end.
-        selected: those prepared last; seeded: see ``prepared_stages``.
+        prepared: the stages of the last kinds of sampling by key, the one selected last at the end.
+        selected: the stages that are used now.
+        seeded: the noise of sequences with seeds of their own, see ``prepared_stages.seeded``.
         learnt: what later requests start from, by kind of sampling (``choice/chooser.py``).
 
     Raises:
@@ -138,11 +144,14 @@ class Buffers:
 
     @contextmanager
     def trial(self, length: int) -> Iterator[Callable[[bool], None]]:
-        """Inside, stages may be run after made-up sequences of ``length`` tokens, up to three times in a row.
+        """Is a context in which stages may run after made-up sequences of ``length`` tokens.
 
-        Yields a function that sets the sequences back to that length, with draft chains of full length if its
-        argument is True, else empty ones. The full cache's KV slots are as before afterwards; sequences must
-        be fed or rewound.
+        A stage may run up to three times in a row. Afterwards the KV slots of the full cache are as before,
+        and sequences must be prefilled or rewound.
+
+        Yields:
+            a function that sets the sequences back to ``length``, with draft chains of full length if its
+            argument is True, else with empty ones.
         """
 
         def begin(chains: bool) -> None:
@@ -164,7 +173,7 @@ def new_state(
     max_seq_len: int,
     levels: int,
 ) -> SequenceState:
-    """Returns buffers for ``batch`` sequences of at most ``max_seq_len`` tokens."""
+    """Allocates the state of ``batch`` sequences of at most ``max_seq_len`` tokens."""
     vocabulary = target.vocab_size if levels == 3 else 0
     features = features_of(drafter, target, batch, extent.max_draft_tokens + extent.depth + 2)
     return SequenceState(

@@ -6,7 +6,8 @@ import torch
 
 from triforce_tree.kv.view import RetrievalView
 
-# Chunks are updated in multiples of so many: few kernels are compiled, and what lies beyond is not read.
+# Chunks are updated in multiples of this number, so that few kernels are compiled. Chunks after the text are
+# not read.
 _STEP = 64
 
 
@@ -16,7 +17,7 @@ class ChunkMeans:
     Args:
         view: the view of the retrieval level; None without that level.
         batch: the number of sequences, B.
-        max_seq_len: most tokens of a sequence.
+        max_seq_len: the most tokens of a sequence.
         device: the device of the KV slots.
     """
 
@@ -24,7 +25,7 @@ class ChunkMeans:
         self, view: RetrievalView | None, batch: int, max_seq_len: int, device: torch.device
     ) -> None:
         self._view, self._most, self._device = view, max_seq_len, device
-        # Tokens of each sequence, and how many of them the means take account of.
+        # The tokens of each sequence, and how many of them its means include.
         self._lengths, self._known = [0] * batch, [0] * batch
 
     def begin(self, lengths: Sequence[int]) -> None:
@@ -33,41 +34,41 @@ class ChunkMeans:
         self._known = [min(pair) for pair in zip(self._known, lengths, strict=True)]
 
     def replace(self, b: int, length: int) -> None:
-        """Another sequence of so many tokens takes the place of sequence b; its means are not up to date."""
+        """Records that sequence b is another one of ``length`` tokens, whose means are not up to date."""
         self._lengths[b], self._known[b] = length, 0
 
     def committed(self, counts: Sequence[int], with_means: bool) -> None:
         """Records how many tokens a pass added to each sequence.
 
         Args:
-            with_means: whether it has updated the means, which were up to date before it.
+            with_means: whether the pass has updated the means, which were up to date before.
         """
         before = self._lengths
         self._lengths = [length + count for length, count in zip(before, counts, strict=True)]
         self._known = list(self._lengths) if with_means else list(map(min, self._known, before))
 
     def written(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Updates the state after a prefill that wrote each sequence's KV slots ``starts[b]`` to
-        ``lengths[b]``.
-
-        The means of whole chunks before ``starts[b]`` stay as they are.
+        """Updates the means after a prefill that wrote each sequence's KV slots ``starts[b]`` to
+        ``lengths[b]``; the means of whole chunks before ``starts[b]`` stay as they are.
         """
         self._known = [min(pair) for pair in zip(self._known, starts, strict=True)]
         self._lengths = list(lengths)
         self.catch_up()
 
     def lost(self, b: int, start: int) -> None:
-        """KV slots of sequence b from ``start`` on hold another text, of which no means are known."""
+        """Records that sequence b has another text from position ``start`` on, whose means are unknown."""
         self._known[b] = min(self._known[b], start)
 
     def update_all(self) -> None:
-        """Compute all means again, after something other than the passes has written KV slots."""
+        """Computes all means again, after something other than a pass has written KV slots."""
         if self._view is not None:
             self._update([0] * len(self._known), -(-self._most // self._view.config.chunk))
         self._known = [self._most] * len(self._known)
 
     def catch_up(self) -> None:
-        """Compute the means of chunks with tokens that were committed by passes that do not need them."""
+        """Computes the means of chunks with tokens that were committed by passes without the retrieval
+        level.
+        """
         pairs = list(zip(self._known, self._lengths, strict=True))
         if self._view is None or all(known >= length for known, length in pairs):
             return

@@ -1,8 +1,8 @@
-"""Logits of each level for given tokens instead of drawn ones, for measurements and checks.
+"""Computes the logits of each level for given tokens instead of drawn ones, for measurements and checks.
 
-They are computed by the models, views and kernels that decoding uses. A pass is :func:`offer`, then the
-levels from 0 to 2, since each overwrites the KV slots of the one below, then :func:`commit`. A drafter does
-not see tokens that were committed in passes without :func:`draft_probs`.
+The models, views and kernels are those of decoding. A pass consists of :func:`offer`; then the functions of
+levels 0 to 2, because each overwrites the KV slots of the level below; then :func:`commit`. A drafter does
+not read tokens that were committed in passes without :func:`draft_probs`.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,12 @@ def offer(program: DecodingProgram, text: Sequence[int], coming: Sequence[int]) 
     """Writes the next tokens after a sequence, without committing them.
 
     Args:
-        program: fed with one sequence, all of whose tokens are ``text``.
+        program: a program whose cache holds one sequence.
+        text: all tokens of the sequence.
         coming: the next tokens; at most as many as a draft chain holds.
     """
     state, root = program.state, len(text) - 1
-    # The root too: after a commit it is a given token as well, which no stage has written.
+    # The root is written too: after a commit it is a given token, which no stage has written.
     given = torch.tensor([text[-1], *coming], dtype=torch.int64, device=program.device)
     state.tokens[0, root : root + len(given)] = given
     if program.drafter is not None:
@@ -58,15 +59,16 @@ def draft_probs(program: DecodingProgram, count: int, generator: torch.Generator
 def retrieval_logits(
     program: DecodingProgram, tokens: Sequence[int], step: int, view: RetrievalView | None = None
 ) -> Tensor:
-    """Level 1's logits ``[T, V]`` over a chain of T tokens, the first of which is the root.
+    """Returns the logits of level 1, ``[T, V]``, over a chain of T tokens, the first of which is the root.
 
-    Each forward feeds a new root and the tokens after it, and sees earlier ones through the KV slots that
-    level 1 wrote for them. Chunks are refreshed in the same forwards, by the same queries as while decoding.
+    Each forward processes a new root and the tokens after it, and attends to earlier tokens through the KV
+    slots that level 1 wrote for them. Chunks are selected in the same forwards, by the same queries as in
+    decoding.
 
     Args:
-        program: of three levels, fed with one sequence, which ends with ``tokens[0]``.
+        program: a program of three levels whose cache holds one sequence, which ends with ``tokens[0]``.
         step: tokens of one forward; at most the nodes of the drafter's trees.
-        view: another retrieval view of the program's store, for as many nodes; by default the program's own.
+        view: another retrieval view of the program's store for as many nodes; by default the program's own.
     """
     view = view or program.retrieval
     assert view is not None, "a program of three levels has a retrieval view"
@@ -79,7 +81,7 @@ def retrieval_logits(
         part = list(tokens[first : first + step])
         count = len(part)
         tree = _chain(program, count)
-        # As many nodes as in every forward of level 1; the spare ones are visible to no other.
+        # Every forward of level 1 has the same number of nodes; no other node attends to the unused ones.
         ids, depths = torch.zeros(1, nodes, **integers), torch.zeros(nodes, **integers)
         words = own_bits[None].clone()
         ids[0, :count], depths[:count] = torch.tensor(part, device=device), tree.depths
@@ -94,12 +96,12 @@ def retrieval_logits(
 
 
 def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
-    """Level 2's logits ``[T, V]`` over a chain of T tokens, the first of which is the root.
+    """Returns the logits of level 2, ``[T, V]``, over a chain of T tokens, the first of which is the root.
 
-    Nothing is committed; KV slots after the root are overwritten, as in any pass.
+    Nothing is committed. KV slots after the root are overwritten, as in any pass.
 
     Args:
-        program: fed with one sequence, which ends with ``tokens[0]``.
+        program: a program whose cache holds one sequence, which ends with ``tokens[0]``.
     """
     count = len(tokens)
     tree = _chain(program, count)

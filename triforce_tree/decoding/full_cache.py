@@ -27,14 +27,14 @@ class FullCache:
 
     Args:
         target: the model that computes the keys and values.
-        config: the retrieval settings, the shape of the draft's trees, and the chunks of a prefill.
+        config: the retrieval settings, the shapes of the draft's trees, and the chunks of a prefill.
         batch: the number of sequences.
-        max_seq_len: most tokens of a sequence, new ones included.
+        max_seq_len: the most tokens of a sequence, new ones included.
         levels: 1, 2 or 3; with 3 there is a retrieval view.
         offload, pinned, store, pool: see ``kv.choose.make_backend``.
         kept: an earlier cache of the same target and bits, and of no larger batch, which must not be used any
-            more. What it holds on the device is taken over: its memory where this cache fits into it, else a
-            copy.
+            more. Its keys and values on the device are taken over, in place if this cache fits into its
+            memory, else as a copy.
 
     Attributes:
         backend: stores the keys and values.
@@ -62,7 +62,7 @@ class FullCache:
         pool: PoolSize | None = None,
     ) -> None:
         self._target, self._batch, self._max_seq_len = target, batch, max_seq_len
-        self._arrangement = self._weights_at()
+        self._arrangement = target.streamed.arrangement if target.streamed is not None else 0
         spec = CacheSpec(target, config, batch, max_seq_len, levels)
         earlier = kept.backend if kept is not None else None
         self.backend: KVBackend = make_backend(spec, offload, pinned, pool, store, earlier)
@@ -70,7 +70,7 @@ class FullCache:
         self._scratch = spec.scratch
         self._computed_by: object = None
         self._exchange: Exchange | None = None
-        # A store that was given holds what is not known here.
+        # A store that was given holds tokens that are not known here.
         self._given = store is not None
         self.means = ChunkMeans(self.retrieval, batch, max_seq_len, target.device)
         self.view = self.token_view = cast(FullView, self.backend.view)
@@ -88,14 +88,15 @@ class FullCache:
     ) -> bool:
         """Returns whether another cache on the device may reuse what this one holds of these prompts.
 
-        ``pool``: the pool of the other cache.
+        Args:
+            config, pool: the settings and the pool of the other cache.
         """
         if distributed.current() is not None:
             return False
         return self.backend.gives(config.kv_bits, prompts, reuse, pool)
 
     def _take_over(self, kept: "FullCache") -> None:
-        """Take up what an earlier cache holds."""
+        """Takes over what an earlier cache holds."""
         self._computed_by = kept._computed_by
         if not self.backend.take_over(kept.backend):
             return
@@ -104,10 +105,13 @@ class FullCache:
         self.means.update_all()
 
     def _reusable(self, prompts: Sequence[Sequence[int]], reuse: Reuse, newest: int, first: int) -> list[int]:
-        """Returns how many tokens at the start of each prompt need no prefill; the ``newest`` are computed
-        again.
+        """Returns how many tokens at the start of each prompt need no prefill.
 
-        It is 0 where layers with a window or recurrent ones have gone on too far (``Marks``).
+        It is 0 if layers with a window, or recurrent layers, cannot be continued there (``Marks``).
+
+        Args:
+            newest: tokens at the end of a prompt that are computed again in any case.
+            first: the batch index of the first prompt.
         """
         starts = [self.cached.common(b, prompt, reuse, newest) for b, prompt in enumerate(prompts, first)]
         starts = [self.marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts, first)]
@@ -119,78 +123,77 @@ class FullCache:
         progress: Progress | None = None,
         reuse: Reuse = "none",
         features: Features | None = None,
-        row: int | None = None,
+        index: int | None = None,
     ) -> list[int]:
-        """Prefills all but each prompt's last token; returns how many tokens the cache already held.
+        """Prefills all but each prompt's last token.
 
         Args:
-            progress: called with numbers of tokens; those that are in the cache already come first.
+            prompts: the prompts of all sequences, or the only prompt that replaces a sequence.
+            progress: called with numbers of tokens; those that the cache holds come first.
             reuse: which tokens that the cache holds are kept.
-            features: where hidden states are kept for the drafter, if it reads any: those of new tokens.
-            row: the index in the batch of the sequence that the only prompt replaces.
+            features: where hidden states are kept for the drafter, if it reads any.
+            index: the batch index of the sequence that is replaced while the others continue; None for all.
+
+        Returns:
+            how many tokens of each prompt the cache already held.
         """
         try:
-            return self._prefill(prompts, progress, reuse, features, row)
+            first, computed_by = index or 0, self._target.function_key()
+            # Nothing is kept if weights or rotary frequencies have changed.
+            current: Reuse = reuse if self._computed_by == computed_by else "none"
+            if index is None and current == "none":
+                self.backend.forget()
+            placed = self.backend.place(prompts, index, features)
+            if index is None:
+                for b, count in enumerate(placed):
+                    self.means.lost(b, count)
+                if self._exchange is not None and reuse != "none":
+                    found = self._reusable(prompts, current, 0, 0)
+                    self._exchange.before(prompts, found, self._computed_by, computed_by, features)
+                    current, self._computed_by = reuse, computed_by
+            newest = features.history if features is not None else 0
+            starts = self._reusable(prompts, current, newest, first)
+            if progress and any(starts):
+                progress(sum(starts))
+            for b, start in enumerate(starts, first):
+                self.marks.restore(b, start)
+            if all(start and start == len(p) - 1 for start, p in zip(starts, prompts, strict=True)):
+                if features is not None:
+                    for b, start in enumerate(starts, first):
+                        features.begin(b, start)
+                return starts
+            with self._target.active():
+                run = PromptRun(progress, self.states, features)
+                reused = self.backend.prefill(prompts, first, starts, run)
+            if index is None:
+                self.means.written(starts, [len(prompt) - 1 for prompt in prompts])
+            if reuse == "all":
+                for b, prompt in enumerate(prompts, first):
+                    self.marks.add(b, len(prompt) - 1)
+            self._computed_by = computed_by
+            return reused
         except BaseException:
-            # Chunks of a pool that were written before are as they were.
+            # Chunks of a pool that were written before stay as they are.
             self._forget_sequences()
             raise
 
-    def _prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        progress: Progress | None,
-        reuse: Reuse,
-        features: Features | None,
-        row: int | None,
-    ) -> list[int]:
-        first, now = row or 0, self._target.function_key()
-        newest = features.history if features is not None else 0
-        # Nothing is kept where weights or rotary frequencies have changed.
-        current: Reuse = reuse if self._computed_by == now else "none"
-        if row is None:
-            if current == "none":
-                self.backend.forget()
-            for b, count in enumerate(self.backend.place(prompts, None, features)):
-                self.means.lost(b, count)
-        else:
-            self.backend.place(prompts, row, features)
-        if self._exchange is not None and reuse != "none" and row is None:
-            found = self._reusable(prompts, current, 0, 0)
-            self._exchange.before(prompts, found, self._computed_by, now, features)
-            current, self._computed_by = reuse, now
-        starts = self._reusable(prompts, current, newest, first)
-        if progress and any(starts):
-            progress(sum(starts))
-        for b, start in enumerate(starts, first):
-            self.marks.restore(b, start)
-        if all(n and n == len(p) - 1 for n, p in zip(starts, prompts, strict=True)):
-            if features is not None:
-                for b, start in enumerate(starts, first):
-                    features.begin(b, start)
-            return starts
-        with self._target.active():
-            used = self.backend.prefill(prompts, first, starts, PromptRun(progress, self.states, features))
-        if row is None:
-            self.means.written(starts, [len(prompt) - 1 for prompt in prompts])
-        if reuse == "all":
-            for b, prompt in enumerate(prompts, first):
-                self.marks.add(b, len(prompt) - 1)
-        self._computed_by = now
-        return used
-
     def exchange_with(self, prefixes: KeptPrefixes) -> None:
-        """From now on keep copies of texts before they are overwritten, where the backend can."""
+        """Lets the cache copy texts to host memory before they are overwritten, if the backend can."""
         if self.states is None and distributed.current() is None:
             self._exchange = self.backend.exchange(prefixes, self.means)
 
     def keep_prefixes(self) -> None:
-        """Keep copies of all texts: the cache is not used any more."""
+        """Copies all texts to host memory, before the cache is dropped."""
         if self._exchange is not None:
             self._exchange.keep(self._computed_by)
 
     def restored(self, tokens: Sequence[int], whole: int) -> None:
-        """All but the last token of the only sequence were written from a file; ``whole``: of the tokens."""
+        """Records that the keys and values of a sequence were read from a file.
+
+        Args:
+            tokens: the tokens of the only sequence; those of all but the last one were read.
+            whole: see :class:`CachedTokens`.
+        """
         length = len(tokens) - 1
         self.backend.restored(length)
         if self.states is not None:
@@ -205,7 +208,7 @@ class FullCache:
         return max_seq_len <= self._max_seq_len and self.backend.serves(pool)
 
     def forget(self) -> None:
-        """Reuse nothing of what the cache holds."""
+        """Lets no later prompt reuse what the cache holds."""
         self._forget_sequences()
         self.backend.forget()
 
@@ -215,29 +218,31 @@ class FullCache:
             self.states.invalidate()
 
     def end(self) -> None:
-        """The generation has ended, in whatever way: no sequence goes on."""
+        """Releases the slots of all sequences at the end of a request."""
         self.backend.release(range(self._batch))
 
     def holds(self, lengths: Sequence[int]) -> bool:
-        """Returns whether decoding may continue after the first ``lengths`` tokens of those written.
+        """Returns whether the sequences can be continued after their first ``lengths`` tokens.
 
-        Rings may have overwritten what is needed there, and recurrent layers keep no earlier states.
+        They cannot if rings have overwritten what is needed there, or if recurrent states are of later
+        positions.
         """
         if self.states is not None and self.states.lengths != list(lengths):
             return False
         return self.backend.store.holds(lengths)
 
-    def begin(self, prompts: Sequence[Sequence[int]], row: int | None = None) -> None:
+    def begin(self, prompts: Sequence[Sequence[int]], index: int | None = None) -> None:
         """Continues from the ends of prompts whose keys and values the cache holds.
 
-        ``row`` is the batch index of the only prompt's sequence, while the others go on.
+        Args:
+            index: the batch index of the only prompt, if the other sequences continue; None for all.
         """
-        for b, prompt in enumerate(prompts, row or 0):
+        for b, prompt in enumerate(prompts, index or 0):
             self.cached.begin(b, prompt)
             self.marks.prune(b, len(prompt) - 1)
         lengths = [len(prompt) - 1 for prompt in prompts]
-        if row is not None:
-            self.means.replace(row, *lengths)
+        if index is not None:
+            self.means.replace(index, *lengths)
             return
         self.means.begin(lengths)
         self.backend.begin(lengths)
@@ -249,7 +254,7 @@ class FullCache:
 
         Args:
             tokens: the added tokens of each sequence; None if they are not known.
-            with_means: whether it has updated the chunk means, which were up to date before it.
+            with_means: whether the pass has updated the chunk means, which were up to date before.
         """
         self.means.committed(counts, with_means)
         self.cached.grown(tokens)
@@ -259,8 +264,10 @@ class FullCache:
 
     @contextmanager
     def trial(self, length: int) -> Iterator[None]:
-        """Inside, passes may write after made-up sequences of ``length`` tokens; what they write is undone.
-        Afterwards the sequences must be fed again, or :meth:`begin` called."""
+        """Is a context in which passes may write after made-up sequences of ``length`` tokens.
+
+        What they write is undone. Afterwards the sequences must be prefilled again, or :meth:`begin` called.
+        """
         states = self.states.saved() if self.states is not None else nullcontext()
         with self.backend.trial(length, self._scratch + 1, self._given), states:
             yield
@@ -278,7 +285,5 @@ class FullCache:
         This is so once its memory was released, or once streamed experts have moved, since CUDA graphs hold
         their addresses.
         """
-        return self.backend.closed or self._arrangement != self._weights_at()
-
-    def _weights_at(self) -> int:
-        return self._target.streamed.arrangement if self._target.streamed is not None else 0
+        streamed = self._target.streamed
+        return self.backend.closed or (streamed is not None and streamed.arrangement != self._arrangement)

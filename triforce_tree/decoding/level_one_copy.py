@@ -20,13 +20,13 @@ from triforce_tree.runtime.executor import free_memory
 
 
 class LevelOneCopy:
-    """At most one copy, made where a program first needs it.
+    """Holds at most one copy of the target's weights, which is made when a program first needs it.
 
     Args:
-        target: whose weights are copied.
+        target: the model whose weights are copied.
 
     Attributes:
-        seconds: that making the copy took, until they are taken.
+        seconds: the seconds spent on copies since :meth:`taken_seconds` was called.
     """
 
     def __init__(self, target: HFModel) -> None:
@@ -57,7 +57,7 @@ class LevelOneCopy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy, without what it shares with the target; 0 where there is none."""
+        """Returns the bytes of the copy, without tensors that it shares with the target; 0 without a copy."""
         if self._model is None:
             return 0
         own, copied = self._target.model, self._model.model
@@ -67,10 +67,10 @@ class LevelOneCopy:
 
     @property
     def choosable(self) -> bool:
-        """Returns whether a copy may be made without the user's request.
+        """Returns whether a copy may be made that the user has not asked for.
 
-        It may not after memory ran out with a copy, nor for a target that was seen to change, as in
-        training: the copy would soon differ from the target's weights.
+        It may not after memory ran out with a copy, nor for a target that has changed, as in training: the
+        copy would soon differ from the target's weights.
         """
         return not (self._target.revision or self._target.weights_revision or self._given_up)
 
@@ -85,29 +85,30 @@ class LevelOneCopy:
         """Returns the settings with the bits of level 1 that fit into memory now, the same on all ranks.
 
         Args:
-            config, workload: of the next program, on the device, of three levels.
-            draft, drafter: what proposes: a model, or a drafter that was given, or neither.
-            kept: the last program's cache, if it is taken over; the rest of that program is freed already.
+            config, workload: the settings and the sequences of the next program, which has three levels and
+                everything on the device.
+            draft, drafter: the draft model or the drafter that the user gave; both may be None.
+            kept: the cache of the last program, if it is taken over. The rest of that program was freed.
         """
         device = self._target.device
         free, total = batch_size.free_bytes(device), batch_size.total_bytes(device)
         for cache in kept:
-            # In its own memory, or else copied, which takes both.
+            # It is taken over in its own memory; a copy would need memory beside it.
             if cache.fits(workload.max_seq_len):
                 free += cache.backend.bytes
         sizes = Sizes.of(self._target, draft, config, drafter)
         bits = level_one_bits(sizes, config, workload, free, total, self.nbytes)
-        # The most of any rank: each has its own memory.
+        # Each rank has its own memory. All take the most bits that any of them needs.
         return replace(config, retrieval_weight_bits=-int(distributed.all_reduce_min([-bits])[0]))
 
     def drop(self) -> None:
-        """Free the copy, of which no program may be left."""
+        """Frees the copy. No program may use it any more."""
         if self._made_of is not None:
             self._model = self._made_of = None
             free_memory()
 
     def give_up(self) -> bool:
-        """Free the copy, and have no more chosen; False where none was there, or about to be made."""
+        """Frees the copy, after which :attr:`choosable` is False; returns False if there was no copy."""
         used = self._made_of is not None
         self._given_up = self._given_up or used
         self.drop()

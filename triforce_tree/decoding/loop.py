@@ -88,8 +88,8 @@ class DecodingLoop:
 
     Prompts may differ in length. A sequence that has ended keeps its batch index until another sequence is
     prefilled there, between two passes. The others keep their state, and all buffers and CUDA graphs stay as
-    they are. If device memory runs out, the memory plan is reduced, a smaller program is fed with all tokens
-    so far, and the step is repeated with new random numbers.
+    they are. If device memory runs out, the memory plan is reduced, a smaller program prefills all tokens so
+    far, and the step is repeated with new random numbers.
 
     Args:
         programs: makes the program, and another one if memory runs out or the batch grows.
@@ -140,8 +140,8 @@ class DecodingLoop:
         self.prefill_seconds = self.decode_seconds = 0.0
         self.after_stage: Callable[[str], None] | None = None
         self._attempts, self._after_plain = 0, False
-        # Whether there is a program, whether it was fed with the sequences, and whether the batch grows.
-        self._made = self._fed = self._growing = False
+        # Whether there is a program, whether its cache holds the sequences, and whether the batch grows.
+        self._made = self._prefilled = self._growing = False
         # Statistics of earlier programs, and of the present one.
         self._before: list[LevelStats] = []
         self._levels: list[LevelStats] = []
@@ -197,7 +197,7 @@ class DecodingLoop:
             self.program.rewind(self._texts())
             self._begin(range(len(sequences)), time.perf_counter())
         else:
-            self._feed()
+            self._prefill()
 
     def add(self, sequence: Sequence) -> None:
         """Lets a sequence join at one of the :attr:`free` indices; it is prefilled before the next pass."""
@@ -282,7 +282,7 @@ class DecodingLoop:
             self._before, self._levels = self.levels, []
             # They hold the program's buffers, whose memory the next program needs.
             del self.program, self.chooser, self.draws
-        self._made = self._fed = False
+        self._made = self._prefilled = False
 
     def _shrink(self) -> bool:
         """Drops the program; returns whether the memory plan could be reduced."""
@@ -297,7 +297,7 @@ class DecodingLoop:
         self._drop_program()
         self._reuse, reuse = "all", self._reuse
         try:
-            self._feed()
+            self._prefill()
         finally:
             self._reuse = reuse
 
@@ -305,7 +305,7 @@ class DecodingLoop:
 
     def _place(self, sequences: ByIndex) -> None:
         """Puts sequences into the batch before the first prefill."""
-        self.sequences, self._fed = list(sequences), False
+        self.sequences, self._prefilled = list(sequences), False
         self.joining = [sequence for sequence in sequences if sequence is not None]
         for b, sequence in enumerate(sequences):
             if sequence is not None:
@@ -315,8 +315,8 @@ class DecodingLoop:
         """Returns all tokens at each batch index; an index without a sequence holds a single token."""
         return [sequence.tokens if sequence is not None else [0] for sequence in self.sequences]
 
-    def _feed(self) -> None:
-        """Feeds all tokens so far to every level, of a new program if there is none."""
+    def _prefill(self) -> None:
+        """Prefills all tokens so far on every level, of a new program if there is none."""
         if not self._made:
             self._make_program()
         self._expect()
@@ -357,7 +357,7 @@ class DecodingLoop:
             else:
                 self.draws.begin(b, b)
         self._update_active()
-        self._fed, self.joining = True, []
+        self._prefilled, self.joining = True, []
 
     @property
     def _ended(self) -> list[int]:
@@ -382,11 +382,11 @@ class DecodingLoop:
     # A pass
 
     def _pass(self, observe: Observer | None) -> Fresh:
-        """Feeds what was not fed, makes one pass, and appends its tokens."""
+        """Prefills what was not prefilled, makes one pass, and appends its tokens."""
         if self._growing:
             self._grow()
-        elif not self._fed:
-            self._feed()
+        elif not self._prefilled:
+            self._prefill()
         elif self.joining or (self.program.cache.backend.reclaims and self._ended):
             self._join()
         program, clock = self.program, self._clock

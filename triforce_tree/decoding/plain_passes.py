@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triforce_tree.decoding.memory.planned_programs import PlannedPrograms
+from triforce_tree.decoding.hierarchy import PlannedPrograms
 from triforce_tree.decoding.out_of_memory import give_way
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.cached_tokens import Reuse
@@ -24,7 +24,7 @@ class PlainPasses:
         progress, reuse: as for ``DecodingProgram.prefill``.
 
     Attributes:
-        sequences: their tokens so far.
+        sequences: the tokens of each sequence so far.
         reused: tokens of each prompt whose keys and values the cache held.
         prefill_seconds, capture_seconds: see ``GenerateOutput``.
     """
@@ -44,13 +44,15 @@ class PlainPasses:
         self._unused: torch.Generator  # nothing is drawn
 
     def logits(self, with_nan: bool = False) -> Tensor:
-        """Logits after all sequences, fp32 ``[B, V]``; one token is appended to each before the next call.
+        """Returns the logits of the next token of each sequence, fp32 ``[B, V]``.
+
+        :meth:`append` must be called before the next call.
 
         Args:
-            with_nan: whether they may hold NaN.
+            with_nan: whether the logits may contain NaN.
 
         Raises:
-            ValueError: they hold NaN.
+            ValueError: the logits contain NaN.
             torch.OutOfMemoryError: memory is short, and the plan cannot be reduced.
         """
         while True:
@@ -77,7 +79,7 @@ class PlainPasses:
         """Appends a token to each sequence, after :meth:`logits`."""
         assert self._program is not None, "no pass was made"
         state = self._program.state
-        # The pass has appended the most probable tokens.
+        # The pass has appended the most probable tokens, which the given ones replace.
         given = torch.tensor(tokens, dtype=torch.int64, device=state.device)
         state.tokens.scatter_(1, state.length[:, None], given[:, None])
         self._program.cache.committed([1] * len(tokens), [[token] for token in tokens])
@@ -90,7 +92,7 @@ class PlainPasses:
             self._program.cache.forget()
 
     def _begun(self) -> DecodingProgram:
-        """A program that was fed with all tokens so far."""
+        """Returns a program whose cache holds all tokens so far."""
         program = self._programs.make(self.sequences)
         program.prepare(ProbsFromLogits(greedy=True))
         self._unused = torch.Generator(program.device)

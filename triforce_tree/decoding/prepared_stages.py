@@ -15,27 +15,27 @@ from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.row_bits import check_row_bits
 from triforce_tree.verify.seeded import Seeded
 
-# Of the seconds for the first shape, those for a further one: it shares the plain pass, the verification of
-# chains and the compiled layers.
+# The seconds that a further shape takes, as a share of those of the first one. It needs no stages of its own
+# for the plain pass and for chains, and the layers are compiled already.
 _SHARE = 0.5
-# By device, the most seconds that a first shape took in this process: where its kernels had to be compiled,
-# so have those of a shape that no program has had yet, however warm the caches are for the first one by now.
+# The most seconds that a first shape took in this process, by device. If its kernels had to be compiled, so
+# have those of a shape that no program has had yet.
 _longest: dict[torch.device, float] = {}
 # Devices, targets and nodes of the further shapes that this process has made.
 _made: set[tuple[torch.device, str, int]] = set()
 
-
-# After so many seconds the progress is logged.
+# The progress is logged after this many seconds.
 _PATIENCE = 1.0
 _LOG = logging.getLogger(__name__)
 
 
 class StageProgress:
-    """Says which stage is being prepared, where that lasts; the first line also says why.
+    """Logs which stage is being prepared if this takes long.
 
     Args:
-        count: of the stages, if it is known.
-        doing, why: what is done with them.
+        count: the number of stages, if it is known.
+        doing: what is done with them.
+        why: the reason, which the first line names.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class StageProgress:
 
 
 def prepared(program: Buffers, to_probs: DeviceProbs) -> PreparedStages:
-    """Returns the stages with the first shape of tree.
+    """Returns the stages for one kind of sampling, with trees of the first shape.
 
-    On a GPU they are captured on made-up sequences of the greatest length: sequences must be fed afterwards.
+    On a GPU they are captured on made-up sequences of the greatest length. Sequences must be prefilled
+    afterwards.
     """
     start, device = time.perf_counter(), program.device
     stages = stages_of(program, to_probs)
@@ -79,7 +80,7 @@ def prepared(program: Buffers, to_probs: DeviceProbs) -> PreparedStages:
             steps = stage.steps()
             runs[name] = executed_parts(steps, device)
             if program.cache.backend.transfers and name in ("target", "plain") and to_probs.capturable:
-                # The first run compiles their kernels now, not while decoding; a second one records pieces.
+                # The first run compiles the kernels before decoding begins; a second one records pieces.
                 for _ in range(2 if any(isinstance(step.capturable, Cuts) for step in steps) else 1):
                     for part in runs[name]:
                         part()
@@ -89,7 +90,7 @@ def prepared(program: Buffers, to_probs: DeviceProbs) -> PreparedStages:
 
 
 def _check_exact(program: Buffers, stages: dict[str, Stage]) -> None:
-    """Raises UnsupportedModelError if the target's logits depend on how many stages run together."""
+    """Raises UnsupportedModelError if the logits of a token depend on how many tokens a forward has."""
     verified = [s.tree.nodes for s in stages.values() if isinstance(s, ChainVerifyStage | TreeVerifyStage)]
     vocabulary = program.target.vocab_size
     with program.trial(0):
@@ -99,9 +100,9 @@ def _check_exact(program: Buffers, stages: dict[str, Stage]) -> None:
 
 
 def seeded(program: Buffers) -> Seeded:
-    """Returns the noise for sequences with their own seeds; the program's later stages use it.
+    """Returns the noise for sequences with their own seeds, which all stages that are made later use.
 
-    Stages of earlier kinds of sampling are dropped. Sequences without a seed draw as before.
+    The existing stages are dropped. Sequences without a seed draw as before.
     """
     if program.seeded is None:
         program.seeded = program.noise = Seeded(program.state, program.target.vocab_size)
@@ -110,10 +111,10 @@ def seeded(program: Buffers) -> Seeded:
 
 
 def prepare_shape(program: Buffers, stages: PreparedStages, number: int) -> float:
-    """Add the stages for trees of one shape, unless they are there; returns the seconds that this took.
+    """Adds the stages for trees of one shape, unless they exist; returns the seconds that this took.
 
-    The state of the sequences is as before afterwards, also where device memory runs out. A capture needs no
-    made-up sequences: what varies from pass to pass is in buffers on the device.
+    The state of the sequences is as before afterwards, also if device memory runs out. A capture needs no
+    made-up sequences, because everything that varies from pass to pass is in buffers on the device.
     """
     if number in stages.shapes:
         return 0.0
@@ -139,11 +140,10 @@ def prepare_shape(program: Buffers, stages: PreparedStages, number: int) -> floa
 
 
 def held_back(program: Buffers) -> dict[int, float]:
-    """Returns the shapes whose stages are missing and slow to make, with the expected seconds for each.
+    """Returns the shapes whose stages do not exist and take long to make, with the expected seconds for each.
 
-    Shapes of matched tokens are never among them: they use the kernels of the first shape.
-
-    The result is the same on all ranks.
+    Shapes of matched tokens are never in the result, because they use the kernels of the first shape. All
+    ranks get the same result.
     """
     if not makes_slowly(program):
         return {}

@@ -33,15 +33,16 @@ class DecodingProgram(Buffers):
     """The buffers of one batch size, context length and configuration, with the stages that run on them."""
 
     def prepare(self, to_probs: ProbsFromLogits) -> None:
-        """Select the stages for this kind of sampling, after making and capturing them where there are none.
+        """Selects the stages for this kind of sampling, and makes and captures them if there are none.
 
-        Sequences must be fed or rewound after this: the trial runs of a capture use their buffers.
+        Sequences must be prefilled or rewound afterwards, because the trial runs of a capture use their
+        buffers.
         """
         key = to_probs.key
         found = self.prepared.pop(key, None)
         if found is None:
             if len(self.prepared) >= _MOST_PREPARED:
-                # The one selected longest ago: clients ask for ever new settings, and each kind has buffers.
+                # The stages that were selected longest ago go, as each kind of sampling has buffers.
                 del self.prepared[next(iter(self.prepared))]
                 if self.device.type == "cuda":
                     free_memory()
@@ -53,13 +54,13 @@ class DecodingProgram(Buffers):
             self.seeded.clear()
 
     def prepare_shape(self, number: int) -> None:
-        """Make and capture the stages for trees of one shape, unless they are there.
+        """Makes and captures the stages for trees of one shape, unless they exist.
 
-        Between two passes, or inside :meth:`trial`: the state of the sequences is as before afterwards, and
-        KV slots after their ends are overwritten, as by any pass.
+        It may be called between two passes, or inside :meth:`trial`. The state of the sequences is as before
+        afterwards, and KV slots after their ends are overwritten, as by any pass.
 
         Raises:
-            torch.OutOfMemoryError: device memory is short; the stages are not there then.
+            torch.OutOfMemoryError: device memory is short; the stages then do not exist.
         """
         self.capture_seconds += prepare_shape(self, self.selected, number)
 
@@ -68,7 +69,11 @@ class DecodingProgram(Buffers):
     ) -> list[int]:
         """Prefills every level with all but each prompt's last token, which is the first root.
 
-        If the prefill of an offloaded cache is interrupted, its memory is released and the program closed.
+        If the prefill of an offloaded cache is interrupted, its memory is released, and the program cannot be
+        used any more.
+
+        Returns:
+            how many tokens of each prompt were reused.
 
         Raises:
             ValueError: a prompt is too short for the levels, or too long for the buffers.
@@ -112,9 +117,9 @@ class DecodingProgram(Buffers):
         return reused
 
     def rewind(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Continue from these prompts, whose keys and values the cache holds: beginnings of its sequences.
+        """Continues from these prompts, which are prefixes of the sequences in the cache.
 
-        Where layers with a window have overwritten what is needed there, the prompts are fed again.
+        If layers with a window have overwritten what is needed there, the prompts are prefilled again.
         """
         self._check(prompts)
         if self.cache.holds([len(p) - 1 for p in prompts]):
@@ -138,7 +143,7 @@ class DecodingProgram(Buffers):
             rope.choose_for_texts([len(p) for p in prompts])
 
     def _start(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Set the target's state to the end of prompts whose keys and values are in the cache."""
+        """Sets the state of the sequences to the ends of prompts whose keys and values are in the cache."""
         state, lengths = self.state, [len(p) - 1 for p in prompts]
         for b, prompt in enumerate(prompts):
             state.tokens[b, : len(prompt)] = id_tensor(prompt, self.device)
@@ -152,6 +157,7 @@ class DecodingProgram(Buffers):
         """Returns the bytes of keys, values and weights that a pass of level 2 copies to the device.
 
         Args:
+            tokens: committed tokens of each sequence.
             plain: whether the pass is the autoregressive one.
         """
         queries = 1 if plain or self.levels == 1 else self.max_draft_tokens + 1
@@ -160,9 +166,9 @@ class DecodingProgram(Buffers):
         return weights + self.cache.backend.transferred_bytes(tokens, queries)
 
     def serves(self, config: HierarchyConfig) -> bool:
-        """Returns whether setting ``self.config = config`` is enough for these settings.
+        """Returns whether the program serves other settings once ``self.config`` is set to them.
 
-        They may differ in what every pass reads again; everything else is built into buffers and graphs.
+        They may differ in options that every pass reads again. All others are built into buffers and graphs.
         """
 
         def built_in(settings: HierarchyConfig) -> HierarchyConfig:

@@ -1,4 +1,4 @@
-"""Makes the stages of a program."""
+"""Names the stages of a program, and makes them."""
 
 from triforce_tree.decoding.buffers import Buffers
 from triforce_tree.decoding.stages import (
@@ -25,16 +25,16 @@ def chain_nodes(program: Buffers) -> int:
 
 
 def drafted(program: Buffers, levels: int, rounds: int, shape: int) -> tuple[int, int]:
-    """Forwards of the drafter in a pass, and tokens that it proposes, for each sequence.
+    """Returns the forwards of the drafter in a pass, and the tokens that it proposes to each sequence.
 
     Args:
-        levels, rounds, shape: of the pass, see ``PassKind``.
+        levels, rounds, shape: the kind of the pass, see ``PassKind``.
     """
     assert program.drafter is not None
     trees = [program.shapes[shape]] * rounds
     if levels == 3 and program.tail_tree:
         trees.append(program.shapes[0])
-    # A deterministic drafter proposes a whole tree in one forward, matched tokens take none.
+    # A deterministic drafter proposes a whole tree in one forward, and matched tokens take no forward.
     one = program.drafter.deterministic
     forwards = sum(0 if tree.matched else 1 if one else len(tree.widths) for tree in trees)
     return forwards, sum(tree.nodes - 1 for tree in trees)

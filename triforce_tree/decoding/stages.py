@@ -1,4 +1,4 @@
-"""The stages of decoding: work over fixed buffers, as steps that an executor captures or calls.
+"""The stages of decoding. Each is a list of steps over fixed buffers that an executor captures or calls.
 
 * :class:`DraftStage`, :class:`RetrievalVerifyStage`: the drafter proposes trees, level 1 verifies them and
   appends what it accepts to the draft chains. Repeated for each round.
@@ -26,11 +26,11 @@ from triforce_tree.verify.probs import DeviceProbs, Sampler
 from triforce_tree.verify.verifier import Acceptance, Verifier
 
 FullView = Callable[[int, Tensor | None, Sequence[int] | None], KVView]
-"""Makes a view of the full cache for T new tokens, from T, a fixed mask, and the depths of the tokens."""
+"""Makes a view of the full cache for T new tokens, from T, their mask if it is fixed, and their depths."""
 
 
 class Stage(Protocol):
-    """Is one step of a pass; ``noise`` holds the random numbers that it reads."""
+    """One part of a pass, such as drafting. ``noise`` holds the random numbers that it reads."""
 
     noise: list[Noise]
 
@@ -38,12 +38,12 @@ class Stage(Protocol):
 
 
 class DraftStage:
-    """Lets the drafter propose a tree for each sequence; ``tree`` holds the last ones.
+    """Lets the drafter propose a tree for each sequence; ``tree`` holds the last trees.
 
     Args:
-        number: of the tree's shape among those of the drafter.
-        probs: fp32 ``[B, M, V]``, where to keep at least as many distributions as the tree has; by default
-            in a tensor of its own.
+        number: the number of the tree's shape among those of the drafter.
+        probs: fp32 ``[B, M, V]``, a buffer whose last entries receive the tree's distributions; by default
+            the tree has a buffer of its own.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class DraftStage:
 
 
 class RetrievalVerifyStage:
-    """Level 1 verifies the drafter's trees and appends 1 to depth + 1 tokens to the draft chains.
+    """Verifies the drafter's trees by level 1, and appends 1 to depth + 1 tokens to the draft chains.
 
     Args:
         draft: the stage that proposes the trees.
-        verifier: level 1's forward and acceptance.
-        view: its retrieval view of the full cache, or of chunks copied from it.
-        runner_ups: keep the runner-up of every token that is appended.
-        choosing: whether each forward refreshes the retrieved chunks.
+        verifier: the forward and acceptance of level 1.
+        view: the retrieval view of the full cache, or of chunks copied from it.
+        runner_ups: whether the runner-up of every appended token is kept.
+        choosing: whether each forward selects the retrieved chunks again.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class RetrievalVerifyStage:
 
 
 class ChainVerifyStage:
-    """Level 2 verifies the draft chains, and commits what it accepts.
+    """Verifies the draft chains by level 2, and commits what it accepts.
 
     Args:
         model: the target.
         full: makes views of the full cache.
         means: the view whose chunk means are updated after each commit; None without a retrieval level.
-        runner_ups: verify the runner-ups too.
-        tail: proposes a tree at the end of each chain, which level 2 verifies too; None for none.
+        runner_ups: whether the runner-ups are verified too.
+        tail: proposes a tree at the end of each chain, which level 2 verifies too; may be None.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class ChainVerifyStage:
 
 
 class TreeVerifyStage:
-    """Level 2 verifies the drafter's trees, and commits what it accepts."""
+    """Verifies the drafter's trees by level 2, and commits what it accepts."""
 
     def __init__(self, draft: DraftStage, verifier: Verifier, full: FullView) -> None:
         self.tree, self.state, self.verifier = draft.tree, draft.state, verifier
@@ -189,17 +189,17 @@ class TreeVerifyStage:
     def _commit(self) -> None:
         acceptance = self.verifier.accept(self.tree, self._root)
         _commit(self.state, self.view, acceptance)
-        # A drafter that finds nothing to propose was not rejected.
+        # Only used nodes count as proposed.
         self.state.proposed.copy_(_used_depth(self.tree))
 
 
 def _used_depth(tree: TokenTree) -> Tensor:
-    """int64 ``[B]``, the depth of the deepest node that is used: the most tokens that can be accepted."""
+    """Returns int64 ``[B]``, the depth of the deepest used node: the most tokens that can be accepted."""
     return torch.where(tree.tokens >= 0, tree.depths, 0).amax(1)
 
 
 def _commit(state: SequenceState, view: KVView, acceptance: Acceptance) -> None:
-    """Commit the tokens that level 2 accepted, and their KV slots, in sequences that are still running."""
+    """Commits the tokens that level 2 accepted, and their KV slots, in sequences that have not ended."""
     view.move(torch.where(state.active[:, None] > 0, acceptance.path, -1))
     state.commit(acceptance.emitted, acceptance.counts)
 
@@ -235,6 +235,6 @@ class PlainStage:
         self.verifier.forward(self.tree, self._root, self.view, None)
 
     def _commit(self) -> None:
-        # The root is in its place already: no KV slot moves.
+        # No KV slot moves, because the root is in its place already.
         acceptance = self.verifier.accept(self.tree, self._root)
         self.state.commit(acceptance.emitted, acceptance.counts)

@@ -111,7 +111,7 @@ class TokenTree:
 
     def first(self, count: int) -> "TokenTree":
         """Returns a view of the first ``count`` nodes."""
-        if count == self.nodes:
+        if count == self.tokens.shape[1]:
             return self
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""Level 0 of the hierarchy: chooses the drafter and the shapes of its trees by the settings."""
+"""Chooses the drafter (level 0) and the shapes of its trees by the settings."""
 
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ class DraftLevel:
     Attributes:
         model: the draft model; None for other drafters.
         own: the drafter that the user passed; None for a draft model and for suffix matching.
+        revision: a number that changes when the draft model, or a module that the drafter holds, has changed.
 
     Raises:
         ValueError: a drafter's tree is no tree shape, it was made for another target, or it reads features
@@ -46,11 +47,7 @@ class DraftLevel:
             check_drafter(self.own, target)
         if self.model is not None and self.model.states is not None:
             refuse_draft(self.model.name)
-
-    @property
-    def revision(self) -> int:
-        """A number that changes when the draft model, or a module that the drafter holds, has changed."""
-        return sum(changes.revision for changes in self._changes)
+        self.revision = sum(changes.revision for changes in self._changes)
 
     @property
     def changed(self) -> bool:
@@ -58,7 +55,7 @@ class DraftLevel:
         return any(changes.differs() for changes in self._changes)
 
     def refresh(self) -> None:
-        """Updates ``revision`` after changes of the models, and reattaches the drafter to a changed target.
+        """Updates ``revision`` after changes of the models, and attaches the drafter to a changed target.
 
         Raises:
             ValueError, RuntimeError: see ``HFModel.refresh``.
@@ -68,6 +65,7 @@ class DraftLevel:
         else:
             for changes in self._changes:
                 changes.refresh(lambda: None)
+        self.revision = sum(changes.revision for changes in self._changes)
         if self.own is not None and self._attached_to != self._target.revision:
             self.own.attach(self._target)
         self._attached_to = self._target.revision

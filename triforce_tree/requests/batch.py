@@ -6,7 +6,7 @@ from collections.abc import Sequence as Sequences
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.decoding.hierarchy import Hierarchy
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.requests.batch_pool import BatchPool

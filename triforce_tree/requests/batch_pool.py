@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.assembly import Hierarchy
+from triforce_tree.decoding.hierarchy import Hierarchy
 from triforce_tree.kv.pool.blocks import own_slots
 from triforce_tree.kv.pool.size import PoolSize, SharedChunks, for_known, page_of, unit_of
 from triforce_tree.planning.batch_size import fitting_batch
@@ -102,11 +102,10 @@ class BatchPool:
         if self._joins and self._max_batch and hierarchy.target.device.type == "cuda":
             # An unused batch index costs little on a GPU, and cannot be added later.
             most = self._max_batch
-        freed, last = hierarchy.level_one.nbytes, hierarchy.last_program
-        if last is not None:
-            if last.batch == most and last.cache.fits(prompt + new_tokens, self()):
-                return most
-            freed += last.cache.backend.bytes
+        last = hierarchy.last_program
+        if last is not None and last.batch == most and last.cache.fits(prompt + new_tokens, self()):
+            return most
+        freed = hierarchy.level_one.nbytes + (last.cache.backend.bytes if last is not None else 0)
 
         def fitting(slots: int, wanted: int) -> int:
             models, own = (hierarchy.target, hierarchy.draft), hierarchy.own_drafter

@@ -11,7 +11,7 @@ from tests.support.models.tiny_pair import TinyPair
 from triforce_tree import load
 from triforce_tree.cli.console import memory_table
 from triforce_tree.cli.entry import main
-from triforce_tree.decoding.memory import new_plan
+from triforce_tree.decoding import hierarchy
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kernels.cpu import offload_attention
 from triforce_tree.planning.memory_map import HostRate
@@ -32,7 +32,7 @@ def _attending(
     monkeypatch: pytest.MonkeyPatch, native: bool, options: dict[str, Any]
 ) -> tuple[dict[str, Any], DecodingProgram]:
     """The plan and the program, after a generation that emitted the target's own tokens."""
-    monkeypatch.setattr(new_plan, "host_rate", lambda *_: RATE)
+    monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
     _with_kernel(monkeypatch, native)
     own = engine(**options)
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
@@ -92,7 +92,7 @@ def test_the_command_has_both_options(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pair: TinyPair, prompt: str,
     flags: list[str], native: bool, attends: bool,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(new_plan, "host_rate", lambda *_: RATE)
+    monkeypatch.setattr(hierarchy, "host_rate", lambda *_: RATE)
     _with_kernel(monkeypatch, native)
     words = ["generate", prompt, *pair.options, "--max-new-tokens", "2", "--levels", "1", "--json"]
     assert main([*words, "--offload", *flags]) == 0
@@ -101,7 +101,7 @@ def test_the_command_has_both_options(
 
 
 def test_a_cpu_that_is_too_slow_gets_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(new_plan, "host_rate", lambda *_: HostRate(((1, 1.0), (48, 1.0))))
+    monkeypatch.setattr(hierarchy, "host_rate", lambda *_: HostRate(((1, 1.0), (48, 1.0))))
     own = engine(host_attention=True)
     plan = own.memory_plan(len(PROMPT), NEW)
     assert plan is not None

@@ -49,8 +49,8 @@ def test_one_offloaded_cache_at_a_time() -> None:
         out = each.generate(PROMPT, max_new_tokens=8, do_sample=False)
         assert out.sequences[0, len(PROMPT) :].tolist() == expected()[:8]
         assert len(own._hierarchy._offloaded) == 1
-        assert each._hierarchy._program is not None
-        assert each._hierarchy._program[1] is own._hierarchy._offloaded[0]
+        assert each._hierarchy.last_program is not None
+        assert each._hierarchy.last_program is own._hierarchy._offloaded[0]
 
 
 def test_a_batch() -> None:
@@ -84,8 +84,8 @@ def test_a_spare_length_for_later_generations_is_given_up_first(monkeypatch: pyt
     out = own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected()
     assert planned == [1024 - len(PROMPT), NEW]
-    assert own._hierarchy._program is not None
-    assert own._hierarchy._program[1].max_seq_len == len(PROMPT) + NEW
+    assert own._hierarchy.last_program is not None
+    assert own._hierarchy.last_program.max_seq_len == len(PROMPT) + NEW
     # A second generation of this length needs no new plan.
     own.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
     assert len(planned) == 2

@@ -50,9 +50,9 @@ def test_a_plan_for_windows_alone_keeps_its_buffers() -> None:
     assert names(engine) == ["draft", "target"]
     assert engine.memory is not None
     assert engine.memory.levels == 2
-    held = engine._hierarchy._program
+    held = engine._hierarchy.last_program
     assert names(engine, 5) == ["draft", "target"]
-    assert engine._hierarchy._program is held
+    assert engine._hierarchy.last_program is held
 
 
 def test_planning_takes_nothing_up() -> None:

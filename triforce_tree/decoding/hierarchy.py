@@ -1,0 +1,525 @@
+"""What outlives a request: the models, their settings, the memory plan, and the last program."""
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+
+from triforce_tree.config import HierarchyConfig
+from triforce_tree.decoding.full_cache import FullCache
+from triforce_tree.decoding.level_one_copy import LevelOneCopy
+from triforce_tree.decoding.out_of_memory import with_or_without
+from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.draft_level import DraftLevel
+from triforce_tree.drafters.token_map import TokenMap
+from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.kv.kept_prefixes import KeptPrefixes
+from triforce_tree.kv.offload.host_attention import host_attends
+from triforce_tree.kv.offload.offloaded_cache import one_shape
+from triforce_tree.kv.pool.size import PoolSize
+from triforce_tree.loading.load_guard import compare_at_load
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.settings import check_settings, within_limits
+from triforce_tree.planning import memory_map, memory_plan
+from triforce_tree.planning.device_defaults import ModelFacts, resolve
+from triforce_tree.planning.machine import host_rate, measured
+from triforce_tree.planning.memory_layout import Workload, levels_of
+from triforce_tree.planning.memory_plan import MemoryPlan
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.executor import free_memory
+from triforce_tree.runtime.locks import generation, held
+from triforce_tree.runtime.progress_log import logged
+from triforce_tree.trees.device_shapes import least_prompt
+from triforce_tree.verify.sampling import ProbsFromLogits
+
+Pool = Callable[[], PoolSize | None]
+"""Returns the size of the pool of KV slots that sequences share under the settings at the time of the call;
+None if each sequence has its own slots."""
+
+# Buffers are made for sequences of a multiple of this many tokens, so that they serve longer ones too.
+_MAX_SEQ_LEN_STEP = 1024
+# The most configurations whose trees are remembered: requests of different lengths may have different ones.
+_MOST_CONFIGS = 64
+_LOG = logging.getLogger(__name__)
+
+
+class Hierarchy:
+    """Holds the models of the three levels, their settings, and the program of the last request.
+
+    Args:
+        target: level 2, and level 1 on its retrieval cache.
+        draft: a model for level 0, a drafter, or None for suffix matching.
+        config: the settings of each level.
+        tokens: maps the target's token ids to the draft model's; None if these are the same.
+
+    Attributes:
+        own_drafter: the drafter that the user gave; None for a draft model and for suffix matching.
+        config: the settings of the last request. ``tree`` and ``other_trees`` are those of the drafter.
+        guard: says which parts of the target were compared with transformers' own forward.
+        memory: the memory plan of the last request; None if nothing may be offloaded.
+        level_one: the copy of the target's weights in fewer bits for level 1.
+        prefixes: keys and values of earlier texts in host memory.
+        last_program: the program of the last request; None if it was released.
+
+    Raises:
+        ValueError: a drafter's tree is no tree shape, it was made for another target, or it reads features
+            of layers that the target does not have.
+        UnsupportedModelError: the target's logits are not transformers' own, or the draft is recurrent.
+    """
+
+    def __init__(
+        self,
+        target: HFModel,
+        draft: HFModel | Drafter | None,
+        config: HierarchyConfig,
+        tokens: TokenMap | None = None,
+    ) -> None:
+        self.target, self.tokens = target, tokens
+        self._level_0 = DraftLevel(target, draft, tokens)
+        self.draft, self.own_drafter = self._level_0.model, self._level_0.own
+        # Settings with the drafter's trees, by the settings that were given.
+        self._with_trees: dict[HierarchyConfig, HierarchyConfig] = {}
+        self.use(config)
+        self.memory: MemoryPlan | None = None
+        self.level_one = LevelOneCopy(target)
+        # What the last plan was made for, and what the last program serves.
+        self._planned: tuple[object, MemoryPlan] | None = None
+        self.last_program: DecodingProgram | None = None
+        self._serves: object = None
+        # All configurations of these models share the following: host memory holds one full cache at a time,
+        # and a user's drafter is bound to the state of one program.
+        self._offloaded: list[DecodingProgram] = []
+        self.prefixes = KeptPrefixes()
+        self._bound: list[weakref.ref[DecodingProgram]] = []
+        check_settings(target, config)
+        with logged("comparing the forward of a few tokens with transformers' own"):
+            self.guard = compare_at_load(target)
+        # The states of the models that the buffers and the facts belong to.
+        self._made_of = target.revision, self._level_0.revision
+        self._facts: tuple[object, ModelFacts] | None = None
+
+    # Models
+
+    @contextmanager
+    def generation(self, as_they_are: bool = True) -> Iterator[None]:
+        """Is a context in which only this thread generates with these models (``locks.generation``).
+
+        If a model has changed since the last call, everything that was made of it is freed.
+
+        Args:
+            as_they_are: False ignores changes of the models, to free memory alone.
+
+        Raises:
+            UnsupportedModelError, ValueError, RuntimeError: a model has changed and cannot be decoded any
+                more (``HFModel.refresh``).
+        """
+        with generation(self.target.model, self.draft.model if self.draft is not None else None):
+            if as_they_are:
+                self._refresh()
+            try:
+                yield
+            finally:
+                if as_they_are:
+                    self.target.changes.settle()
+                    self._level_0.settle()
+                if self.last_program is not None:
+                    self.last_program.cache.end()
+
+    def _refresh(self) -> None:
+        """Frees what was made of a model that has changed."""
+        self.target.refresh(self._compare)
+        self._level_0.refresh()
+        made_of, self._made_of = self._made_of, (self.target.revision, self._level_0.revision)
+        if made_of == self._made_of:
+            return
+        # On a GPU the number of sequences that fit is measured next; on a CPU a new program collects.
+        self.release(collect=self.target.device.type == "cuda")
+        self._planned = None
+        if made_of[0] != self.target.revision:
+            self.prefixes.clear()
+
+    def _compare(self, target: HFModel) -> None:
+        self.guard = compare_at_load(target)
+
+    @property
+    def changed(self) -> bool:
+        """Returns whether one of the models has changed since the current call began."""
+        return self.target.changes.differs() or self._level_0.changed
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Is a context in which both models can compute, for one thread at a time."""
+        with ExitStack() as stack:
+            # Both locks in one call, which takes them in a fixed order.
+            stack.enter_context(held(self.target.model, self.draft.model if self.draft is not None else None))
+            for model in (self.target, self.draft):
+                if model is not None:
+                    stack.enter_context(model.active())
+            yield
+
+    # Settings
+
+    def with_config(self, config: HierarchyConfig) -> "Hierarchy":
+        """Returns a hierarchy with the same checked models and another configuration."""
+        check_settings(self.target, config)
+        other = copy.copy(self)
+        other.use(config)
+        other.memory = other._planned = other.last_program = other._serves = None
+        # Nothing is made of the models yet; kept keys and values know by which state of the model they are.
+        other._made_of = self.target.revision, self._level_0.revision
+        other.level_one = LevelOneCopy(self.target)
+        return other
+
+    def use(self, config: HierarchyConfig) -> None:
+        """Sets ``config``, with the trees of the drafter."""
+        # The user may give a drafter of his own another tree.
+        known = self._with_trees.get(config) if self.own_drafter is None else None
+        if known is None:
+            known = self._level_0.with_trees(config)
+            if self.target.states is not None:
+                known = within_limits(self.target.name, known, self.draft is not None)
+            if len(self._with_trees) >= _MOST_CONFIGS:
+                self._with_trees.clear()
+            self._with_trees[config] = known
+        self.config = known
+
+    def choose_settings(
+        self,
+        config: HierarchyConfig,
+        given: frozenset[str],
+        lengths: Sequence[int],
+        new_tokens: int,
+        pool: Pool | None = None,
+    ) -> None:
+        """Chooses the settings and the memory plan of a request.
+
+        If memory is not limited, options that were left at their defaults get those of the device.
+
+        Args:
+            config: the settings that the user gave.
+            given: the names of options that stay as they are.
+            lengths: tokens of each prompt.
+            new_tokens: the most new tokens of each sequence.
+            pool: the pool that the prompts share on the device.
+
+        Raises:
+            DoesNotFitError, ValueError: see :meth:`plan_memory`.
+        """
+        self.use(config)
+        self.memory = None
+        if config.offloads:
+            shared = pool() if pool is not None else None
+            self.memory = self.plan_memory(lengths, new_tokens, given, shared.slots if shared else 0)
+        if self.memory is not None:
+            self.use(self.memory.config)
+        # The defaults were measured with the full cache and all weights on the device.
+        if not self.offloads and self.target.streamed is None:
+            self.use(resolve(config, given, self.facts, max(lengths), len(lengths)))
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Returns the properties of the models that the defaults depend on."""
+        if self._facts is None or self._facts[0] != self._made_of:
+            self._facts = self._made_of, ModelFacts.of(self.target, self.draft)
+        return self._facts[1]
+
+    @property
+    def offloads(self) -> bool:
+        """Returns whether the full cache is kept in host memory."""
+        return self.memory is not None and self.memory.offload is not None
+
+    def levels(
+        self, prompt_tokens: int, max_seq_len: int | None = None, config: HierarchyConfig | None = None
+    ) -> int:
+        """Returns the number of levels for a prompt of this length.
+
+        With ``levels="auto"`` there are three only if level 1 reads fewer KV slots than level 2. It does if
+        some layer attends to more than a sliding window: level 1 retrieves chunks for such layers, and reads
+        the whole window of the others. A target with recurrent layers has no level 1.
+
+        Args:
+            max_seq_len: the most tokens of a sequence in the buffers; by default ``prompt_tokens``.
+            config: the settings; by default those of the last request.
+        """
+        config, longest = config or self.config, max_seq_len or prompt_tokens
+        if config.levels == "auto" and (
+            self.target.states is not None
+            or all(s.window is not None and s.window < longest for s in self.target.kv_shapes)
+        ):
+            return 2
+        return levels_of(config, prompt_tokens)
+
+    def rounded(self, max_seq_len: int) -> int:
+        """Returns ``max_seq_len`` rounded up, so that the buffers serve longer sequences too, but at most to
+        the model's number of positions.
+        """
+        rounded = -(-max_seq_len // _MAX_SEQ_LEN_STEP) * _MAX_SEQ_LEN_STEP
+        return max(max_seq_len, min(rounded, self.target.max_positions or rounded))
+
+    def together(self, to_probs: ProbsFromLogits, prompts: Sequence[Sequence[int]]) -> bool:
+        """Returns whether these prompts can be decoded as one batch."""
+        rope = self.target.length_rope
+        mixed = rope is not None and rope.mixed([len(p) for p in prompts])
+        return len(prompts) == 1 or (to_probs.context_free and not mixed)
+
+    def drafter(self) -> Drafter:
+        """Returns level 0 under the current settings; for a draft model it has new buffers."""
+        return self._level_0.drafter(self.config)
+
+    # The memory plan
+
+    def plan_memory(
+        self,
+        lengths: Sequence[int],
+        new_tokens: int,
+        given: Collection[str] = (),
+        pool_slots: int = 0,
+    ) -> MemoryPlan | None:
+        """Decides where the KV slots of these prompts are kept.
+
+        If the last plan does not serve them, the buffers of the last request are released first, because free
+        memory is measured.
+
+        Args:
+            lengths: tokens of each prompt.
+            given: the names of options that stay as they are.
+            pool_slots: KV slots of the pool that the prompts share on the device; 0 without a pool.
+
+        Returns:
+            the plan; None if nothing may be offloaded, or if the prompts are too short for that.
+
+        Raises:
+            DoesNotFitError: memory is short.
+            ValueError: the model's data cannot be offloaded as needed.
+        """
+        if not self.config.offloads:
+            return None
+        key = (self.config, len(lengths), frozenset(given), pool_slots)
+        least, max_seq_len = min(lengths), self.rounded(max(lengths) + new_tokens)
+        plan = None
+        if self._planned is not None and self._planned[0] == key and self.last_program is not None:
+            last, held = self._planned[1], self.last_program.max_seq_len
+            serves = max(lengths) + new_tokens <= held <= 2 * max_seq_len
+            if serves and self.levels(least, max_seq_len, last.config) == last.levels:
+                plan = last if not self.last_program.cache.closed else None
+        if plan is None:
+            self.release()
+            plan = self._new_plan(given, Workload(len(lengths), max(lengths), new_tokens, pool_slots))
+        self._planned = (key, plan)
+        if plan.offload is None:
+            return plan
+        one_shape(self.target)
+        levels = self.levels(least, max_seq_len, plan.config)
+        # The cache of a shorter prompt is small, and stays on the device.
+        return plan if least >= least_prompt(plan.config, levels, offloaded=True) else None
+
+    def _new_plan(self, given: Collection[str], workload: Workload) -> MemoryPlan:
+        """Measures the machine's free memory and returns a plan for it."""
+        target, config, max_seq_len = self.target, self.config, self.rounded(workload.max_seq_len)
+        if config.levels == "auto" and self.levels(max_seq_len) == 2:
+            config = replace(config, levels=2)
+        sizes = memory_map.Sizes.of(
+            target, self.draft, config, self.drafter() if config.levels != 1 else None
+        )
+        weights = sum(memory_map.device_bytes(m) for m in (target, self.draft) if m) + sizes.heads_bytes
+        streamed = target.streamed.bytes if target.streamed is not None else 0
+        machine = measured(target.device, weights, config.gpu_bytes, streamed, config.host_bytes)
+
+        def planned() -> MemoryPlan:
+            # For sequences of the rounded length if they fit, else of the exact one.
+            longer = replace(workload, new=max_seq_len - workload.prompt)
+            try:
+                return memory_plan.plan(sizes, machine, config, given, longer)
+            except memory_plan.DoesNotFitError:
+                return memory_plan.plan(sizes, machine, config, given, workload)
+
+        plan = planned()
+        if host_attends(target, config.host_attention) and plan.offload is not None:
+            # This is measured only if something is offloaded, as it takes a second.
+            machine = replace(machine, host_attention=host_rate(target.heads, target.dtype, target.device))
+            plan = planned()
+        return plan
+
+    def shrink(self) -> bool:
+        """Reduces the plan after device memory ran out; returns False if it cannot be reduced further.
+
+        Raises:
+            torch.OutOfMemoryError: one of several ranks ran out of memory; the others cannot notice this.
+        """
+        if (group := distributed.current()) is not None:
+            raise torch.OutOfMemoryError(
+                f"memory ran out on rank {group.rank} of {group.size}, and several ranks cannot reduce their "
+                "plan while they decode; set a smaller gpu_memory, or shorten the prompt"
+            )
+        smaller = self.memory.smaller() if self.memory is not None else None
+        without_copy = self.config.retrieval_weight_bits == "auto" and self.level_one.give_up()
+        self.release()
+        if without_copy:
+            _LOG.warning("device memory ran out; going on with less: retrieval_weight_bits 8 -> 16")
+            return True
+        if smaller is None or self._planned is None:
+            return False
+        self.memory, what = smaller
+        self.use(self.memory.config)
+        self._planned = (self._planned[0], self.memory)
+        _LOG.warning("device memory ran out; going on with less: %s", what)
+        return True
+
+    def release(self, collect: bool = True) -> None:
+        """Frees the buffers of the last request, and every offloaded cache of these models.
+
+        Args:
+            collect: whether to run the garbage collector too, which takes a few tenths of a second.
+        """
+        for program in self._offloaded:
+            program.cache.close()
+        self._offloaded.clear()
+        self.last_program = self._serves = None
+        self.level_one.drop()
+        if collect:
+            free_memory()
+
+    # Programs
+
+    def program(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        pinned: Callable[[int], None] | None = None,
+        reuse: Reuse = "none",
+        pool: PoolSize | None = None,
+    ) -> DecodingProgram:
+        """Returns a program for these prompts: the last one if it serves them, else a new one.
+
+        Args:
+            pinned: called with the bytes of host memory as they are pinned.
+            reuse: which tokens of the prompts a new program takes over from the last one, if the caches of
+                both are on the device.
+            pool: the pool of KV slots that the prompts share; with None each prompt has its own slots.
+        """
+        shortest, max_seq_len = min(map(len, prompts)), max(map(len, prompts)) + new_tokens
+        levels = self.levels(shortest, self.rounded(max_seq_len))
+        split = self.memory.offload if self.memory is not None else None
+        pool = pool if split is None else None
+        few_bits = (
+            self.config.retrieval_weight_bits == "auto"
+            and len(prompts) == 1 and levels == 3 and pool is None and not self.config.offloads
+            and self.level_one.choosable and self.facts.few_bits
+        )  # fmt: skip
+        # Without the bits that are chosen: the last program serves with those that it has.
+        serves = self.config, few_bits, len(prompts), levels, split
+        kept: list[FullCache] = []
+        if (last := self.last_program) is not None:
+            # A drafter that the user gave is bound to one program at a time.
+            bound = self.own_drafter is None or last.drafter is None or self._bound[0]() is last
+            usable = bound and not last.cache.closed and last.cache.fits(max_seq_len, pool)
+            if usable and self._serves == serves:
+                if pool is not None:
+                    last.cache.backend.share(pool)
+                return last
+            if split is None and last.cache.worth_keeping(self.config, prompts, reuse, pool):
+                kept.append(last.cache)
+            else:
+                last.cache.keep_prefixes()
+            last.cache.close()  # The new program needs its memory.
+            self.last_program = last = None
+            if split is None:
+                free_memory()
+        if split is not None:
+            self.release()
+        program = self._new_program(prompts, max_seq_len, levels, few_bits, pinned, pool, kept)
+        self.last_program, self._serves = program, serves
+        self._bound[:] = [weakref.ref(program)]
+        if split is not None:
+            self._offloaded.append(program)
+        return program
+
+    def _new_program(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_seq_len: int,
+        levels: int,
+        few_bits: bool,
+        pinned: Callable[[int], None] | None,
+        pool: PoolSize | None,
+        kept: list[FullCache],
+    ) -> DecodingProgram:
+        """Makes a program for these prompts.
+
+        Args:
+            few_bits: whether level 1 may run on weights in fewer bits, if they fit into memory.
+            kept: the cache of the last program, if it is taken over; it is removed from the list if memory is
+                short.
+        """
+        split, streamed, longest = None, self.target.streamed, self.rounded(max_seq_len)
+        if self.memory is not None:
+            split = self.memory.offload
+            if split is not None:
+                longest = max(max_seq_len, self.memory.workload.max_seq_len)
+            if streamed is not None:
+                streamed.keep_experts(self.memory.resident_experts)
+        config, batch = self.config, len(prompts)
+        if few_bits:
+            workload = Workload(1, len(prompts[0]), longest - len(prompts[0]))
+            config = self.level_one.with_bits(config, workload, self.draft, self.own_drafter, kept)
+        elif config.retrieval_weight_bits == "auto":
+            # The retrieval model cannot run on streamed weights.
+            config = replace(config, retrieval_weight_bits=16 if streamed is None else 8)
+        if config.retrieval_weight_bits == 16 and (batch > 1 or levels == 3):
+            # Prompts that are too short for three levels take turns with longer ones, and need little.
+            self.level_one.drop()
+        drafter, level_one = self.drafter() if levels > 1 else None, self.level_one.model
+        settings = (self.target, drafter, config, batch, longest, levels, split, pinned)
+        program = with_or_without(
+            kept, lambda cache: DecodingProgram(*settings, kept=cache, pool=pool, level_one=level_one)
+        )
+        program.capture_seconds += self.level_one.taken_seconds()
+        if limit := self.config.prefix_bytes:
+            self.prefixes.bound(limit)
+            program.cache.exchange_with(self.prefixes)
+        return program
+
+
+class PlannedPrograms:
+    """Makes the programs of a request, each within the memory plan at that time (``loop.Programs``).
+
+    Args:
+        hierarchy: the models, the plan, and the program of the last request.
+        first: the texts that the first program is made for. They determine the levels of all programs,
+            however short the texts are that join.
+        max_seq_len: the most tokens of a sequence, new ones included.
+        reuse: which tokens that the cache holds from earlier requests are kept.
+        pinned: called with bytes of host memory as they are taken.
+        pool: the pool of KV slots that the texts share.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        first: Sequence[Sequence[int]],
+        max_seq_len: int,
+        reuse: Reuse = "none",
+        pinned: Callable[[int], None] | None = None,
+        pool: Pool = lambda: None,
+    ) -> None:
+        self._hierarchy, self._first, self._max_seq_len = hierarchy, first, max_seq_len
+        self._reuse, self._pinned, self._pool = reuse, pinned, pool
+        self._least = min(map(len, first))
+
+    def make(self, texts: Sequence[Sequence[int]]) -> DecodingProgram:
+        """Returns a program with a batch index for each of these texts."""
+        alike = [text if len(text) >= self._least else self._first[0] for text in texts]
+        reuse: Reuse = "all" if len(texts) > len(self._first) else self._reuse
+        left = self._max_seq_len - max(map(len, alike))
+        program = self._hierarchy.program(alike, left, self._pinned, reuse, self._pool())
+        self._max_seq_len = program.max_seq_len
+        return program
+
+    def shrink(self) -> bool:
+        """Reduces the memory plan; returns False if it cannot be reduced further."""
+        return self._hierarchy.shrink()
