@@ -409,7 +409,7 @@ class Hierarchy:
         few_bits = (
             self.config.retrieval_weight_bits == "auto"
             and len(prompts) == 1 and levels == 3 and pool is None and not self.config.offloads
-            and self.level_one.choosable and self.facts.few_bits
+            and self.facts.few_bits and self.level_one.choosable
         )  # fmt: skip
         # Without the bits that are chosen: the last program serves with those that it has.
         serves = self.config, few_bits, len(prompts), levels, split
