@@ -13,7 +13,7 @@ from triforce_tree import Engine
 from triforce_tree.check import goodness_of_fit, own_forward
 from triforce_tree.check import losslessness as check
 from triforce_tree.config import HierarchyConfig, load_arguments
-from triforce_tree.decoding import assembly
+from triforce_tree.decoding import hierarchy
 from triforce_tree.loading import rounding
 from triforce_tree.loading.rounding import relative_error
 from triforce_tree.models.length_rope import LengthRope
@@ -63,7 +63,7 @@ def test_a_wrong_rotation_is_found_in_the_logits(
         # As where rounding changes the choice of experts: no fixed limit would accept the model.
         monkeypatch.setattr(rounding, "_ROUNDING_16", limit_16)
     monkeypatch.setattr(LengthRope, "of", classmethod(lambda cls, model: None))
-    monkeypatch.setattr(assembly, "compare_at_load", lambda target: None)
+    monkeypatch.setattr(hierarchy, "compare_at_load", lambda target: None)
     wrong = Engine(tiny("phi3-longrope").to(dtype), config=HierarchyConfig(prefill_chunk=16))
     assert check.forward(wrong, prompt_of(60)).passed
     result = check.forward(wrong, prompt_of(150))

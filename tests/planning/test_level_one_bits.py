@@ -14,7 +14,7 @@ from tests.support.models.model_sizes import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_1_
 from tests.support.models.program_cases import SMALL, draft_of, reference
 from triforce_tree import Engine, load
 from triforce_tree.config import HierarchyConfig, load_arguments
-from triforce_tree.decoding import assembly, level_one_copy
+from triforce_tree.decoding import hierarchy, level_one_copy
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.planning import batch_size, device_defaults
@@ -44,7 +44,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     found = Memory()
     monkeypatch.setattr(device_defaults, "gains_from_few_bits", lambda target: True)
     monkeypatch.setattr(device_defaults, "_LEAST_UNUSED", 0)
-    monkeypatch.setattr(assembly, "_MAX_SEQ_LEN_STEP", STEP)
+    monkeypatch.setattr(hierarchy, "_MAX_SEQ_LEN_STEP", STEP)
     monkeypatch.setattr(batch_size, "free_bytes", lambda device: found.free)
     monkeypatch.setattr(batch_size, "total_bytes", lambda device: 0)
     return found

@@ -14,7 +14,7 @@ from tests.support.models.tiny_pair import TinyPair
 from triforce_tree import load
 from triforce_tree.cli.entry import main
 from triforce_tree.config import load_arguments
-from triforce_tree.decoding import assembly
+from triforce_tree.decoding import hierarchy
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.kv.offload import pinned
 from triforce_tree.kv.offload.host_store import Offload
@@ -138,14 +138,14 @@ def test_prompt_lookup_drafts_for_an_offloaded_cache(levels: int) -> None:
 
 
 def test_hidden_states_on_the_host_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = assembly.DecodingProgram
+    make = hierarchy.DecodingProgram
 
     def with_states_on_host(*args: Any, **kept: Any) -> DecodingProgram:
         *others, split, pinned = args
         assert isinstance(split, Offload)
         return make(*others, replace(split, states_on_host=True), pinned, **kept)
 
-    monkeypatch.setattr(assembly, "DecodingProgram", with_states_on_host)
+    monkeypatch.setattr(hierarchy, "DecodingProgram", with_states_on_host)
     for chunk in (16, 75, 1024):
         out = engine(prefill_chunk=chunk).generate(PROMPT, max_new_tokens=NEW, do_sample=False)
         assert out.sequences[0, len(PROMPT) :].tolist() == expected()

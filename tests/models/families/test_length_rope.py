@@ -21,7 +21,7 @@ from tests.support.models.families import (
 )
 from tests.support.models.program_cases import decoded, program_of
 from triforce_tree.config import load_arguments
-from triforce_tree.decoding import assembly
+from triforce_tree.decoding import hierarchy
 from triforce_tree.loading import load_guard
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.length_rope import LengthRope
@@ -72,7 +72,7 @@ def test_short_and_long_sequences_equal_the_targets_own(family: str, path: str, 
 
 def test_without_one_choice_the_output_differs(models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LengthRope, "of", classmethod(lambda cls, model: None))
-    monkeypatch.setattr(assembly, "compare_at_load", lambda target: load_guard.GuardReport(()))
+    monkeypatch.setattr(hierarchy, "compare_at_load", lambda target: load_guard.GuardReport(()))
     for family in LONGROPE:
         target, _ = models[family]
         assert generated(target, None, prompt_of(150), NEW) != greedy(target, prompt_of(150), NEW), family
