@@ -25,7 +25,7 @@ from scripts.benchmarks.texts import tables as texts
 from scripts.benchmarks.workloads import tables as workloads
 from scripts.checks.models import table as models_table
 from triforce_tree.bench.tables import grid
-from triforce_tree.runtime.files.replacing import replace_file
+from triforce_tree.runtime.files.writing import replace_file
 
 RESULTS = ROOT / "docs" / "results"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)

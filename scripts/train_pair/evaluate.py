@@ -27,7 +27,7 @@ from scripts.benchmarks.common.texts import cut
 from triforce_tree.bench import needle, results
 from triforce_tree.bench import texts as text
 from triforce_tree.check import overlap
-from triforce_tree.runtime.files.writable import check_writable
+from triforce_tree.runtime.files.writing import check_writable
 
 # The draft's overlap is a figure at one length of context.
 DRAFT_CONTEXT = 16_384

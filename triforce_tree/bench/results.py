@@ -21,7 +21,7 @@ import transformers
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import triforce_tree
-from triforce_tree.runtime.files.writable import check_writable
+from triforce_tree.runtime.files.writing import check_writable
 from triforce_tree.runtime.fingerprint import hardware as hardware
 
 Record = dict[str, Any]

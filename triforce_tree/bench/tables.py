@@ -8,7 +8,7 @@ from typing import Any
 
 from triforce_tree.bench.baselines import BASELINES, DRAFTING, PLAIN_METHOD
 from triforce_tree.bench.results import Record, Records
-from triforce_tree.runtime.files.replacing import replace_file
+from triforce_tree.runtime.files.writing import replace_file
 
 _SPEED_NOTE = (
     "to plain: to this engine without drafts; to transformers: to the fastest of its static, dynamic and "

@@ -27,7 +27,7 @@ from triforce_tree.loading.drafter_choice import check_drafter_options, heads_fo
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.requests.option_values import checked
 from triforce_tree.runtime.files.text_files import read_text
-from triforce_tree.runtime.files.writable import check_picture, check_writable
+from triforce_tree.runtime.files.writing import check_picture, check_writable
 
 _DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 _LAST_PORT = 65535

@@ -47,7 +47,7 @@ class DeviceBackend(KVBackend):
             )
         if store.bits != bits:
             raise ValueError(f"kv_bits={bits}, but the given store has {store.bits}; make another")
-        store.check_room(spec.batch, positions, scratch)
+        store.check_size(spec.batch, positions, scratch)
         self.store = store.in_pages(page)
         self.store.attention = spec.attention
         self.retrieval = spec.retrieval(PagedRetrievalView, self.store)

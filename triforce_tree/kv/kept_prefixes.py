@@ -44,7 +44,7 @@ class KeptPrefixes:
         self.limit = 0
         # The one used longest ago first; of a text its end before its beginning.
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
-        self._told = False
+        self._warned = False
 
     @property
     def taken(self) -> int:
@@ -71,7 +71,7 @@ class KeptPrefixes:
         if digest in self._chunks:
             return True
         size, locked = sum(part.nbytes for part in parts), parts[0].is_cuda
-        if not self._make_room(size, staying):
+        if not self._free_bytes(size, staying):
             return False
         memory = HostMemory(locked, "prefix_cache", "lower prefix_cache")
         try:
@@ -79,9 +79,9 @@ class KeptPrefixes:
             slots = [memory.take(part.shape, part.dtype) for part in parts]
         except HostMemoryError as error:
             memory.release()
-            if not self._told:
+            if not self._warned:
                 _LOG.warning("prefix_cache: earlier texts are not kept any more: %s", error)
-            self._told = True
+            self._warned = True
             return False
         for target, part in zip(slots, parts, strict=True):
             target.copy_(part, non_blocking=True)
@@ -104,7 +104,7 @@ class KeptPrefixes:
         while self._chunks:
             self._drop()
 
-    def _make_room(self, size: int, needed: Collection[bytes]) -> bool:
+    def _free_bytes(self, size: int, needed: Collection[bytes]) -> bool:
         """Drops chunks until ``size`` more bytes fit; returns False if that would drop one that is needed."""
         while self.taken + size > self.limit:
             if next(iter(self._chunks), b"") in needed or not self._chunks:

@@ -303,7 +303,7 @@ class KVStore:
             for (slots, places), old in zip(written, before, strict=True):
                 slots[..., places, :] = old
 
-    def check_room(self, batch: int, positions: int, scratch: int) -> None:
+    def check_size(self, batch: int, positions: int, scratch: int) -> None:
         """Raises ValueError if ``positions`` of a sequence, ``scratch`` of them scratch, do not fit."""
         enough = self.scratch is None or self.scratch >= scratch
         if self.batch != batch or self.slots < positions or not enough:

@@ -5,20 +5,22 @@ of the GGUF file, the versions that unpacked it, and the kind of content. Entrie
 Nothing here imports torch.
 """
 
+import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
-from triforce_tree.runtime.files.digests import digest_of
 from triforce_tree.runtime.files.json_files import read_json
-from triforce_tree.runtime.files.user_folders import user_cache
+from triforce_tree.runtime.files.writing import user_cache
 from triforce_tree.runtime.progress_log import LOG, logged
 
 CONFIG, TOKENIZER = "config", "tokenizer"
@@ -146,3 +148,31 @@ def _remove_parts(folder: Path) -> None:
     for part in folder.glob(".part-*"):
         if time.time() - part.stat().st_mtime > _ABANDONED:
             shutil.rmtree(part, ignore_errors=True)
+
+
+# Bytes of a part of a file that a thread reads, and of one read.
+_PART, _READ = 32 << 20, 1 << 20
+
+
+def digest_of(path: Path) -> str:
+    """Returns a digest of a file: the SHA-256 of the SHA-256 digests of its parts of 32 MiB.
+
+    Threads read the parts in parallel.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    starts = range(0, path.stat().st_size, _PART)
+    with ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1, len(starts)))) as threads:
+        parts = threads.map(lambda start: _part(path, start), starts)
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _part(path: Path, start: int) -> bytes:
+    digest, left = hashlib.sha256(), _PART
+    with path.open("rb") as file:
+        file.seek(start)
+        while left and (block := file.read(min(_READ, left))):
+            digest.update(block)
+            left -= len(block)
+    return digest.digest()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from triforce_tree.requests.chat import chats_of
 from triforce_tree.runtime.files.json_files import MOST_BYTES, parse_json
-from triforce_tree.runtime.files.replacing import flush
+from triforce_tree.runtime.files.writing import flush
 from triforce_tree.sessions.tensor_files import (
     Description,
     Kind,

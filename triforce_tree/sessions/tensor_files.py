@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from triforce_tree.runtime.files.replacing import flush
+from triforce_tree.runtime.files.writing import flush
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 """The shape of a tensor, and its dtype."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triforce_tree.runtime.files.json_files import read_json
-from triforce_tree.runtime.files.replacing import replace_file
+from triforce_tree.runtime.files.writing import replace_file
 
 SUFFIX = ".json"
 _FORM = 'the file must hold {"paths": [[0], [0, 0], [1]]} or {"widths": [6, 5, 4]}'

@@ -16,8 +16,7 @@ from typing import Any
 from scripts.inflate.shapes import Shape
 from triforce_tree.bench import results
 from triforce_tree.runtime.distributed import world_size
-from triforce_tree.runtime.files.replacing import replace_file
-from triforce_tree.runtime.files.writable import check_writable
+from triforce_tree.runtime.files.writing import check_writable, replace_file
 
 Record = dict[str, Any]
 # Rows of a part from its name, header and measurements.

@@ -26,7 +26,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.loading.checkpoints import PAIR, load_model
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.pass_through import CACHE
-from triforce_tree.runtime.files.writable import check_writable
+from triforce_tree.runtime.files.writing import check_writable
 
 # By the clock, and of the process.
 Seconds = tuple[float, float]

@@ -21,7 +21,7 @@ from triforce_tree.bench import results, speed
 from triforce_tree.bench import texts as text
 from triforce_tree.bench.baselines import METHODS
 from triforce_tree.bench.tables import speed_of
-from triforce_tree.runtime.files.writable import check_writable
+from triforce_tree.runtime.files.writing import check_writable
 
 
 def main(words: Sequence[str] | None = None) -> None:

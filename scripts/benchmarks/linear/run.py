@@ -32,7 +32,7 @@ from scripts.benchmarks.linear.problems import BITS, LAYERS, ROTATION, Shape, We
 from scripts.benchmarks.linear.tables import EARLY
 from triforce_tree.kernels.device import describe
 from triforce_tree.kernels.linear.configs import LinearConfig, choose
-from triforce_tree.runtime.files.writable import check_writable
+from triforce_tree.runtime.files.writing import check_writable
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96)
 SINGLE = [*LAYERS["68M"], *LAYERS["7B"], LAYERS["8B"][0], LAYERS["8B"][2]]

@@ -31,7 +31,7 @@ from scripts.benchmarks.common.command import parser, results_folder
 from scripts.benchmarks.common.results import ROOT, Record
 from scripts.benchmarks.series.steps import GROUPS, Step
 from triforce_tree.bench.results import commit
-from triforce_tree.runtime.files.replacing import replace_file
+from triforce_tree.runtime.files.writing import replace_file
 
 STATE = "series.json"
 # A timed step is begun only if this many seconds are left, and is told to end so many before the limit.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-from triforce_tree.runtime.files.replacing import replace_file
+from triforce_tree.runtime.files.writing import replace_file
 
 _FORMAT = "triforce-tree texts 1"
 # Tokens of the embedded tokenizer that are kept of each text: the longest prompt, and some for another place.

@@ -15,7 +15,7 @@ from scripts.benchmarks.sources import packed
 from scripts.benchmarks.sources.registry import SOURCES, MissingTextError, Texts
 from triforce_tree.bench.texts import token_ids
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
-from triforce_tree.runtime.files.writable import check_writable
+from triforce_tree.runtime.files.writing import check_writable
 
 FILE = "texts.json.xz"
 

@@ -31,7 +31,7 @@ from scripts.checks.models.outcomes import BAD, Row
 from scripts.checks.models.paths import PATHS
 from scripts.checks.models.sample import SAMPLE
 from scripts.checks.report import last_line, parser
-from triforce_tree.runtime.files.writable import check_writable
+from triforce_tree.runtime.files.writing import check_writable
 
 FILE = "models.jsonl"
 

@@ -118,9 +118,9 @@ def test_close_frees_everything() -> None:
     assert all(
         m.weight.numel() == 0 for layer in layers for m in layer.modules() if type(m) is torch.nn.Linear
     )
-    with pytest.raises(RuntimeError, match=r"freed by close\(\); load the model anew"):
+    with pytest.raises(RuntimeError, match=r"freed by close\(\); load the model again"):
         engine.generate(PROMPT, max_new_tokens=4, do_sample=False)
-    with pytest.raises(RuntimeError, match="load the model anew"):
+    with pytest.raises(RuntimeError, match="load the model again"):
         engine.target.model(torch.tensor([PROMPT]))
 
 

@@ -109,7 +109,7 @@ def test_a_conversation_is_few_runs() -> None:
         slots.check()
 
 
-def test_texts_used_longest_ago_make_room() -> None:
+def test_texts_used_longest_ago_are_dropped_first() -> None:
     slots = Slots(3 * 8 + 8, 1)
     texts = {n: [n] * 9 for n in range(4)}
     for n in (0, 1, 2, 0, 3):

@@ -14,8 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from triforce_tree.runtime.files.replacing import flush
-from triforce_tree.runtime.files.user_folders import user_cache
+from triforce_tree.runtime.files.writing import flush, user_cache
 from triforce_tree.runtime.progress_log import logged
 
 _FLAGS = ("-O3", "-std=gnu11", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")

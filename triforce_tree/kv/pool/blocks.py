@@ -71,7 +71,7 @@ class Own:
 
 
 class PoolFullError(ValueError):
-    """A prompt does not fit beside those that are in use."""
+    """Says that a prompt does not fit into the slots that sequences leave."""
 
 
 class PrefixPool:
@@ -247,7 +247,7 @@ class PrefixPool:
         for block in path:
             block.users.add(sequence)
         try:
-            self._make_room(own + more)
+            self._free_slots(own + more)
         except PoolFullError:
             for block in path:
                 block.users.discard(sequence)
@@ -295,12 +295,12 @@ class PrefixPool:
         # Chunks in use come first, so that the others are left out if slots are short.
         for in_use in (True, False):
             for block in other.blocks() if self.unit == other.unit else ():
-                needs_room, size = not (in_use and going_on), len(block.tokens)
+                needs_slots, size = not (in_use and going_on), len(block.tokens)
                 if bool(block.users) != in_use or not block.written or block.parent not in made:
                     continue
-                if needs_room and left < size:
+                if needs_slots and left < size:
                     continue
-                left -= size if needs_room else 0
+                left -= size if needs_slots else 0
                 parent = made[block.parent]
                 own = Block(block.tokens, block.start, place, parent, written=True, used=block.used)
                 own.users = set(block.users) if going_on else set()
@@ -323,7 +323,7 @@ class PrefixPool:
         """Returns the number of slots of all chunks and sequences."""
         return sum(len(block.tokens) for block in self.blocks()) + sum(o.size for o in self._own.values())
 
-    def _make_room(self, count: int) -> None:
+    def _free_slots(self, count: int) -> None:
         while (over := self.taken + count - self.slots) > 0:
             unused = [b for b in self.blocks() if not b.users and not b.children]
             if not unused:

@@ -65,7 +65,7 @@ class PooledStore(KVStore):
     def _memory_of(self) -> list[KVGroup]:
         return self.whole
 
-    def tell(self, plan: PrefixPlan) -> None:
+    def keep_current(self, plan: PrefixPlan) -> None:
         """Gives a plan the prefixes now and whenever they change."""
         self._plans.add(plan)
         plan.set(self.segments(), self.places)

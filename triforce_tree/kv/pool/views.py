@@ -43,7 +43,7 @@ class PooledView(TreeAttentionView):
         store = self.store
         self.lengths = self._all_lengths[: store.batch]
         plan = PrefixPlan(heads, mask, store.batch, store.depth, self._all_lengths, self.mask)
-        store.tell(plan)
+        store.keep_current(plan)
         self._plans.append(plan)
         return store.attention.prefixes(plan, store.dtype, kv_dtype)
 

@@ -98,17 +98,17 @@ def _computes(module: nn.Module, structure: Structure, stand_in: Callable[..., A
     norms = {name: _Part(f) for name, f in zip(structure, functions, strict=True) if name is not None}
     attention, mlp = _Part(lambda x: (torch.exp(x), None)), _Part(torch.tanh)
     made = stand_in(module, **norms, self_attn=attention, mlp=mlp)
-    x, told = (
+    x, positions = (
         torch.linspace(-2, 2, 40, dtype=torch.float32, device="cpu").view(1, 5, 8),
         torch.arange(5, device="cpu")[None],
     )
     keywords = {
         "attention_mask": None,
-        "position_ids": told,
+        "position_ids": positions,
         CACHE: object(),
         "use_cache": True,
         "position_embeddings": (x, x),
-        "triforce_positions": told,
+        "triforce_positions": positions,
     }
 
     def add_norm(attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

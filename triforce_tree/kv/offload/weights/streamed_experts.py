@@ -225,7 +225,7 @@ class StreamedExperts:
     def _fetch(self, number: int, ids: Tensor | None) -> None:
         """Copies the experts of these indices that their slots do not hold; None for all experts."""
         if not self._slots:
-            raise RuntimeError("the streamed weights were freed by close(); load the model anew")
+            raise RuntimeError("the streamed weights were freed by close(); load the model again")
         slots = self._slots[number]
         ids = slots.every if ids is None else ids
         try:

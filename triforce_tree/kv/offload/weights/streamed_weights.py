@@ -245,7 +245,7 @@ class StreamedWeights:
     def check(self) -> None:
         """Raises RuntimeError where the memory was freed."""
         if self.closed:
-            raise RuntimeError("the streamed weights were freed by close(); load the model anew")
+            raise RuntimeError("the streamed weights were freed by close(); load the model again")
 
     def close(self) -> None:
         """Frees all memory; the model cannot be used afterwards."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from triforce_tree.runtime.files.json_files import JsonTable
-from triforce_tree.runtime.files.replacing import replace_file
+from triforce_tree.runtime.files.writing import replace_file
 
 CALLS = {"open", "write", "close", "replace", "rename", "unlink", "mkdir", "fsync", "chmod"}
 
