@@ -70,15 +70,15 @@ class HFModel:
         self.model, self.streamed = model, streamed
         self.capturable: bool | None = None
         self.name = type(model).__name__
-        if getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) is None:
+        config: Any = model.config.get_text_config(decoder=True)
+        if getattr(config, "num_hidden_layers", None) is None:
             raise UnsupportedModelError(
                 f"{self.name} is no stack of decoder layers: its configuration has no num_hidden_layers"
             )
-        self._sizes = _sizes(model)
-        self.dtype: torch.dtype = self._sizes["dtype"]
-        self.device: torch.device = self._sizes["device"]
-        self.vocab_size: int = self._sizes["vocabulary size"]
-        self.layers: int = self._sizes["number of layers"]
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = next(model.get_input_embeddings().parameters()).device
+        self.vocab_size: int = config.vocab_size
+        self.layers: int = config.num_hidden_layers
         self.revision = self.weights_revision = 0
         self._copy: PreTrainedModel | None = None
         self._running: PreTrainedModel | None = None
@@ -135,11 +135,18 @@ class HFModel:
 
     def check_sizes(self) -> None:
         """Raises ValueError if the model now has another dtype, device or vocabulary, or other layers."""
-        now = _sizes(self.model)
-        for what, size in self._sizes.items():
-            if now[what] != size:
+        config: Any = self.model.config.get_text_config(decoder=True)
+        device = next(self.model.get_input_embeddings().parameters()).device
+        sizes = [
+            ("dtype", self.dtype, self.model.dtype),
+            ("device", self.device, device),
+            ("vocabulary size", self.vocab_size, config.vocab_size),
+            ("number of layers", self.layers, config.num_hidden_layers),
+        ]
+        for what, size, now in sizes:
+            if now != size:
                 raise ValueError(
-                    f"the {what} of {self.name} is {now[what]}, and was {size} when the engine was made; "
+                    f"the {what} of {self.name} is {now}, and was {size} when the engine was made; "
                     "make a new engine (triforce_tree.load, or another custom_generate)"
                 )
 
@@ -322,14 +329,3 @@ class HFModel:
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Shape of the full-attention layers, if there are any: they take most memory and time.
         self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads
-
-
-def _sizes(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns the properties that buffers of keys, values and tokens depend on, by name."""
-    config = model.config.get_text_config(decoder=True)
-    return {
-        "dtype": model.dtype,
-        "device": next(model.get_input_embeddings().parameters()).device,
-        "vocabulary size": config.vocab_size,
-        "number of layers": config.num_hidden_layers,
-    }
