@@ -9,7 +9,7 @@ from typing import Any
 from triforce_tree.policy.costs import StageCosts
 from triforce_tree.policy.passes import STAGE_FIELDS, StageSeconds
 from triforce_tree.runtime.files.json_files import JsonTable
-from triforce_tree.runtime.files.user_folders import user_cache
+from triforce_tree.runtime.files.writing import user_cache
 
 MOST_ENTRIES = 1000
 """The most entries of the file; older ones are dropped."""
