@@ -428,8 +428,6 @@ class DecodingLoop:
         for sequence in running:
             if sequence is not None:
                 sequence.decode_seconds += taken
-        if not self.running:
-            self.chooser.finish()
         return fresh
 
     def _prepare_levels(self, kind: PassKind, texts: Sequences[list[int] | None], resumed: bool) -> PassKind:

@@ -198,7 +198,7 @@ class PassPolicy:
             if passes.levels == 2 or passes.two_levels:
                 kind, (tokens, error, doubt) = PassKind(2, 1, shape), estimates.tree(2, shape)
                 most = min(tokens + error, passes.shapes[shape].depth)
-                seconds, unsure = costs.of(kind, 1.0, self._resumes), 1.0 if costs.certain(kind) else _UNSURE
+                seconds, unsure = costs.of(kind), 1.0 if costs.certain(kind) else _UNSURE
                 found.append(Option(kind, 1 + tokens, unsure * (1 + most), seconds, unsure * doubt))
             if passes.levels == 3:
                 found += self._options_of_rounds(shape)
@@ -252,7 +252,7 @@ class PassPolicy:
                 tokens_of(each, chain) + min(1.0, each) ** chain * behind for each in (a, a + error)
             )
             kind = PassKind(3, rounds, shape)
-            seconds = self._costs.of(kind, chain / most, self._resumes)
+            seconds = self._costs.of(kind, chain / most)
             found.append(Option(kind, tokens, unsure * most_tokens, seconds, unsure * doubt))
             if rounds > 1 and found[-1].highest_rate < found[-2].highest_rate:
                 break  # Further rounds bring less and less in the same time.

@@ -227,9 +227,9 @@ def test_ranks_learn_the_times_of_rank_0_one_pass_late(monkeypatch: pytest.Monke
     for seconds in (1.0, 2.0, 3.0):
         loop.chooser.observe(PassKind(3, 1), [row], seconds, False)
     assert learnt == [2.0, 4.0]
-    loop.chooser.finish()
+    loop.close()
     assert learnt == [2.0, 4.0, 6.0]
-    loop.chooser.finish()
+    loop.close()
     assert len(learnt) == 3
 
 

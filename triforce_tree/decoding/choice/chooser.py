@@ -132,12 +132,12 @@ class PassChooser:
         elif self._learns:
             # Ranks that chose different passes would wait for each other forever. All of them learn the times
             # of rank 0, one pass late: the message is sent while the next pass runs.
-            self.finish()
+            self._receive()
             sent = torch.tensor([seconds], dtype=torch.float64)
             self._sent = _Timed(kind, filled, resumed, sent, distributed.begin_broadcast(sent))
 
-    def finish(self) -> None:
-        """Learns from the last pass, whose times rank 0 had not sent yet."""
+    def _receive(self) -> None:
+        """Learns the time of the pass before, which rank 0 has sent."""
         if self._sent is not None and self._costs is not None:
             kind, filled, resumed, seconds, work = self._sent
             self._sent = None
@@ -146,6 +146,7 @@ class PassChooser:
 
     def close(self) -> None:
         """Corrects the table of stage costs if decoding has shown it to be far off."""
+        self._receive()
         # Processors that depend on the text take time that the table does not hold.
         if self._known is None or not self._to_probs.context_free:
             return
