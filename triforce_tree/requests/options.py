@@ -190,15 +190,20 @@ def check_checkpoint(settings: GenerationConfig, given: Collection[str]) -> None
         given: names of options that the caller gave; they are checked elsewhere.
 
     Raises:
-        ValueError: a setting is not supported; the message names it.
+        ValueError: a setting is not supported, or its value is invalid; the message names it.
     """
     for name, value in settings.to_diff_dict().items():
-        if name not in given and name not in _WITHOUT_EFFECT and not _is_carried_out(name, value):
+        if name in given or name in _WITHOUT_EFFECT:
+            continue
+        if not _is_carried_out(name, value):
             raise ValueError(
                 f"generation option {name}={value!r} in the checkpoint's generation_config is not supported "
                 f"by triforce_tree; set model.generation_config.{name} = None, or remove it from "
                 "generation_config.json"
             )
+        # transformers checks lengths, which options of the caller may replace.
+        if name not in ("max_length", "min_length"):
+            checked(name, value)
 
 
 def without_settings(model: Any) -> Any:
@@ -223,11 +228,8 @@ def check_prepared(config: GenerationConfig, processors: LogitsProcessorList, vo
     """Check the options that transformers has prepared.
 
     Raises:
-        ValueError: an option would be ignored, or its value is invalid; a forced token is not in the
-            vocabulary; or a processor runs the model.
+        ValueError: a forced token is not in the vocabulary, or a processor runs the model.
     """
-    for name, value in config.to_diff_dict().items():
-        supported(name, value)
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         given = getattr(config, name, None)
         for token in [] if given is None else torch.as_tensor(given).flatten().tolist():

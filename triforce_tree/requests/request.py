@@ -26,6 +26,7 @@ from triforce_tree.requests.options import (
     check_prepared,
     given_options,
     refuse_model_inputs,
+    supported,
     without_settings,
 )
 from triforce_tree.requests.streamers import Streamers
@@ -264,6 +265,8 @@ class Request:
         """
         inputs = text_alone(prepared.model_inputs, target.model)
         mask = inputs.pop("attention_mask", None)
+        for name, value in prepared.config.to_diff_dict().items():
+            supported(name, value)
         refuse_model_inputs(inputs, input_ids, mask)
         tokens = real_tokens(input_ids, mask)
         check_tokens(tokens, target.vocab_size)
