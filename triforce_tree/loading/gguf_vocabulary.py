@@ -34,13 +34,13 @@ def least_tokens(path: Path) -> Callable[[str], int] | None:
 
     def count(text: str) -> int:
         text = spelled(text)
-        contained = set(text)
-        unknown = contained - vocabulary
+        unknown = set(text) - vocabulary
         if _TOKEN_OF_BYTE not in vocabulary:  # then tokenizers may drop these letters
             text, unknown = text.translate(dict.fromkeys(map(ord, unknown))), set()
         if not text:
             return 0
-        useful = unknown.union(word for word in vocabulary if word and contained.issuperset(word))
+        parts = {text[at : at + length] for length in (1, 2, 3) for at in range(len(text))}
+        useful = unknown.union(word for word in vocabulary if word[:3] in parts and word[-3:] in parts)
         # The best segmentation under equal scores is the shortest.
         shortest = Tokenizer(Unigram([(word, -1.0) for word in useful], 0, False))
         return len(shortest.encode(text).ids)
