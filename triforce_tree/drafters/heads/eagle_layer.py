@@ -139,7 +139,8 @@ class EagleLayer:
         """
         pairs, device = tokens.shape[1], tokens.device
         random = torch.Generator().manual_seed(0)
-        states = [torch.randn(1, pairs, size, generator=random) for _ in range(features)]
+        shape = (features, 1, pairs, size)
+        states = list(torch.randn(shape, generator=random, dtype=torch.float32))
         embedded = self._embeddings(tokens)[0].float().cpu()
         fused = self.fuse([state.to(device, self.fc.dtype) for state in states])
         q, k, v = self.project(tokens, fused)
