@@ -115,6 +115,20 @@ def test_passes_that_were_not_measured_are_as_far_off_as_plain_ones() -> None:
     assert found.shapes == [0]
 
 
+def test_plain_passes_are_measured_anew() -> None:
+    """The machine was busy while the first ones were measured."""
+    found = PassCosts(known(TRUE))
+    for _ in range(3):
+        found.learn(PLAIN, 1.0, False, 3.0)
+    for _ in range(1000):
+        found.learn(TWO, 1.0, False, 1.5)
+    assert not found.certain(PLAIN)
+    for seconds in (1.0, 30.0, 1.0):
+        found.learn(PLAIN, 1.0, False, seconds)
+    assert found.certain(PLAIN)
+    assert found.of(PLAIN) == 1.0, "one of three may be an outlier"
+
+
 def test_times_hold_at_all_lengths() -> None:
     found = PassCosts(KnownCosts([COSTS]))
     for _ in range(20):

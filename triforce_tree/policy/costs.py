@@ -21,6 +21,8 @@ COPIED = 0.05
 _OF_TARGET = ("plain", "chain", "root", "tree")
 # Passes whose median time counts for the next pass, and passes of each kind before plain decoding is known.
 _NEWEST, _KNOWN = 15, 3
+# Drafting passes in a row after which plain passes are measured anew.
+_STALE = 512
 # Costs are interpolated again after so many tokens at least, and after this share of the context.
 _STEP, _SHARE = 8, 1 / 128
 
@@ -63,7 +65,9 @@ class KnownCosts:
 
     The load of a machine and the work of the host between stages change the times of passes. The factor of
     passes of so many levels with one shape of tree is the median of their newest times, divided by the times
-    that the table gives. Two factors of plain passes are added, so that single passes decide nothing.
+    that the table gives. Two factors of plain passes are added to those of drafting passes, so that single
+    passes decide nothing. Plain passes are measured anew after ``_STALE`` drafting passes, since the load may
+    have been another one.
 
     Args:
         tables: the costs with trees of each shape, the configured shape first; None for a shape that passes
@@ -85,6 +89,7 @@ class KnownCosts:
     def replace(self, tables: Sequence[StageCosts | None]) -> None:
         """Replaces the costs, and forgets the times of passes."""
         self.tables, self.ratios, self.factors = list(tables), {}, {}
+        self._drafting = 0
 
     def add(self, kind: PassKind, ratio: float) -> None:
         """Adds the measured seconds of a pass, divided by those of the table."""
@@ -92,8 +97,11 @@ class KnownCosts:
             key = kind.levels, kind.shape
             ratios = self.ratios.setdefault(key, deque(maxlen=EVIDENCE))
             ratios.append(ratio)
-            expected = 1.0 if kind == PLAIN else self.factors.get((1, 0), 1.0)
-            self.factors[key] = statistics.median_low([expected, expected, *list(ratios)[-_NEWEST:]])
+            expected = [] if kind == PLAIN else 2 * [self.factors.get((1, 0), 1.0)]
+            self.factors[key] = statistics.median_low([*expected, *list(ratios)[-_NEWEST:]])
+            self._drafting = 0 if kind == PLAIN else self._drafting + 1
+            if self._drafting == _STALE:
+                self.ratios.pop((1, 0), None)
 
     def corrected(self) -> StageCosts | None:
         """Returns better costs with trees of the first shape; None if the table is not clearly wrong.
