@@ -74,6 +74,16 @@ def test_wrong_costs_are_noticed(stage: str, wrong: float) -> None:
             assert speed >= 0.85 * best
 
 
+@pytest.mark.parametrize("acceptance", [0.8, 0.95])
+def test_plain_passes_are_not_measured_where_drafting_is_clearly_faster(acceptance: float) -> None:
+    """Each would cost as much as a pass with many tokens, as with a cache in host memory."""
+    offloaded = StageSeconds(1.0, draft=0.0006, retrieval=0.008, chain=1.02, tree=1.02)
+    speed, chosen = simulated(policy_of(3, offloaded, follow=True), acceptance, 256, per_token=0.8)
+    alone, _ = simulated(policy_of(3, offloaded), acceptance, 256, per_token=0.8)
+    assert PLAIN not in chosen[:-1], "nothing is drafted for the last token"
+    assert speed >= 0.98 * alone > 3
+
+
 def loss_of_short_requests(cost: Cost, count: int, resumed: bool) -> float:
     """Returns the plain passes that requests of 60 tokens with a useless draft lose, for each token."""
     policy, seconds = policy_of(cost=cost), 0.0

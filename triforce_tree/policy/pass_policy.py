@@ -45,6 +45,8 @@ _FIRST_TRIALS, _MOST_TRIALS = 1.0, 4.0
 _MARGIN = 1.02
 # How much faster than expected a pass may be that was not measured.
 _UNSURE = 1.5
+# Plain passes are measured before anything is drafted, unless drafting is expected to be this much faster.
+_SURE = 3.0
 # Plain passes after a choice of plain decoding, until drafting passes are considered again.
 _PAUSE = 8
 
@@ -168,11 +170,13 @@ class PassPolicy:
         self._remaining, self._common = remaining, common
         costs = self._costs
         found = self._matched_options(common) if any(common) else []
-        if (self._pause and not found) or not costs.certain(PLAIN):
+        if self._pause and not found:
             return PLAIN
         if not self._pause:
             found += self.options()[1:]
         plain = Option(PLAIN, 1.0, 1.0, costs.of(PLAIN))
+        if not costs.certain(PLAIN) and max(o.rate for o in [plain, *found]) < _SURE * plain.rate:
+            return PLAIN
         ready = self._prepared([plain, *(option.within(remaining) for option in found)])
         useful = [option for option in ready[1:] if option.highest_rate > _MARGIN * plain.rate]
         # Where no pass is expected to be faster, the one that may be the fastest comes first.
