@@ -205,10 +205,10 @@ def _part(parts: Sequence[range]) -> Group:
 
 
 def tensor_group(size: int) -> Group | None:
-    """Returns the tensor group with ``size`` ranks, or all ranks; None if this process is alone."""
+    """Returns the tensor group with ``size`` ranks, or all ranks if 0; None if this process is alone."""
     if _joined is None:
         return None
-    arranged = grid(_joined.group.size // size)
+    arranged = grid(_joined.group.size // size) if size else None
     return arranged.tensor if arranged is not None else _joined.group
 
 
