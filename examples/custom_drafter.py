@@ -29,7 +29,7 @@ class Bigrams(triforce_tree.Drafter):
                 self.known[b] = len(sequence)
 
     def propose(self, state, tree, sampler):
-        """Write the newest token as the root and up to four tokens after it; -1 marks unused nodes."""
+        """Writes the newest token as the root and up to four tokens after it; -1 marks unused nodes."""
         tree.tokens.fill_(-1)
         for b, newest in enumerate(state.newest.tolist()):
             chain = [newest]

@@ -30,7 +30,7 @@ def bound(node):
 
 
 def expand(node, seed):
-    """Give a node its children: that many different continuations, decoded together."""
+    """Gives a node its children: that many different continuations, decoded together."""
     for child in tree.fork(node, CHILDREN):
         visits[child], total[child] = 0, 0.0
     tree.generate(node.children, max_new_tokens=STEP_TOKENS, temperature=1.0, seed=seed)

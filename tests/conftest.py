@@ -114,7 +114,7 @@ def sampled(items: list[pytest.Item]) -> set[pytest.Item]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Keep what the last file has left, and modules imported since, out of garbage collections.
+    """Keeps what the last file has left, and modules imported since, out of garbage collections.
 
     The engine collects garbage whenever it lets go of a cache, and would look through all modules: a quarter
     of a second, several times a test.

@@ -58,7 +58,7 @@ def load(
     pinned: Callable[[int], None] | None = None,
     **options: Unpack[Options],
 ) -> Engine:
-    """Make an engine.
+    """Makes an engine.
 
     Under torchrun the processes share the target: each takes the GPU of its ``LOCAL_RANK`` and a share of
     the heads or positions, and of the neurons. All of them must call the engine with the same arguments, and
@@ -142,7 +142,7 @@ def load(
 def generate(
     inputs: Inputs | None = None, target: Model | None = None, draft: Model | None = None, **kwargs: Any
 ) -> GenerateOutput:
-    """Load models and generate in one call. Each keyword is passed to :func:`load` or to
+    """Loads models and generates in one call. Each keyword is passed to :func:`load` or to
     :meth:`Engine.generate`.
 
     Raises:

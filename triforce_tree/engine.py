@@ -121,7 +121,7 @@ class Engine:
         joining: Joining | None = None,
         **kwargs: Any,
     ) -> GenerateOutput:
-        """Continue a prompt, by exactly the target's own distribution.
+        """Continues a prompt, by exactly the target's own distribution.
 
         Threads may call engines over the same models at the same time; their generations wait for each
         other. The models themselves are not changed: transformers' own generate may run at the same time.
@@ -214,7 +214,7 @@ class Engine:
         seed: int = 0,
         progress: Progress | None = None,
     ) -> Explanation:
-        """Continue one prompt, and return which passes were chosen and why.
+        """Continues one prompt, and returns which passes were chosen and why.
 
         Args:
             progress: called with numbers of prompt tokens as they are prefilled.
@@ -316,11 +316,11 @@ class Engine:
             return self._hierarchy.plan_memory([prompt_tokens], new_tokens, self._given)
 
     def release(self) -> None:
-        """Free the buffers of the last generation. The next generation makes new ones."""
+        """Frees the buffers of the last generation. The next generation makes new ones."""
         self._hierarchy.release()
 
     def close(self) -> None:
-        """Free the last generation's buffers and the weights in host memory. Later calls raise
+        """Frees the last generation's buffers and the weights in host memory. Later calls raise
         RuntimeError.
         """
         with self._hierarchy.generation(as_they_are=False):
@@ -370,7 +370,7 @@ class Engine:
 
     @torch.no_grad()
     def decode(self, request: Request) -> GenerateOutput | None:
-        """Decode the sequences of a request together. Returns None if they must be decoded one by one.
+        """Decodes the sequences of a request together. Returns None if they must be decoded one by one.
 
         A single sequence is always decoded.
         """
@@ -394,7 +394,7 @@ class Engine:
         return out
 
     def _batch(self, request: Request) -> Batch | None:
-        """Choose the settings for a request, and return the batch that decodes it. None means that its
+        """Chooses the settings for a request, and returns the batch that decodes it. None means that its
         sequences must be decoded one by one.
         """
         hierarchy, how, prompts, to_probs = self._hierarchy, request.how, request.prompts, request.to_probs
@@ -428,7 +428,7 @@ class Engine:
         return Batch(request, loop, self.tokenizer, hierarchy, sequences[size:], pool)
 
     def _in_step(self, request: Request, why: str) -> GenerateOutput:
-        """Decode by transformers' own loop (``requests/in_step.py``); ``why`` is the reason."""
+        """Decodes by transformers' own loop (``requests/in_step.py``); ``why`` is the reason."""
         hierarchy, prompts = self._hierarchy, request.prompts
         longest = max(map(len, prompts))
         coming = max(request.new_tokens, self._capacity - longest)

@@ -39,7 +39,7 @@ class Report:
         return [row for row in self.rows if not row["passed"]]
 
     def finish(self, **more: Any) -> int:
-        """Print how many there were, which of them failed, and more; the exit code."""
+        """Prints how many there were, which of them failed, and more; the exit code."""
         last_line({"checks": len(self.rows), "failed": self.failed, **more})
         return int(bool(self.failed))
 

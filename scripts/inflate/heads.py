@@ -85,7 +85,7 @@ class HeadPlaces:
         return torch.cat((half, half + self.big_head_dim // 2))
 
     def check_frequencies(self, small: LlamaForCausalLM, big: LlamaForCausalLM) -> None:
-        """Raise ValueError where the new model does not have the small one's rotary frequencies."""
+        """Raises ValueError where the new model does not have the small one's rotary frequencies."""
         own, new = small.model.rotary_emb, big.model.rotary_emb
         kind = (small.config.rope_parameters or {}).get("rope_type", "default")
         same = self._times == 1 or (
@@ -101,7 +101,7 @@ class HeadPlaces:
             )
 
     def copy(self, name: str, weight: Tensor, target: Tensor) -> None:
-        """Write a small model's projection ``name`` into the new model's.
+        """Writes a small model's projection ``name`` into the new model's.
 
         Args:
             weight: ``[rows, columns]`` of the small model.

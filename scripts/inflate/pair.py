@@ -260,7 +260,7 @@ def _constant(small: LlamaConfig) -> float:
 
 
 def _fill(big: LlamaForCausalLM, small_hidden: int, generator: torch.Generator) -> None:
-    """Fill all weights: zeros in those that write into the residual stream, random values elsewhere."""
+    """Fills all weights: zeros in those that write into the residual stream, random values elsewhere."""
     spread = big.config.initializer_range
     # Of a vector whose other entries are zero, RMSNorm makes the d entries sqrt(D/d) larger than usual.
     norm_mean = math.sqrt(small_hidden / big.config.hidden_size)
@@ -274,7 +274,7 @@ def _fill(big: LlamaForCausalLM, small_hidden: int, generator: torch.Generator) 
 
 
 def _copy(small: LlamaForCausalLM, big: LlamaForCausalLM, heads: HeadPlaces) -> None:
-    """Copy the small model's weights to their places; see the table above."""
+    """Copies the small model's weights to their places; see the table above."""
     config, targets = small.config, big.state_dict()
     places = _places(config.num_hidden_layers, big.config.num_hidden_layers)
     for name, weight in small.state_dict().items():

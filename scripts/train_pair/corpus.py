@@ -149,7 +149,7 @@ def english(text: str) -> bool:
 def gather(
     sources: list[str], held_out: list[Path], out: Path, cap: float, held_texts: Sequence[str] = ()
 ) -> None:
-    """Write the groups' files and the manifest; of each source at most ``cap`` MB.
+    """Writes the groups' files and the manifest; of each source at most ``cap`` MB.
 
     Args:
         held_texts: held out too, beside the topics in the files ``held_out``.

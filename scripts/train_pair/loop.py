@@ -25,7 +25,7 @@ class TrainingRun(Protocol):
     def save(self, name: str, model: Any, spent: float) -> None: ...
 
     def load(self, name: str, model: Any) -> float:
-        """Restore a checkpoint, if there is one to go on from; the seconds already spent."""
+        """Restores a checkpoint, if there is one to go on from; the seconds already spent."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def fit(
     schedule: Schedule,
     compiles: Sequence[float] = (),
 ) -> int:
-    """Train a model for its seconds, or the steps in ``run.args``; return the steps made.
+    """Trains a model for its seconds, or the steps in ``run.args``; returns the steps made.
 
     Args:
         compiles: at what progress there is something new to compile, which the seconds do not include.

@@ -34,7 +34,7 @@ def chosen(engine: Engine) -> tuple[int, int, int]:
 
 
 def with_logit(engine: Engine, token: int, like: int, factor: float) -> None:
-    """Let a token's logits be those of another one, times a power of two, which rounds nothing."""
+    """Lets a token's logits be those of another one, times a power of two, which rounds nothing."""
     weight: Any = engine.target.model.lm_head.weight
     with torch.no_grad():
         weight[token] = factor * weight[like]

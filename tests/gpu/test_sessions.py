@@ -33,7 +33,7 @@ class Engines(NamedTuple):
     cold: Engine
 
     def check(self, prompt: list[int], found: list[int]) -> None:
-        """Compare what follows a prompt with the cold engine's text."""
+        """Compares what follows a prompt with the cold engine's text."""
         expected = self.cold.generate(prompt, **HOW).sequences[0].tolist()[len(prompt) :]
         difference = first_difference(self.cold, prompt, found, expected)
         assert difference is None or difference.tie, difference

@@ -99,7 +99,7 @@ def _planned(
 def _check(
     q: Tensor, kv: KV, plan: Plan, params: AttentionParams, first: FirstVisible | None = None
 ) -> Tensor:
-    """Compare with torch's definition: twice its error in fp32 at most."""
+    """Compares with torch's definition: twice its error in fp32 at most."""
     out = fp32_attention.attention(q, kv, plan, params, first)
     assert out is not None
     double = kv._replace(k=kv.k.double(), v=kv.v.double())

@@ -116,7 +116,7 @@ def test_a_saved_bitsandbytes_checkpoint(folder: Path, plain: PreTrainedModel) -
 def _stored(
     folder: Path, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], **settings: Any
 ) -> None:
-    """Store the layers' matrices as ``change`` returns them, and name the method in config.json."""
+    """Stores the layers' matrices as ``change`` returns them, and names the method in config.json."""
     weights: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         weights |= change(name, weight) if "_proj" in name else {name: weight}

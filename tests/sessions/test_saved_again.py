@@ -63,7 +63,7 @@ def at_call(number: int, action: Callable[[], None], calls: Set[str] = CALLS) ->
 
 
 def killed_save(session: Session, folder: Path, number: int) -> bool:
-    """Save in a process that is killed before one of its calls; whether it lived."""
+    """Saves in a process that is killed before one of its calls; whether it lived."""
     child = os.fork()
     if not child:
         try:

@@ -96,7 +96,7 @@ def measure(
     through: Sequence[str] = ("hierarchy",),
     progress: Callable[[Record, int], Progress | None] = lambda key, tokens: None,
 ) -> None:
-    """Measure the needles that the series lacks. The series' seed decides their names, numbers and positions.
+    """Measures the needles that the series lacks. Its seed decides their names, numbers and positions.
 
     Args:
         engine: our models and settings.
@@ -135,7 +135,7 @@ def heat_map(
     path: Path,
     model: str = "",
 ) -> None:
-    """Write an image of the accuracy by length and depth."""
+    """Writes an image of the accuracy by length and depth."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2 + len(lengths), 1.5 + 0.5 * len(depths)), layout="constrained")
@@ -151,7 +151,7 @@ def draw(
     depths: Sequence[float],
     model: str = "",
 ) -> None:
-    """Draw the heat map on axes of matplotlib. The title names the model and the trials per cell."""
+    """Draws the heat map on axes of matplotlib. The title names the model and the trials per cell."""
     cells = [[accuracy(records, through=through, length=n, depth=d) for n in lengths] for d in depths]
     values = [[float("nan") if c is None else c for c in row] for row in cells]
     image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")

@@ -112,7 +112,7 @@ class Series:
         return StoppingCriteriaList([self.stop] if self.stop else [])
 
     def fill(self, keys: Iterable[Record], measure: Callable[[Record], Record]) -> None:
-        """Measure the records that are missing.
+        """Measures the records that are missing.
 
         Args:
             keys: the keys of all records, in the order of the measurements.

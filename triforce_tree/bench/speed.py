@@ -14,7 +14,7 @@ WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 
 
 def check_methods(engine: Engine, methods: Sequence[str]) -> None:
-    """Raise ValueError for methods that are unknown or cannot run with these models."""
+    """Raises ValueError for methods that are unknown or cannot run with these models."""
     for name in methods:
         if name not in METHODS:
             raise ValueError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
@@ -44,7 +44,7 @@ def measure(
     series: Series,
     place: Record | None = None,
 ) -> None:
-    """Measure what the series lacks.
+    """Measures what the series lacks.
 
     Args:
         engine: our models and settings.

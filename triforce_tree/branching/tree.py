@@ -271,7 +271,7 @@ class TextTree:
             self._target.length_rope.choose_for_texts([self._prompt_tokens])
 
     def _check_length(self, tokens: int, new: int) -> None:
-        """Raise ValueError where a text of ``tokens + new`` exceeds the model's positions."""
+        """Raises ValueError where a text of ``tokens + new`` exceeds the model's positions."""
         prompt = self._prompt_tokens
         self._target.check_length(prompt, max(0, tokens - prompt) + new)
 

@@ -111,7 +111,7 @@ def compared(
     greedy: bool,
     to_scores: ProbsFromLogits | None = None,
 ) -> Comparison:
-    """Judge two generations of a prompt by the same models.
+    """Judges two generations of a prompt by the same models.
 
     Args:
         ours: the generation by the hierarchy.

@@ -168,7 +168,7 @@ def greedy(
     levels: int,
     stop: StoppingCriteriaList | None = None,
 ) -> Greedy:
-    """Compare with transformers' own greedy decoding of the same model."""
+    """Compares with transformers' own greedy decoding of the same model."""
     expected = own_decoding(engine, prompt, new_tokens, stop)
     to_scores = greedy_scores(engine, prompt, new_tokens)
     noise = forward_noise(engine, [*prompt, *expected], to_scores)

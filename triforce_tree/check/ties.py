@@ -49,7 +49,7 @@ def first_difference(
     theirs: Sequence[int],
     to_scores: ProbsFromLogits | None = None,
 ) -> Difference | None:
-    """Judge the first difference of two greedy continuations of a prompt; returns None if there is none.
+    """Judges the first difference of two greedy continuations of a prompt; returns None if there is none.
 
     It runs a few forwards of the model over the prompt, and needs memory for a KV cache of it.
 

@@ -62,14 +62,14 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything except the document, whose keys and values stay in the buffers."""
+        """Forgets everything except the document, whose keys and values stay in the buffers."""
         if _has_template(self._engine):
             self.session: Session = self._engine.session(self._system or None)
         else:
             self.session = self._engine.session(self._document or None)
 
     def ask(self, question: str, **more: Any) -> tuple[GenerateOutput, bool]:
-        """Stream the answer to stdout. Returns the answer, and whether Ctrl-C has ended it."""
+        """Streams the answer to stdout. Returns the answer, and whether Ctrl-C has ended it."""
         assert self._engine.tokenizer is not None
         asked: Any = f"\n\n{question}\n" if self.session.tokens else f"{question}\n"
         if self.session.messages is not None or _has_template(self._engine):
@@ -110,9 +110,7 @@ class _Talk:
         self.turns: list[dict[str, Any]] = []
 
     def answer(self, line: str) -> int:
-        """Execute a line, or print one sentence that says why this is impossible. Returns 0, or the exit code
-        of the failure.
-        """
+        """Executes a line, or prints why this is impossible. Returns 0, or the exit code of the failure."""
         try:
             self._do(line)
             return 0

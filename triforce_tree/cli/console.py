@@ -54,7 +54,7 @@ class _Console(Console):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, width=width, quiet=quiet)
 
     def on_broken_pipe(self) -> None:
-        """Let the command line end as it does for any other output whose reader has closed it."""
+        """Lets the command line end as it does for any other output whose reader has closed it."""
         raise BrokenPipeError
 
 
@@ -130,7 +130,7 @@ def bar(unit: str, every: float = 10.0) -> Progress:
 
 
 def step(progress: Progress, task: TaskID, what: str) -> None:
-    """Advance a bar by one unit. Without a terminal, where no bar is shown before the end, a line is
+    """Advances a bar by one unit. Without a terminal, where no bar is shown before the end, a line is
     printed.
     """
     progress.update(task, advance=1, description=what)
@@ -139,7 +139,7 @@ def step(progress: Progress, task: TaskID, what: str) -> None:
 
 
 def earlier_step(progress: Progress, task: TaskID) -> None:
-    """Advance a bar by one unit that an earlier run completed. It is not part of the shown speed."""
+    """Advances a bar by one unit that an earlier run completed. It is not part of the shown speed."""
     progress.reset(task, completed=int(progress.tasks[task].completed) + 1)
 
 
@@ -167,7 +167,7 @@ class Interrupt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was pressed while there is no text to keep yet."""
+        """Raises KeyboardInterrupt if Ctrl-C was pressed while there is no text to keep yet."""
         if self.requested:
             raise KeyboardInterrupt
 
@@ -271,7 +271,7 @@ class TextOut(TokenStreamer):
         self.on_finalized_text(self._new.end(), stream_end=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Write text, and a newline at its end."""
+        """Writes text, and a newline at its end."""
         sys.stdout.write(encodable(text) + "\n" * stream_end)
         sys.stdout.flush()
 
@@ -305,7 +305,7 @@ class LevelText:
         return parts
 
     def put(self, tokens: Sequence[int], origins: Sequence[str]) -> None:
-        """Write tokens, each in the colour of the level that proposed it."""
+        """Writes tokens, each in the colour of the level that proposed it."""
         for token, origin in zip(tokens, origins, strict=True):
             self._write(self._new.put(token), self._styles.get(origin))
 
@@ -416,7 +416,7 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def json_line(result: dict[str, Any]) -> None:
-    """Print one object on one line, which is always the last line of stdout."""
+    """Prints one object on one line, which is always the last line of stdout."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     line = json.dumps(result, ensure_ascii=False)
     try:

@@ -160,7 +160,7 @@ def _stop_tokens(engine: Engine) -> frozenset[int]:
 def _continued(
     engine: Engine, pair: SideBySide, prompt: list[int], new_tokens: int, show: Console
 ) -> list[Piece]:
-    """Continue the prompt in turns, and write the text to stdout as it comes."""
+    """Continues the prompt in turns, and writes the text to stdout as it comes."""
     assert engine.tokenizer is not None
     out = LevelText(engine.tokenizer, pair.origins, prompt)
     ending = str(engine.tokenizer.decode(prompt[-48:])).rstrip()
@@ -177,7 +177,7 @@ def _continued(
 
 
 def _show_tree(engine: Engine, trees: Sequences[Sequences[Node]], show: Console) -> None:
-    """Show the most instructive tree.
+    """Shows the most instructive tree.
 
     Trees with branches come first, then trees with a long accepted path that leaves first choices, then trees
     with most nodes.

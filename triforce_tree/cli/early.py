@@ -100,7 +100,7 @@ def demo(args: argparse.Namespace) -> None:
 
 
 def bench(args: argparse.Namespace) -> None:
-    """Check the options of the benchmarks: ``text`` and ``pg19`` cut prompts from a text, ``needle`` plants
+    """Checks the options of the benchmarks: ``text`` and ``pg19`` cut prompts from a text, ``needle`` plants
     needles.
 
     The text around a needle is repeated if it is short.
@@ -110,7 +110,7 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def _prompt(args: argparse.Namespace) -> None:
-    """Read the prompt into ``args.given_prompt``, because stdin can be read only once."""
+    """Reads the prompt into ``args.given_prompt``, because stdin can be read only once."""
     _engine(args)
     args.given_prompt = prompt_of(args)
     check_text(args, characters(args.given_prompt), args.max_new_tokens)
@@ -132,7 +132,7 @@ def _sampling(args: argparse.Namespace) -> None:
 
 
 def _engine(args: argparse.Namespace) -> None:
-    """Check the options that ``load`` takes, and the files that they name."""
+    """Checks the options that ``load`` takes, and the files that they name."""
     options = engine_options(args)
     config = HierarchyConfig.from_options(**options)
     _device(args.device)
@@ -200,7 +200,7 @@ def _torch_without_cuda() -> str | None:
 
 
 def _fit(args: argparse.Namespace, lengths: Sequence[int], new: int) -> None:
-    """Check prompts of so many tokens against the model's positions, and that their text can be read."""
+    """Checks prompts of so many tokens against the model's positions, and that their text can be read."""
     if args.dataset is None:
         documents(args)
     elif Path(args.dataset).suffix.lower() in ROWS and not Path(args.dataset).exists():

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what options and small files reveal to be wrong, before libraries are imported, which takes
+    """Refuses what options and small files reveal to be wrong, before libraries are imported, which takes
     seconds.
 
     Raises:
@@ -62,7 +62,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for each stream that the shell closed (<&-, >&-): the next file would take its place."""
+    """Opens /dev/null for each stream that the shell closed (<&-, >&-), which the next file would replace."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

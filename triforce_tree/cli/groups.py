@@ -88,7 +88,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def add_hierarchy(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the engine."""
+    """Adds the options of the engine."""
     group = parser.add_argument_group("hierarchy")
     add = partial(group.add_argument, action=Given)
     add(
@@ -169,7 +169,7 @@ def add_hierarchy(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
-    """Add the options for a text to continue or a chat."""
+    """Adds the options for a text to continue or a chat."""
     parser.add_argument(
         "prompt",
         nargs="?",
@@ -229,7 +229,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def add_seed_and_out(parser: argparse.ArgumentParser, drawn: str = "all draws") -> None:
-    """Add the options for the seed of the draws and for the results file of a benchmark."""
+    """Adds the options for the seed of the draws and for the results file of a benchmark."""
     parser.add_argument("--seed", type=int, default=0, help=f"of {drawn}")
     parser.add_argument(
         "--out",

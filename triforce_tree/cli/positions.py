@@ -30,12 +30,12 @@ def target_source(args: argparse.Namespace) -> str | Path:
 
 
 def check_tokens(args: argparse.Namespace, tokens: int, new: int) -> None:
-    """Raise ValueError if so many prompt tokens and new ones exceed the target's positions."""
+    """Raises ValueError if so many prompt tokens and new ones exceed the target's positions."""
     check_positions(tokens, new, _most_positions(args))
 
 
 def check_text(args: argparse.Namespace, text: str, new: int) -> None:
-    """Raise ValueError if a text has too many tokens for the target."""
+    """Raises ValueError if a text has too many tokens for the target."""
     positions = _most_positions(args)
     if positions is None or len(text.encode("utf-8", "replace")) + SPECIAL + new <= positions:
         return
@@ -56,7 +56,7 @@ def check_text(args: argparse.Namespace, text: str, new: int) -> None:
 
 
 def _refuse_more(text: str, tokens: int, new: int, positions: int) -> None:
-    """Raise ValueError if ``tokens``, a lower bound of the text's tokens, exceed the positions with the new
+    """Raises ValueError if ``tokens``, a lower bound of the text's tokens, exceed the positions with the new
     ones.
     """
     if tokens + new > positions:

@@ -86,7 +86,7 @@ def own_drafter(
 def check_drafter_options(
     drafter: "Drafter | str | Path | None", draft: object | None, options: Mapping[str, Any]
 ) -> None:
-    """Check that the drafter exists and takes the options that were given.
+    """Checks that the drafter exists and takes the options that were given.
 
     Args:
         drafter: a name or an object; None means the draft model if there is one, and else suffix matching.

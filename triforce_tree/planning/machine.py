@@ -23,7 +23,7 @@ _KV_BYTES = 512 << 20
 
 
 def bound_memory(device: torch.device, size: int) -> None:
-    """Limit torch's allocator to ``size`` bytes of a GPU; on other devices nothing happens."""
+    """Limits torch's allocator to ``size`` bytes of a GPU; on other devices nothing happens."""
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index

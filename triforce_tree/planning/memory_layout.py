@@ -276,7 +276,7 @@ def offloaded(task: Task, split: Offload) -> MemoryPlan:
 
 
 def _keep_experts(device: dict[str, int], sizes: Sizes, machine: Machine) -> int:
-    """Let the streamed experts of some layers stay in the remaining memory. Returns the number of layers."""
+    """Lets the streamed experts of some layers stay in the remaining memory. Returns the number of layers."""
     if not sizes.streamed or sizes.experts is None:
         return 0
     left = machine.device - sum(device.values()) - memory_map.reserve(machine.device)

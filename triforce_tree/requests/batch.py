@@ -43,7 +43,7 @@ class Batch:
         self._scores = EmittedScores(request, hierarchy.offloads) if request.outputs else None
 
     def decode(self) -> GenerateOutput:
-        """Decode all sequences. Returns the output of the request's own sequences."""
+        """Decodes all sequences. Returns the output of the request's own sequences."""
         streamers, loop, scores = self._how.streamers, self._loop, self._scores
         observe, newest = (None, None) if scores is None else (scores.add, scores.newest)
         streamers.begin(self._request.input_ids, self._request.sequences)
@@ -71,7 +71,7 @@ class Batch:
         return out
 
     def _grow(self, joining: Joining) -> None:
-        """Enlarge the batch to the wanted number of sequences, if it can grow and the memory suffices."""
+        """Enlarges the batch to the wanted number of sequences, if it can grow and the memory suffices."""
         program = self._loop.program
         # This is tested first, because ``wanted`` tests every waiting prompt in each pass.
         replaces, free = program.cache.backend.replaces, self._request.to_probs.context_free

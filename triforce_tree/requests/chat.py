@@ -45,7 +45,7 @@ def chats_of(given: Any) -> list[Chat] | None:
 
 
 def check_chat(chat: Any) -> None:
-    """Check that ``chat`` is a list of messages whose content is text.
+    """Checks that ``chat`` is a list of messages whose content is text.
 
     Raises:
         PromptError: an entry is not such a message; the error names the first one.

@@ -36,7 +36,7 @@ def decode_in_step(
     tokenizer: PreTrainedTokenizerBase | None,
     on_host: bool,
 ) -> GenerateOutput:
-    """Decode the sequences of a request together, as transformers' ``_sample`` does.
+    """Decodes the sequences of a request together, as transformers' ``_sample`` does.
 
     Args:
         passes: plain passes of the target over these prompts.
@@ -71,7 +71,7 @@ def decode_in_step(
 
 
 def check_in_step(target: HFModel, request: Request, why: str) -> None:
-    """Raise ValueError if these prompts cannot be decoded together; ``why`` is the reason that they must
+    """Raises ValueError if these prompts cannot be decoded together; ``why`` is the reason that they must
     be.
     """
     prompts, most = request.prompts, request.how.max_batch
@@ -126,7 +126,7 @@ class _Forward(OwnForward):
         return self.logits
 
     def append(self, tokens: Sequences[int]) -> None:
-        """Append the newest tokens. All ranks append those of rank 0."""
+        """Appends the newest tokens. All ranks append those of rank 0."""
         self._passes.append(distributed.broadcast_object(list(tokens)))
 
 
@@ -170,7 +170,7 @@ class _Followed(StoppingCriteriaList):
         return torch.tensor(reasons, device=input_ids.device)
 
     def _keep(self, scores: Any, tokens: Tensor, going: list[bool]) -> None:
-        """Keep the requested values of the newest tokens of sequences that had not ended before."""
+        """Keeps the requested values of the newest tokens of sequences that had not ended before."""
         if self.scores is None:
             return
         found = {"logits": self._forward.logits}

@@ -72,7 +72,7 @@ def prompts_of(
     padding: int = 0,
     inferred: int | None = None,
 ) -> Prompts:
-    """Read one prompt or several.
+    """Reads one prompt or several.
 
     Args:
         target: gives the vocabulary, the most tokens of a prompt, and the device of the ids unless they are
@@ -138,7 +138,7 @@ def real_tokens(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
 
 
 def check_tokens(sequences: Sequence[Sequence[int] | IdArray | Tensor], vocabulary: int) -> None:
-    """Raise ValueError if a sequence is empty or an id is outside the vocabulary."""
+    """Raises ValueError if a sequence is empty or an id is outside the vocabulary."""
     if not len(sequences):
         raise ValueError("the list of prompts is empty; give at least one")
     for number, sequence in enumerate(sequences, 1):
@@ -278,7 +278,7 @@ def check_lengths(
     prompts: Iterable[str | Chat],
     new_tokens: int,
 ) -> None:
-    """Raise an error for prompts that are too long for a model, before its weights are read.
+    """Raises an error for prompts that are too long for a model, before its weights are read.
 
     Args:
         source: the model, its folder or its hub id.

@@ -292,7 +292,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _check_code(code: types.CodeType, known: dict[str, Any]) -> None:
-    """Raise NotIsolatedError for code that has effects, or whose results may differ from call to call."""
+    """Raises NotIsolatedError for code that has effects, or whose results may differ from call to call."""
     for name in _global_names(code):
         if name not in known:
             _check_builtin(name)

@@ -60,7 +60,7 @@ class Joining(Protocol):
         """
 
     def ended(self, number: int, output: Any) -> None:
-        """Receive the output of a sequence that has ended: a ``GenerateOutput`` of this sequence alone.
+        """Receives the output of a sequence that has ended: a ``GenerateOutput`` of this sequence alone.
 
         If the sequence was decoded with others, ``levels`` has the target alone, ``prefill_seconds`` includes
         all prompts that joined at the same time, and ``decode_seconds`` runs from its first pass to its last.

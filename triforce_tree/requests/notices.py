@@ -64,7 +64,7 @@ class Notices:
         self._logged: set[str] = set()
 
     def log(self, sentence: str | None) -> None:
-        """Log a warning, unless it is None or was logged before."""
+        """Logs a warning, unless it is None or was logged before."""
         if sentence is not None and sentence not in self._logged and is_first_rank():
             self._logged.add(sentence)
             _LOG.warning("%s", sentence)

@@ -183,7 +183,7 @@ def _is_carried_out(name: str, value: Any) -> bool:
 
 
 def check_checkpoint(settings: GenerationConfig, given: Collection[str]) -> None:
-    """Raise an error for settings of a checkpoint that would otherwise be ignored.
+    """Raises an error for settings of a checkpoint that would otherwise be ignored.
 
     Args:
         settings: the checkpoint's settings.
@@ -225,7 +225,7 @@ def without_settings(model: Any) -> Any:
 
 
 def check_prepared(config: GenerationConfig, processors: LogitsProcessorList, vocabulary: int) -> None:
-    """Check the options that transformers has prepared.
+    """Checks the options that transformers has prepared.
 
     Raises:
         ValueError: a forced token is not in the vocabulary, or a processor runs the model.
@@ -259,7 +259,7 @@ _PREPARED = frozenset(
 
 
 def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Raise an error for model inputs other than token ids (embeddings, images), which would be ignored.
+    """Raises an error for model inputs other than token ids (embeddings, images), which would be ignored.
 
     Args:
         inputs: inputs that transformers' generate prepared for the model's forward.
@@ -299,7 +299,7 @@ def refuse_model_inputs(inputs: dict[str, Any], input_ids: Tensor, attention_mas
 def check_keywords(
     given: Mapping[str, Any], own: Collection[str], of_load: Collection[str]
 ) -> dict[str, Any]:
-    """Check the keywords of ``generate`` before a model is loaded.
+    """Checks the keywords of ``generate`` before a model is loaded.
 
     Args:
         given: the keywords of the call.
@@ -337,7 +337,7 @@ _DROPPED = (
 
 
 def refuse_dropped(frame: FrameType | None) -> None:
-    """Raise an error for arguments that the calling ``generate`` of transformers does not pass on.
+    """Raises an error for arguments that the calling ``generate`` of transformers does not pass on.
 
     Args:
         frame: a stack frame inside that call.

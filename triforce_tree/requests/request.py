@@ -120,7 +120,7 @@ class Arguments:
         inputs: Inputs | None,
         given: Mapping[str, Any],
     ) -> "Arguments":
-        """Check the inputs and options of :meth:`Engine.generate`.
+        """Checks the inputs and options of :meth:`Engine.generate`.
 
         Args:
             given: keywords of transformers' generate, and its options.
@@ -232,7 +232,7 @@ class Request:
         prepared: Prepared,
         how: RunOptions,
     ) -> "Request":
-        """Make the sequences of prompts.
+        """Makes the sequences of prompts.
 
         Args:
             tokens: the prompts without padding.
@@ -258,7 +258,7 @@ class Request:
     def from_transformers(
         cls, target: HFModel, input_ids: Tensor, prepared: Prepared, how: RunOptions
     ) -> "Request":
-        """Check the arguments that transformers' ``generate`` passes to a ``custom_generate`` callable.
+        """Checks the arguments that transformers' ``generate`` passes to a ``custom_generate`` callable.
 
         Raises:
             ValueError: an option or an input would be ignored, or a prompt is empty.

@@ -37,13 +37,13 @@ class EmittedScores:
         self._texts = [id_tensor(prompt) for prompt in request.prompts]
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Add a sequence, which gets the next number."""
+        """Adds a sequence, which gets the next number."""
         for kept in self._values.values():
             kept.append([])
         self._texts.append(id_tensor(prompt))
 
     def add(self, fresh: Fresh, logits_of: Callable[[int], Tensor]) -> None:
-        """Add the tokens of a pass. If memory runs out, none of them is added.
+        """Adds the tokens of a pass. If memory runs out, none of them is added.
 
         Args:
             fresh: the sequences that got new tokens, and these tokens.
@@ -66,7 +66,7 @@ class EmittedScores:
             self._texts[number] = text
 
     def keep(self, number: int, values: Mapping[str, Tensor]) -> None:
-        """Add the values of a sequence's new tokens that were computed elsewhere, ``[n, V]`` or ``[n]``."""
+        """Adds the values of a sequence's new tokens that were computed elsewhere, ``[n, V]`` or ``[n]``."""
         for name, kept in self._values.items():
             kept[number] += values[name].to(self._device).unbind()
 

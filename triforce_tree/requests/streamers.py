@@ -20,14 +20,14 @@ class TokenStreamer(BaseStreamer):
     """
 
     def put(self, value: Tensor) -> bool:
-        """Take new tokens ``[N]`` or a prompt ``[1, W]``; returns whether the sequence is to end."""
+        """Takes new tokens ``[N]`` or a prompt ``[1, W]``; returns whether the sequence is to end."""
         if value.dim() > 1:
             self.put_prompt(value[0].tolist(), ())
             return False
         return self.put_tokens(value.tolist())
 
     def put_prompt(self, tokens: Sequences[int], end_tokens: Collection[int]) -> None:
-        """Begin a sequence.
+        """Begins a sequence.
 
         Args:
             tokens: tokens of the prompt, without padding.
@@ -36,7 +36,7 @@ class TokenStreamer(BaseStreamer):
         raise NotImplementedError
 
     def put_tokens(self, tokens: Sequences[int]) -> bool:
-        """Take new tokens; returns whether the sequence is to end."""
+        """Takes new tokens; returns whether the sequence is to end."""
         raise NotImplementedError
 
 
@@ -80,7 +80,7 @@ class Streamers:
         return Streamers(self._streamers[number : number + 1], 1)
 
     def begin(self, ids: Tensor, sequences: Sequences[Sequence]) -> None:
-        """Send the prompts to the streamers: ``ids`` ``[B, W]``, or the prompts of ``sequences`` without
+        """Sends the prompts to the streamers: ``ids`` ``[B, W]``, or the prompts of ``sequences`` without
         padding.
         """
         for number, streamer in enumerate(self._streamers):
@@ -89,14 +89,14 @@ class Streamers:
                 streamer.put(ids[number : number + 1].cpu())
 
     def join(self, streamer: BaseStreamer | None, sequence: Sequence) -> None:
-        """Add the streamer of a sequence that joins the batch, if it has one, and send the prompt to it."""
+        """Adds the streamer of a sequence that joins the batch, if it has one, and sends the prompt to it."""
         self._streamers += [None] * (sequence.number + 1 - len(self._streamers))
         self._streamers[sequence.number] = streamer
         if streamer is not None and not _takes_prompt(streamer, sequence):
             streamer.put(id_tensor(sequence.prompt)[None])
 
     def put(self, number: int, tokens: Sequences[int], newest: Newest | None = None) -> bool:
-        """Send new tokens to the streamer of a sequence. Returns whether the streamer ends the sequence.
+        """Sends new tokens to the streamer of a sequence. Returns whether the streamer ends the sequence.
 
         Args:
             newest: returns the values of these tokens, for streamers that take them.
@@ -108,14 +108,14 @@ class Streamers:
         return streamer is not None and streamer.put(torch.tensor(tokens)) is True
 
     def end(self, number: int) -> None:
-        """Call ``end`` of the streamer of a sequence that has ended."""
+        """Calls ``end`` of the streamer of a sequence that has ended."""
         if self._streamers and (streamer := self._streamers[number]) is not None:
             streamer.end()
             self._streamers[number] = None
 
 
 def _takes_prompt(streamer: BaseStreamer, sequence: Sequence) -> bool:
-    """Send the prompt to a streamer that has the method ``put_prompt``. Returns whether it has the method."""
+    """Sends the prompt to a streamer with the method ``put_prompt``. Returns whether it has the method."""
     put_prompt = getattr(streamer, "put_prompt", None)
     if put_prompt is None:
         return False

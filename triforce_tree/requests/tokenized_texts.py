@@ -160,7 +160,7 @@ def text_ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
 
 
 def check_text(text: str) -> None:
-    """Check that a text is valid Unicode, which tokenizers need.
+    """Checks that a text is valid Unicode, which tokenizers need.
 
     Raises:
         PromptError: the text has a surrogate, which Python makes of bytes that are not UTF-8 (arguments,

@@ -93,7 +93,7 @@ class ServedText:
         return self.output is not None and not self.cut and self.error is None
 
     def end_waiting(self) -> None:
-        """Record the seconds that the text has waited in the queue."""
+        """Records the seconds that the text has waited in the queue."""
         self.waited = time.monotonic() - self.began
 
     def result(self, name: str) -> Any:
@@ -171,7 +171,7 @@ class _Batch:
             self.add(sequence)
 
     def add(self, sequence: ServedText) -> None:
-        """Add a sequence that begins."""
+        """Adds a sequence that begins."""
         self.running[next(self._numbers)] = sequence
 
     def wanted(self, fits: Fits) -> int:
@@ -245,7 +245,7 @@ class Scheduler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Cancel all sequences. Those that are being decoded end after the current pass."""
+        """Cancels all sequences. Those that are being decoded end after the current pass."""
         with self._changed:
             self._closed = True
             running = list(self._batch.running.values()) if self._batch is not None else []
@@ -254,7 +254,7 @@ class Scheduler:
             self._changed.notify()
 
     def close(self) -> None:
-        """Cancel all sequences, and wait for the end of the thread."""
+        """Cancels all sequences, and waits for the end of the thread."""
         self.stop()
         self._thread.join()
 
@@ -271,7 +271,7 @@ class Scheduler:
                 self._decode(batch)
 
     def _drop_cancelled(self) -> None:
-        """Remove cancelled sequences from the queue."""
+        """Removes cancelled sequences from the queue."""
         queue, self._queue = self._queue, deque()
         for sequence in queue:
             if sequence.cancelled:
@@ -282,7 +282,7 @@ class Scheduler:
                 self._queue.append(sequence)
 
     def _next_batch(self) -> _Batch:
-        """Take the oldest sequence from the queue, and others that can be decoded with it."""
+        """Takes the oldest sequence from the queue, and others that can be decoded with it."""
         batch: list[ServedText] = []
         left: deque[ServedText] = deque()
         for sequence in self._queue:
@@ -330,7 +330,7 @@ class Scheduler:
             return len(running)
 
     def joining(self, batch: _Batch, fits: Fits) -> ServedText | None:
-        """Remove the next sequence that joins a batch from the queue, and return it, or None if there is
+        """Removes the next sequence that joins a batch from the queue, and returns it, or None if there is
         none.
         """
         with self._changed:
@@ -394,7 +394,7 @@ class Scheduler:
                 self._queue.appendleft(sequence)
 
     def ended(self, sequence: ServedText) -> None:
-        """Record that a sequence has ended, was cancelled or has failed."""
+        """Records that a sequence has ended, was cancelled or has failed."""
         self.running -= 1
         sequence.cut = sequence.cancelled
         self._done(sequence)

@@ -56,11 +56,11 @@ class NewFiles:
         self._descriptor, self._described = descriptor, dict[str, Description]()
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a file of contiguous tensors in host memory."""
+        """Writes a file of contiguous tensors in host memory."""
         self._described[name] = write_tensors(_path(self.folder, name, self.save), tensors)
 
     def finish(self, fields: Mapping[str, Any]) -> None:
-        """Write a ``session.json`` that names these files and has ``fields``."""
+        """Writes a ``session.json`` that names these files and has ``fields``."""
         files = {name: described.as_json() for name, described in self._described.items()}
         text = json.dumps({"format": FORMAT, **fields, "save": self.save, "files": files})
         rest = text.encode()[1:]
@@ -238,7 +238,7 @@ def _parsed(path: Path, held: bytes) -> tuple[dict[str, Any], dict[str, Descript
 
 
 def _check_free(folder: Path) -> None:
-    """Raise FileExistsError if ``folder`` is a file, or has files but no session."""
+    """Raises FileExistsError if ``folder`` is a file, or has files but no session."""
     if folder.is_symlink() and not folder.exists():
         raise FileExistsError(f"{str(folder)!r} is a link to what does not exist; give another path")
     if not folder.exists():
@@ -288,7 +288,7 @@ def _locked(folder: Path) -> Iterator[int | None]:
 
 
 def _clean(folder: Path) -> None:
-    """Remove files of saves that ``session.json`` does not name. If it cannot be read, no files are
+    """Removes files of saves that ``session.json`` does not name. If it cannot be read, no files are
     removed.
     """
     try:
@@ -305,7 +305,7 @@ def _clean(folder: Path) -> None:
 
 
 def check_fields(path: Path, found: Mapping[str, Any], tokens: int) -> None:
-    """Raise ValueError if the fields of a ``session.json`` are impossible for a session of so many tokens."""
+    """Raises ValueError if the fields of a ``session.json`` are impossible for a session of ``tokens``."""
     chunk, whole = (_number(path, name, found.get(name)) for name in ("chunk", "whole"))
     if not chunk or whole >= tokens or whole % chunk:
         raise damaged(path, f"chunk={chunk} and whole={whole} are not of a session of {tokens} tokens")

@@ -51,7 +51,7 @@ class Saving(Protocol):
 
 
 def save(session: Saving, folder: Path) -> None:
-    """Write a session into a folder; see :meth:`Session.save`."""
+    """Writes a session into a folder; see :meth:`Session.save`."""
     if distributed.current() is not None:
         raise ValueError("several processes share the target's keys and values; save sessions of one process")
     fields = {"messages": session.messages, "begun": session.begun, "turns": session.turns}
@@ -70,7 +70,7 @@ def save(session: Saving, folder: Path) -> None:
 
 
 def _check_json(fields: dict[str, Any]) -> None:
-    """Raise ValueError if the values of a conversation do not survive being written to JSON and read
+    """Raises ValueError if the values of a conversation do not survive being written to JSON and read
     again.
     """
     try:
@@ -80,7 +80,7 @@ def _check_json(fields: dict[str, Any]) -> None:
 
 
 def _write_layers(program: DecodingProgram, count: int, new: NewFiles) -> None:
-    """Write the first ``count`` tokens of each layer. One layer is written while the next one is copied."""
+    """Writes the first ``count`` tokens of each layer. One layer is written while the next one is copied."""
     with ThreadPoolExecutor(1) as writer:
         written: Future[None] | None = None
         for layer in _layers(program):
@@ -128,7 +128,7 @@ def _tokens(files: SavedFiles, vocabulary: int) -> list[int]:
 
 @torch.no_grad()
 def fill(program: DecodingProgram, tokens: list[int], files: SavedFiles) -> None:
-    """Write the keys, values and states of a session into a cache made for it.
+    """Writes the keys, values and states of a session into a cache made for it.
 
     Raises:
         ValueError: a file is damaged. If its size or shapes are wrong the cache is unchanged. If its contents
@@ -182,7 +182,7 @@ def _identity(engine: LoadedEngine) -> dict[str, Any]:
 
 
 def _check(found: Any, own: dict[str, Any], folder: Path) -> None:
-    """Raise ValueError if a session was saved with other properties than the engine has."""
+    """Raises ValueError if a session was saved with other properties than the engine has."""
     remedies = {
         "model": "load that model",
         "weights": "load the weights that it was saved with",
@@ -200,7 +200,7 @@ def _check(found: Any, own: dict[str, Any], folder: Path) -> None:
 
 
 def _check_kinds(files: SavedFiles, name: str, wanted: Mapping[str, Kind]) -> None:
-    """Raise ValueError unless a file has exactly these tensors."""
+    """Raises ValueError unless a file has exactly these tensors."""
     found = files.kinds(name)
     if list(found) != list(wanted):
         raise damaged(files.path(name), f"it holds the tensors {sorted(found)}, not {sorted(wanted)}")
@@ -213,7 +213,7 @@ def _check_kinds(files: SavedFiles, name: str, wanted: Mapping[str, Kind]) -> No
 
 
 def _check_layer(cache: FullCache, layer: int, count: int, files: SavedFiles) -> None:
-    """Raise ValueError unless a file has a layer of ``count`` tokens in the format of the cache."""
+    """Raises ValueError unless a file has a layer of ``count`` tokens in the format of the cache."""
     slots, least = cache.backend.layer_slots(layer, count)
     shape, _ = files.kinds(layer_name(layer)).get("k", ((), None))
     # A layer with a window may have been saved from a cache that keeps all of its positions.

@@ -76,7 +76,7 @@ class Session:
         self.begun = len(self.messages or ())
 
     def generate(self, question: Inputs | None = None, **kwargs: Any) -> GenerateOutput:
-        """Append ``question`` and the model's answer to the session.
+        """Appends ``question`` and the model's answer to the session.
 
         Args:
             question: text or token ids, appended to the tokens as they are, without special tokens; None adds
@@ -123,7 +123,7 @@ class Session:
         return ids
 
     def prefill(self, progress: Progress | None = None) -> int:
-        """Compute keys and values of all tokens but the last now. Returns how many tokens were in the cache
+        """Computes keys and values of all tokens but the last now. Returns how many tokens were in the cache
         before.
 
         Args:
@@ -136,7 +136,7 @@ class Session:
             return reused
 
     def trim(self, length: int) -> None:
-        """Forget all tokens after the first ``length``, and messages of turns that end after them.
+        """Forgets all tokens after the first ``length``, and messages of turns that end after them.
 
         Raises:
             ValueError: there are fewer tokens.
@@ -162,7 +162,7 @@ class Session:
         return other
 
     def save(self, folder: str | Path) -> None:
-        """Write the session into a folder: tokens, messages, keys and values of each layer.
+        """Writes the session into a folder: tokens, messages, keys and values of each layer.
 
         Keys and values that are not in the buffers any more are computed first. They are copied layer by
         layer, and host memory holds two layers at a time. A session that the folder already has is replaced
@@ -295,7 +295,7 @@ def _equal(earlier: Any, question: Inputs | None) -> bool:
 
 
 def _check_continued(message: Message) -> None:
-    """Raise ValueError if the last message is the assistant's and has no text that could be continued."""
+    """Raises ValueError if the last message is the assistant's and has no text that could be continued."""
     content = message.get("content")
     # The model goes on with the last part of several.
     text = content[-1].get("text") if content and not isinstance(content, str) else content

@@ -79,7 +79,7 @@ class Description:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Description:
-    """Write a new file, and wait until the disk holds it.
+    """Writes a new file, and waits until the disk holds it.
 
     Args:
         path: the path of the new file; no such file may exist.
@@ -102,7 +102,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Description:
 
 
 def check_size(file: BinaryIO, described: Description) -> None:
-    """Raise ValueError if the size of an open file differs from its description."""
+    """Raises ValueError if the size of an open file differs from its description."""
     if (size := os.fstat(file.fileno()).st_size) != described.size:
         raise ValueError(f"it has {size:,} bytes and not {described.size:,}")
 

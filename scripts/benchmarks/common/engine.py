@@ -194,7 +194,7 @@ class Bench:
         return KVStore(self.target.kv_shapes, batch, slots, self.device, self.target.dtype, bits=bits)
 
     def close(self) -> None:
-        """Give the memory of program and cache back."""
+        """Gives the memory of program and cache back."""
         if self._program is not None:
             self._program.cache.close()
         self._program, self._fed = None, []
@@ -280,7 +280,7 @@ class Bench:
             yield earlier + loop.decode_seconds, [new.get(sequence, []) for sequence in sequences]
 
     def decode(self, temperature: float, prompts: Prompts, new: int, rounds: int | None = None) -> Run:
-        """Decode until the first sequence is complete; 0 rounds is autoregressive decoding.
+        """Decodes until the first sequence is complete; 0 rounds is autoregressive decoding.
 
         Where sequences of a batch advance at different speeds, the slower ones do not burden the mean.
         """

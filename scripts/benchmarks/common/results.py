@@ -164,7 +164,7 @@ class ResultsFile:
             self.write()
 
     def write(self) -> None:
-        """Make the part's rows anew; other parts stay as they are, and so does this one before it has any."""
+        """Makes the part's rows anew, if it has samples. Other parts stay as they are."""
         if not self.samples:
             return
         self.all["parts"][self.part] = self.mine

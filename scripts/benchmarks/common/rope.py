@@ -11,7 +11,7 @@ TRAINED = 131_072
 
 
 def use_yarn(model: PreTrainedModel, factor: float, original: int, **parameters: float | bool) -> None:
-    """Give a Llama ``factor * original`` positions, in place; a factor of 1 is plain rope.
+    """Gives a Llama ``factor * original`` positions, in place; a factor of 1 is plain rope.
 
     Args:
         original: positions whose rotations YaRN takes to be trained.

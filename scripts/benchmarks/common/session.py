@@ -216,7 +216,7 @@ def measure_parts(
     rows: Rows,
     name: str,
 ) -> None:
-    """Measure what the parts lack in the results file ``name``, and print the rows."""
+    """Measures what the parts lack in the results file ``name``, and prints the rows."""
     args = made.parse_args(words)
     device = device_of(made, args.tiny)
     path = results_folder(args.out, args.tiny) / name
@@ -232,7 +232,7 @@ def measure_parts(
 
 
 def measure_part(plan: Plan, file: ResultsFile, new_session: Callable[[], Session]) -> None:
-    """Measure what the part lacks; without any models where that is nothing."""
+    """Measures what the part lacks; without any models where that is nothing."""
     steps = [step for step in plan.steps() if any(file.find(**key) is None for key in step.keys)]
     if not steps:
         return

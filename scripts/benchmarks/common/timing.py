@@ -15,7 +15,7 @@ _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 20, 0.5
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, where it is one that works on its own."""
+    """Waits for the device, where it is one that works on its own."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

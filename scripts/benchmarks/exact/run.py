@@ -71,7 +71,7 @@ class Comparison:
                 yield numbers
 
     def measure(self, mode: Mode, done: Any) -> bool:
-        """Decode what an engine lacks; whether it was completed."""
+        """Decodes what an engine lacks; whether it was completed."""
         jobs = list(self.jobs(mode))
         if not jobs:
             return True

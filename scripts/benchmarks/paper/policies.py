@@ -53,7 +53,7 @@ class _Static:
 
 
 def select_by(scores: Tensor, limit: Tensor, table: Tensor, slots: int) -> None:
-    """Select chunk 0 and those of the highest scores ``[B, H, C]``, with the default's kernel."""
+    """Selects chunk 0 and those of the highest scores ``[B, H, C]``, with the default's kernel."""
     one = scores.new_ones(scores.shape[0], scores.shape[1], 1)
     step.select_chunks(one, scores[..., None].contiguous(), limit, table, slots, 1.0)
 

@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(engine: Engine, wanted: list[str]) -> None:
-    """Raise ValueError for items that need a draft model where there is none."""
+    """Raises ValueError for items that need a draft model where there is none."""
     timed = [name for name in wanted if name not in _COMPARED]
     if engine.draft is None and timed:
         raise ValueError(

@@ -53,7 +53,7 @@ class Clients:
         return Joined(self._waiting.pop(0), self._new)
 
     def ended(self, number: int, output: GenerateOutput) -> None:
-        """Keep the answer."""
+        """Keeps the answer."""
         self._running -= 1
         self.answers[number] = output.sequences[0, -self._new :].tolist()
 

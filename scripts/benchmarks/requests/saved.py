@@ -49,7 +49,7 @@ def session_of(tokens: int, layers: int) -> Session:
 
 
 def flush(folder: Path) -> None:
-    """Wait until a folder's files are on the disk, and drop them from the page cache."""
+    """Waits until a folder's files are on the disk, and drops them from the page cache."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -60,14 +60,14 @@ def flush(folder: Path) -> None:
 
 
 def written(contents: Sequence[bytes], folder: Path) -> None:
-    """Write files of these contents."""
+    """Writes files of these contents."""
     for number, content in enumerate(contents):
         with (folder / str(number)).open("wb", buffering=0) as file:
             file.write(content)
 
 
 def read(folder: Path, most: int) -> None:
-    """Read all files into one buffer."""
+    """Reads all files into one buffer."""
     content = bytearray(most)
     for path in sorted(folder.iterdir()):
         with path.open("rb", buffering=0) as file:

@@ -65,7 +65,7 @@ class StepRunner:
         self._running = set[str]()
 
     def run(self) -> int:
-        """Run what is left; the exit code."""
+        """Runs what is left; the exit code."""
         for alone in (False, True):
             count = 1 if alone else self.cards
             workers = [threading.Thread(target=self._work, args=(n, alone)) for n in range(count)]
@@ -87,7 +87,7 @@ class StepRunner:
         return known.get("commit") == self._commit and known.get("code") == 0
 
     def _work(self, card: int, alone: bool) -> None:
-        """Take one step after another, until none fits the time left."""
+        """Takes one step after another, until none fits the time left."""
         while steps := self._fitting(alone):
             with _LOCK:
                 free = [s for s in steps if s in self._waiting and s.benchmark not in self._running]

@@ -24,7 +24,7 @@ def write(
     tokenizer: "PreTrainedTokenizerBase",
     tokens: int = KEPT_TOKENS,
 ) -> int:
-    """Write beginnings of the texts; return the file's bytes.
+    """Writes beginnings of the texts; returns the file's bytes.
 
     Args:
         texts: by name.

@@ -50,7 +50,7 @@ def measure(
     one_a_kind: bool,
     paired: bool = False,
 ) -> int:
-    """Measure what the results file lacks; the exit code is 3 where the time limit ended it.
+    """Measures what the results file lacks; the exit code is 3 where the time limit ended it.
 
     Args:
         name: of the benchmark, and the beginning of its results file's name.
@@ -148,7 +148,7 @@ def grid_of(
 
 
 def measure_grid(run: GridRun, missing: Sequence[str]) -> bool:
-    """Measure what the run's file lacks and print its rows; whether it was all."""
+    """Measures what the run's file lacks and prints its rows; whether it was all."""
     for text in missing:
         run.file.note(text)
     complete = run.measure()
@@ -157,7 +157,7 @@ def measure_grid(run: GridRun, missing: Sequence[str]) -> bool:
 
 
 def print_rows(file: ResultsFile, limit: TimeLimit, complete: bool) -> None:
-    """Write the file and print its rows, and whether there are to be more."""
+    """Writes the file and prints its rows, and whether there are to be more."""
     file.write()
     for row in file.rows:
         print(json.dumps(row))

@@ -122,7 +122,7 @@ class TimeLimit:
         return self._seconds is not None and self.elapsed + self._longest > self._seconds
 
     def say(self, text: str) -> None:
-        """Print what is being measured, with the time since the beginning."""
+        """Prints what is being measured, with the time since the beginning."""
         print(f"[{self.elapsed:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
@@ -159,7 +159,7 @@ class GridRun:
         self._ids: tuple[str, list[int]] = ("", [])
 
     def measure(self) -> bool:
-        """Measure what is missing, as far as the time goes; whether it was all."""
+        """Measures what is missing, as far as the time goes; whether it was all."""
         static = self.device.type == "cpu" and not self.grid.offloads
         contexts = sorted(self.grid.contexts, reverse=True)
         cells = [(source, context) for source in self.grid.sources for context in contexts]
@@ -252,7 +252,7 @@ class GridRun:
         new: int,
         rounds: int | None = None,
     ) -> Record:
-        """Decode after the prompt, which the cache holds; ``rounds`` 0 without drafts."""
+        """Decodes after the prompt, which the cache holds; ``rounds`` 0 without drafts."""
         program.learnt.clear()
         loop, sequence = (
             DecodingLoop.over(program, ProbsFromLogits.at(temperature), seed),

@@ -52,7 +52,7 @@ class Run:
 
 
 def measure(run: Run, series: Series) -> None:
-    """Measure what the series lacks."""
+    """Measures what the series lacks."""
     target = run.engine.target
     by_name = {workload.name: workload for workload in run.workloads}
 

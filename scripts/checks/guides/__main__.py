@@ -57,7 +57,7 @@ def workplace() -> Iterator[Path]:
 
 
 def run_block(language: str, code: str, folder: Path) -> dict[str, Any]:
-    """Run a block to its end; what it printed last, where it failed."""
+    """Runs a block to its end; what it printed last, where it failed."""
     words = (
         [sys.executable, "-c", code] if language else ["bash", "-ec", f"source .venv/bin/activate\n{code}"]
     )
@@ -97,7 +97,7 @@ def _answers(port: str) -> bool:
 
 
 def run_page(page: str, report: Report) -> None:
-    """Run a page's blocks, the first line of each as its name."""
+    """Runs a page's blocks, the first line of each as its name."""
     with workplace() as folder, ExitStack() as running:
         for language, code in blocks((GUIDES / f"{page}.md").read_text("utf-8")):
             name = f"{page}: {code.strip().splitlines()[0]}"

@@ -108,7 +108,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def tried(args: argparse.Namespace) -> int:
-    """Try what the file lacks, and print the counts."""
+    """Tries what the file lacks, and prints the counts."""
     console = Console(stderr=True)
     file = File(args.out, args.device, args.keep)
     if file.dropped:
@@ -144,7 +144,7 @@ def tried(args: argparse.Namespace) -> int:
 
 
 def told(rows: Sequence[Row], as_json: bool) -> int:
-    """Print how many paths ended how; the exit code."""
+    """Prints how many paths ended how; the exit code."""
     counts: dict[str, Counter[str]] = {path: Counter() for path in PATHS}
     for row in rows:
         counts[row.path][row.outcome] += 1

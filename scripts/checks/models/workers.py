@@ -31,7 +31,7 @@ class Job:
 def run(
     jobs: Sequence[Job], device: str, workers: int, limit: float, done: Callable[[Job, list[Row]], None]
 ) -> None:
-    """Try all jobs; ``done`` gets the rows of each, from one thread at a time.
+    """Tries all jobs; ``done`` gets the rows of each, from one thread at a time.
 
     Args:
         limit: seconds for one path of a model.

@@ -60,7 +60,7 @@ def prepare(
     held: Sequence[str] = (),
     seed: int = 0,
 ) -> int:
-    """Write the token file, the tokenizer and the manifest; returns the number of tokens.
+    """Writes the token file, the tokenizer and the manifest; returns the number of tokens.
 
     Args:
         megabytes: of the file, at most; documents are taken in random order until it is full.

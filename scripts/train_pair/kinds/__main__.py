@@ -45,7 +45,7 @@ class Further(Distillation):
 
 @torch.no_grad()
 def average(draft: LlamaForCausalLM, first: Mapping[str, Tensor], share: float) -> None:
-    """Make each weight the mean of its own, in this share, and its first value."""
+    """Makes each weight the mean of its own, in this share, and its first value."""
     for name, parameter in draft.named_parameters():
         parameter.copy_(torch.lerp(first[name].to(parameter.device), parameter, share))
 

@@ -138,7 +138,7 @@ def prepare(
     sources: Sequence[KindSource] = KIND_SOURCES,
     more: Sequence[str] = (),
 ) -> dict[str, int]:
-    """Write the file, and the manifest beside it; returns the tokens of each kind.
+    """Writes the file, and the manifest beside it; returns the tokens of each kind.
 
     Args:
         root: where Debian's packages are unpacked.

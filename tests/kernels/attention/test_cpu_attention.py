@@ -102,7 +102,7 @@ def holds(
     size: float,
     group: int,
 ) -> None:
-    """Compare with the definition for queries of standard deviation ``size``."""
+    """Compares with the definition for queries of standard deviation ``size``."""
     (way, dtype), heads = typed, 3
     q = (size * torch.randn(queries, heads * group, dims[0])).to(dtype)
     kv = random_kv(count, heads, *dims, dtype)

@@ -93,7 +93,7 @@ def alone(request: ExactAttention, query: int, slots: int, tokens: int) -> Exact
 
 
 def check(attention: Attention, request: ExactAttention, queries: list[int], other_slots: int) -> None:
-    """Compare with fp64, and with each of these queries alone: as a root, and at the end of a line."""
+    """Compares with fp64, and with each of these queries alone: as a root, and at the end of a line."""
     out = attention(request)
     double = KV(request.kv.k.double(), request.kv.v.double())
     wide = replace(request, q=request.q.double(), kv=double)

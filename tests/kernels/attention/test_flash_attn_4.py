@@ -73,7 +73,7 @@ def function(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def fast(monkeypatch: pytest.MonkeyPatch, own: float, other: float) -> None:
-    """Say what the two ways take."""
+    """Says what the two ways take."""
 
     class Clock:
         def __init__(self, device: torch.device) -> None: ...

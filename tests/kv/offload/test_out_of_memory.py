@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("small_pieces")
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: set[int]) -> None:
-    """Let some calls of a method run out of memory."""
+    """Lets some calls of a method run out of memory."""
     method, calls = getattr(owner, name), 0
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ SPLITS = {"streamed": STREAMED, "shared with the CPU": SHARED}
 
 
 def run(program: DecodingProgram) -> None:
-    """Decode a prompt, then the same again after a rewind, which copies tokens back from the host."""
+    """Decodes a prompt, then the same again after a rewind, which copies tokens back from the host."""
     first, _ = decoded(program, [PROMPT], [NEW], GREEDY)
     assert decoded(program, [PROMPT], [NEW], GREEDY, again=True)[0] == first
 

@@ -44,7 +44,7 @@ def accepted_per_level(
     new_tokens: int,
     **options,
 ) -> list[int]:
-    """Check greedy equality; returns the accepted tokens of every level."""
+    """Checks greedy equality; returns the accepted tokens of every level."""
     settings = SMALL_SETTINGS if draft else without_tree(SMALL_SETTINGS)
     engine = triforce_tree.load(target, draft, **load_arguments({**settings, **options}))
     out = engine.generate(prompt, max_new_tokens=new_tokens, do_sample=False)

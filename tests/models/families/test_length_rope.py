@@ -148,7 +148,7 @@ def test_rotary_modules_that_wait_for_the_host_are_found(models) -> None:
 
 
 def choose_on_the_host(target: PreTrainedModel, patch: pytest.MonkeyPatch, scaling: float = 1.0) -> None:
-    """Make longrope choose on the host as in transformers 5.17; scale the long tables by ``scaling``."""
+    """Makes longrope choose on the host as in transformers 5.17; scale the long tables by ``scaling``."""
     rotary = target.model.rotary_emb
     plain = inspect.unwrap(type(rotary).forward)
     inverse, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, "cpu", seq_len=ORIGINAL + 1)

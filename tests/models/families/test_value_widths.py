@@ -74,7 +74,7 @@ def expected(family: str, prompt: tuple[int, ...]) -> list[int]:
 
 
 def check(family: str, draft: PreTrainedModel | None, prompts: list[list[int]], **options: Any) -> list[int]:
-    """Compare with transformers' greedy tokens; returns the accepted tokens of each level."""
+    """Compares with transformers' greedy tokens; returns the accepted tokens of each level."""
     settings = SMALL_SETTINGS if draft is not None else without_tree(SMALL_SETTINGS)
     engine = triforce_tree.load(target_of(family), draft, **load_arguments({**settings, **options}))
     out = engine.generate(prompts, max_new_tokens=NEW, do_sample=False)

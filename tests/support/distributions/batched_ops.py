@@ -39,7 +39,7 @@ def prefill_alike(program: DecodingProgram, prompt: list[int], monkeypatch: pyte
 
 
 def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute draft windows for the first sequence and copy them: for equal sequences only."""
+    """Computes draft windows for the first sequence and copies them: for equal sequences only."""
     prefill = TreeDrafter._prefill
 
     def prefill_first(self: TreeDrafter, b: int, tokens: list[int]) -> None:
@@ -51,7 +51,7 @@ def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def share_first(store: KVStore) -> None:
-    """Copy the first sequence's KV slots to all others."""
+    """Copies the first sequence's KV slots to all others."""
     [group] = store.groups
     for slots in group.parts:
         slots[:, 1:] = slots[:, :1]

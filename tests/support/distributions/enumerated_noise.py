@@ -142,7 +142,7 @@ class EnumeratedNoise(Noise):
 
 
 def _equal(decided: tuple[Tensor, ...], made: tuple[Tensor, ...]) -> None:
-    """Check that operators decide as the definitions do; probabilities may differ by rounding."""
+    """Checks that operators decide as the definitions do; probabilities may differ by rounding."""
     for a, b in zip(decided, made, strict=True):
         torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-7)
 

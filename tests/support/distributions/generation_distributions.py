@@ -232,7 +232,7 @@ class Generations:
 
 
 def _cache_windows(drafter: TreeDrafter) -> None:
-    """Copy draft windows that were computed before: all runs begin with the same one."""
+    """Copies draft windows that were computed before: all runs begin with the same one."""
     prefill, known = drafter._prefill, dict[tuple[int, ...], list[Tensor]]()
 
     def cached(b: int, tokens: list[int], first: int = 0) -> None:

@@ -23,7 +23,7 @@ class _Memory:
         self._starts, self._stops = np.array(bounds, dtype=np.uint64).reshape(-1, 2).T
 
     def check(self, pointers: Any, mask: Any, access: str) -> None:
-        """Raise IndexError where an element that is not masked lies outside, whole or in part."""
+        """Raises IndexError where an element that is not masked lies outside, whole or in part."""
         places = pointers.data
         if not mask.data.all():
             places = places[np.broadcast_to(mask.data, places.shape)]
@@ -58,7 +58,7 @@ def _storages(argument: Any) -> Iterator[tuple[int, int]]:
 
 
 def install(interpreter: ModuleType) -> None:
-    """Patch ``triton.runtime.interpreter`` so that launches check the addresses they use."""
+    """Patches ``triton.runtime.interpreter`` so that launches check the addresses they use."""
     executor: Any = interpreter.GridExecutor
     if getattr(executor, "checks_bounds", False):
         return

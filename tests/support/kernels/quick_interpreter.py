@@ -58,14 +58,14 @@ def _dot_by_rows(dot: Callable[..., Any], float64: Any) -> Callable[..., Any]:
 
 
 def install_if_loaded() -> None:
-    """Patch Triton's interpreter where it is imported, by this module and :mod:`bounds`."""
+    """Patches Triton's interpreter where it is imported, by this module and :mod:`bounds`."""
     if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
         install(interpreter)
         bounds.install(interpreter)
 
 
 def install(interpreter: ModuleType) -> None:
-    """Patch ``triton.runtime.interpreter`` so that it skips the redundant work, and products of tiles."""
+    """Patches ``triton.runtime.interpreter`` so that it skips the redundant work, and products of tiles."""
     patch: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     if patch is None or getattr(patch, "once_a_launch", False):
         return

@@ -50,7 +50,7 @@ class Problem:
 
 
 def agree(problem: Problem, ops: Any) -> None:
-    """Raise where the operator of that name in ``ops`` differs from its definition."""
+    """Raises where the operator of that name in ``ops`` differs from its definition."""
     with poisoned_memory():
         made = problem.run(getattr(ops, problem.op), problem.copied())
     problem.judge(made, problem.expected())

@@ -16,7 +16,7 @@ runs_kernels = pytest.mark.kernels
 
 
 def require_triton() -> None:
-    """Skip the test, or the module that is being imported, where kernels cannot run."""
+    """Skips the test, or the module that is being imported, where kernels cannot run."""
     pytest.importorskip("triton", reason="the kernels need Triton; install triton to run their tests")
     from triton import knobs
 

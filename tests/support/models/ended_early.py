@@ -52,7 +52,7 @@ class Wire(nn.Module):
         self._faults = np.array([nothing])
 
     def set(self, fault: Callable[..., None] = nothing) -> None:
-        """Call ``fault`` in each forward from now on."""
+        """Calls ``fault`` in each forward from now on."""
         self._faults[:] = [fault]
 
     def forward(self, x: Tensor) -> Tensor:

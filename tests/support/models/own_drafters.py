@@ -39,11 +39,11 @@ class OwnDrafter(Drafter):
             self.expand(depth, state, tree, sampler)
 
     def expand(self, depth: int, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        """Write the nodes at ``depth + 1``."""
+        """Writes the nodes at ``depth + 1``."""
         raise NotImplementedError
 
     def write_fixed(self, depth: int, tree: TokenTree) -> None:
-        """Write children that are a function of their parent's token; two siblings may be equal."""
+        """Writes children that are a function of their parent's token; two siblings may be equal."""
         frontier, below = self.frontiers[depth : depth + 2]
         tree.probs_rows[:, frontier] = -1
         for child, (slot, rank) in enumerate(self.shape.places[depth], below.start):
@@ -51,7 +51,7 @@ class OwnDrafter(Drafter):
             tree.tokens[:, child] = (2 * parent + rank // 2 + rank) % self.vocabulary
 
     def write_drawn(self, depth: int, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        """Write children that are drawn by the table."""
+        """Writes children that are drawn by the table."""
         frontier, below = self.frontiers[depth : depth + 2]
         parents = tree.tokens[:, frontier]
         tree.probs_rows[:, frontier] = torch.arange(frontier.start, frontier.stop)

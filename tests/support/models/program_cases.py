@@ -109,7 +109,7 @@ def references(family: str = "llama-gqa", new: list[int] = NEW) -> list[list[int
 def exact(
     levels: int, family: str = "llama-gqa", draft: PreTrainedModel | None = None, **options: object
 ) -> DecodingLoop:
-    """Check greedy equality of the batch; returns the loop, for its statistics."""
+    """Checks greedy equality of the batch; returns the loop, for its statistics."""
     program = program_of(model(family), draft or draft_of(family), levels, len(PROMPTS), **options)
     new, loop = decoded(program, PROMPTS, NEW)
     assert new == references(family)

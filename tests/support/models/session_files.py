@@ -29,7 +29,7 @@ def fields(folder: Path) -> dict[str, Any]:
 
 
 def change(folder: Path, **changed: Any) -> None:
-    """Change members of ``session.json``."""
+    """Changes members of ``session.json``."""
     found = {k: v for k, v in {**fields(folder), **changed}.items() if v is not REMOVED and k != "checksum"}
     rest = json.dumps(found).encode()[1:]
     digest = xxhash.xxh3_64_hexdigest(rest).encode()
@@ -37,7 +37,7 @@ def change(folder: Path, **changed: Any) -> None:
 
 
 def rewrite(folder: Path, name: str, parts: Mapping[str, Tensor]) -> None:
-    """Put other tensors into a file."""
+    """Puts other tensors into a file."""
     path = file_of(folder, name)
     path.unlink()
     described = write_tensors(path, {n: part.contiguous() for n, part in parts.items()}).as_json()

@@ -81,7 +81,7 @@ class Process:
         return sum(self._family().values()) * os.sysconf("SC_PAGE_SIZE")
 
     def kill_readers(self) -> None:
-        """End what it has started, as the system does where memory is short."""
+        """Ends what it has started, as the system does where memory is short."""
         for pid in self._family():
             if pid != self._process.pid:
                 os.kill(pid, signal.SIGKILL)

@@ -24,7 +24,7 @@ from triforce_tree import api  # noqa: F401
 
 
 def run(rank: int, size: int, port: int, folder: Path, command: list[str]) -> int:
-    """Run the script in this process as ``rank``, and return its exit code."""
+    """Runs the script in this process as ``rank``, and returns its exit code."""
     for name, number in (("out", 1), ("err", 2)):
         with (folder / f"{rank}.{name}").open("w") as file:
             os.dup2(file.fileno(), number)

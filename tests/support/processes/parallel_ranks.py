@@ -64,7 +64,7 @@ def engine(**options: Any) -> Engine:
 
 
 def keep_little_on_the_device() -> None:
-    """Plan small pieces and keep few of them on the device, so that short sequences are streamed, too."""
+    """Plans small pieces and keeps few of them on the device, so that short sequences are streamed, too."""
     decide = memory_plan.plan
 
     def plan(*args: Any) -> MemoryPlan:

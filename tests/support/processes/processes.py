@@ -57,7 +57,7 @@ class _Launcher:
         return self._process.stdout.readline().strip()
 
     def end(self) -> None:
-        """Kill it and all processes that it started."""
+        """Kills it and all processes that it started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -70,7 +70,7 @@ def _launcher() -> _Launcher:
 
 
 def ranks_of(command: Sequence[str], size: int = 2) -> list[Ended]:
-    """Run ``size`` processes of ``python command...`` to their end."""
+    """Runs ``size`` processes of ``python command...`` to their end."""
     with tempfile.TemporaryDirectory() as folder:
         answer = _launcher().run({"size": size, "folder": folder, "command": list(command)})
         assert answer == "done", answer

@@ -50,7 +50,7 @@ def client_of(url: str, key: str = KEY) -> openai.OpenAI:
 
 
 def close_clients() -> None:
-    """Close all connections: where garbage collection does, their warnings fail any test that runs then."""
+    """Closes all connections: where garbage collection does, their warnings fail any test that runs then."""
     while _clients:
         _clients.pop().close()
 

@@ -20,7 +20,7 @@ PG19 = "emozilla/pg19-test"
 
 
 def add(commands: Any) -> None:
-    """Add the command to the subparsers of the command line."""
+    """Adds the command to the subparsers of the command line."""
     bench = commands.add_parser(
         "bench", help="Measure speed on a text, a data set (text) or books (pg19), or accuracy (needle)."
     )

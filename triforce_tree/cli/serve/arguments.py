@@ -7,7 +7,7 @@ from triforce_tree.cli.parsing import above_zero, positive
 
 
 def add(subparsers: Any) -> None:
-    """Add the command to the subparsers of the command line."""
+    """Adds the command to the subparsers of the command line."""
     parser = add_parser(
         subparsers,
         "serve",

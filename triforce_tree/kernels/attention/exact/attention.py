@@ -103,7 +103,7 @@ def _gathered(kv: Tensor, table: Tensor | None, b: int, slots: Tensor) -> Tensor
 
 
 def check_sizes(device: torch.device, queries: int, deepest: int) -> None:
-    """Raise ValueError if a tree is deeper than ``MOST_DEPTH``, or larger than ``MOST_ROWS`` on a GPU."""
+    """Raises ValueError if a tree is deeper than ``MOST_DEPTH``, or larger than ``MOST_ROWS`` on a GPU."""
     if device.type == "cuda" and queries > MOST_ROWS:
         raise ValueError(
             f"exact=True verifies at most {MOST_ROWS} tokens at a time on a GPU, not {queries}; use a "
