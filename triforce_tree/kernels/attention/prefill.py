@@ -39,7 +39,7 @@ def causal_attention(
     Returns:
         ``[B, H_q, T, D_v]``.
     """
-    if q.is_cuda and window is None and flash_attn_4.offered(q, k, v):
+    if window is None and flash_attn_4.offered(q, k, v):
         own = partial(_causal, q, k, v, scale, None, softcap, sinks)
         return flash_attn_4.faster(own, q, k, v, scale=scale, softcap=softcap, sinks=sinks)
     return _causal(q, k, v, scale, window, softcap, sinks)
