@@ -55,6 +55,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ and not any(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# torch looks up the functions that a device context redirects once in a process. This must happen before a
+# test replaces one of them: otherwise ``torch.device("meta")`` would allocate whole models from then on.
+with torch.device("meta"):
+    torch.empty(0)
 # Nothing is read from the user's cache folder or written there. Workers of xdist inherit the folder.
 _OWN_CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="triforce-tree-tests-")
 if _OWN_CACHE:
