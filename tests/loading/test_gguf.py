@@ -256,13 +256,14 @@ def test_a_bound_counts_no_letter_that_the_vocabulary_lacks(kind: str, tmp_path:
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     made = gguf.GGUFWriter(tmp_path / NAME, "llama")
     made.add_tokenizer_model(kind)
-    made.add_token_list(["a", "b", "ab", ""])
+    made.add_token_list(["a", "b", "c", "d", "ab", ""])
     made.write_header_to_file()
     made.write_kv_data_to_file()
     made.close()
     least = least_tokens(tmp_path / NAME)
     assert least is not None
     assert [least(text) for text in ("ababa", "axb", "xyz", "")] == [3, 1, 0, 0]
+    assert [least(letter * 5) for letter in "abcd"] == [5, 5, 5, 5], "none of them is the unknown token"
 
 
 def test_the_command_line_takes_it(path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.distributions.simulated_passes import COSTS, MIXED, Cost, costs_of, policy_of, simulated
 from tests.support.distributions.simulated_trees import ByRank, Simulation
-from triforce_tree.policy.pass_policy import CREDIT, REFILL, START_BUDGET, START_SHARE
+from triforce_tree.policy.pass_policy import CREDIT, REFILL, START_BUDGET, START_SHARE, TRIALS
 from triforce_tree.policy.passes import PLAIN, StageSeconds
 from triforce_tree.trees.device_shapes import device_tree_shape
 from triforce_tree.trees.shapes import parse_shape
@@ -82,6 +82,21 @@ def test_plain_passes_are_not_measured_where_drafting_is_clearly_faster(acceptan
     alone, _ = simulated(policy_of(3, offloaded), acceptance, 256, per_token=0.8)
     assert PLAIN not in chosen[:-1], "nothing is drafted for the last token"
     assert speed >= 0.98 * alone > 3
+
+
+@pytest.mark.parametrize("tree", [0.2, 0.4])
+@pytest.mark.parametrize("per_token", [0.5, 0.7])
+def test_trials_of_other_levels_cost_their_share_at_most(per_token: float, tree: float) -> None:
+    """Passes of two levels look promising as long as none was tried, and yield little."""
+    costs = StageSeconds(1.0, draft=0.02, retrieval=0.2, chain=1.3, tree=1.1)
+
+    def speed(levels: int) -> float:
+        runs = [simulated(policy_of(levels, costs), 0.9, 4000, seed, per_token, tree) for seed in range(6)]
+        return mean(speed for speed, _ in runs)
+
+    _, chosen = simulated(policy_of(MIXED, costs), 0.9, 4000, 0, per_token, tree)
+    assert any(kind.levels == 2 for kind in chosen), "else this could not fail"
+    assert speed(MIXED) >= (1 - TRIALS) * speed(3)
 
 
 def loss_of_short_requests(cost: Cost, count: int, resumed: bool) -> float:

@@ -12,6 +12,7 @@ from triforce_tree.loading.gguf_header import vocabulary_of
 
 # A vocabulary with this token spells unknown letters by their bytes.
 _TOKEN_OF_BYTE = "<0xFF>"
+_IN_NO_TEXT = "\U0010ffff" * 2
 
 
 def least_tokens(path: Path) -> Callable[[str], int] | None:
@@ -41,8 +42,9 @@ def least_tokens(path: Path) -> Callable[[str], int] | None:
             return 0
         parts = {text[at : at + length] for length in (1, 2, 3) for at in range(len(text))}
         useful = unknown.union(word for word in vocabulary if word[:3] in parts and word[-3:] in parts)
-        # The best segmentation under equal scores is the shortest.
-        shortest = Tokenizer(Unigram([(word, -1.0) for word in useful], 0, False))
+        # The best segmentation under equal scores is the shortest. Adjacent tokens with the first id count as
+        # one unknown token, so the first id belongs to a word that no text has.
+        shortest = Tokenizer(Unigram([(_IN_NO_TEXT, -1.0), *((word, -1.0) for word in useful)], 0, False))
         return len(shortest.encode(text).ids)
 
     # Some tokenizers compose characters first.
