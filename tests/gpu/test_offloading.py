@@ -86,26 +86,6 @@ def test_the_text_of_an_offloaded_cache(offloaded: Offloaded) -> None:
     assert offloaded.split
 
 
-def test_the_last_layer_stays_on_the_device_under_the_tightest_limit(offloaded: Offloaded) -> None:
-    """Then prefill works in its memory."""
-    if not offloaded.exact:
-        pytest.skip("another split between device and host may round to another token in 16 bits")
-    offloaded.engine.release()
-    plans = {}
-    for sixteenths in range(16, 3, -1):
-        limit = offloaded.limit * sixteenths // 16
-        engine = offloaded.engine.with_options(gpu_memory=limit)
-        try:
-            plans[limit] = engine.memory_plan(PROMPT, NEW)
-        except ValueError:  # Nothing fits into less.
-            break
-    tight = [limit for limit, plan in plans.items() if plan.offload and plan.offload.last_resident]
-    assert tight, {limit: plan.offload for limit, plan in plans.items()}
-    engine = offloaded.engine.with_options(gpu_memory=tight[0])
-    assert offloaded.text(engine, NEW) == offloaded.expected[:NEW]
-    engine.release()
-
-
 @pytest.mark.parametrize("hook, call", [("pinned", 2), ("progress", 3)])
 def test_ctrl_c_gives_memory_back(offloaded: Offloaded, hook: str, call: int) -> None:
     """While host memory is allocated, and during prefill."""
