@@ -42,7 +42,7 @@ class Programs(Protocol):
     """Makes the programs of a loop within the memory plan."""
 
     def make(self, texts: Texts) -> DecodingProgram:
-        """Returns a program with a batch index for each of these texts."""
+        """Returns a program for a batch of these texts."""
 
     def shrink(self) -> bool:
         """Reduces the memory plan; returns False if it cannot be reduced further."""

@@ -52,7 +52,7 @@ class KeptPrefixes:
         return sum(chunk.memory.bytes for chunk in self._chunks.values())
 
     def bound(self, limit: int) -> None:
-        """Sets the limit, and drops what exceeds it."""
+        """Sets the most bytes of host memory, and drops the prefixes that exceed it."""
         self.limit = limit
         while self.taken > self.limit:
             self._drop()

@@ -150,7 +150,7 @@ class ProposedPass:
     def recur(self, number: int, inputs: ScanInputs) -> Tensor:
         rates, beta = (None if t is None else t.clone() for t in (inputs.rates, inputs.beta))
         key = inputs.k.clone()
-        # A commit has no queries.
+        # A commit only advances the state and reads no queries: keys fill their place.
         self._scans[number] = ScanInputs(key, key, inputs.v.clone(), inputs.decay.clone(), rates, beta)
         return _scanned(self._states.recurrences[number], inputs, None)
 

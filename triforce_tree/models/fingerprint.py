@@ -57,7 +57,7 @@ _COMMON = (
     "transformers.utils",
 )
 _MOST_DEPTH, _MOST_ITEMS = 8, 4096
-# Elements of each weight by which a change is noticed that torch does not count.
+# Elements of each weight that are compared, because torch counts no writes through ``.data``.
 _SAMPLES = 64
 _LOG = logging.getLogger(__name__)
 

@@ -297,7 +297,7 @@ class PassPolicy:
         groups = {(option.kind.levels, option.kind.shape): option for option in drafting}
         del groups[best.kind.levels, best.kind.shape]
         for other in sorted(groups.values(), key=promise, reverse=True):
-            # Tokens that the best kind of pass is expected to yield in the same time, beyond the other's own.
+            # The price of trying ``other``: tokens that the best kind would yield in that time, less its own.
             cost = other.seconds * best.rate - other.tokens
             if promise(other) > best.rate and cost <= self._trials and self._covers(other, self._spendable):
                 self._trials -= cost
@@ -342,7 +342,15 @@ class PassPolicy:
         return loss <= budget and (self._drafted or self.matched(kind) or loss <= repaid)
 
     def _charge(self, kind: PassKind, tokens: float, gathered: float) -> None:
-        """Charges or credits the budgets with a pass that yielded so many tokens per sequence."""
+        """Updates the loss budget and the budget of trials after a pass.
+
+        A drafting pass adds to the loss budget, in plain passes, the tokens that it yielded less those that
+        plain passes would have yielded in the same time.
+
+        Args:
+            tokens: tokens that the pass yielded for each sequence.
+            gathered: tokens in the chain of each sequence, of which the target verified so many.
+        """
         tokens, learnt, matched = min(tokens, self._remaining), self.learnt, self.matched(kind)
         self._made += tokens
         self._trials = min(self._trials + TRIALS * tokens, _MOST_TRIALS)

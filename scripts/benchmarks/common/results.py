@@ -270,5 +270,5 @@ def _summary(name: str, values: Sequence[Any]) -> Any:
 
 
 def rounded(value: float | None) -> float | None:
-    """Four significant places are more than the measurements hold."""
+    """Returns a value rounded to four significant digits, more than measurements are accurate to."""
     return None if value is None else float(f"{value:.4g}")

@@ -230,8 +230,8 @@ def smaller(config: LinearConfig) -> LinearConfig | None:
 def shared_bytes(config: LinearConfig, bits: int, block_m: int, device: Device) -> int:
     """Returns an upper bound on the bytes of shared memory of the compiled kernel, accurate to a few hundred.
 
-    Each stage of the pipeline has a tile of words and a tile of x for every plane of packed codes. Tiles in
-    use are in registers, or in another buffer if products read them from shared memory.
+    Each stage of the pipeline buffers a tile of packed weights, and for each code in a word a tile of x.
+    Tiles that are being multiplied are in registers, or in another buffer if products read shared memory.
     """
     words, xs = 2 * config.width * config.block_n, 2 * config.width * block_m * 16 // bits
     from_shared = config.block_n >= 64 and device.shared_products

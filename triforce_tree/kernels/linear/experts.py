@@ -1,4 +1,4 @@
-"""Linear layers of routed experts with few tokens in plain torch, which define the kernel."""
+"""Linear layers of routed experts for few tokens: the reference in plain torch for the Triton kernel."""
 
 import torch
 from torch import Tensor

@@ -179,7 +179,7 @@ def _judge_kernel(
     uniform = tl.load(uniforms_ptr + sequence * uniforms_b + own_node)
     alive = (node == 0) & (level <= depth)
 
-    reached = tl.full([], 1.0, tl.float32)  # b
+    reached = tl.full([], 1.0, tl.float32)  # b, the weight of ``node``
     node, level = own_node * 0, 0
     outcome = tl.full([], _NOT_ACCEPTED, tl.int64)
     while alive:

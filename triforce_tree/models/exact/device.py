@@ -71,7 +71,7 @@ class ExactNorm(nn.Module):
 
 
 class ExactLayerNorm(nn.LayerNorm):
-    """A layer norm, row by row."""
+    """A layer norm that computes each row alone, so that its bits do not depend on the number of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         return row_layer_norm(x, self.weight, self.bias, self.eps)
