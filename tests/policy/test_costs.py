@@ -56,7 +56,7 @@ def test_impossible_costs_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_shorter_chains_cost_less_where_their_verification_does() -> None:
-    """As on a CPU: each verified token has its price."""
+    """Each verified token takes its own time, as on a CPU."""
     cost = StageSeconds(1.0, draft=0.1, retrieval=0.4, chain=5.0, root=1.0)
     assert cost.of(PassKind(3, 2), 0.25) == pytest.approx(1.0 + 2.0)
     assert cost.of(PassKind(3, 2), 2.0) == pytest.approx(1.0 + 5.0), "no chain is longer than the longest"

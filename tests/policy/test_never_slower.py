@@ -19,7 +19,7 @@ LEVELS = [2, 3, MIXED]
 @pytest.mark.parametrize("levels", LEVELS)
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 def test_rejected_drafts_cost_less_than_2_percent(levels: int, cost: Cost) -> None:
-    """Of 256 tokens as well, with what the drafter does when it resumes."""
+    """This holds for requests of 256 tokens too, and where a drafter that resumes has work to do first."""
     for prepare in (0.0, 0.5):
         for tokens in (256, 512, 4000):
             policy = policy_of(levels, replace(costs_of(levels, cost), prepare=prepare))

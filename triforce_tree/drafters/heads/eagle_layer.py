@@ -142,7 +142,7 @@ class EagleLayer:
         shape = (features, 1, pairs, size)
         states = list(torch.randn(shape, generator=random, dtype=torch.float32))
         embedded = self._embeddings(tokens)[0].float().cpu()
-        fused = self.fuse([state.to(device, self.fc.dtype) for state in states])
+        fused = self.fuse([state.to(device) for state in states])
         q, k, v = self.project(tokens, fused)
         cos, sin = (angle.expand(1, -1, -1) for angle in self.angles(pairs, device))
         mask = torch.ones(1, pairs, pairs, dtype=torch.bool, device=device).tril()

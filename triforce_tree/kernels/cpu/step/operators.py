@@ -1,4 +1,6 @@
-"""Operators of a decoding step on the CPU, by the C code in ``fp32.c``. Definitions serve what it does not.
+"""Operators of a decoding step on the CPU, by the C code in ``fp32.c``.
+
+Where the C code has no function, the operators' definitions are used.
 
 The C functions are in ``fp32/attention.h`` (``append``) and in the headers of this folder, by subject.
 """
