@@ -24,6 +24,9 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_
 _BYTES = 2**20
 # Most total bytes of requests that are being read or wait for a process.
 _WAITING_BYTES = 256 * 2**20
+# How often a request is read whose processes end early. The second try can meet a forking process that is
+# ending; the third one starts it again.
+_TRIES = 3
 
 
 class Readers:
@@ -90,15 +93,17 @@ class Readers:
 
     async def _answer(self, body: bytes, chat: bool) -> Read | Unread:
         seconds, loop = self._seconds * (1 + len(body) / _BYTES), asyncio.get_running_loop()
-        for last in (False, True):
+        for _ in range(_TRIES):
             began = loop.time()
             try:
                 return await self._asked(body, chat, seconds)
             except (OSError, EOFError):
-                # A process that ends before its time limit may have been killed because memory was short
-                # elsewhere, so the request is tried once more.
-                if last or loop.time() - began >= seconds:
+                if loop.time() - began >= seconds:
                     break
+                # A process that ends before its time limit may have been killed because memory was short
+                # elsewhere. The others may be ending too, so the next try is in a new process.
+                while self._free:
+                    self._free.pop().close()
         sentence = (
             f"reading this request takes more than {seconds:.1f} s of processor time, or too much memory "
             "(for its chat template and tokenizer); send less, or raise --reading-timeout"
