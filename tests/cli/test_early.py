@@ -106,7 +106,7 @@ CASES: dict[str, tuple[list[str], str]] = {
         "uses no draft model, and one was given",
     ),
     "drafter": (["generate", "TEXT", "--drafter", "modle"], "did you mean 'model'?"),
-    "heads without files": (["generate", "TEXT", "--drafter", "FOLDER"], "holds neither Medusa heads"),
+    "heads without files": (["generate", "TEXT", "--drafter", "FOLDER"], "holds no trained drafter"),
     "no folder": (["generate", "TEXT", "--target", "./nowhere"], "no such folder: './nowhere'"),
     "no draft": (["bench", "text", "--draft", "./nowhere"], "no such folder: './nowhere'"),
     "no tokenizer": (["generate", "TEXT", "--tokenizer", "./nowhere"], "no such folder: './nowhere'"),

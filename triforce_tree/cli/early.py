@@ -23,7 +23,7 @@ from triforce_tree.cli.prompt import characters, prompt_of
 from triforce_tree.cli.texts import documents
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.loading import gguf_header, model_folder
-from triforce_tree.loading.drafter_choice import check_drafter_options, heads_folder, names_heads
+from triforce_tree.loading.drafter_choice import check_drafter_options, names_trained, trained_folder
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.requests.option_values import checked
 from triforce_tree.runtime.files.text_files import read_text
@@ -143,8 +143,8 @@ def _engine(args: argparse.Namespace) -> None:
     check_drafter_options(args.drafter, draft, options)
     if draft is not None and args.drafter not in (None, "model"):
         raise ValueError(f"drafter={args.drafter!r} uses no draft model, and one was given; leave one out")
-    if names_heads(args.drafter):
-        heads_folder(args.drafter)
+    if names_trained(args.drafter):
+        trained_folder(args.drafter)
     elif config.levels != 1:
         config.matched_tokens(draft is not None)
     for source in (target, draft):

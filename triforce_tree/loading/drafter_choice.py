@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from triforce_tree.drafters.heads.names import CONFIG, EAGLE, MEDUSA, no_heads
+from triforce_tree.drafters.registry import FILES, format_of, trained_drafter
 from triforce_tree.loading.model_folder import downloaded
 
 if TYPE_CHECKING:
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 DRAFTERS = ("model", "lookup")
 
 
-def names_heads(drafter: "Drafter | str | Path | None") -> bool:
-    """Returns whether this is a folder or a hub id of heads, and neither a drafter's name nor an object."""
+def names_trained(drafter: "Drafter | str | Path | None") -> bool:
+    """Returns whether this names a folder or a hub id, and is neither a drafter's name nor an object."""
     return isinstance(drafter, Path) or (isinstance(drafter, str) and drafter not in DRAFTERS)
 
 
-def heads_folder(source: str | Path) -> Path:
-    """Returns the folder of heads. For a hub id this is the snapshot with their files, which is downloaded.
+def trained_folder(source: str | Path) -> Path:
+    """Returns the folder of a trained drafter. A hub id is downloaded.
 
     Raises:
         ValueError: ``source`` is neither a folder nor a hub id.
-        FileNotFoundError: the folder has no heads.
+        FileNotFoundError: the folder holds no trained drafter.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -39,11 +39,10 @@ def heads_folder(source: str | Path) -> Path:
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(
                 f"drafter={str(source)!r} is not known{hint}; use {', '.join(DRAFTERS)} or an object of your "
-                "own, or a folder or hub id with Medusa heads or an EAGLE-3 head"
+                "own, or the folder or hub id of a trained drafter"
             )
-        folder = downloaded(source, (CONFIG, *MEDUSA, *EAGLE))
-    if not any((folder / name).is_file() for name in (*MEDUSA, *EAGLE)):
-        raise FileNotFoundError(no_heads(folder))
+        folder = downloaded(source, FILES)
+    format_of(folder)
     return folder
 
 
@@ -52,25 +51,22 @@ def own_drafter(
     draft: "PreTrainedModel | str | Path | None",
     options: Mapping[str, Any],
 ) -> "Drafter | None":
-    """Returns the user's drafter object, or the drafter in a folder of heads; None if a name or nothing was
-    given.
+    """Returns the user's drafter object, or the trained drafter in a folder; None if neither was given.
 
     Args:
-        options: the options that the user gave. Heads use ``tree``, ``sinks`` and ``window``.
+        options: the options that the user gave.
 
     Raises:
-        ValueError: the name is unknown, two drafters were given, the object is not a drafter, or the heads
-            cannot be used.
-        OSError: files of the heads are missing.
+        ValueError: the name is unknown, two drafters were given, the object is not a drafter, or the trained
+            drafter cannot be used.
+        OSError: files of the drafter are missing.
     """
-    if names_heads(drafter):
+    if names_trained(drafter):
         if draft is not None:
             raise ValueError(
                 f"drafter={str(drafter)!r} uses no draft model, and one was given; leave one out"
             )
-        from triforce_tree.drafters.heads.choice import heads_in  # imports torch
-
-        return heads_in(heads_folder(drafter), options)  # type: ignore[arg-type]
+        return trained_drafter(trained_folder(drafter), options)  # type: ignore[arg-type]
     if drafter is None or drafter == "model":
         return None
     if draft is not None:
@@ -99,7 +95,7 @@ def check_drafter_options(
     if draft is None and drafter == "model":
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
     for name in ("tree", "other_trees") if draft is None else ():
-        if name in options and not names_heads(drafter):
+        if name in options and not names_trained(drafter):
             _refuse_tree(name, options[name], drafter)
     if (lookup := options.get("lookup")) is not None:
         _check_lookup(lookup, drafter)
@@ -118,10 +114,10 @@ def _refuse_tree(name: str, tree: object, drafter: "Drafter | str | Path | None"
 
 
 def _check_lookup(lookup: object, drafter: "Drafter | str | Path | None") -> None:
-    if names_heads(drafter):
+    if names_trained(drafter):
         raise ValueError(
-            f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but the heads in "
-            f"{str(drafter)!r} propose here; leave lookup out, or use that name"
+            f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but the drafter in "
+            f"{str(drafter)!r} proposes here; leave lookup out, or use that name"
         )
     if drafter is not None and not isinstance(drafter, str | Path):
         raise ValueError(

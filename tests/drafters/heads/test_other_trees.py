@@ -11,7 +11,7 @@ from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import drafter_bytes
-from triforce_tree.drafters.heads.choice import heads_in
+from triforce_tree.drafters.registry import trained_drafter
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.policy.passes import PassKind
 from triforce_tree.trees.device_shapes import pass_limits
@@ -24,7 +24,7 @@ OTHERS = "chain:3 best-first:5,4"
 def test_passes_take_all_shapes_of_heads(kind: str, levels: int, tmp_path: Path) -> None:
     target = model("llama-gqa")
     folder = (medusa_folder if kind == "medusa" else eagle_folder)(tmp_path, target)
-    drafter = heads_in(folder, {"tree": "static:0;1;0.0", "other_trees": OTHERS})
+    drafter = trained_drafter(folder, {"tree": "static:0;1;0.0", "other_trees": OTHERS})
     held = HFModel(target)
     drafter.attach(held)
     shapes = drafter.shapes
@@ -38,7 +38,7 @@ def test_passes_take_all_shapes_of_heads(kind: str, levels: int, tmp_path: Path)
     [new] = finished(loop, PROMPTS[:1], NEW[:1])
     assert new == reference(target, PROMPTS[0], NEW[0])
     assert {taken.shape for taken in loop.passes} == {0, 1, 2}
-    alone = heads_in(folder, {"tree": shapes[0]})
+    alone = trained_drafter(folder, {"tree": shapes[0]})
     alone.attach(held)
     limits = pass_limits(config, levels)
     several, one = (sum(drafter_bytes(d, 1, 200, limits, 32, 4).values()) for d in (drafter, alone))
@@ -48,6 +48,6 @@ def test_passes_take_all_shapes_of_heads(kind: str, levels: int, tmp_path: Path)
 def test_heads_refuse_shapes_that_are_too_deep_or_too_many(tmp_path: Path) -> None:
     folder = medusa_folder(tmp_path, model("llama-gqa"))
     with pytest.raises(ValueError, match="the tree has 9 depths"):
-        heads_in(folder, {"other_trees": "chain:9"})
+        trained_drafter(folder, {"other_trees": "chain:9"})
     with pytest.raises(ValueError, match="other_trees names 3 trees"):
-        heads_in(folder, {"other_trees": "chain:1 chain:2 chain:3"})
+        trained_drafter(folder, {"other_trees": "chain:1 chain:2 chain:3"})

@@ -11,7 +11,7 @@ from triforce_tree.drafters.heads.eagle_format import canonical, eagle_format
 from triforce_tree.drafters.heads.eagle_layer import EagleLayer, attend, rotated
 from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.heads.growth import TreeGrowth
-from triforce_tree.drafters.heads.names import EAGLE
+from triforce_tree.drafters.registry import WEIGHTS
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -63,7 +63,7 @@ class Eagle3(Drafter):
         self.sinks, self.window = sinks, window
         self.feature_window = (sinks, window)
         self.format = eagle_format(self.folder)
-        self._weights = HeadWeights(self.folder, EAGLE, canonical)
+        self._weights = HeadWeights(self.folder, WEIGHTS, canonical)
         if "fc.weight" not in self._weights or not any(n.startswith("midlayer.") for n in self._weights):
             raise ValueError(
                 f"{str(self.folder)!r} holds no EAGLE-3 head: it has no fc and midlayer (heads of EAGLE 1 "

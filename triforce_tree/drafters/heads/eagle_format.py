@@ -15,8 +15,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from triforce_tree.drafters.heads.files import settings
-from triforce_tree.drafters.heads.names import CONFIG
+from triforce_tree.drafters.registry import CONFIG, settings
 
 # Families whose decoder layer is computed: RMS norms, rotary embeddings, and a gated MLP with SiLU. Fields
 # that a configuration leaves out have the family's defaults.

@@ -10,28 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from triforce_tree.drafters.heads.names import CONFIG
-from triforce_tree.runtime.files.json_files import read_json
-
 _MOST_NAMED = 8  # tensors in a message
-
-
-def settings(folder: Path) -> dict[str, Any]:
-    """Returns the contents of ``config.json``; empty if there is no such file.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    path = folder / CONFIG
-    if not path.is_file():
-        return {}
-    try:
-        config = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); copy or download it again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is no JSON object; copy or download it again")
-    return config
 
 
 def weights_file(folder: Path, names: Sequence[str]) -> Path | None:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triforce_tree.drafters.base import Drafter, TokenTree
-from triforce_tree.drafters.heads.files import HeadWeights, settings
+from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.heads.growth import TreeGrowth
-from triforce_tree.drafters.heads.names import MEDUSA
+from triforce_tree.drafters.registry import MEDUSA, settings
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState

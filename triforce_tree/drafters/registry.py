@@ -1,0 +1,102 @@
+"""The formats of trained drafters, and which of them a folder holds.
+
+A further format is one module with a class and one line of ``FORMATS``. Importing this module does not import
+torch, so that a wrong folder is refused before anything is loaded.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from triforce_tree.runtime.files.json_files import read_json
+
+if TYPE_CHECKING:
+    from triforce_tree.drafters.base import Drafter
+
+CONFIG = "config.json"
+MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+class Format(NamedTuple):
+    """One kind of trained drafter.
+
+    Attributes:
+        title: for messages.
+        found: returns whether a folder with these contents of ``config.json`` and these file names is of this
+            format.
+        drafter: module and class, ``module:Class``. The class takes the folder and the options.
+        options: names of the options of ``load`` that the class takes.
+    """
+
+    title: str
+    found: Callable[[Mapping[str, Any], frozenset[str]], bool]
+    drafter: str
+    options: tuple[str, ...]
+
+
+_HEADS = "triforce_tree.drafters.heads"
+_TREES, _WINDOW = ("tree", "other_trees"), ("sinks", "window")
+# The first format that a folder fulfils is taken.
+FORMATS = (
+    Format("Medusa heads", lambda _, files: not files.isdisjoint(MEDUSA), f"{_HEADS}.medusa:Medusa", _TREES),
+    Format(
+        "an EAGLE-3 head", lambda _, files: not files.isdisjoint(WEIGHTS), f"{_HEADS}.eagle:Eagle3",
+        _TREES + _WINDOW,
+    ),
+)  # fmt: skip
+FILES = (CONFIG, *MEDUSA, *WEIGHTS)
+"""Files that are downloaded of a drafter on the hub."""
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """Returns the contents of ``config.json``; empty if there is no such file.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return {}
+    try:
+        config = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); copy or download it again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object; copy or download it again")
+    return config
+
+
+def format_of(folder: Path) -> Format:
+    """Returns the format of the trained drafter in a folder.
+
+    Raises:
+        FileNotFoundError: the folder holds none.
+        ValueError: ``config.json`` cannot be read.
+    """
+    config, files = settings(folder), frozenset(path.name for path in folder.iterdir())
+    for each in FORMATS:
+        if each.found(config, files):
+            return each
+    known = ", ".join(each.title for each in FORMATS)
+    raise FileNotFoundError(
+        f"{str(folder)!r} holds no trained drafter; give the folder of one ({known}) with {CONFIG} and "
+        f"{' or '.join((*WEIGHTS, *MEDUSA))}"
+    )
+
+
+def trained_drafter(folder: Path, options: Mapping[str, Any]) -> "Drafter":
+    """Loads the trained drafter in a folder.
+
+    Args:
+        options: options of ``load``; the format's own are given to its class.
+
+    Raises:
+        OSError, ValueError: the folder holds no drafter, or it cannot be used.
+    """
+    chosen = format_of(folder)
+    module, _, name = chosen.drafter.partition(":")
+    given = {key: options[key] for key in chosen.options if options.get(key) is not None}
+    drafter: Drafter = getattr(import_module(module), name)(folder, **given)
+    return drafter
