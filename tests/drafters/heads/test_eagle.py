@@ -194,8 +194,8 @@ def test_published_formats(tmp_path: Path) -> None:
     assert out.sequences[0].tolist() == [*PROMPTS[0], *EXPECTED[0]]
 
 
-@pytest.mark.parametrize(("layers", "features"), [(32, [1, 15, 28]), (28, [1, 13, 24])])
-def test_layers_of_heads_that_name_none(layers: int, features: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layers", "features"), [(32, (1, 15, 28)), (28, (1, 13, 24))])
+def test_layers_of_heads_that_name_none(layers: int, features: tuple[int, ...], tmp_path: Path) -> None:
     """If the configuration lists no layers, the head reads those of the published implementation."""
     assert Eagle3(eagle_folder(tmp_path, TARGET, eagle_config=None))._feature_layers(layers) == features
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from triforce_tree.drafters.heads.attention import Attended, attend, rotated
 from triforce_tree.drafters.heads.eagle_format import EagleFormat
 from triforce_tree.drafters.heads.eagle_reference import reference_logits
 from triforce_tree.drafters.heads.files import HeadWeights
@@ -25,25 +26,29 @@ class EagleLayer:
     Args:
         weights: tensors by their names in the layout of SafeAILab/EAGLE.
         format: the configuration.
-        features: number of hidden states of the target that are fused.
+        inputs: the hidden states of the target that are fused, see ``PairNetwork``.
         embeddings: the target's input embeddings, used if ``weights`` has none.
         head: the target's language model head, used if ``weights`` has none.
         size, vocabulary: the target's hidden size and vocabulary size.
         device, dtype: device and dtype of the computation.
 
     Attributes:
-        weight_bytes: bytes of the head's own weights on the device.
+        The attributes are those of ``PairNetwork`` in ``heads/pairs.py``, with one layer.
 
     Raises:
         ValueError: weights are missing, have other shapes, or would not be used, or the rotary embedding is
             not supported.
     """
 
+    layers = 1
+    windows: tuple[int | None, ...] = (None,)
+    rotates = False
+
     def __init__(
         self,
         weights: HeadWeights,
         format: EagleFormat,
-        features: int,
+        inputs: tuple[int, ...],
         embeddings: nn.Module,
         head: nn.Module,
         size: int,
@@ -52,6 +57,7 @@ class EagleLayer:
         dtype: torch.dtype,
     ) -> None:
         self.format, llama, folder = format, format.layer, weights.folder
+        self.inputs, self.dtype, features = inputs, dtype, len(inputs)
         if any("kv_a_proj" in name for name in weights):
             raise ValueError(
                 f"the layer of the head in {str(folder)!r} has multi-head latent attention (MLA), which is "
@@ -69,11 +75,12 @@ class EagleLayer:
             held[name] = weight.nbytes
             return weight
 
-        own: int = llama.hidden_size
+        own = self.size = int(llama.hidden_size)
         self.heads: int = llama.num_attention_heads
         self.kv_heads: int = llama.num_key_value_heads
         # Qwen2's configuration has none.
         self.head_dim: int = getattr(llama, "head_dim", None) or own // self.heads
+        self.key_size = self.value_size = self.head_dim
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{self.heads} heads in {str(folder)!r} are no multiple of {self.kv_heads} KV heads"
@@ -126,12 +133,10 @@ class EagleLayer:
             )
         self._rotary = LlamaRotaryEmbedding(llama).to(device)
         tokens = torch.arange(3, device=device)[None] % vocabulary
-        self._check(weights, tokens, features, size, None if "lm_head.weight" in weights else head)
+        self._check(weights, tokens, size, None if "lm_head.weight" in weights else head)
 
     @torch.no_grad()
-    def _check(
-        self, weights: HeadWeights, tokens: Tensor, features: int, size: int, head: nn.Module | None
-    ) -> None:
+    def _check(self, weights: HeadWeights, tokens: Tensor, size: int, head: nn.Module | None) -> None:
         """Compares one forward of ``tokens`` and random hidden states with the plain reference.
 
         Raises:
@@ -139,15 +144,18 @@ class EagleLayer:
         """
         pairs, device = tokens.shape[1], tokens.device
         random = torch.Generator().manual_seed(0)
-        shape = (features, 1, pairs, size)
+        shape = (len(self.inputs), 1, pairs, size)
         states = list(torch.randn(shape, generator=random, dtype=torch.float32))
         embedded = self._embeddings(tokens)[0].float().cpu()
         fused = self.fuse([state.to(device) for state in states])
-        q, k, v = self.project(tokens, fused)
         cos, sin = (angle.expand(1, -1, -1) for angle in self.angles(pairs, device))
         mask = torch.ones(1, pairs, pairs, dtype=torch.bool, device=device).tril()
-        attended = attend(rotated(q, cos, sin), rotated(k, cos, sin), v, mask, self.scale)
-        ours = self.finish(fused, attended)[1][0, -1].float().cpu()
+
+        def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            return attend(rotated(q, cos, sin), rotated(k, cos, sin), v, mask, scale)
+
+        normed = self.forward(0, tokens, fused, tokens, attended, pairs)[1]
+        ours = self.logits(normed)[0, -1].float().cpu()
         plain = reference_logits(weights, self.format, embedded, [state[0] for state in states], head)
         if self._columns is not None:
             kept = ~self._absent.cpu()  # type: ignore[union-attr]
@@ -219,46 +227,31 @@ class EagleLayer:
             q, k = self._query_norm(q), self._key_norm(k)
         return q, k, v
 
+    def forward(
+        self, layer: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attended: Attended, outputs: int
+    ) -> tuple[Tensor, Tensor]:
+        """See ``PairNetwork.forward``."""
+        out = attended(*self.project(tokens, hidden), self.scale)
+        hidden = hidden[:, hidden.shape[1] - outputs :]
+        return self.finish(hidden, out) if outputs else (hidden, hidden)
+
     def finish(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the hidden state for the next depth and the logits of a forward.
+        """Returns the hidden state for the next depth and what ``logits`` reads, ``[B, T, H]`` each.
 
         Args:
             hidden: ``[B, T, H]``, the input of the layer.
             attended: ``[B, H_q, T, D]``, the output of its attention.
-
-        Returns:
-            ``[B, T, H]``, and logits ``[B, T, V]`` over the target's vocabulary.
         """
         residual = self.hidden_norm(hidden) if self.format.norm_before_residual else hidden
         hidden = residual + F.linear(attended.transpose(1, 2).flatten(2), self.out, self.out_bias)
         gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
         hidden = hidden + F.linear(F.silu(gate) * up, self.down)
         normed = self.norm(hidden)
-        return normed if self.format.norm_output else hidden, self._logits(normed)
+        return normed if self.format.norm_output else hidden, normed
 
-    def _logits(self, normed: Tensor) -> Tensor:
+    def logits(self, normed: Tensor) -> Tensor:
+        """Returns logits ``[B, T, V]`` over the target's vocabulary."""
         logits: Tensor = self._head(normed)
         if self._columns is None or self._absent is None:
             return logits
         return logits.index_select(2, self._columns).float().masked_fill_(self._absent, ABSENT)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embeddings to queries or keys ``[B, H, T, D]``; cosines and sines are ``[B, T, D]``."""
-    result: Tensor = x.float() * cos[:, None] + rotate_half(x.float()) * sin[:, None]
-    return result.to(x.dtype)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Returns attention outputs ``[B, H_q, T, D]``, finite even if the mask allows no slot.
-
-    Args:
-        q: ``[B, H_q, T, D]``, rotated.
-        k, v: ``[B, H_kv, S, D]``, keys rotated.
-        mask: bool ``[B, T, S]``, True where attention is allowed.
-    """
-    groups = q.shape[1] // k.shape[1]
-    grouped = q.unflatten(1, (-1, groups))  # [B, H_kv, G, T, D]
-    scores = torch.matmul(grouped, k[:, :, None].mT).float() * scale
-    probs = scores.masked_fill(~mask[:, None, None], ABSENT).softmax(-1).to(v.dtype)
-    return torch.matmul(probs, v[:, :, None]).flatten(1, 2)

@@ -1,0 +1,369 @@
+"""Drafts with a network over pairs of a target's hidden state and the token after it.
+
+EAGLE-3 heads and MTP layers share the KV cache of sinks and a window, the filling, and the growth of trees.
+They differ in the network, see :class:`PairNetwork`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.heads.attention import Attended, attend, rotated
+from triforce_tree.drafters.heads.growth import TreeGrowth
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.distributed import broadcast_tensor
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.trees.shapes import Shape, other_shapes
+from triforce_tree.verify.probs import Sampler
+
+DEFAULT_TREE = "best-first:6,6,5,4,3"
+SINKS, WINDOW = 4, 512
+
+
+class PairNetwork(Protocol):
+    """K decoder layers over pairs, which predict the token after a pair's token.
+
+    Pair i of layer 0 is the fused hidden state at position i and the token at i + 1. Pair i of layer k is the
+    output of layer k - 1 for pair i - 1 and the same token.
+
+    Attributes:
+        inputs: the hidden states of the target that are fused (as in ``Drafter.features``), in the order of
+            ``fuse``; they may repeat.
+        layers: K.
+        size: H, the size of the layers' inputs and outputs.
+        kv_heads, key_size, value_size: sizes of each layer's keys and values.
+        windows: for each layer the number of newest positions that it attends to; None for all.
+        rotates: whether the layers rotate queries and keys themselves, by the positions in the text.
+            Otherwise the drafter rotates them, by positions within its cache.
+        dtype: dtype of hidden states, keys and values.
+        weight_bytes: bytes of the network's own weights on the device.
+    """
+
+    inputs: tuple[int, ...]
+    layers: int
+    size: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    windows: tuple[int | None, ...]
+    rotates: bool
+    dtype: torch.dtype
+    weight_bytes: int
+
+    def angles(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns the cosines and sines, fp32 ``[count, D]``, of positions 0 to ``count - 1``. Not called if
+        ``rotates``.
+        """
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """Returns the inputs ``[B, T, H]`` of layer 0 for hidden states of the target, ``[B, T, size]``
+        each.
+        """
+
+    def forward(
+        self, layer: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attended: Attended, outputs: int
+    ) -> tuple[Tensor, Tensor]:
+        """Computes T pairs in one layer.
+
+        Args:
+            tokens: int64 ``[B, T]``.
+            hidden: ``[B, T, H]``.
+            positions: int64 ``[B, T]``, the positions of the tokens in the text.
+            attended: takes queries ``[B, H_q, T, D]``, keys ``[B, H_kv, T, D]``, values ``[B, H_kv, T, D_v]``
+                and the scale of the scores, and returns ``[B, H_q, outputs, D_v]`` for the last queries.
+            outputs: for how many of the last pairs outputs are needed; 0 if only keys and values are.
+
+        Returns:
+            the hidden states that the next layer or depth reads, and what ``logits`` reads, each
+            ``[B, outputs, H]``.
+        """
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Returns logits ``[B, T, V]`` over the target's vocabulary."""
+
+
+class PairDrafter(Drafter):
+    """Drafts with a :class:`PairNetwork`.
+
+    A node of the tree at depth d is computed in the layers from min(d, K - 1) on; the first of them predicts
+    its children. The pair of a node is its token and the output for its parent: of the layer before, or of
+    the last layer if d >= K. So each of K layers predicts one depth, as it was trained, and the last layer
+    is applied again at greater depths.
+
+    The KV cache of a layer keeps the first ``sinks`` and the newest ``window`` pairs (StreamingLLM, arXiv
+    2309.17453). Layers that do not rotate keys attend by positions counted within the cache, so that heads
+    trained on short texts work at any context; their keys are stored before rotation. Others attend by the
+    positions in the text. With one layer, keys and values of committed tokens do not depend on
+    attention, so they are computed once, when the target's hidden states become known.
+
+    Args:
+        name: the drafter's name in statistics.
+        network: makes the network for a target.
+        tree: a shape or its name.
+        sinks, window: numbers of pairs in the cache.
+        other_trees: at most two further shapes; decoding chooses one for each pass.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    deterministic = False
+    capturable = True
+
+    def __init__(
+        self,
+        name: str,
+        network: Callable[[HFModel], PairNetwork],
+        tree: str | Shape,
+        sinks: int,
+        window: int,
+        other_trees: str | Sequence[str | Shape],
+    ) -> None:
+        self.name, self.tree, self._network_for = name, tree, network
+        if not 0 <= sinks <= window or window < 1:
+            raise ValueError(f"sinks={sinks} and window={window} must be 0 <= sinks <= window, window >= 1")
+        self.sinks, self.window = sinks, window
+        self.shapes: tuple[str | Shape, ...] = (tree, *other_shapes(other_trees))
+        self._growths = [TreeGrowth(shape) for shape in self.shapes]
+        self._depth = max(growth.depth for growth in self._growths)
+        self._nodes = max(growth.nodes for growth in self._growths)
+
+    def attach(self, target: HFModel) -> None:
+        self.network = self._network_for(target)
+        self.features = tuple(dict.fromkeys(self.network.inputs))
+        self.feature_window = (self.sinks, self.window + self.network.layers - 1)
+        self.weight_bytes = self.network.weight_bytes
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        network = self.network
+        # These sizes must equal those in ``bind`` and ``DecodingProgram``.
+        slots = self.sinks + self.window + limits.chain + limits.extra + 3 + network.layers + 1
+        keys = slots + self._nodes + (0 if network.rotates else slots)
+        elements = keys * network.key_size + (slots + self._nodes) * network.value_size
+        item = network.dtype.itemsize * batch * network.layers
+        grown = sum(growth.buffer_bytes(batch) for growth in self._growths)
+        grown += 0 if network.rotates else 2 * 4 * self._positions * network.key_size
+        return {
+            "drafter's buffers": grown + item * self._nodes * network.size,
+            "head's cache": item * network.kv_heads * elements,
+        }
+
+    @property
+    def _positions(self) -> int:
+        """Returns the number of positions within the cache."""
+        return self.sinks + self.window + self._depth + 1
+
+    def bind(self, state: SequenceState) -> None:
+        self._state, network, device = state, self.network, state.device
+        for growth in self._growths:
+            growth.bind(state.batch, device)
+        # The most pairs that one pass can add; each further layer reads the output for the pair before.
+        self._fresh = max(state.max_draft_tokens, self._depth) + 1 + network.layers
+        # The ring buffer of the newest pairs is longer than the window, so that pairs of uncommitted tokens
+        # do not overwrite pairs in the window.
+        self._ring = self.window + state.max_draft_tokens + state.extra + 3 + network.layers
+        self._slots = self.sinks + self._ring
+        # One more slot receives pairs that must not be kept. The slots of the tree's nodes follow it.
+        self._nodes_at = self._slots + 1
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(network.layers, state.batch, *shape, device=device, dtype=network.dtype)
+
+        slots = self._nodes_at + self._nodes
+        self._keys = zeros(network.kv_heads, slots, network.key_size)
+        self._values = zeros(network.kv_heads, slots, network.value_size)
+        self._hidden = zeros(self._nodes, network.size)
+        # Keys as the layers return them.
+        self._raw_keys = self._keys
+        if not network.rotates:
+            self._angles = network.angles(self._positions, device)
+            self._raw_keys = zeros(network.kv_heads, self._nodes_at, network.key_size)
+        self._bits = torch.arange(64, device=device)
+
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._fill([len(tokens) - 1 for tokens in sequences])
+
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        # End 0 stores nothing for the other sequences.
+        ends = [0] * self._state.batch
+        ends[b] = len(sequences[b]) - 1
+        self._fill(ends)
+
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        if resumed:
+            self._fill([0 if tokens is None else len(tokens) - 1 for tokens in sequences])
+
+    @torch.no_grad()
+    def _fill(self, ends: list[int]) -> None:
+        """Computes all cached pairs of sequence b that precede its token ``ends[b]``."""
+        end = torch.tensor(ends, device=self._state.device)[:, None]
+        first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
+        newest = end + torch.arange(1 - self.window - self.network.layers, 0, device=end.device)
+        self._advance(end, first, first < end)
+        self._advance(end, newest, newest >= self.sinks)
+
+    def _advance(
+        self, end: Tensor, pairs: Tensor, kept: Tensor, newest: bool = False
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Computes the pairs ``pairs`` ``[B, T]`` in all layers, and stores keys and values of those in
+        ``kept``, bool ``[B, T]``.
+
+        Args:
+            end: int64 ``[B, 1]``, the position of the newest token.
+            newest: whether the last pair is the newest, and its outputs are needed.
+
+        Returns:
+            for each layer the outputs ``[B, 1, H]`` for the last pair, if ``newest``, see
+            ``PairNetwork.forward``.
+        """
+        state, network = self._state, self.network
+        assert state.features is not None
+        states = {layer: state.features.read(layer, pairs) for layer in self.features}
+        hidden = network.fuse([states[layer] for layer in network.inputs])
+        tokens = state.tokens.gather(1, (pairs + 1).clamp(0, state.capacity - 1))
+        found = []
+        for layer in range(network.layers):
+            outputs = int(newest) if layer == network.layers - 1 else hidden.shape[1]
+            stored = kept & (pairs >= layer)
+            attended = partial(self._attend_to_cache, layer, end, pairs, stored, outputs)
+            hidden, normed = network.forward(layer, tokens, hidden, pairs + 1, attended, outputs)
+            found.append((hidden[:, -1:], normed[:, -1:]))
+            hidden, tokens, pairs, kept = hidden[:, :-1], tokens[:, 1:], pairs[:, 1:], kept[:, 1:]
+            if not pairs.shape[1]:
+                break
+        return found
+
+    def _attend_to_cache(
+        self, layer: int, end: Tensor, pairs: Tensor, kept: Tensor, outputs: int,
+        q: Tensor, k: Tensor, v: Tensor, scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Stores keys and values of ``pairs``, and returns the attention of the last ``outputs`` of them to
+        the cache, see ``PairNetwork.forward``.
+        """
+        ring = self.sinks + (pairs - self.sinks) % self._ring
+        slots = torch.where(pairs < self.sinks, pairs, ring)
+        index = torch.where(kept & (pairs >= 0), slots, self._slots)[:, None, :, None]
+        self._raw_keys[layer].scatter_(2, index.expand_as(k), k)
+        self._values[layer].scatter_(2, index.expand_as(v), v)
+        if not outputs:
+            return q[:, :, :0, : v.shape[3]]
+        self._rotate_cache(layer, end)
+        mask = self._visible(layer, end, pairs[:, -outputs:])
+        return self._attend(layer, end, 0, q[:, :, -outputs:], mask, scale)
+
+    def _attend(self, layer: int, end: Tensor, depth: int, q: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Returns the attention of nodes at ``depth`` to the slots of a layer that ``mask`` covers."""
+        slots = slice(0, mask.shape[2])
+        q, keys, values = self._rotate(q, end, depth), self._keys[layer], self._values[layer]
+        return attend(q, keys[:, :, slots], values[:, :, slots], mask, scale)
+
+    @torch.no_grad()
+    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        growth, end = self._growths[tree.shape], state.end[:, None]
+        growth.begin(state, tree)
+        fresh = end + torch.arange(-self._fresh, 0, device=state.device)
+        roots = self._advance(end, fresh, fresh >= 0, newest=True)
+        for layer, (hidden, _) in enumerate(roots):
+            self._hidden[layer, :, :1] = hidden
+        self._place(growth, 0, roots[0][1], state, tree, sampler)
+        for depth in range(1, len(growth.frontiers)):
+            normed = self._grow(growth, depth, end, tree)
+            self._place(growth, depth, normed, state, tree, sampler)
+
+    def _place(
+        self, growth: TreeGrowth, depth: int, normed: Tensor, state: SequenceState, tree: TokenTree,
+        sampler: Sampler,
+    ) -> None:  # fmt: skip
+        logits = broadcast_tensor(self.network.logits(normed).contiguous())
+        growth.place(depth, logits, state, tree, sampler)
+
+    def _grow(self, growth: TreeGrowth, depth: int, end: Tensor, tree: TokenTree) -> Tensor:
+        """Computes the F nodes at ``depth``, and returns what the logits of their children are computed from,
+        ``[B, F, H]``.
+        """
+        network, nodes, tokens = self.network, growth.frontiers[depth], growth.ids[depth - 1]
+        parents = tree.parents[:, nodes, None].expand(-1, -1, network.size)
+        # The position of a pair is that of its hidden state, one before its token.
+        pairs = (end - 1 + depth).expand_as(tokens)
+        ancestors, normed = self._ancestors(tree, nodes), None
+        first = min(depth, network.layers - 1)
+        # Layers that no deeper node reads are left out.
+        for layer in range(first, min(network.layers, len(growth.frontiers))):
+            source = layer if depth >= network.layers else layer - 1
+            above = self._hidden[source].gather(1, parents)
+            mask = torch.cat([self._visible(layer, end, pairs), ancestors], 2)
+            attended = partial(self._attend_to_tree, layer, end, depth, nodes, mask)
+            hidden, read = network.forward(layer, tokens, above, pairs + 1, attended, tokens.shape[1])
+            self._hidden[layer, :, nodes] = hidden
+            normed = read if normed is None else normed
+        assert normed is not None
+        return normed
+
+    def _attend_to_tree(
+        self, layer: int, end: Tensor, depth: int, nodes: slice, mask: Tensor,
+        q: Tensor, k: Tensor, v: Tensor, scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Stores keys and values of nodes at ``depth``, and returns their attention, see
+        ``PairNetwork.forward``.
+        """
+        slots = slice(self._nodes_at + nodes.start, self._nodes_at + nodes.stop)
+        self._keys[layer, :, :, slots] = self._rotate(k, end, depth)
+        self._values[layer, :, :, slots] = v
+        return self._attend(layer, end, depth, q, mask, scale)
+
+    def _rotate(self, x: Tensor, end: Tensor, depth: int) -> Tensor:
+        """Rotates queries or keys of nodes at ``depth`` by their position within the cache."""
+        if self.network.rotates:
+            return x
+        dropped = (end - self.window - self.sinks).clamp_min(0)
+        position = (end - 1 - dropped + depth).clamp(0, self._positions - 1).expand(-1, x.shape[2])
+        cos, sin = self._angles
+        return rotated(x, cos[position], sin[position])
+
+    def _cached(self, end: Tensor) -> Tensor:
+        """Returns the newest pair that each slot of the cache can hold, int64 ``[B, slots + 1]``."""
+        slot = torch.arange(self._slots + 1, device=end.device)
+        return torch.where(slot < self.sinks, slot, end - 1 - (end - 1 - slot) % self._ring)
+
+    def _visible(self, layer: int, end: Tensor, queries: Tensor) -> Tensor:
+        """Returns bool ``[B, T, slots + 1]``: whether each slot holds a pair that each of T pairs attends to.
+
+        Args:
+            queries: int64 ``[B, T]``, indices of pairs.
+        """
+        state = self._state
+        assert state.features is not None
+        pairs, slot = self._cached(end), torch.arange(self._slots + 1, device=end.device)
+        known, first = state.features.known_leading[:, None], state.features.first[:, None] + layer
+        dropped = (end - self.window - self.sinks).clamp_min(0)
+        visible = torch.where(
+            slot < self.sinks,
+            (pairs < end) & ((pairs < known) | (pairs >= first)) & (pairs >= layer),
+            (pairs >= self.sinks + dropped) & (pairs >= first) & (slot < self._slots),
+        )
+        distance = queries[:, :, None] - pairs[:, None]
+        most = self.network.windows[layer]
+        near = distance >= 0 if most is None else (distance >= 0) & (distance < most)
+        return visible[:, None] & near
+
+    def _rotate_cache(self, layer: int, end: Tensor) -> None:
+        """Rotates the cached keys of a layer by their positions within the cache."""
+        if self.network.rotates:
+            return
+        pairs, dropped = self._cached(end), (end - self.window - self.sinks).clamp_min(0)
+        slot = torch.arange(self._slots + 1, device=end.device)
+        positions = torch.where(slot < self.sinks, slot, pairs - dropped).clamp(0, self._positions - 1)
+        cos, sin = self._angles
+        keys = rotated(self._raw_keys[layer], cos[positions], sin[positions])
+        self._keys[layer, :, :, : self._nodes_at] = keys
+
+    def _ancestors(self, tree: TokenTree, nodes: slice) -> Tensor:
+        """Returns bool ``[B, F, nodes.stop]``: which nodes are each of the F ``nodes`` or its ancestors."""
+        bits = (tree.mask_words[:, nodes, :, None] >> self._bits & 1).flatten(2).bool()
+        # The root is left out, since its pair is in the cache.
+        return bits[:, :, : nodes.stop] & (torch.arange(nodes.stop, device=bits.device) > 0)
