@@ -6,6 +6,8 @@ pass, with the sinks before it: after k blocks have left, the sinks are k blocks
 window, so each phase gets its own copy of the sinks' keys, turned by k blocks.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,13 +62,24 @@ def cut(tokens: Tensor, hidden: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]
 
 
 def compare(
-    student: Tensor, draft_head: Tensor, teacher: Tensor, target_head: Tensor
+    student: Tensor,
+    draft_head: Tensor,
+    teacher: Tensor,
+    target_head: Tensor,
+    temperatures: Sequence[float] = (1.0,),
 ) -> tuple[Tensor, Tensor]:
     """Returns cross-entropy against the target's whole distribution and overlap sum(min(p, q)), each ``[N]``
     fp32.
 
-    student ``[N, H_d]`` and teacher ``[N, H_t]`` are last hidden states.
+    Args:
+        student, teacher: last hidden states, ``[N, H_d]`` and ``[N, H_t]``.
+        draft_head, target_head: heads, ``[V, H_d]`` and ``[V, H_t]``.
+        temperatures: the overlap is the mean of those at these temperatures.
     """
-    log_q = F.log_softmax(F.linear(student, draft_head).float(), dim=-1)
-    p = F.softmax(F.linear(teacher, target_head).float(), dim=-1)
-    return -(p * log_q).sum(-1), torch.minimum(p, log_q.exp()).sum(-1)
+    ours, theirs = F.linear(student, draft_head).float(), F.linear(teacher, target_head).float()
+    entropy = -(F.softmax(theirs, dim=-1) * F.log_softmax(ours, dim=-1)).sum(-1)
+    overlaps = [
+        torch.minimum(F.softmax(theirs / t, dim=-1), F.softmax(ours / t, dim=-1)).sum(-1)
+        for t in temperatures
+    ]
+    return entropy, torch.stack(overlaps).mean(0)

@@ -81,3 +81,29 @@ def test_a_further_distilled_draft_is_averaged_with_the_one_before(script: Any, 
     ]
     assert torch.allclose(weights[2], (weights[0] + weights[1]) / 2, atol=2e-3)
     assert not torch.equal(weights[1], weights[2])
+
+
+def test_a_new_draft_learns_the_overlap_of_two_temperatures(script: Any, tmp_path: Path) -> None:
+    ids = load_tokenizer(PAIR / "target")("All of this had been said before, and nobody heard it. " * 80)
+    data, out = saved(tmp_path / "kinds.npz", prose=ids.input_ids), tmp_path / "out"
+    words = ["--data", str(data), "--out", str(out), "--steps", "8", "--tokens", "1032", "--length", "1032"]
+    size = ["--hidden", "128", "--mlp", "256", "--temperatures", "1", "0.6", "--log-every", "1"]
+    script("train_pair.kinds.__main__").main([*words, *size, "--warm-up", "1"])
+    config = LlamaForCausalLM.from_pretrained(out / "draft").config
+    assert (config.hidden_size, config.num_attention_heads, config.intermediate_size) == (128, 2, 256)
+    assert not (out / "mean").exists()
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in log if "loss" in line]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_overlaps_are_means_over_temperatures(script: Any) -> None:
+    compare = script("train_pair.distill").compare
+    torch.manual_seed(1)
+    q, p = torch.randn(5, 16), torch.randn(5, 16)
+    entropy, overlap = compare(q, torch.eye(16), p, torch.eye(16), (1.0, 0.6))
+    expected = torch.stack(
+        [torch.minimum((q / t).softmax(-1), (p / t).softmax(-1)).sum(-1) for t in (1.0, 0.6)]
+    )
+    assert torch.allclose(overlap, expected.mean(0), atol=1e-6)
+    assert torch.allclose(entropy, -(p.softmax(-1) * q.log_softmax(-1)).sum(-1), atol=1e-5)
