@@ -323,19 +323,11 @@ class Engine:
         """Frees the last generation's buffers and the weights in host memory. Later calls raise
         RuntimeError.
         """
-        with self._hierarchy.generation(as_they_are=False):
-            self._hierarchy.release()
-            self._hierarchy.prefixes.clear()
-            if self.target.streamed is not None:
-                self.target.streamed.close()
+        self._hierarchy.close()
 
     def generation(self) -> AbstractContextManager[None]:
-        """Returns a context in which only this thread generates with these models, as they are now."""
+        """Returns a context in which only this thread computes with these models, as they are now."""
         return self._hierarchy.generation()
-
-    def active(self) -> AbstractContextManager[None]:
-        """Returns a context in which both models can compute; one thread at a time can be in it."""
-        return self._hierarchy.active()
 
     def in_session(self, tokens: int) -> "Engine":
         """Returns an engine over the same buffers, which are made for ``tokens`` tokens and keep their
@@ -362,11 +354,10 @@ class Engine:
         with self._hierarchy.generation():
             lengths = [len(prompt) for prompt in prompts]
             self._hierarchy.choose_settings(self._config, self._given, lengths, new_tokens)
-            with self._hierarchy.active():
-                program = self._hierarchy.program(prompts, new_tokens, reuse=self._reuse)
-                if to_probs is not None:
-                    program.prepare(to_probs)
-                yield program
+            program = self._hierarchy.program(prompts, new_tokens, reuse=self._reuse)
+            if to_probs is not None:
+                program.prepare(to_probs)
+            yield program
 
     @torch.no_grad()
     def decode(self, request: Request) -> GenerateOutput | None:
@@ -385,8 +376,7 @@ class Engine:
             if why is not None:
                 out = self._in_step(request, why)
             elif (batch := self._batch(request)) is not None:
-                with hierarchy.active():
-                    out = batch.decode()
+                out = batch.decode()
             else:
                 return None
             out.memory = hierarchy.memory.as_dict() if hierarchy.memory is not None else None
@@ -402,10 +392,12 @@ class Engine:
         longest = sorted(prompts, key=len)[-most:]
         width = len(longest[-1])
         coming = max(request.new_tokens, self._capacity - width)
-        joins, tokens = (False, None) if how.joining is None else (True, how.joining.tokens)
-        # A session has its own slots.
-        shares = self._reuse == "chunks" and how.max_batch != 1
-        pool = BatchPool(hierarchy, prompts, coming, how.max_batch, joins, tokens, shares)
+        several, joining = len(prompts) > 1, how.joining
+        pool = None
+        if several or joining is not None:
+            # A session has its own slots.
+            shares = self._reuse == "chunks" and how.max_batch != 1
+            pool = BatchPool(hierarchy, prompts, coming, how.max_batch, joining, shares)
         lengths = [len(prompt) for prompt in longest]
         hierarchy.choose_settings(self._config, self._given, lengths, coming, pool)
         device = hierarchy.target.device
@@ -413,11 +405,14 @@ class Engine:
             cost = cost_of_processors(reading, request.config, len(prompts), device.type == "cuda")
             self._notices.log(cost)
         whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
-        if whole or not hierarchy.together(to_probs, prompts):
+        if several and (whole or not hierarchy.together(to_probs, prompts)):
             return None
-        size = pool.batch_size(most, width, coming)
-        order, first = pool.beginning(prompts, size)
-        sequences = [request.sequences[n] for n in order]
+        first: Sequence[Sequence[int]] = prompts
+        sequences, size = request.sequences, 1
+        if pool is not None:
+            size = pool.batch_size(most, width, coming)
+            order, first = pool.beginning(prompts, size)
+            sequences = [request.sequences[n] for n in order]
         seed = distributed.broadcast_object(int(torch.randint(2**62, ())) if how.seed is None else how.seed)
         loop = DecodingLoop(
             PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool),
@@ -439,7 +434,6 @@ class Engine:
             "nothing is drafted, so that logits processors and stopping criteria are called as by "
             f"model.generate: {why}"
         )
-        with hierarchy.active():
-            programs = PlannedPrograms(hierarchy, prompts, longest + coming, self._reuse, request.how.pinned)
-            passes = PlainPasses(programs, prompts, request.how.progress, self._reuse)
-            return decode_in_step(request, hierarchy.target, passes, self.tokenizer, hierarchy.offloads)
+        programs = PlannedPrograms(hierarchy, prompts, longest + coming, self._reuse, request.how.pinned)
+        passes = PlainPasses(programs, prompts, request.how.progress, self._reuse)
+        return decode_in_step(request, hierarchy.target, passes, self.tokenizer, hierarchy.offloads)

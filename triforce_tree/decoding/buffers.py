@@ -74,6 +74,7 @@ class Buffers:
         runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
         tail_tree: whether level 2 also verifies a tree of the first shape at the end of the chain.
         capture_seconds: seconds spent on making and capturing stages, and on level 1's copy of the weights.
+        makes_slowly: whether making stages takes seconds, because kernels are compiled and graphs captured.
         two_levels: whether a pass may use two levels instead of three; true if the user gave no number.
         prepared: the stages of the last kinds of sampling by key, the one selected last at the end.
         selected: the stages that are used now.
@@ -114,7 +115,7 @@ class Buffers:
         self.learnt: dict[Hashable, Learnt] = {}
         if target.streamed is not None and levels == 3:
             check_level_one(config.weight_bits)
-        compiled = self.device.type == "cuda"
+        self.makes_slowly = compiled = self.device.type == "cuda"
         extent = pass_limits(config, levels)
         self.max_draft_tokens = extent.max_draft_tokens
         self.runner_ups = levels == 3 and (compiled if config.runner_ups is None else config.runner_ups)

@@ -4,7 +4,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -32,7 +32,7 @@ from triforce_tree.planning.memory_layout import Workload, levels_of
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
-from triforce_tree.runtime.locks import generation, held
+from triforce_tree.runtime.locks import generation
 from triforce_tree.runtime.progress_log import logged
 from triforce_tree.trees.device_shapes import least_prompt
 from triforce_tree.verify.sampling import ProbsFromLogits
@@ -106,29 +106,39 @@ class Hierarchy:
     # Models
 
     @contextmanager
-    def generation(self, as_they_are: bool = True) -> Iterator[None]:
-        """Is a context in which only this thread generates with these models (``locks.generation``).
+    def generation(self) -> Iterator[None]:
+        """Is a context in which this thread alone generates with these models, and both can compute.
 
         If a model has changed since the last call, everything that was made of it is freed.
 
-        Args:
-            as_they_are: False ignores changes of the models, to free memory alone.
-
         Raises:
             UnsupportedModelError, ValueError, RuntimeError: a model has changed and cannot be decoded any
-                more (``HFModel.refresh``).
+                more (``HFModel.refresh``); the engine was closed; or see ``locks.generation``.
         """
-        with generation(self.target.model, self.draft.model if self.draft is not None else None):
-            if as_they_are:
-                self._refresh()
+        with ExitStack() as stack:
+            stack.enter_context(self._locked())
+            self._refresh()
+            for model in (self.target, self.draft):
+                if model is not None:
+                    stack.enter_context(model.active())
             try:
                 yield
             finally:
-                if as_they_are:
-                    self.target.changes.settle()
-                    self._level_0.settle()
+                self.target.changes.settle()
+                self._level_0.settle()
                 if self.last_program is not None:
                     self.last_program.cache.end()
+
+    def _locked(self) -> AbstractContextManager[None]:
+        return generation(self.target.model, self.draft.model if self.draft is not None else None)
+
+    def close(self) -> None:
+        """Frees what was made of the models, and the weights in host memory."""
+        with self._locked():
+            self.release()
+            self.prefixes.clear()
+            if self.target.streamed is not None:
+                self.target.streamed.close()
 
     def _refresh(self) -> None:
         """Frees what was made of a model that has changed."""
@@ -150,17 +160,6 @@ class Hierarchy:
     def changed(self) -> bool:
         """Returns whether one of the models has changed since the current call began."""
         return self.target.changes.differs() or self._level_0.changed
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Is a context in which both models can compute, for one thread at a time."""
-        with ExitStack() as stack:
-            # Both locks in one call, which takes them in a fixed order.
-            stack.enter_context(held(self.target.model, self.draft.model if self.draft is not None else None))
-            for model in (self.target, self.draft):
-                if model is not None:
-                    stack.enter_context(model.active())
-            yield
 
     # Settings
 
@@ -262,10 +261,10 @@ class Hierarchy:
         return max(max_seq_len, min(rounded, self.target.max_positions or rounded))
 
     def together(self, to_probs: ProbsFromLogits, prompts: Sequence[Sequence[int]]) -> bool:
-        """Returns whether these prompts can be decoded as one batch."""
+        """Returns whether these prompts, of which there are several, can be decoded as one batch."""
         rope = self.target.length_rope
         mixed = rope is not None and rope.mixed([len(p) for p in prompts])
-        return len(prompts) == 1 or (to_probs.context_free and not mixed)
+        return to_probs.context_free and not mixed
 
     def drafter(self) -> Drafter:
         """Returns level 0 under the current settings; for a draft model it has new buffers."""
@@ -495,7 +494,7 @@ class PlannedPrograms:
         max_seq_len: the most tokens of a sequence, new ones included.
         reuse: which tokens that the cache holds from earlier requests are kept.
         pinned: called with bytes of host memory as they are taken.
-        pool: the pool of KV slots that the texts share.
+        pool: the pool of KV slots that the texts share; None for a single text.
     """
 
     def __init__(
@@ -505,7 +504,7 @@ class PlannedPrograms:
         max_seq_len: int,
         reuse: Reuse = "none",
         pinned: Callable[[int], None] | None = None,
-        pool: Pool = lambda: None,
+        pool: Pool | None = None,
     ) -> None:
         self._hierarchy, self._first, self._max_seq_len = hierarchy, first, max_seq_len
         self._reuse, self._pinned, self._pool = reuse, pinned, pool
@@ -516,7 +515,7 @@ class PlannedPrograms:
         alike = [text if len(text) >= self._least else self._first[0] for text in texts]
         reuse: Reuse = "all" if len(texts) > len(self._first) else self._reuse
         left = self._max_seq_len - max(map(len, alike))
-        program = self._hierarchy.program(alike, left, self._pinned, reuse, self._pool())
+        program = self._hierarchy.program(alike, left, self._pinned, reuse, self._pool and self._pool())
         self._max_seq_len = program.max_seq_len
         return program
 

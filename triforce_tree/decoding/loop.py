@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.choice.chooser import PassChooser
+from triforce_tree.decoding.choice.stage_costs import known_costs
 from triforce_tree.decoding.out_of_memory import give_way
 from triforce_tree.decoding.prepared_stages import seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.decoding.stage_set import drafted
 from triforce_tree.kv.cached_tokens import Reuse, common_prefix
+from triforce_tree.policy.costs import KnownCosts
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind
 from triforce_tree.runtime import distributed
@@ -107,16 +109,15 @@ class DecodingLoop:
         sequences: the sequence at each batch index.
         joining: sequences that are not prefilled yet, in the order in which they joined.
         program: the program that decodes them.
-        chooser: chooses the passes.
         passes: the number of passes by kind.
         prefill_seconds, decode_seconds: host time.
         after_stage: called with the name of each stage after it was started, for measurements.
     """
 
     program: DecodingProgram
-    chooser: PassChooser
     draws: Draws
     _clock: StageClock
+    _costs: KnownCosts | None
     _last_stage: str
 
     def __init__(
@@ -140,6 +141,7 @@ class DecodingLoop:
         self.prefill_seconds = self.decode_seconds = 0.0
         self.after_stage: Callable[[str], None] | None = None
         self._attempts, self._after_plain = 0, False
+        self._chooser: PassChooser | None = None
         # Whether there is a program, whether its cache holds the sequences, and whether the batch grows.
         self._made = self._prefilled = self._growing = False
         # Statistics of earlier programs, and of the present one.
@@ -161,6 +163,13 @@ class DecodingLoop:
         loop = cls(OneProgram(program), nothing, to_probs, seed, repeatable, progress=progress)
         loop._make_program()
         return loop
+
+    @property
+    def chooser(self) -> PassChooser:
+        """Returns the object that chooses the passes. It is made when the first pass is chosen."""
+        if self._chooser is None:
+            self._chooser = PassChooser(self.program, self._to_probs, self._repeatable, self._costs)
+        return self._chooser
 
     @property
     def policy(self) -> PassPolicy:
@@ -233,6 +242,12 @@ class DecodingLoop:
         """
         while True:
             try:
+                if self._growing:
+                    self._grow()
+                elif not self._prefilled:
+                    self._prefill()
+                elif self.joining or (self.program.cache.backend.reclaims and self._ended):
+                    self._join()
                 return self._pass(observe)
             except torch.OutOfMemoryError as error:
                 out_of_memory = error
@@ -248,8 +263,8 @@ class DecodingLoop:
 
     def close(self) -> None:
         """Keeps what was learnt from the passes for later requests."""
-        if self._made:
-            self.chooser.close()
+        if self._chooser is not None:
+            self._chooser.close()
 
     def emitted_logits(self, count: int) -> Tensor:
         """Returns the logits by which the last pass chose the first ``count`` new tokens of each sequence.
@@ -262,14 +277,15 @@ class DecodingLoop:
     # Programs: the first one, and those after it
 
     def _make_program(self) -> None:
-        """Makes a program for the batch, with its pass chooser and random draws."""
+        """Makes a program for the batch, and its random draws."""
         program = self._programs.make(self._texts())
         noise = seeded(program) if self._by_position else program.seeded
         program.prepare(self._to_probs)
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self._levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
-        self.chooser = PassChooser(program, self._to_probs, self._repeatable, self._allowance)
+        # Unknown costs are measured on made-up sequences, so this comes before the prefill.
+        self._costs = known_costs(program, self._to_probs, self._allowance)
         count = program.batch if self._repeatable else 1
         self.draws = Draws(self._seed, self._attempts, count, program.device, noise)
         self._clock, self._after_plain = StageClock(program.device), False
@@ -278,10 +294,11 @@ class DecodingLoop:
     def _drop_program(self) -> None:
         """Drops the program and keeps its statistics."""
         if self._made:
-            self.chooser.close()
+            self.close()
             self._before, self._levels = self.levels, []
             # They hold the program's buffers, whose memory the next program needs.
-            del self.program, self.chooser, self.draws
+            del self.program, self.draws
+            self._chooser = None
         self._made = self._prefilled = False
 
     def _shrink(self) -> bool:
@@ -319,7 +336,8 @@ class DecodingLoop:
         """Prefills all tokens so far on every level, of a new program if there is none."""
         if not self._made:
             self._make_program()
-        self._expect()
+        if self.program.cache.backend.reclaims:
+            self._expect()
         start = time.perf_counter()
         reused = self.program.prefill(self._texts(), self._progress, self._reuse)
         for sequence in self.joining:
@@ -382,13 +400,7 @@ class DecodingLoop:
     # A pass
 
     def _pass(self, observe: Observer | None) -> Fresh:
-        """Prefills what was not prefilled, makes one pass, and appends its tokens."""
-        if self._growing:
-            self._grow()
-        elif not self._prefilled:
-            self._prefill()
-        elif self.joining or (self.program.cache.backend.reclaims and self._ended):
-            self._join()
+        """Makes one pass, and appends its tokens."""
         program, clock = self.program, self._clock
         try:
             start = time.perf_counter() - program.capture_seconds  # no decoding

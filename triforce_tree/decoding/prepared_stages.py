@@ -145,7 +145,7 @@ def held_back(program: Buffers) -> dict[int, float]:
     Shapes of matched tokens are never in the result, because they use the kernels of the first shape. All
     ranks get the same result.
     """
-    if not makes_slowly(program):
+    if not program.makes_slowly:
         return {}
     made = program.selected
     grown = (number for number, shape in enumerate(program.shapes) if not shape.matched)
@@ -159,8 +159,3 @@ def held_back(program: Buffers) -> dict[int, float]:
 def _kernels_of(program: Buffers, number: int) -> tuple[torch.device, str, int]:
     """Returns a key of the kernels that the stages of a shape need."""
     return program.device, program.target.name, program.shapes[number].nodes
-
-
-def makes_slowly(program: Buffers) -> bool:
-    """Returns whether making the stages of a shape takes seconds: kernels are compiled, graphs captured."""
-    return program.device.type == "cuda"

@@ -209,7 +209,9 @@ class KVBackend:
     # Sequences that come and go
 
     def expect(self, new_tokens: Sequence[int]) -> None:
-        """Sets how many tokens may follow the prompt in each sequence that is prefilled next."""
+        """Sets how many tokens may follow the prompt in each sequence that is prefilled next, if the backend
+        ``reclaims``.
+        """
 
     def release(self, sequences: Sequence[int]) -> None:
         """Records that these sequences have ended."""

@@ -25,7 +25,7 @@ class Batch:
         tokenizer: decodes the texts of the output.
         hierarchy: the levels that decode.
         waiting: sequences of the request that are not in the loop yet, in the order in which they begin.
-        pool: the pool of KV slots that the sequences share.
+        pool: chooses the number of sequences if others may join; None for a single sequence.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Batch:
         tokenizer: PreTrainedTokenizerBase | None,
         hierarchy: Hierarchy,
         waiting: Sequences[Sequence],
-        pool: BatchPool,
+        pool: BatchPool | None,
     ) -> None:
         self._request, self._how, self._loop, self._pool = request, request.how, loop, pool
         self._tokenizer, self._hierarchy = tokenizer, hierarchy
@@ -80,6 +80,7 @@ class Batch:
         now = len(self._loop.sequences)
         if (wanted := joining.wanted(self._fits)) <= now:
             return
+        assert self._pool is not None, "prompts that join have a pool"
         if (size := self._pool.batch_size(wanted, program.max_seq_len, 0)) > now:
             self._loop.grow(size)
 

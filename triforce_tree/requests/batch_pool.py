@@ -10,6 +10,7 @@ from triforce_tree.decoding.hierarchy import Hierarchy
 from triforce_tree.kv.pool.blocks import own_slots
 from triforce_tree.kv.pool.size import PoolSize, SharedChunks, for_known, page_of, unit_of
 from triforce_tree.planning.batch_size import fitting_batch
+from triforce_tree.requests.joining import Joining
 from triforce_tree.trees.device_shapes import pass_limits
 
 
@@ -21,8 +22,7 @@ class BatchPool:
         prompts: the prompts of the batch; those that do not fit at once begin later.
         new_tokens: the most new tokens of each sequence.
         max_batch: the most sequences that are decoded together; None for no limit but the memory's.
-        joins: whether prompts that are not known yet may join while the batch runs.
-        tokens: the most tokens of all prompts together; None for no such limit.
+        joining: the source of prompts that may join while the batch runs; None without one.
         shares: whether prompts may share slots at all.
     """
 
@@ -32,14 +32,14 @@ class BatchPool:
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
         max_batch: int | None = None,
-        joins: bool = False,
-        tokens: int | None = None,
+        joining: Joining | None = None,
         shares: bool = True,
     ) -> None:
         self._hierarchy, self._prompts, self._new_tokens = hierarchy, prompts, new_tokens
-        self._max_batch, self._joins, self._tokens, self._shares = max_batch, joins, tokens, shares
+        self._max_batch, self._shares, self._joins = max_batch, shares, joining is not None
+        self._tokens = joining.tokens if joining is not None else None
         sequences = max_batch or len(prompts)
-        self._sequences = sequences if joins else min(sequences, len(prompts))
+        self._sequences = sequences if self._joins else min(sequences, len(prompts))
         self._part, self._begun = 1.0, False
         self._found: dict[tuple[HierarchyConfig, int, float], PoolSize | None] = {}
 

@@ -37,11 +37,9 @@ def _locks_of(model: nn.Module, other: nn.Module | None) -> tuple[_ModelLock, _M
 
 
 @contextmanager
-def held(model: nn.Module, other: nn.Module | None = None) -> Iterator[None]:
-    """Holds the locks of one or two models inside the context. The same thread may enter repeatedly."""
-    first, second = _locks_of(model, other)
-    # One with statement instead of a loop, so that Ctrl-C cannot leave an acquired lock without release.
-    with first.lock, second.lock:
+def held(model: nn.Module) -> Iterator[None]:
+    """Holds the lock of a model inside the context. The same thread may enter repeatedly."""
+    with _locks_of(model, None)[0].lock:
         yield
 
 
@@ -54,6 +52,7 @@ def generation(model: nn.Module, other: nn.Module | None = None) -> Iterator[Non
             generation has started this one.
     """
     first, second = _locks_of(model, other)
+    # One with statement instead of a loop, so that Ctrl-C cannot leave an acquired lock without release.
     with first.lock, second.lock:
         if first.generating or second.generating:
             raise RuntimeError(

@@ -313,12 +313,12 @@ def test_first_use_makes_the_stages_of_one_shape(monkeypatch: pytest.MonkeyPatch
     assert {kind.shape for kind in loop.passes} <= {0, 2}
 
 
-def test_stages_of_matched_tokens_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_matched_tokens_are_made_at_once() -> None:
     options = {"other_trees": ("chain:2", "lookup:4"), "rounds": None}
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, **options)
     program.prepare(GREEDY)
     assert held_back(program) == {}
-    monkeypatch.setattr(prepared_stages, "makes_slowly", lambda program: True)
+    program.makes_slowly = True
     assert set(held_back(program)) == {1}
 
 
@@ -329,12 +329,12 @@ def test_a_shape_that_no_program_has_had_takes_as_long_as_the_first_one_did(
     options = {"other_trees": ("chain:2", "chain:1"), "rounds": None}
     monkeypatch.setattr(prepared_stages, "_longest", {})
     monkeypatch.setattr(prepared_stages, "_made", set())
-    monkeypatch.setattr(prepared_stages, "makes_slowly", lambda program: True)
     target, draft = model("llama-gqa"), draft_of("llama-gqa")
 
     def program(seconds: float) -> DecodingProgram:
         made = program_of(target, draft, 3, **options)
         made.prepare(GREEDY)
+        made.makes_slowly = True
         made.selected = replace(made.selected, seconds=seconds)
         return made
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from triforce_tree.decoding.choice.cost_table import user_table
-from triforce_tree.decoding.choice.stage_costs import by_shape, known_costs, settings_of
+from triforce_tree.decoding.choice.stage_costs import by_shape, settings_of
 from triforce_tree.decoding.prepared_stages import held_back
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.with_lookup import WithLookup
@@ -44,31 +44,27 @@ class PassChooser:
         repeatable: whether the choice follows from the table of stage costs, the tokens and how many may
             follow alone. Otherwise it also follows from times measured while decoding, and from what earlier
             requests to the program that were not repeatable have learnt.
-        allowance: the passes of the target in whose time unknown stage costs may be measured.
+        known: the costs of the program's stages; None if all its passes are alike.
 
     Attributes:
         policy: makes the choices.
     """
 
     def __init__(
-        self, program: DecodingProgram, to_probs: ProbsFromLogits, repeatable: bool, allowance: float
+        self, program: DecodingProgram, to_probs: ProbsFromLogits, repeatable: bool, known: KnownCosts | None
     ) -> None:
         self._program, self._to_probs = program, to_probs
         passes = PassLevels(
             program.levels, program.shapes, program.max_draft_tokens, program.two_levels, program.tail_tree
         )
-        fixed = 0 if program.levels == 1 else program.config.rounds
-        self._known: KnownCosts | None = None
-        self._costs: PassCosts | None = None
-        self._learns = fixed is None and not repeatable
+        self._known = known
+        self._costs = None if known is None else PassCosts(known, follow=not repeatable)
+        self._learns = known is not None and not repeatable
         learnt, waiting = None, dict[int, float]()
-        if fixed is None:
-            self._known = known_costs(program, to_probs, allowance)
-            self._costs = PassCosts(self._known, follow=not repeatable)
         if self._learns:
             # The choice of a repeatable request must not depend on which stages are there already.
             learnt, waiting = self._learnt(passes), held_back(program)
-        self.policy = PassPolicy(passes, self._costs, fixed, learnt, waiting)
+        self.policy = PassPolicy(passes, self._costs, program.config.rounds, learnt, waiting)
         self._lookup = program.drafter if isinstance(program.drafter, WithLookup) else None
         self._sent: _Timed | None = None
 

@@ -71,8 +71,9 @@ def allowance_of(prompt: int, new: int, device: torch.device) -> float:
 
 def known_costs(
     program: DecodingProgram, to_probs: ProbsFromLogits, allowance: float = math.inf
-) -> KnownCosts:
-    """Returns the costs of a program's prepared stages with trees of each shape.
+) -> KnownCosts | None:
+    """Returns the costs of a program's prepared stages with trees of each shape; None if all passes are
+    alike.
 
     Only those with trees of the first shape are measured. Making the stages of the others takes seconds on a
     GPU, and the request may never use them, so their costs are predicted. Sequences must be fed or rewound
@@ -83,6 +84,8 @@ def known_costs(
         allowance: the passes of the target in whose time stages may be measured. Where it is too short, costs
             are guessed until a longer request comes.
     """
+    if program.levels == 1 or program.config.rounds is not None:
+        return None
     kept, refresh = program.selected.costs, program.config.retrieval.refresh
     found, suffices = kept.get(refresh), allowance >= _LEAST_PASSES[program.device.type]
     if found is None or (found.guessed and suffices):
