@@ -65,11 +65,12 @@ def load(
     get the same output.
 
     Args:
-        target: a transformers model (a compiled model runs uncompiled), a hub id, a folder, or a path that
-            ends in .gguf; by default the embedded pair's target. A model that accelerate has spread over
-            several places is gathered on its first GPU, where it fits. A model is not changed, but for
-            ``offload_weights=True``, which moves its layers' weights to page-locked host memory and all else
-            to ``device``, and torchrun, under which it is sharded in place.
+        target: a transformers model (a compiled model runs uncompiled), a model of peft, a hub id, a folder
+            of a model or an adapter, or a path that ends in .gguf; by default the embedded pair's target. A
+            model that accelerate has spread over several places is gathered on its first GPU, where it fits.
+            A model is not changed, but for ``offload_weights=True``, which moves its layers' weights to
+            page-locked host memory and all else to ``device``, and torchrun, under which it is sharded in
+            place.
         draft: likewise; by default the embedded draft for the embedded target, and suffix matching for
             any other.
         drafter: the proposer of token trees: ``"model"``, the draft; ``"lookup"``, suffix matching; a folder

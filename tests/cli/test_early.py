@@ -38,6 +38,7 @@ print(json.dumps(found))
 # Seconds: a CI machine may be busy.
 MOST = 2.0 * 4
 WEIGHTS = "model.safetensors"
+LOST = b'{"peft_type": "LORA", "base_model_name_or_path": "./nowhere"}'
 
 # Words with TARGET, DRAFT, TEXT and so on for the files below, and a part of the error.
 CASES: dict[str, tuple[list[str], str]] = {
@@ -116,7 +117,8 @@ CASES: dict[str, tuple[list[str], str]] = {
     "no weights": (["generate", "TEXT", "--target", "BARE"], "holds no weights"),
     "missing shard": (["generate", "TEXT", "--target", "SHARDS"], "lacks model-2.safetensors"),
     "cut weights": (["generate", "TEXT", "--target", "CUT"], "corrupt (model.safetensors: it has"),
-    "adapter": (["generate", "TEXT", "--target", "ADAPTER"], "holds an adapter"),
+    "adapter without weights": (["generate", "TEXT", "--target", "ADAPTER"], "no adapter_model.safetensors"),
+    "adapter without its base": (["serve", "--target", "LOST"], "the base model './nowhere' of the adapter"),
     "unknown kind": (["generate", "TEXT", "--target", "KIND"], "model_type='lama', which this release"),
     "encoder": (["generate", "TEXT", "--target", "ENCODER"], "is an encoder-decoder model (t5)"),
     "no gguf": (["generate", "TEXT", "--target", "nowhere.gguf"], "no such file: 'nowhere.gguf'"),
@@ -200,6 +202,7 @@ def files(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "SHARDS": shards,
         "CUT": model("cut", {}, {WEIGHTS: weights[:-100]}),
         "ADAPTER": model("adapter", {}, {"adapter_config.json": b"{}", WEIGHTS: weights}),
+        "LOST": model("lost", {}, {"adapter_config.json": LOST, "adapter_model.safetensors": weights}),
         "KIND": model("kind", {"model_type": "lama"}, {WEIGHTS: weights}),
         "ENCODER": model("encoder", {"model_type": "t5", "is_encoder_decoder": True}),
         "GGUF": str(folder / "one" / "model.gguf"),

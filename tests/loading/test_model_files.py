@@ -260,7 +260,7 @@ CONFIGURATIONS: dict[str, tuple[Change, str]] = {
     "tokenizer": (text("tokenizer.json", "{"), "the tokenizer in"),
     "tokenizer list": (text("tokenizer.json", "[]"), "the tokenizer in"),
     "tokenizer settings": (text("tokenizer_config.json", "[]"), "the tokenizer in"),
-    "adapter": (text("adapter_config.json", "{}"), "merge"),
+    "adapter": (text("adapter_config.json", "{}"), "delete adapter_config.json if this is a whole model"),
 }
 
 

@@ -3,7 +3,6 @@
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,8 +25,6 @@ from tests.support.models.families import greedy, perturbed, tiny
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 from triforce_tree.models.model_copy import shallow_copy
-
-peft = pytest.importorskip("peft")
 
 NEW = 10
 DRAFT = perturbed(TARGET, 0.1)
@@ -54,102 +51,6 @@ def test_compiled_models_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None
     in_place.compile(backend=never)
     for model in (method, inner, in_place):
         assert decoded(small(model)) == EXPECTED[:NEW]
-
-
-def test_peft_models_are_refused_with_the_remedy() -> None:
-    class PeftModel(nn.Module): ...
-
-    class PeftModelForCausalLM(PeftModel): ...
-
-    for models in ((PeftModelForCausalLM(), None), (TARGET, PeftModelForCausalLM())):
-        with pytest.raises(TypeError, match=r"PeftModelForCausalLM of peft; .*merge_and_unload\(\)"):
-            small(*models)
-    with pytest.raises(TypeError, match="the draft is a PeftModelForCausalLM"):
-        triforce_tree.custom_generate(PeftModelForCausalLM())  # type: ignore[arg-type]
-
-
-def adapted(model: Any) -> Any:
-    return peft.get_peft_model(model, adapter(), adapter_name="a")
-
-
-def adapter() -> peft.LoraConfig:
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-
-
-HOOKED: dict[str, dict[str, Any]] = {
-    "plain": {"levels": 1},
-    "lookup": {"levels": 2, "lookup": 4, "rounds": 1},
-    "retrieval": {"levels": 3, "rounds": 2, "draft": DRAFT, "tree": SMALL["tree"]},
-}
-
-
-@pytest.mark.parametrize("path", HOOKED)
-@pytest.mark.filterwarnings("ignore")  # peft's own, about names and deleted adapters
-def test_adapters_may_change_between_calls(path: str) -> None:
-    run = triforce_tree.custom_generate(**load_arguments({**SMALL_LOOKUP, **HOOKED[path]}))
-    model = adapted(tiny("llama-gqa"))
-    model.add_adapter("b", adapter())
-    model.set_adapter("a")
-    prompt, texts = torch.tensor([PROMPT]), []
-
-    def same() -> None:
-        options = {"input_ids": prompt, "do_sample": False, "max_new_tokens": NEW}
-        texts.append(model.generate(**options, custom_generate=run)[0].tolist())
-        assert texts[-1] == model.generate(**options)[0].tolist()
-
-    def scale(factor: float) -> None:
-        for module in model.modules():
-            if isinstance(scaling := getattr(module, "scaling", None), dict):
-                scaling["b"] *= factor
-
-    same()
-    model.set_adapter("b")
-    same()
-    with model.disable_adapter():
-        same()
-    assert len({*map(tuple, texts)}) == 3
-    same()
-    scale(4.0)
-    same()
-    scale(0.25)
-    model.merge_adapter()
-    same()
-    model.unmerge_adapter()
-    same()
-    model.add_adapter("c", adapter())
-    model.set_adapter("c")
-    same()
-    model.delete_adapter("c")
-    same()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_models_with_adapters_run_with_them() -> None:
-    injected = peft.inject_adapter_in_model(adapter(), tiny("llama-gqa"))
-    for model in (injected, adapted(tiny("llama-gqa")).base_model.model):
-        assert decoded(small(model)) == greedy(model, PROMPT, NEW) != EXPECTED[:NEW]
-    with pytest.raises(ValueError, match="adapters of peft, which torchrun and offload_weights=True do not"):
-        triforce_tree.load(injected, advanced={"offload_weights": True})
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_remedies_for_models_of_peft_work() -> None:
-    model = adapted(tiny("llama-gqa"))
-    for wrapped in (model, model.base_model):
-        with pytest.raises(
-            TypeError, match=r"target = target.merge_and_unload\(\), or call its generate with"
-        ):
-            small(wrapped)
-    expected = greedy(model.base_model.model, PROMPT, NEW)
-    assert decoded(small(model.merge_and_unload())) == expected
-    tuned = peft.get_peft_model(
-        tiny("llama-gqa"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    )
-    with pytest.raises(TypeError, match=r"has no merge_and_unload\(\); use the model's own generate\(\)"):
-        small(tuned)
-    run = triforce_tree.custom_generate(levels=1)
-    with pytest.raises(ValueError, match="has a prepare_inputs_for_generation of its own, by which adapters"):
-        tuned.generate(input_ids=torch.tensor([PROMPT]), custom_generate=run, max_new_tokens=3)
 
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # with a model on meta

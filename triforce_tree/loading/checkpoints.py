@@ -19,10 +19,11 @@ from triforce_tree.kv.parallel.choice import BETWEEN, HOSTS, WITHIN, Ranks, chos
 from triforce_tree.loading.gguf import gguf_tokenizer
 from triforce_tree.loading.gguf_header import is_gguf
 from triforce_tree.loading.model_files import configuration
-from triforce_tree.loading.model_folder import folder_of, in_one_line, needs_code
+from triforce_tree.loading.model_folder import base_and_adapter, folder_of, in_one_line, needs_code
 from triforce_tree.loading.reading import ModelFiles
 from triforce_tree.models.experts.modules import expert_modules, fused_weights
 from triforce_tree.models.few_row import quantisation
+from triforce_tree.models.supported import refuse_adapters
 from triforce_tree.models.tensor_parallel import shard
 from triforce_tree.planning.machine import available_device_bytes
 from triforce_tree.planning.memory_map import tensor_bytes, weights_fit
@@ -46,35 +47,28 @@ _TOKENIZER_FILES = (
 
 
 def unwrapped(source: Any, name: str = "model") -> PreTrainedModel | str | Path:
-    """Returns ``source`` unchanged, or the model inside if it is wrapped by ``torch.compile``.
+    """Returns ``source`` unchanged, or the transformers model inside a wrapper of ``torch.compile`` or peft.
 
-    PEFT models are recognised by class name, as peft need not be installed. A transformers model with
-    injected adapters is accepted and runs with them.
+    Models of peft are recognised by class name, as peft need not be installed. The model inside runs with the
+    adapters that are active in each call.
 
     Args:
         name: what to call the model in errors.
 
     Raises:
-        TypeError: ``source`` is no transformers model, folder or hub id, or it is a PEFT model.
+        TypeError: ``source`` is no transformers model, folder or hub id.
+        UnsupportedModelError: it has adapters of peft that cannot be decoded.
     """
     source = getattr(source, "_orig_mod", source)
     kind = type(source).__name__
-    if any(base.__name__ in _PEFT_MODELS for base in type(source).__mro__):
-        raise TypeError(f"the {name} is a {kind} of peft; {_peft_remedy(source, name)}")
+    if not {base.__name__ for base in type(source).__mro__}.isdisjoint(_PEFT_MODELS):
+        refuse_adapters(source)
+        # A model of peft holds a tuner (such as ``LoraModel``), which holds the transformers model.
+        tuner = getattr(source, "base_model", source) if "Peft" in kind else source
+        source = tuner.model
     if not isinstance(source, PreTrainedModel | str | Path):
         raise TypeError(f"the {name} is of type {kind}; give a transformers model, a hub id or a folder")
     return source
-
-
-def _peft_remedy(model: Any, name: str) -> str:
-    if hasattr(model, "merge_and_unload"):
-        alternative = (
-            ""
-            if name == "draft"
-            else ", or call its generate with custom_generate=triforce_tree.custom_generate()"
-        )
-        return f"merge its adapter first, {name} = {name}.merge_and_unload(){alternative}"
-    return "its adapter adds to the prompt, and has no merge_and_unload(); use the model's own generate()"
 
 
 def load_model(
@@ -138,7 +132,8 @@ def load_target(
             return _read_onto(files, device), None
         if files.quantised is not None:
             raise _not_divisible(files, whole)
-        model = files.read(torch.device("cpu"))
+        # Streamed and sharded layers are those of the base.
+        model = files.read(torch.device("cpu"), merged=True)
         if grid is not None:
             shard(model, grid.tensor, grid.every)
             if _stays(tensor_bytes(model), config, device):
@@ -287,7 +282,8 @@ def load_tokenizer(source: str | Path, option: str = "tokenizer") -> PreTrainedT
             )
     except Exception as error:  # third-party code may raise anything on files of unknown origin
         if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-            return None
+            base, adapter = base_and_adapter(source)
+            return load_tokenizer(base, option) if adapter is not None else None
         why = in_one_line(error)
         if needs_code(folder / "tokenizer_config.json"):
             why = "it needs Python code of its own (auto_map), which is not run"

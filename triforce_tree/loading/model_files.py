@@ -28,7 +28,6 @@ from triforce_tree.loading.model_folder import (
     in_one_line,
     json_object,
     lacks,
-    refuse_adapter,
     settings_of,
     unknown_kind,
     weight_names,
@@ -103,7 +102,6 @@ def checked(source: str | Path) -> Checkpoint:
             "language model (AutoModelForCausalLM, AutoModelForImageTextToText); give a decoder-only model, "
             "or load it yourself and give the object"
         )
-    refuse_adapter(folder, source)
     _check_generation(folder)
     names = weight_names(folder, getattr(config, "transformers_weights", None))
     if folder != Path(source):

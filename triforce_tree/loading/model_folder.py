@@ -11,12 +11,14 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from triforce_tree.models.adapters import undecodable
 from triforce_tree.runtime.files.json_files import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # These patterns match all files of a hub repository except weights and Python code.
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 CONFIG = "config.json"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions")
 # Keys under which configurations of multimodal models describe the decoder.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "decoder", "thinker_config")
@@ -41,15 +43,15 @@ def folder_of(source: str | Path) -> Path:
 
 
 def settings_of(source: str | Path) -> tuple[Path, dict[str, Any]]:
-    """Returns a model's folder and the contents of its config.json.
+    """Returns a model's folder and the contents of its config.json; for an adapter of peft, its base's.
 
     Raises:
         OSError: there is no such folder, or it has no config.json.
-        ValueError: config.json is corrupt, or the folder holds an adapter instead of a model.
+        ValueError: config.json is corrupt, or raised by :func:`base_and_adapter`.
     """
+    source = base_and_adapter(source)[0]
     folder = folder_of(source)
     if not (folder / CONFIG).is_file():
-        refuse_adapter(folder, source)
         named = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))[:4])
         if named:
             raise FileNotFoundError(
@@ -70,9 +72,9 @@ def check_folder(source: str | Path) -> dict[str, Any]:
         OSError: files are missing or truncated.
         ValueError: the folder does not hold a causal LM.
     """
+    source = base_and_adapter(source)[0]
     folder, content = settings_of(source)
     check_kind(content, source)
-    refuse_adapter(folder, source)
     if folder == Path(source):  # a hub id's weights may not be downloaded yet
         for name in weight_names(folder, content.get("transformers_weights")):
             _check_whole(folder, name)
@@ -121,13 +123,63 @@ def named_positions(content: dict[str, Any]) -> int | None:
     return max(named, default=None)
 
 
-def refuse_adapter(folder: Path, source: str | Path) -> None:
-    """Raises ValueError if the folder holds an adapter instead of a model."""
-    if (folder / "adapter_config.json").exists():
+def base_and_adapter(source: str | Path) -> tuple[str | Path, Path | None]:
+    """Returns the base model of an adapter of peft, and the adapter's folder; any other source with None.
+
+    A folder or hub repository with ``adapter_config.json`` is an adapter, as it is for transformers.
+
+    Raises:
+        OSError: there is no such folder, or the adapter's base is not found, or its weights are missing.
+        ValueError: the adapter's configuration is corrupt, names no base, or is of a method that cannot be
+            decoded here.
+    """
+    folder = folder_of(source)
+    if not (folder / ADAPTER).is_file():
+        return source, None
+    content = json_object(folder / ADAPTER)
+    if reason := undecodable(content):
+        raise ValueError(f"the adapter in {str(source)!r} {reason}")
+    if find_spec("peft") is None:
         raise ValueError(
-            f"{str(source)!r} holds an adapter (adapter_config.json); merge it into its model (peft's "
-            "merge_and_unload) and save that"
+            f"{str(source)!r} holds an adapter, which needs the package peft; pip install peft, or merge the "
+            "adapter into its model and save that"
         )
+    if folder == Path(source) and not (folder / ADAPTER_WEIGHTS).is_file():
+        pickled = (folder / "adapter_model.bin").exists()
+        has = " but adapter_model.bin, a pickle, which may run code when loaded" if pickled else ""
+        raise FileNotFoundError(
+            f"the adapter in {str(source)!r} has no {ADAPTER_WEIGHTS}{has}; save it with save_pretrained, or "
+            f"delete {ADAPTER} if this is a whole model"
+        )
+    return _base_of(content, folder, source), folder
+
+
+def _base_of(content: dict[str, Any], folder: Path, source: str | Path) -> str | Path:
+    """Returns the folder or hub id of an adapter's base model."""
+    base, revision = content.get("base_model_name_or_path"), content.get("revision")
+    name = f"set base_model_name_or_path in its {ADAPTER} to the folder of that model"
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"the adapter in {str(source)!r} does not name its base model; {name}")
+    # Where peft finds it, or beside the adapter.
+    places = [Path(base), folder / base]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None and revision not in (None, "main"):
+        raise ValueError(
+            f"the adapter in {str(source)!r} names revision {revision!r} of its base model {base!r}; "
+            f"download that, and {name}"
+        )
+    try:
+        below = folder_of(found or base)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"the base model {base!r} of the adapter in {str(source)!r} is not found ({error}); {name}"
+        ) from error
+    if (below / ADAPTER).is_file():
+        raise ValueError(
+            f"the base model {base!r} of the adapter in {str(source)!r} is an adapter itself; merge that one "
+            f"into its model, and {name}"
+        )
+    return found or base
 
 
 @cache

@@ -15,10 +15,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from triforce_tree.kv.offload.pinned import HostMemoryError, available
 from triforce_tree.loading import gguf_cache
+from triforce_tree.loading.adapters import add_adapter
 from triforce_tree.loading.gguf import gguf_arguments, gguf_configuration, parsed_once, unpacked_dtype
 from triforce_tree.loading.gguf_header import is_gguf, tensor_count
 from triforce_tree.loading.model_files import Checkpoint, auto_class, checked, skeleton
-from triforce_tree.loading.model_folder import in_one_line
+from triforce_tree.loading.model_folder import (
+    ADAPTER_WEIGHTS,
+    base_and_adapter,
+    downloaded,
+    in_one_line,
+)
 from triforce_tree.models.model_copy import text_decoder
 from triforce_tree.option_checks import DTYPE_NAMES
 from triforce_tree.runtime import distributed
@@ -46,6 +52,7 @@ class ModelFiles:
         dtype: the dtype of the weights after loading; "auto" or None for that of the checkpoint.
         bytes: bytes of the weights after loading; for quantised weights, bytes of the files.
         quantised: the quantisation method of weights that stay quantised; None for plain weights.
+        adapter: the folder of an adapter of peft that is added to the model; None without one.
     """
 
     source: str | Path
@@ -55,6 +62,7 @@ class ModelFiles:
     quantised: str | None
     _checkpoint: Checkpoint | None
     _arguments: dict[str, Any]
+    adapter: Path | None = None
 
     @classmethod
     def find(
@@ -77,6 +85,7 @@ class ModelFiles:
             raise ValueError(
                 f"dtype={dtype!r} is unknown{hint}; use float32, bfloat16, float16 or auto, or one of torch's"
             )
+        adapter = None
         if is_gguf(source):
             dtype = unpacked_dtype(dtype, device)
             tensor_count(Path(source))
@@ -85,7 +94,10 @@ class ModelFiles:
                 return cls._packed(Path(source), dtype, device)
             checkpoint = checked(folder)
         else:
-            checkpoint = checked(source)
+            base, adapter = base_and_adapter(source)
+            checkpoint = checked(base)
+            if adapter is not None and adapter != Path(source):
+                downloaded(str(source), [ADAPTER_WEIGHTS], adapter.name)
         config = checkpoint.config
         if dtype is None:
             dtype = torch.float32 if device.type == "cpu" else "auto"
@@ -97,7 +109,8 @@ class ModelFiles:
         }
         method = _method(config)
         size = checkpoint.stored if method is not None else _bytes(config, source, dtype)
-        return cls(source, config, dtype, size, method, checkpoint, arguments)
+        size += (adapter / ADAPTER_WEIGHTS).stat().st_size if adapter is not None else 0
+        return cls(source, config, dtype, size, method, checkpoint, arguments, adapter)
 
     @classmethod
     def _packed(cls, path: Path, dtype: torch.dtype, device: torch.device) -> "ModelFiles":
@@ -106,12 +119,15 @@ class ModelFiles:
         arguments = {"pretrained_model_name_or_path": path.parent, **gguf_arguments(path, dtype, device)}
         return cls(path, config, dtype, _bytes(config, path, dtype), None, None, arguments)
 
-    def read(self, device: torch.device) -> PreTrainedModel:
+    def read(self, device: torch.device, merged: bool = False) -> PreTrainedModel:
         """Loads the model onto a device.
+
+        Args:
+            merged: add an adapter to the model's weights, instead of computing it beside them.
 
         Raises:
             OSError: weights are missing, or host memory is short (:class:`HostMemoryError`).
-            ValueError: transformers cannot load it.
+            ValueError: transformers or peft cannot load it.
             torch.OutOfMemoryError: device memory is short.
         """
         if device.type == "cpu":
@@ -164,7 +180,7 @@ class ModelFiles:
             assert isinstance(self.dtype, torch.dtype)
             gguf_cache.keep(Path(self.source), _kind(self.dtype), self.bytes, ready.save_pretrained)
         _leave_out_encoders(ready)
-        return ready
+        return add_adapter(ready, self.adapter, merged) if self.adapter is not None else ready
 
     def skeleton(self) -> PreTrainedModel:
         """Makes the model, not quantised, on the meta device, which takes no memory for weights."""

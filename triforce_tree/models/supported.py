@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from triforce_tree.models.adapters import undecodable
 from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
 
 _SOFTCAP = "attn_logit_softcapping"
@@ -29,6 +30,14 @@ def refuse_unsupported(model: nn.Module) -> None:
     reason = _architecture(model, config, text_config) or _placement(model)
     if reason:
         raise UnsupportedModelError(f"{type(model).__name__} {reason}")
+    refuse_adapters(model)
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raises UnsupportedModelError if a model has an adapter of peft that cannot be decoded."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if reason := undecodable(vars(config)):
+            raise UnsupportedModelError(f"the adapter {name!r} of {type(model).__name__} {reason}")
 
 
 def max_positions(text_config: Any) -> int | None:

@@ -80,6 +80,10 @@ REMEDY = "leave it out, or use the model's own generate()"
 # Unknown keywords, and what to do instead.
 _REMEDIES = {
     "assistant_model": "give load(target, draft) a draft model",
+    "adapter_names": (
+        "one adapter serves all sequences of a call: activate it by set_adapter of peft's model, and call "
+        "once for each adapter"
+    ),
     "messages": "give them first, as the prompt: generate(messages)",
     "tokenizer": "give it to load(..., tokenizer=...)",
     "max_tokens": "its name is max_new_tokens here",

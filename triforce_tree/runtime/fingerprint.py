@@ -22,6 +22,8 @@ def shape_of(model: PreTrainedModel) -> str:
         f"v{config.vocab_size}",
         str(model.dtype).removeprefix("torch."),
     )
+    if hasattr(model, "peft_config"):
+        parts += ("adapters",)
     if getattr(model, "is_quantized", False):
         method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
         size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
@@ -54,14 +56,20 @@ def _cpu() -> str:
 
 # A digest of weights reads this many bytes of each tensor.
 _SAMPLES = 256
+# Attributes by which modules of peft choose their adapters.
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """Returns a digest of the names, shapes and dtypes of all parameters, and of some bytes of each.
+    """Returns a digest of the names, shapes and dtypes of all parameters, of some bytes of each, and of the
+    adapters of peft that are active.
 
     A training step or quantisation changes the digest; a change of a few elements may not.
     """
     digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        if chosen := {key: value for key, value in vars(module).items() if key in _OF_ADAPTERS}:
+            digest.update(f"{name} {sorted(chosen.items())}".encode())
     for name, weight in model.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         # Tensors of quantisation libraries may have no bytes of their own.

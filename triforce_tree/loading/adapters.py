@@ -1,0 +1,75 @@
+"""Adds an adapter of peft in a folder to its base model. Adapters are read from safetensors only."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from triforce_tree.loading.model_folder import ADAPTER_WEIGHTS, in_one_line
+
+_NAME = "default"
+
+
+def add_adapter(model: PreTrainedModel, folder: Path, merged: bool = False) -> PreTrainedModel:
+    """Adds an adapter to a model, in place, and returns the model.
+
+    Its weights get the dtype of the layers that they belong to.
+
+    Args:
+        folder: has been checked by ``model_folder.base_and_adapter``.
+        merged: add the adapter to the model's weights, so that no layer differs from those of the base.
+
+    Raises:
+        ValueError: the adapter does not fit the model, or cannot be merged.
+        torch.OutOfMemoryError: device memory is short.
+    """
+    # Imported here: peft is optional, and takes a second.
+    from peft import PeftConfig, PeftModel
+
+    try:
+        # peft reads the file itself; this is for a sentence about a file that is cut off.
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt"):
+            pass
+        config = PeftConfig.from_pretrained(str(folder))
+        config.inference_mode = True
+        adapted = PeftModel(model, config, _NAME, autocast_adapter_dtype=False)
+        loaded = adapted.load_adapter(
+            str(folder),
+            _NAME,
+            is_trainable=False,
+            autocast_adapter_dtype=False,
+            torch_device=str(model.device),
+        )
+        _check_all(adapted, loaded.missing_keys, loaded.unexpected_keys)
+        adapted.eval()
+        whole: Any = adapted.merge_and_unload() if merged else adapted.get_base_model()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # third-party code may raise anything on files of unknown origin
+        done = "merged into" if merged else "added to"
+        raise ValueError(
+            f"the adapter in {str(folder)!r} cannot be {done} {type(model).__name__} ({in_one_line(error)}); "
+            "give an adapter of this model, or one that was saved anew"
+        ) from error
+    ready: PreTrainedModel = whole
+    return ready
+
+
+def _check_all(adapted: nn.Module, missing: Iterable[str], unexpected: Sequence[str]) -> None:
+    """Raises ValueError if weights of an adapter were not in its file, or weights in the file not used."""
+    if unexpected:
+        raise ValueError(f"it has weights that no layer takes, such as {unexpected[0]}")
+    absent, filled = {}, set()
+    lacking = set(missing)
+    for name, weight in adapted.named_parameters(remove_duplicate=False):
+        if name in lacking:
+            absent[name] = id(weight)
+        else:
+            filled.add(id(weight))
+    # A weight that several layers share is stored under one of its names.
+    if lacks := [name for name, weight in absent.items() if weight not in filled]:
+        raise ValueError(f"it lacks {lacks[0]}")
