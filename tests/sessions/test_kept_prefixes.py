@@ -196,7 +196,7 @@ def test_another_number_of_levels_takes_over_the_memory() -> None:
         out = session.generate(question or None, max_new_tokens=9, do_sample=False)
         assert out.reused_tokens >= (before - 1 if number else 0)
         assert new(out, asked) == new(cold("plain").generate(asked, max_new_tokens=9, do_sample=False), asked)
-        program = own._hierarchy.last_program
+        program = own.last_program
         levels.append(program.levels)
         memories.append(program.store.memory)
     assert levels == [2, 3, 2]
@@ -226,12 +226,12 @@ def test_a_trial_leaves_rings_and_states_as_they_were(kind: str) -> None:
     own = engine(kind).with_options()
     session = own.session(PROMPT)
     session.generate(max_new_tokens=9, do_sample=False)
-    program = own._hierarchy.last_program
+    program = own.last_program
     held = len(session.tokens) - 1
     parts = [part[:, :, :, :held] for group in program.store.groups for part in group.parts]
     parts += program.states.buffers if program.states is not None else []
     before = [part.clone() for part in parts]
-    with own.active(), program.trial(70) as begin:
+    with own.target.active(), program.trial(70) as begin:
         begin(False)
         program.run("plain", torch.Generator())
         assert not all(torch.equal(a, b) for a, b in zip(parts, before, strict=True))

@@ -56,7 +56,7 @@ def _samples(engine: LoadedEngine, count: int, kwargs: dict[str, Any]) -> Genera
     """
     arguments, options = one_text_each(engine, kwargs)
     prompts = arguments.prompts
-    ids, mask = prompts.left_padded(prompts.ids.device)
+    ids, mask = prompts.input_ids, prompts.attention_mask
     allowed = options.pop("prefix_allowed_tokens_fn", None)
     own = {name: value for name, value in options.items() if name not in (*OF_ENGINE, *_SCORES)}
     if prepared_request(engine, ids.shape[1], own).to_probs.greedy:

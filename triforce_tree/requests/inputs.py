@@ -45,22 +45,16 @@ class Prompts:
     """A batch of prompts.
 
     Attributes:
-        ids: int64 ``[B, W]``, padding included; the output begins with them.
-        mask: int64 ``[B, W]``, 0 where a token is padding.
+        ids: int64 ``[B, W]`` as they were given, padding included; the output begins with them.
+        input_ids, attention_mask: int64 ``[B, W]``, the prompts with all padding on the left; the mask is 0
+            where a token is padding.
         tokens: the token ids of each prompt without padding.
     """
 
     ids: Tensor
-    mask: Tensor
+    input_ids: Tensor
+    attention_mask: Tensor
     tokens: list[list[int]]
-
-    def left_padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns ids and mask with all padding on the left, on ``device``."""
-        ids, mask = self.ids.to(device), self.mask.to(device)
-        if bool(self.mask.all()):
-            return ids, mask
-        order = mask.argsort(dim=1, stable=True)
-        return ids.gather(1, order), mask.gather(1, order)
 
 
 def prompts_of(
@@ -116,8 +110,13 @@ def prompts_of(
         mask = [np.ones_like(sequence) for sequence in sequences]
     real = [sequence[seen != 0] for sequence, seen in zip(sequences, mask, strict=True)]
     check_tokens(real, target.vocab_size)
-    ids, seen = left_padded(sequences, padding, device), left_padded(mask, 0, device)
-    return Prompts(ids, seen, [sequence.tolist() for sequence in real])
+    ids = left_padded(sequences, padding, device)
+    if any((seen == 0).any() for seen in mask):
+        triples = zip(sequences, mask, real, strict=True)
+        sequences = [np.concatenate([sequence[seen == 0], own]) for sequence, seen, own in triples]
+        mask = [np.sort(seen) for seen in mask]
+    moved, shown = left_padded(sequences, padding, device), left_padded(mask, 0, device)
+    return Prompts(ids, moved, shown, [sequence.tolist() for sequence in real])
 
 
 def prompt_of(target: HFModel, tokenizer: Tokenizer | None, inputs: Inputs) -> list[int]:

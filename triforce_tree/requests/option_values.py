@@ -6,9 +6,8 @@ Importing this module does not import torch, so that wrong values are refused at
 import math
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 from triforce_tree.option_checks import shortened
 
@@ -17,6 +16,8 @@ from triforce_tree.option_checks import shortened
 _LEAST, _MOST, _HOTTEST = 1e-30, 1e30, 1e38
 # The most beams or texts of one prompt.
 _MOST_TEXTS = 65_536
+# Options of one token id; the others may have several.
+_SINGLE = frozenset({"forced_bos_token_id", "pad_token_id"})
 
 
 def checked(name: str, value: Any) -> Any:
@@ -27,38 +28,36 @@ def checked(name: str, value: Any) -> Any:
         ValueError: the value is of another type, or out of range.
     """
     check = _CHECKS.get(name)
-    return value if value is None or check is None else check(name, value)
+    if value is None or check is None:
+        return value
+    if isinstance(check, _AtLeast):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
+            raise ValueError(f"{name}={shortened(value)} must be an integer, not {type(value).__name__}")
+        if index(value) < check.least:
+            raise ValueError(f"{name}={shortened(value)} must be at least {check.least}; {check.remedy}")
+        return index(value)
+    if isinstance(check, _Within):
+        _check_type(name, value)
+        if not check.least <= value <= check.most:
+            raise ValueError(f"{name}={shortened(value)} must lie in {check.interval}; {check.remedy}")
+        return value
+    return check(name, value)
 
 
-@dataclass(frozen=True)
-class _WholeNumber:
-    """Accepts integers of at least ``least``, those of numpy and torch included."""
+class _AtLeast(NamedTuple):
+    """Describes integers of at least ``least``, those of numpy and torch included."""
 
     least: int
     remedy: str = "leave it out for the default"
 
-    def __call__(self, name: str, value: Any) -> int:
-        if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) > 0:
-            raise ValueError(f"{name}={shortened(value)} must be an integer, not {type(value).__name__}")
-        if index(value) < self.least:
-            raise ValueError(f"{name}={shortened(value)} must be at least {self.least}; {self.remedy}")
-        return index(value)
 
-
-@dataclass(frozen=True)
-class _Number:
-    """Accepts numbers from ``least`` to ``most``. Messages print the interval as ``interval``."""
+class _Within(NamedTuple):
+    """Describes numbers from ``least`` to ``most``. Messages print the interval as ``interval``."""
 
     least: float
     most: float
     interval: str
     remedy: str
-
-    def __call__(self, name: str, value: Any) -> Any:
-        _check_type(name, value)
-        if not self.least <= value <= self.most:
-            raise ValueError(f"{name}={shortened(value)} must lie in {self.interval}; {self.remedy}")
-        return value
 
 
 def _check_type(name: str, value: Any) -> None:
@@ -78,6 +77,8 @@ def _temperature(name: str, value: Any) -> Any:
 
 
 def _token_ids(name: str, value: Any) -> Any:
+    if name in _SINGLE and isinstance(value, list | tuple):
+        raise ValueError(f"{name}={shortened(value)} must be a single token id; give one of them")
     if getattr(value, "ndim", 0) > 0:  # a tensor or an array, which has integers of 64 bits at most
         return value
     for each in value if isinstance(value, list | tuple) else [value]:
@@ -92,12 +93,6 @@ def _token_ids(name: str, value: Any) -> Any:
                 "see tokenizer.vocab_size"
             )
     return value
-
-
-def _one_token_id(name: str, value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        raise ValueError(f"{name}={shortened(value)} must be a single token id; give one of them")
-    return _token_ids(name, value)
 
 
 def _sequence_bias(name: str, value: Any) -> Any:
@@ -168,30 +163,30 @@ def _callables(name: str, value: Any) -> list[Any]:
 
 
 _BELOW_1, _ABOVE_0 = math.nextafter(1.0, 0.0), math.ulp(0.0)
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "max_new_tokens": _WholeNumber(1),
-    "max_length": _WholeNumber(1),
-    "min_length": _WholeNumber(0),
-    "min_new_tokens": _WholeNumber(0),
-    "no_repeat_ngram_size": _WholeNumber(0),
-    "top_k": _WholeNumber(0, "0 keeps all tokens"),
+_CHECKS: dict[str, _AtLeast | _Within | Callable[[str, Any], Any]] = {
+    "max_new_tokens": _AtLeast(1),
+    "max_length": _AtLeast(1),
+    "min_length": _AtLeast(0),
+    "min_new_tokens": _AtLeast(0),
+    "no_repeat_ngram_size": _AtLeast(0),
+    "top_k": _AtLeast(0, "0 keeps all tokens"),
     "temperature": _temperature,
-    "top_p": _Number(0.0, 1.0, "[0, 1]", "1 keeps all tokens"),
-    "min_p": _Number(0.0, 1.0, "[0, 1]", "0 keeps all tokens"),
-    "typical_p": _Number(_ABOVE_0, 1.0, "(0, 1]", "1 keeps all tokens"),
-    "top_h": _Number(_ABOVE_0, 1.0, "(0, 1]", "leave it out to keep all tokens"),
-    "epsilon_cutoff": _Number(0.0, _BELOW_1, "[0, 1)", "0 keeps all tokens"),
-    "eta_cutoff": _Number(0.0, _BELOW_1, "[0, 1)", "0 keeps all tokens"),
-    "repetition_penalty": _Number(_LEAST, _MOST, f"[{_LEAST:g}, {_MOST:g}]", "1 changes nothing"),
-    "length_penalty": _Number(-50.0, 50.0, "[-50, 50]", "1 is the default"),
-    "max_time": _Number(0.0, math.inf, "[0, inf]", "leave it out for no limit"),
+    "top_p": _Within(0.0, 1.0, "[0, 1]", "1 keeps all tokens"),
+    "min_p": _Within(0.0, 1.0, "[0, 1]", "0 keeps all tokens"),
+    "typical_p": _Within(_ABOVE_0, 1.0, "(0, 1]", "1 keeps all tokens"),
+    "top_h": _Within(_ABOVE_0, 1.0, "(0, 1]", "leave it out to keep all tokens"),
+    "epsilon_cutoff": _Within(0.0, _BELOW_1, "[0, 1)", "0 keeps all tokens"),
+    "eta_cutoff": _Within(0.0, _BELOW_1, "[0, 1)", "0 keeps all tokens"),
+    "repetition_penalty": _Within(_LEAST, _MOST, f"[{_LEAST:g}, {_MOST:g}]", "1 changes nothing"),
+    "length_penalty": _Within(-50.0, 50.0, "[-50, 50]", "1 is the default"),
+    "max_time": _Within(0.0, math.inf, "[0, inf]", "leave it out for no limit"),
     "eos_token_id": _token_ids,
     "bos_token_id": _token_ids,
     "suppress_tokens": _token_ids,
     "begin_suppress_tokens": _token_ids,
     "forced_eos_token_id": _token_ids,
-    "forced_bos_token_id": _one_token_id,
-    "pad_token_id": _one_token_id,
+    "forced_bos_token_id": _token_ids,
+    "pad_token_id": _token_ids,
     "sequence_bias": _sequence_bias,
     "exponential_decay_length_penalty": _length_penalty_decay,
     "num_beams": _number_of_texts,

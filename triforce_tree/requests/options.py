@@ -107,7 +107,9 @@ _SWITCHES = frozenset({"synced_gpus", "trust_remote_code"})
 
 
 def given_options(
-    options: Mapping[str, Any], config: GenerationConfig | Mapping[str, Any] | None
+    options: Mapping[str, Any],
+    config: GenerationConfig | Mapping[str, Any] | None,
+    checkpoint: GenerationConfig | None = None,
 ) -> tuple[GenerationConfig | None, dict[str, Any]]:
     """Returns the options of a call in the form that transformers' ``generate`` takes.
 
@@ -116,12 +118,14 @@ def given_options(
     Args:
         options: keywords. A keyword that is no option and whose value is None is dropped.
         config: a GenerationConfig, or a dict of options; ``options`` take precedence over both.
+        checkpoint: the settings of the checkpoint, over which both take precedence; None if there are none.
 
     Returns:
         The GenerationConfig, or None if none was given; and the option keywords.
 
     Raises:
-        ValueError: a keyword is not an option of GenerationConfig, or its value is invalid.
+        ValueError: a keyword is not an option of GenerationConfig; or an option, also of the checkpoint, is
+            not supported, or its value is invalid. The message names it.
     """
     if isinstance(config, Mapping):
         options, config = {**config, **options}, None
@@ -148,6 +152,11 @@ def given_options(
         found["do_sample"] = False
     elif temperature is not None:
         found.setdefault("do_sample", True)
+    given = {**(vars(config) if config is not None else {}), **found}
+    for name, value in checkpoint.to_diff_dict().items() if checkpoint is not None else ():
+        # transformers checks lengths, which options of the caller may replace.
+        if given.get(name) is None and name not in (*_WITHOUT_EFFECT, "max_length", "min_length"):
+            supported(name, value, of_checkpoint=True)
     return config, found
 
 
@@ -167,47 +176,27 @@ def texts_asked(kwargs: Mapping[str, Any]) -> tuple[int, int]:
     return beams, texts
 
 
-def supported(name: str, value: Any) -> Any:
+def supported(name: str, value: Any, of_checkpoint: bool = False) -> Any:
     """Returns the value of a GenerationConfig option that is carried out, or has no effect with this value.
+
+    Args:
+        of_checkpoint: whether it is a setting of the checkpoint, which the error then says.
 
     Raises:
         ValueError: the option is neither, or its value is invalid.
     """
-    value = checked(name, value)
-    if _is_carried_out(name, value):
-        return value
+    if name in HONOURED or name.startswith("_") or value in (None, False, _NEUTRAL.get(name)):
+        return checked(name, value)
+    if of_checkpoint:
+        raise ValueError(
+            f"generation option {name}={value!r} in the checkpoint's generation_config is not supported "
+            f"by triforce_tree; set model.generation_config.{name} = None, or remove it from "
+            "generation_config.json"
+        )
+    checked(name, value)
     if name in OF_BEAMS:
         raise ValueError(f"{name}={value!r} is read with num_beams above 1 alone; leave it out")
     raise ValueError(f"generation option {name}={value!r} is not supported by triforce_tree; {REMEDY}")
-
-
-def _is_carried_out(name: str, value: Any) -> bool:
-    """Returns whether an option is carried out, or has no effect with this value."""
-    return name in HONOURED or name.startswith("_") or value in (None, False, _NEUTRAL.get(name))
-
-
-def check_checkpoint(settings: GenerationConfig, given: Collection[str]) -> None:
-    """Raises an error for settings of a checkpoint that would otherwise be ignored.
-
-    Args:
-        settings: the checkpoint's settings.
-        given: names of options that the caller gave; they are checked elsewhere.
-
-    Raises:
-        ValueError: a setting is not supported, or its value is invalid; the message names it.
-    """
-    for name, value in settings.to_diff_dict().items():
-        if name in given or name in _WITHOUT_EFFECT:
-            continue
-        if not _is_carried_out(name, value):
-            raise ValueError(
-                f"generation option {name}={value!r} in the checkpoint's generation_config is not supported "
-                f"by triforce_tree; set model.generation_config.{name} = None, or remove it from "
-                "generation_config.json"
-            )
-        # transformers checks lengths, which options of the caller may replace.
-        if name not in ("max_length", "min_length"):
-            checked(name, value)
 
 
 def without_settings(model: Any) -> Any:

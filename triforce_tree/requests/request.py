@@ -22,7 +22,6 @@ from triforce_tree.requests.inputs import Inputs, Prompts, check_tokens, prompts
 from triforce_tree.requests.joining import Joining
 from triforce_tree.requests.option_values import checked
 from triforce_tree.requests.options import (
-    check_checkpoint,
     check_prepared,
     given_options,
     refuse_model_inputs,
@@ -134,10 +133,9 @@ class Arguments:
         )
         if isinstance(inputs, Mapping):
             inputs = text_alone(inputs, target.model)
-        config, options = given_options(text_alone(given, target.model), config)
         settings = target.model.generation_config
+        config, options = given_options(text_alone(given, target.model), config, settings)
         sources = options, vars(config) if config is not None else {}, vars(settings)
-        check_checkpoint(settings, {n for own in sources[:2] for n, v in own.items() if v is not None})
         if any(options.get(name, sources[1].get(name)) for name in ("output_scores", "output_logits")):
             # Otherwise transformers would warn that they are ignored.
             options["return_dict_in_generate"] = True
@@ -155,7 +153,7 @@ class Arguments:
                 raise ValueError("stop_strings needs a tokenizer: load(..., tokenizer=...)")
             criteria.append(StopStrings(tokenizer, strings, max(map(len, prompts.tokens))))
         processors = LogitsProcessorList(checked("logits_processor", processors) or ())
-        ids, mask = prompts.left_padded(target.device)
+        ids, mask = prompts.input_ids.to(target.device), prompts.attention_mask.to(target.device)
         return cls(prompts, ids, mask, config, options, processors, criteria, allowed, pad_token)
 
     def prepared(self, target: HFModel, how: RunOptions, number: int | None = None) -> "Request":
