@@ -118,10 +118,10 @@ def test_draft_probs_are_those_of_the_window(levels: int) -> None:
         trees += 1
         for b in range(2):
             sequence = tokens[b, : int(end[b]) + 1].tolist()
-            hidden = int(drafter.dropped[b])
+            hidden = int(drafter.window.dropped[b])
             dropped.add((b, hidden))
             visible = [*sequence[:2], *sequence[2 + hidden :]]
-            assert 2 + 6 <= len(visible) <= drafter.store.slots - drafter.nodes + 1
+            assert 2 + 6 <= len(visible) <= drafter.window.store.slots - drafter.nodes + 1
             for node in (0, 1 + trees % 4, 5 + trees % 3):
                 path: list[int] = []
                 ancestor = node

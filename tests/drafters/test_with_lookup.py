@@ -134,21 +134,22 @@ def test_the_drafts_window_catches_up_with_tokens_of_other_passes() -> None:
     """Its keys and values equal those of a recomputed window of the same tokens."""
     program = lookup_program(window=40)
     drafter = program.drafter.drafter
+    window = drafter.window
     sequence = prompt_of(60)
     drafter.start([sequence])
     for more in (3, 1, 17, 9):
         drafter.prepare([sequence], resumed=False)
         final = len(sequence) - drafter.refeed_tokens
         # These are the tokens that the first forward of a tree processes.
-        drafter._prefill(0, sequence[final:], final - int(drafter.dropped[0]))
+        window._prefill(0, sequence[final:], final - int(window.dropped[0]))
         sequence = [*sequence, *prompt_of(more)]
         drafter.prepare([sequence], resumed=True)
-        dropped, final = int(drafter.dropped[0]), len(sequence) - drafter.refeed_tokens
+        dropped, final = int(window.dropped[0]), len(sequence) - drafter.refeed_tokens
         held = final - dropped
-        caught_up = [part[:, 0, :, :held].clone() for part in drafter.store.kv]
-        sinks = drafter.config.sinks
-        drafter._prefill(0, [*sequence[:sinks], *sequence[dropped + sinks : final]])
-        for part, before in zip(drafter.store.kv, caught_up, strict=True):
+        caught_up = [part[:, 0, :, :held].clone() for part in window.store.kv]
+        sinks = window.config.sinks
+        window._prefill(0, [*sequence[:sinks], *sequence[dropped + sinks : final]])
+        for part, before in zip(window.store.kv, caught_up, strict=True):
             torch.testing.assert_close(part[:, 0, :, :held], before)
 
 

@@ -11,7 +11,7 @@ from triforce_tree.kv.backend import CacheSpec, KVBackend, PromptRun
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.choose import make_backend
 from triforce_tree.kv.kept_prefixes import Exchange, KeptPrefixes
-from triforce_tree.kv.marks import Marks
+from triforce_tree.kv.marks import Marks, StoredSequences
 from triforce_tree.kv.offload.host_store import Offload
 from triforce_tree.kv.pool.size import PoolSize
 from triforce_tree.kv.recurrent_states import RecurrentStates, with_states
@@ -79,7 +79,7 @@ class FullCache:
             self.states = RecurrentStates(target.states, batch, target.device, target.dtype)
             self.token_view = with_states(self.view, self.states, commits=True)
             self.view = with_states(self.view, self.states, commits=False)
-        self.marks = Marks(self.backend.store, self.states, batch)
+        self.marks = Marks(StoredSequences(self.backend.store, self.states), batch)
         if kept is not None:
             self._take_over(kept)
 

@@ -69,7 +69,7 @@ class Hierarchy:
     Raises:
         ValueError: a drafter's tree is no tree shape, it was made for another target, or it reads features
             of layers that the target does not have.
-        UnsupportedModelError: the target's logits are not transformers' own, or the draft is recurrent.
+        UnsupportedModelError: the target's logits are not transformers' own.
     """
 
     def __init__(
@@ -179,9 +179,7 @@ class Hierarchy:
         # The user may give a drafter of his own another tree.
         known = self._with_trees.get(config) if self.own_drafter is None else None
         if known is None:
-            known = self._level_0.with_trees(config)
-            if self.target.states is not None:
-                known = within_limits(self.target.name, known, self.draft is not None)
+            known = within_limits(self.target, self.draft, self._level_0.with_trees(config))
             if len(self._with_trees) >= _MOST_CONFIGS:
                 self._with_trees.clear()
             self._with_trees[config] = known
@@ -413,6 +411,7 @@ class Hierarchy:
         # Without the bits that are chosen: the last program serves with those that it has.
         serves = self.config, few_bits, len(prompts), levels, split
         kept: list[FullCache] = []
+        earlier: Drafter | None = None
         if (last := self.last_program) is not None:
             # A drafter that the user gave is bound to one program at a time.
             bound = self.own_drafter is None or last.drafter is None or self._bound[0]() is last
@@ -426,12 +425,15 @@ class Hierarchy:
             else:
                 last.cache.keep_prefixes()
             last.cache.close()  # The new program needs its memory.
+            earlier = last.drafter if kept else None
             self.last_program = last = None
             if split is None:
                 free_memory()
         if split is not None:
             self.release()
         program = self._new_program(prompts, max_seq_len, levels, few_bits, pinned, pool, kept)
+        if program.drafter is not None and earlier is not None:
+            program.drafter.take_over(earlier)
         self.last_program, self._serves = program, serves
         self._bound[:] = [weakref.ref(program)]
         if split is not None:

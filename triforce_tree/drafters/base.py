@@ -212,6 +212,12 @@ class Drafter:
         The engine calls it first, and again whenever it allocates new buffers.
         """
 
+    def take_over(self, earlier: "Drafter") -> None:
+        """Takes over what an earlier drafter with the same settings has computed of its prompts.
+
+        Called after ``bind``, if the target's cache is taken over too.
+        """
+
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         """Begins new sequences. The engine also calls it with made-up ones to capture or time stages.
 

@@ -12,7 +12,6 @@ from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.supported import refuse_draft
 from triforce_tree.trees.shapes import Lookup, chain_shape, parse_shape, with_chain
 
 
@@ -32,7 +31,6 @@ class DraftLevel:
     Raises:
         ValueError: a drafter's tree is no tree shape, it was made for another target, or it reads features
             of layers that the target does not have.
-        UnsupportedModelError: the draft is recurrent.
     """
 
     def __init__(self, target: HFModel, draft: HFModel | Drafter | None, tokens: TokenMap | None) -> None:
@@ -45,8 +43,6 @@ class DraftLevel:
             self._changes.append(self.model.changes)
         if self.own is not None:
             check_drafter(self.own, target)
-        if self.model is not None and self.model.states is not None:
-            refuse_draft(self.model.name)
         self.revision = sum(changes.revision for changes in self._changes)
 
     @property

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_tree.models.running_forward import Attend
+from triforce_tree.models.running_forward import Attend, RecurrentPass
 
 # The logit of a target id that the draft lacks. Its probability is 0 in fp32. It is finite because the user's
 # logits processors may set the logits of all ids of the draft to -inf. If the other logits were -inf too, the
@@ -48,7 +48,14 @@ class Forwards(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, last: int = 0) -> Tensor: ...
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        last: int = 0,
+        states: RecurrentPass | None = None,
+    ) -> Tensor: ...
 
 
 class MappedModel:
@@ -75,8 +82,15 @@ class MappedModel:
     def device(self) -> torch.device:
         return self._forwards.device
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, last: int = 0) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        last: int = 0,
+        states: RecurrentPass | None = None,
+    ) -> Tensor:
         """Returns logits, fp32 ``[B, T, V_t]``, of int64 ``[B, T]`` target ids; see ``StepModel``."""
-        logits = self._forwards(self._inputs[tokens], positions, attend, last)
+        logits = self._forwards(self._inputs[tokens], positions, attend, last, states)
         # fp16 cannot represent ABSENT.
         return logits.index_select(2, self._columns).float().masked_fill_(self._absent, ABSENT)

@@ -9,16 +9,17 @@ from torch import Tensor
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.draft_window import ContinuedWindow, DraftWindow, RecomputedWindow
 from triforce_tree.drafters.token_map import Forwards, MappedModel, TokenMap
 from triforce_tree.kernels import step
-from triforce_tree.kernels.attention.plan import AttentionParams
-from triforce_tree.kv.prefill import windowed_attention
+from triforce_tree.kv.marks import MOST_COPIES
+from triforce_tree.kv.recurrent_states import DraftedStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.models.hf_model import HFModel
-from triforce_tree.models.step_model import MOST_ROWS, step_model
+from triforce_tree.models.step_model import step_model
 from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.trees.device_shapes import DeviceTreeShape, tree_shapes
+from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, tree_shapes
 from triforce_tree.trees.shapes import with_chain
 from triforce_tree.verify.probs import Sampler
 
@@ -29,11 +30,9 @@ _BEYOND_WINDOW = 128
 class TreeDrafter(Drafter):
     """Grows trees with a draft model that attends to a window of each sequence.
 
-    The KV cache of the draft holds the first ``sinks`` tokens and the newest ones, at positions counted
-    within the cache (StreamingLLM). When the window is full, the keys and values of its newer half are
-    recomputed, which Xiao et al. (arXiv 2309.17453, table 1) found to be the best of the windowed caches. No
-    cached key is rotated again. The first forward of each tree processes the newest tokens again, so accepted
-    tokens, bonus tokens and rollbacks need no forwards of their own.
+    The KV cache of the draft holds the first ``sinks`` tokens and the newest ones (``draft_window``). The
+    first forward of each tree processes the newest tokens again, so accepted tokens, bonus tokens and
+    rollbacks need no forwards of their own. A draft with recurrent layers grows chains.
 
     Args:
         draft: the draft model.
@@ -46,7 +45,7 @@ class TreeDrafter(Drafter):
     deterministic = False
 
     def __init__(self, draft: HFModel, config: HierarchyConfig, tokens: TokenMap | None = None) -> None:
-        self.draft, self.config = draft, config.streaming
+        self.draft, self._config, self._tokens = draft, config, tokens
         laid_out = [shape for shape in tree_shapes(config) if not shape.matched]
         self.shapes = tuple(with_chain(shape, 0) for shape in config.shapes[: len(laid_out)])
         self.tree = self.shapes[0]
@@ -56,10 +55,11 @@ class TreeDrafter(Drafter):
         deepest = max(shape.depth for shape in laid_out)
         # A tree starts at most ``gamma`` tokens, the provisional chain, after the committed tokens.
         beyond = max(_BEYOND_WINDOW, config.gamma + deepest)
-        needed = self.config.sinks + 2 * self.config.window + beyond
+        streaming = config.streaming
+        needed = streaming.sinks + 2 * streaming.window + beyond
         limit = draft.learned_positions
         if limit is not None and needed > limit:
-            window = max(1, (limit - self.config.sinks - beyond) // 2)
+            window = max(1, (limit - streaming.sinks - beyond) // 2)
             raise ValueError(
                 f"{draft.name} has {limit} learned positions, and its window needs {needed}; set "
                 f"window<={window}, or choose another draft"
@@ -70,79 +70,49 @@ class TreeDrafter(Drafter):
         self.grown = [GrownTree(shape, self.refeed_tokens) for shape in laid_out]
         self.nodes = max(grown.nodes for grown in self.grown)
 
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        if (shapes := self.draft.states) is None:
+            return {}
+        size, streaming = self.draft.dtype.itemsize, self._config.streaming
+        slots = (streaming.sinks + 2 * streaming.window) * sum(s.elements for s in self.draft.kv_shapes)
+        kept = (self.refeed_tokens + limits.chain) * shapes.token_bytes(size)
+        copies = MOST_COPIES * (shapes.bytes(size) + slots * size)
+        return {"draft's recurrent states": batch * (2 * shapes.bytes(size) + kept + copies)}
+
     def bind(self, state: SequenceState) -> None:
-        batch, device = state.batch, self.model.device
-        self._scratch_slots = state.max_draft_tokens + 2 * self.refeed_tokens + self.nodes
-        capacity = self.config.sinks + 2 * self.config.window + self._scratch_slots
-        self.store = KVStore(self.draft.kv_layers, batch, capacity, device, self.draft.dtype)
-        # The number of tokens between sinks and window that the cache of each sequence has dropped. It is
-        # negative for a sequence shorter than ``refeed_tokens``, which counts as padded on the left. The host
-        # has a copy.
-        self.dropped = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._dropped_on_host = [0] * batch
-        # The number of first tokens of each sequence that the cache holds or has dropped.
-        self._fed = [0] * batch
-        # Forwards of up to MOST_ROWS tokens compile the layers for that number, which takes seconds. Feeding
-        # more tokens at once avoids this while decoding.
-        self._least_fed = MOST_ROWS + 1 if device.type == "cuda" else 1
+        scratch = state.max_draft_tokens + 2 * self.refeed_tokens + self.nodes
+        size = self.refeed_tokens, scratch, state
+        self.window: DraftWindow
+        if self.draft.states is None:
+            self.window = RecomputedWindow(self.draft, self.model, self._config.streaming, *size)
+        else:
+            self.window = ContinuedWindow(self.draft, self._tokens, self._config, *size)
         for grown in self.grown:
-            grown.bind(self.store)
+            grown.bind(self.window.store)
+
+    def take_over(self, earlier: Drafter) -> None:
+        if isinstance(earlier, TreeDrafter) and earlier.draft is self.draft:
+            self.window.take_over(earlier.window)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        self.grown[tree.shape].grow(self.model, self.dropped, state, tree, sampler)
+        states = self.window.begin_tree(state)
+        self.grown[tree.shape].grow(self.model, self.window.dropped, states, state, tree, sampler)
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        if (rope := self.draft.length_rope) is not None:
-            rope.choose_for_window(self.store.slots)
+        self.window.choose_rope(sequences)
         for b, sequence in enumerate(sequences):
-            self._recompute_window(b, sequence)
+            self.window.start(b, sequence)
 
     def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        self._recompute_window(b, sequences[b])
+        self.window.start(b, sequences[b])
 
     def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        """Processes tokens that plain decoding committed, and recomputes windows that have no slots left."""
+        """Processes tokens that plain decoding committed, and makes room in windows that have no slots
+        left.
+        """
         for b, sequence in enumerate(sequences):
-            if sequence is None:
-                continue
-            needed = len(sequence) - self._dropped_on_host[b] + self._scratch_slots
-            final, fed = len(sequence) - self.refeed_tokens, self._fed[b]
-            # Only the first forward of a tree writes slots of padding on the left, so a padded sequence that
-            # has grown is recomputed.
-            if needed > self.store.slots or (resumed and self._dropped_on_host[b] < 0):
-                self._recompute_window(b, sequence)
-            elif resumed and final > fed:
-                dropped = self._dropped_on_host[b]
-                oldest = dropped + self.config.sinks if dropped else 0
-                fed = max(oldest, min(fed, final - self._least_fed))
-                self._prefill(b, list(sequence[fed:final]), fed - dropped)
-            # The first forward of the next tree processes the newest tokens.
-            self._fed[b] = len(sequence)
-
-    def _recompute_window(self, b: int, sequence: Sequence[int]) -> None:
-        # Every tree processes the newest ``refeed_tokens`` again. A sequence shorter than this counts as
-        # padded on the left with copies of its first token.
-        final = len(sequence) - self.refeed_tokens
-        sinks, window = self.config.sinks, self.config.window
-        newest = min(window, max(0, final - sinks))
-        held = [*sequence[: max(0, min(sinks, final))], *sequence[max(0, final - newest) : max(0, final)]]
-        self.dropped[b] = self._dropped_on_host[b] = final - len(held)
-        self._fed[b] = max(0, final)
-        if held:
-            self._prefill(b, held)
-
-    def _prefill(self, b: int, tokens: list[int], first: int = 0) -> None:
-        """Writes the keys and values of ``tokens`` into the KV slots of sequence b from ``first`` on."""
-        ids, end = torch.tensor([tokens], device=self.model.device), first + len(tokens)
-        positions = torch.arange(first, end, device=ids.device)[None]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionParams) -> Tensor:
-            how = self.store.layers[layer].checked(how)
-            k, v = self.store.append(layer, b, first, k, v)
-            out = windowed_attention(q, k, v, how, end - q.shape[2])
-            return out.transpose(1, 2).contiguous()
-
-        self.model(ids, positions, attend, last=1)
+            if sequence is not None:
+                self.window.extend(b, sequence, resumed)
 
 
 class GrownTree:
@@ -199,24 +169,33 @@ class GrownTree:
             view.follow(first_slot, self._lengths)
 
     def grow(
-        self, model: Forwards, dropped: Tensor, state: SequenceState, tree: TokenTree, sampler: Sampler
+        self,
+        model: Forwards,
+        dropped: Tensor,
+        states: DraftedStates | None,
+        state: SequenceState,
+        tree: TokenTree,
+        sampler: Sampler,
     ) -> None:
         """Writes a tree for each sequence.
 
         Args:
             dropped: int64 ``[B]``, the number of tokens of each sequence that the draft's KV cache has
                 dropped.
+            states: of recurrent layers; then positions are those in the sequence, and all trees are chains.
         """
         end, before = state.end, self._refeed - 1
         step.begin_tree(
             self._ids[0], self._positions, tree.tokens, self._first_slots, self._lengths,
             state.tokens, end, dropped, self._offsets, self._first_offsets,
         )  # fmt: skip
+        if states is not None:
+            self._positions += dropped.clamp_min(0)[:, None]
         for d, nodes in enumerate(self._frontiers):
             columns = slice(before + nodes.start if d else 0, before + nodes.stop)
-            logits = model(
-                self._ids[d], self._positions[:, columns], self._views[d], last=nodes.stop - nodes.start
-            )
+            read = None if states is None else states.drafted if d else states.newest
+            width = nodes.stop - nodes.start
+            logits = model(self._ids[d], self._positions[:, columns], self._views[d], width, read)
             probs = tree.probs[:, nodes]
             paths = partial(tree.paths, state, end, nodes)
             draws, by_rank = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)

@@ -36,7 +36,7 @@ class RecurrentStates:
     """
 
     def __init__(self, shapes: StateShapes, batch: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.batch = batch
+        self.batch, self._shapes, self._dtype = batch, shapes, dtype
         self.convolutions = [
             torch.zeros(batch, *shape, device=device, dtype=dtype) for shape in shapes.convolutions
         ]
@@ -46,6 +46,10 @@ class RecurrentStates:
         self.ones = torch.ones(batch, dtype=torch.int64, device=device)
         self.lengths: list[int | None] = [None] * batch
         self.proposed: ProposedPass | None = None
+
+    def like(self) -> "RecurrentStates":
+        """Returns other states of the same shapes, of sequences without tokens."""
+        return RecurrentStates(self._shapes, self.batch, self.ones.device, self._dtype)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -118,7 +122,7 @@ class PromptPass:
 
 
 class TokenPass:
-    """A ``RecurrentPass`` over one token of each sequence, which is committed."""
+    """A ``RecurrentPass`` over a few tokens of each sequence, all of which are committed at once."""
 
     def __init__(self, states: RecurrentStates) -> None:
         self._states = states
@@ -127,7 +131,7 @@ class TokenPass:
         return _appended(self._states.convolutions[number], new)
 
     def recur(self, number: int, inputs: ScanInputs) -> Tensor:
-        return _scanned(self._states.recurrences[number], inputs, self._states.ones)
+        return _scanned(self._states.recurrences[number], inputs, self._states.ones * inputs.v.shape[1])
 
 
 class ProposedPass:
@@ -143,9 +147,8 @@ class ProposedPass:
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
         self._states.proposed = self
-        inputs = torch.cat([self._states.convolutions[number], new], 2)
-        self._inputs[number] = inputs.clone()
-        return inputs
+        self._inputs[number] = new.clone()
+        return torch.cat([self._states.convolutions[number], new], 2)
 
     def recur(self, number: int, inputs: ScanInputs) -> Tensor:
         rates, beta = (None if t is None else t.clone() for t in (inputs.rates, inputs.beta))
@@ -156,15 +159,82 @@ class ProposedPass:
 
     def commit(self, counts: Tensor) -> None:
         """Applies the first ``counts`` tokens, int64 ``[B]``, of the last pass; 0 changes nothing."""
-        for number, convolved in self._inputs.items():
-            kept = self._states.convolutions[number]
-            columns = counts[:, None] + torch.arange(kept.shape[2], device=counts.device)
-            kept.copy_(convolved.gather(2, columns[:, None].expand_as(kept)))
-        for number, inputs in self._scans.items():
-            state = self._states.recurrences[number]
-            linear_recurrence(
-                state, inputs.q, inputs.k, inputs.v, inputs.decay, inputs.rates, inputs.beta, counts, None
-            )
+        _advance(self._states, self._inputs, self._scans, counts)
+
+
+class DraftedStates:
+    """The states of a draft, which processes tokens in several forwards before any of them is committed.
+
+    The states after the committed tokens are kept, and with them what the layers read for each later token.
+    A forward of the newest tokens begins from a copy of the states, to which the tokens before it are applied
+    (:meth:`begin`); the forwards of drafted tokens continue it.
+
+    Args:
+        states: after the committed tokens of each sequence.
+        newest: tokens of a forward of the newest ones.
+        chain: most tokens that precede such a forward after the committed ones.
+
+    Attributes:
+        room: most tokens of a sequence that were processed after the committed ones, without drafted ones.
+        newest: a ``RecurrentPass`` over the newest tokens of each sequence, the first after :meth:`begin`.
+        drafted: a ``RecurrentPass`` over the drafted tokens that follow.
+    """
+
+    def __init__(self, states: RecurrentStates, newest: int, chain: int) -> None:
+        self._states, self.room, self._several = states, newest + chain, chain > 0
+        self._now = states.like()
+        self._before = torch.zeros(states.batch, dtype=torch.int64, device=states.ones.device)
+        self._inputs: dict[int, Tensor] = {}
+        self._scans: dict[int, ScanInputs] = {}
+        self.drafted: RecurrentPass = TokenPass(self._now)
+        self.newest: RecurrentPass = self
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Returns all buffers beside those of the committed states."""
+        scans = [
+            t for scan in self._scans.values() for t in (scan.k, scan.v, scan.decay, scan.rates, scan.beta)
+        ]
+        return [*self._now.buffers, *self._inputs.values(), *(t for t in scans if t is not None)]
+
+    def begin(self, committed: Tensor, before: Tensor) -> None:
+        """Prepares a forward of the newest tokens.
+
+        Args:
+            committed: int64 ``[B]``, how many of the tokens that were processed are applied to the states
+                for good.
+            before: int64 ``[B]``, how many of those that follow precede the forward.
+        """
+        _advance(self._states, self._inputs, self._scans, committed)
+        self._before.copy_(before)
+        self._now.restore(self._states.buffers)
+        if self._several:
+            _advance(self._now, self._inputs, self._scans, before)
+
+    def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
+        if number not in self._inputs:
+            self._inputs[number] = new.new_zeros(*new.shape[:2], self.room)
+        self._write(self._inputs[number], new, 2)
+        return self.drafted.convolve(number, new, columns)
+
+    def recur(self, number: int, inputs: ScanInputs) -> Tensor:
+        if number not in self._scans:
+            self._scans[number] = inputs.kept(self.room)
+        kept = self._scans[number]
+        for own, new in ((kept.k, inputs.k), (kept.v, inputs.v), (kept.decay, inputs.decay)):
+            self._write(own, new, 1)
+        if kept.beta is not None and inputs.beta is not None:
+            self._write(kept.beta, inputs.beta, 1)
+        if kept.rates is not None and inputs.rates is not None:
+            kept.rates.copy_(inputs.rates)
+        return self.drafted.recur(number, inputs)
+
+    def _write(self, own: Tensor, new: Tensor, dim: int) -> None:
+        """Writes the forward's tokens, along ``dim``, after those that precede the forward."""
+        places = self._before[:, None] + torch.arange(new.shape[dim], device=new.device)
+        shape = [1] * new.dim()
+        shape[0], shape[dim] = places.shape
+        own.scatter_(dim, places.view(shape).expand_as(new), new)
 
 
 class RecurrentView:
@@ -194,6 +264,24 @@ class RecurrentView:
         self._view.move(index)
         if self._proposed is not None:
             self._proposed.commit((index >= 0).sum(1))
+
+
+def _advance(
+    states: RecurrentStates, inputs: dict[int, Tensor], scans: dict[int, ScanInputs], counts: Tensor
+) -> None:
+    """Applies the first ``counts`` tokens, int64 ``[B]``, to states.
+
+    Args:
+        inputs: of each convolution, ``[B, channels, T]``.
+        scans: of each recurrence.
+    """
+    for number, new in inputs.items():
+        kept = states.convolutions[number]
+        columns = counts[:, None] + torch.arange(kept.shape[2], device=counts.device)
+        kept.copy_(torch.cat([kept, new], 2).gather(2, columns[:, None].expand_as(kept)))
+    for number, scan in scans.items():
+        state = states.recurrences[number]
+        linear_recurrence(state, scan.q, scan.k, scan.v, scan.decay, scan.rates, scan.beta, counts, None)
 
 
 def _appended(kept: Tensor, new: Tensor) -> Tensor:

@@ -54,6 +54,11 @@ class StateShapes:
         convolutions = sum(channels * columns for channels, columns in self.convolutions)
         return convolutions * itemsize + 4 * sum(h * v * k for h, v, k in self.recurrences)
 
+    def token_bytes(self, itemsize: int) -> int:
+        """Returns the most bytes of what the layers read for one token, as it is kept until a commit."""
+        channels = sum(channels for channels, _ in self.convolutions)
+        return channels * itemsize + 4 * sum(h * (2 * v + 2 * k + 1) for h, v, k in self.recurrences)
+
 
 @dataclass(frozen=True)
 class ScanInputs:
@@ -65,6 +70,19 @@ class ScanInputs:
     decay: Tensor
     rates: Tensor | None = None
     beta: Tensor | None = None
+
+    def kept(self, tokens: int) -> "ScanInputs":
+        """Returns buffers for as many tokens of these shapes, which advance a state and read no output.
+
+        Queries are not kept: keys fill their place.
+        """
+
+        def buffer(own: Tensor) -> Tensor:
+            return own.new_zeros(own.shape[0], tokens, *own.shape[2:])
+
+        key, beta = buffer(self.k), None if self.beta is None else buffer(self.beta)
+        rates = None if self.rates is None else self.rates.clone()
+        return ScanInputs(key, key, buffer(self.v), buffer(self.decay), rates, beta)
 
 
 class RecurrentPass(Protocol):

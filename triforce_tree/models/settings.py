@@ -13,7 +13,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.runtime import distributed
 from triforce_tree.trees.device_shapes import device_tree_shape
-from triforce_tree.trees.shapes import parse_shape
+from triforce_tree.trees.shapes import parse_shape, with_chain
 
 _LEAVE_OUT = "leave out exact"
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -66,24 +66,26 @@ def _why_not(target: HFModel) -> str | None:
     return why_not_replaceable(model)
 
 
-def within_limits(name: str, config: HierarchyConfig, draft_model: bool) -> HierarchyConfig:
-    """Returns settings that a model with recurrent layers can be decoded with.
+def within_limits(target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> HierarchyConfig:
+    """Returns settings that models with recurrent layers can decode with: chains instead of trees.
 
     Args:
-        name: name of the model, for error messages.
+        draft: the draft model, which grows ``config.tree``; None for another drafter, which chooses its own.
         config: the settings. With a draft model the default tree becomes a chain.
-        draft_model: whether a draft model grows ``config.tree``. Otherwise the drafter chooses its own tree.
 
     Raises:
-        ValueError: the settings have three levels, or a tree that branches.
+        ValueError: the settings have a tree that branches; or three levels with such a target.
     """
-    if config.levels == 3:
+    if target.states is not None and config.levels == 3:
         raise ValueError(
-            f"levels=3 is not possible with {name}: level 1 would need recurrent states of its own, after "
-            "tokens that level 2 has not verified; use levels=2 or levels='auto'"
+            f"levels=3 is not possible with {target.name}: level 1 would need recurrent states of its own, "
+            "after tokens that level 2 has not verified; use levels=2 or levels='auto'"
         )
-    shape = device_tree_shape(parse_shape(config.tree))
-    if shape.widths and shape.chain:
+    recurrent = [model for model in (target, draft) if model is not None and model.states is not None]
+    if not recurrent:
+        return config
+    name, shape = recurrent[0].name, device_tree_shape(parse_shape(config.tree))
+    if shape.widths and shape.chain and target.states is not None:
         raise ValueError(
             f"lookup={shape.chain} adds a branch to the draft's trees, and {name} would need a recurrent "
             "state for every branch; leave lookup out"
@@ -91,8 +93,8 @@ def within_limits(name: str, config: HierarchyConfig, draft_model: bool) -> Hier
     config = replace(config, other_trees=())
     if all(width == 1 for width in shape.widths):
         return config
-    if draft_model and config.tree == HierarchyConfig().tree:
-        return replace(config, tree=_CHAIN)
+    if draft is not None and config.tree == with_chain(HierarchyConfig().tree, shape.chain):
+        return replace(config, tree=with_chain(_CHAIN, shape.chain))
     raise ValueError(
         f"tree={config.tree!r} branches, and {name} would need a recurrent state for every branch; use a "
         f"chain, like tree={_CHAIN!r}"

@@ -143,14 +143,6 @@ def likely_cause(model: Any, attention: Iterable[nn.Module]) -> str:
     return ""
 
 
-def refuse_draft(name: str) -> NoReturn:
-    """Raises UnsupportedModelError, because a draft model has recurrent layers."""
-    raise UnsupportedModelError(
-        f"{name} keeps recurrent state, and a draft sees a window of the newest tokens, which a state cannot "
-        "be cut to; use a draft without such layers, or none (suffix matching)"
-    )
-
-
 def refuse_without_attention(name: str) -> NoReturn:
     """Raises UnsupportedModelError, because all layers of a model are recurrent."""
     raise UnsupportedModelError(

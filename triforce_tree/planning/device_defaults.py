@@ -155,7 +155,7 @@ class ModelFacts:
         return cls(
             gpu=target.device.type == "cuda",
             group=target.heads.group,
-            grows_trees=draft is not None and target.states is None,
+            grows_trees=draft is not None and target.states is None and draft.states is None,
             few_bits=gains_from_few_bits(target),
             weights=weight_bytes(target.model),
             drafted=weight_bytes(draft.model) if draft is not None else 0.0,

@@ -37,7 +37,7 @@ def first_fitting(task: Task) -> tuple[MemoryPlan | None, list[MemoryPlan]]:
         ValueError: the retrieval model would run on streamed weights.
     """
     tried: list[MemoryPlan] = []
-    if "tree" not in task.given and not task.sizes.states:
+    if "tree" not in task.given and not task.sizes.chains:
         task = task.with_options(tree=_TREE)
     for choice, split in _choices(task):
         plan = offloaded(choice, split)

@@ -20,7 +20,8 @@ def roofs_ms(program: DecodingProgram, lengths: Sequence[int], bandwidth: float)
     needed = dict.fromkeys(("plain", "target", "target_tree"), full)
     drafter = program.drafter
     if isinstance(drafter, TreeDrafter):
-        window = program.batch * (drafter.config.sinks + drafter.config.window) * _slot_bytes(drafter.store)
+        kept = drafter.window
+        window = program.batch * (kept.config.sinks + kept.config.window) * _slot_bytes(kept.store)
         needed["draft"] = drafter.depth * (weight_bytes(drafter.model.model) + window)
     if program.retrieval is not None:
         config = program.retrieval.config

@@ -195,10 +195,6 @@ def test_what_is_not_possible_is_refused_with_the_reason() -> None:
         triforce_tree.load(target, tiny("llama"), tree="static:0;1")
     with pytest.raises(ValueError, match=r"lookup=4 adds a branch.*every branch; leave lookup out"):
         triforce_tree.load(target, tiny("llama"), advanced={"lookup": 4})
-    with pytest.raises(
-        UnsupportedModelError, match=r"GraniteMoeHybrid.* keeps recurrent state.*without such"
-    ):
-        triforce_tree.load(tiny("llama"), target)
 
 
 @pytest.mark.parametrize(

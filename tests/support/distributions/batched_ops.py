@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.drafters.tree_model import TreeDrafter
+from triforce_tree.drafters.draft_window import RecomputedWindow
 from triforce_tree.kernels import step
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Plan
 from triforce_tree.kernels.cpu import backend as cpu_backend
@@ -40,14 +40,14 @@ def prefill_alike(program: DecodingProgram, prompt: list[int], monkeypatch: pyte
 
 def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computes draft windows for the first sequence and copies them: for equal sequences only."""
-    prefill = TreeDrafter._prefill
+    prefill = RecomputedWindow._prefill
 
-    def prefill_first(self: TreeDrafter, b: int, tokens: list[int]) -> None:
+    def prefill_first(self: RecomputedWindow, b: int, tokens: list[int]) -> None:
         if b == 0:
             prefill(self, b, tokens)
             share_first(self.store)
 
-    monkeypatch.setattr(TreeDrafter, "_prefill", prefill_first)
+    monkeypatch.setattr(RecomputedWindow, "_prefill", prefill_first)
 
 
 def share_first(store: KVStore) -> None:

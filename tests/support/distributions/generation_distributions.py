@@ -23,6 +23,7 @@ from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Ending, Sequence
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.draft_window import RecomputedWindow
 from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
@@ -130,8 +131,8 @@ class Generations:
             backend.cached.fed(b, self.prompt, 0)
         self._states = [state[:1].clone() for state in self._recurrent()]
         self.program.cache.means.update_all()
-        if self.window is not None and levels > 1:
-            _cache_windows(self.window)
+        if self.window is not None and levels > 1 and isinstance(self.window.window, RecomputedWindow):
+            _cache_windows(self.window.window)
 
     def distribution(
         self,
@@ -231,15 +232,15 @@ class Generations:
         )
 
 
-def _cache_windows(drafter: TreeDrafter) -> None:
+def _cache_windows(window: RecomputedWindow) -> None:
     """Copies draft windows that were computed before: all runs begin with the same one."""
-    prefill, known = drafter._prefill, dict[tuple[int, ...], list[Tensor]]()
+    prefill, known = window._prefill, dict[tuple[int, ...], list[Tensor]]()
 
     def cached(b: int, tokens: list[int], first: int = 0) -> None:
         if first:
             prefill(b, tokens, first)
             return
-        slots = [part[:, b, :, : len(tokens)] for part in drafter.store.kv]
+        slots = [part[:, b, :, : len(tokens)] for part in window.store.kv]
         key = tuple(tokens)
         if key in known:
             for part, old in zip(slots, known[key], strict=True):
@@ -248,7 +249,7 @@ def _cache_windows(drafter: TreeDrafter) -> None:
             prefill(b, tokens)
             known[key] = [part.clone() for part in slots]
 
-    drafter._prefill = cached
+    window._prefill = cached
 
 
 @torch.no_grad()
