@@ -74,8 +74,8 @@ def load(
         draft: likewise; by default the embedded draft for the embedded target, and suffix matching for
             any other.
         drafter: the proposer of token trees: ``"model"``, the draft; ``"lookup"``, suffix matching; a folder
-            or hub id with Medusa heads or an EAGLE-3 head for the target, recognised from its files; or an
-            object: :class:`Medusa`, :class:`Eagle3`, or one of your own
+            or hub id with Medusa heads, an EAGLE-3 head or a DFlash block for the target, recognised from
+            its files; or an object: :class:`Medusa`, :class:`Eagle3`, or one of your own
             (:class:`~triforce_tree.drafters.base.Drafter`). The draft model and folders take ``tree``. By
             default the draft where there is one, and else suffix matching; ``lookup=N`` is both.
         tokenizer: an object, a hub id or a folder; by default the one in the target's folder.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.distributions.block_folders import block
 from tests.support.distributions.enumerated_noise import EnumeratedNoise
 from tests.support.distributions.enumeration import NOISE, exact_distribution, summed, total_variation
 from tests.support.distributions.generation_cases import BOTH, TOKENS, Case
@@ -134,7 +135,11 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
             Case(2, 3, 1, layers=2, drafter=partial(kind, stranger(3, 0, 2), tree)),
             trees,
         )
-        for name, kind in (("medusa", medusa), ("eagle", partial(eagle, draft_vocabulary=2)))
+        for name, kind in (
+            ("medusa", medusa),
+            ("eagle", partial(eagle, draft_vocabulary=2)),
+            ("block", partial(block, inputs=(0,))),
+        )
         for tree in ("static:1;0.1", "best-first:2,2")
     },
     "merged, chain": drafting(2, 3, trees, tree="chain:2", lookup=3),

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.distributions.block_folders import block_folder
 from tests.support.distributions.head_folders import eagle_folder, medusa_folder
 from tests.support.models.families import perturbed, tiny
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.hierarchy import Hierarchy
 from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.blocks.drafter import BlockDrafter
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.medusa import Medusa
 from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
@@ -40,12 +42,13 @@ def tensors(held: object, depth: int = 0) -> Iterator[Tensor]:
     elif callable(held) and getattr(held, "__closure__", None):
         for cell in held.__closure__:
             yield from tensors(cell.cell_contents, depth)
+    elif isinstance(held, nn.Module):
+        if "Norm" in type(held).__name__ or type(held).__module__.startswith("triforce_tree.drafters"):
+            yield from held.parameters()
     elif type(held).__module__.startswith("triforce_tree.drafters") and depth < 3:
         for name, part in vars(held).items():
             if name != "_state":
                 yield from tensors(part, depth + 1)
-    elif isinstance(held, nn.Module) and "Norm" in type(held).__name__:
-        yield from held.parameters()
 
 
 def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
@@ -56,15 +59,16 @@ def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
         "eagle, own embeddings": Eagle3(
             eagle_folder(folder / "own", target, embeddings=True), "static:0;1;0.0", 4, 32
         ),
+        "block": BlockDrafter(block_folder(folder / "block", target, inputs=(0,)), sinks=2, window=24),
         "suffix": SuffixMatching(15),
         "merged": Merged(Medusa(medusa_folder(folder / "medusa", target)), SuffixMatching(4)),
     }
 
 
-NAMES = ["medusa", "medusa, the target's head", "eagle", "eagle, own embeddings", "suffix", "merged"]
+NAMES = ["medusa", "medusa, the target's head", "eagle", "eagle, own embeddings", "block", "suffix", "merged"]
 
 
-@pytest.mark.parametrize(("levels", "name"), [*((3, name) for name in NAMES), (2, "eagle")])
+@pytest.mark.parametrize(("levels", "name"), [*((3, name) for name in NAMES), (2, "eagle"), (2, "block")])
 def test_planned_bytes_are_those_that_are_allocated(levels: int, name: str, tmp_path: Path) -> None:
     target = tiny("llama-gqa")
     drafter = drafters(tmp_path, target)[name]

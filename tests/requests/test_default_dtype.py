@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import triforce_tree
+from tests.support.distributions.block_folders import block
 from tests.support.distributions.head_folders import eagle, medusa
 from tests.support.models.api_cases import EXPECTED, PROMPT, SMALL, SMALL_LOOKUP, TARGET, new
 from tests.support.models.families import perturbed
@@ -17,6 +18,7 @@ from triforce_tree.config import load_arguments
 NEW = 14
 DRAFT = perturbed(TARGET, 0.05)
 EAGLE, MEDUSA = eagle(TARGET, "chain:3"), medusa(TARGET, "chain:3")
+BLOCK = block(TARGET, "chain:3", inputs=(0,))
 
 
 def drafting(**options: Any) -> Callable[[], Engine]:
@@ -33,6 +35,9 @@ ENGINES: dict[str, Callable[[], Engine]] = {
     "8 bits": drafting(levels=3, rounds=2, kv_bits=8, retrieval_weight_bits=8),
     "both": drafting(levels=2, rounds=2, lookup=4),
     "defaults": drafting(),
+    "block": lambda: triforce_tree.load(
+        TARGET, drafter=BLOCK, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})
+    ),
     "EAGLE": lambda: triforce_tree.load(
         TARGET, drafter=EAGLE, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})
     ),

@@ -66,7 +66,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         metavar=f"{{{','.join(DRAFTERS)},FOLDER}}",
         help="what proposes tokens: the draft model, suffix matching (lookup), or a folder or hub id with "
-        "Medusa heads or an EAGLE-3 head; by default the draft model if there is one",
+        "Medusa heads, an EAGLE-3 head or a DFlash block; by default the draft model if there is one",
     )
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer; without it, the target's own")
     group.add_argument(

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+MUSE = "muse_glimmer_assistant"
+"""The model type of transformers' own block drafter."""
 
 
 class Format(NamedTuple):
@@ -36,11 +38,21 @@ class Format(NamedTuple):
     options: tuple[str, ...]
 
 
+def _drafts_blocks(config: Mapping[str, Any], files: frozenset[str]) -> bool:
+    names = [config.get("model_type"), *(config.get("architectures") or ())]
+    named = "dflash_config" in config or MUSE in names or "DFlashDraftModel" in names
+    return named and not files.isdisjoint(WEIGHTS)
+
+
 _HEADS = "triforce_tree.drafters.heads"
+_BLOCKS = "triforce_tree.drafters.blocks"
 _TREES, _WINDOW = ("tree", "other_trees"), ("sinks", "window")
 # The first format that a folder fulfils is taken.
 FORMATS = (
     Format("Medusa heads", lambda _, files: not files.isdisjoint(MEDUSA), f"{_HEADS}.medusa:Medusa", _TREES),
+    Format(
+        "a block drafter (DFlash)", _drafts_blocks, f"{_BLOCKS}.drafter:BlockDrafter", _TREES + _WINDOW
+    ),
     Format(
         "an EAGLE-3 head", lambda _, files: not files.isdisjoint(WEIGHTS), f"{_HEADS}.eagle:Eagle3",
         _TREES + _WINDOW,

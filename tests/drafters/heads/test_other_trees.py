@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.distributions.block_folders import block_folder
 from tests.support.distributions.head_folders import eagle_folder, medusa_folder
 from tests.support.models.program_cases import GREEDY, NEW, PROMPTS, SMALL, finished, model, reference
 from triforce_tree.config import HierarchyConfig
@@ -19,11 +20,14 @@ from triforce_tree.trees.device_shapes import pass_limits
 OTHERS = "chain:3 best-first:5,4"
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "block"])
 @pytest.mark.parametrize("levels", [2, 3])
 def test_passes_take_all_shapes_of_heads(kind: str, levels: int, tmp_path: Path) -> None:
     target = model("llama-gqa")
-    folder = (medusa_folder if kind == "medusa" else eagle_folder)(tmp_path, target)
+    if kind == "block":
+        folder = block_folder(tmp_path, target, inputs=(0,))
+    else:
+        folder = (medusa_folder if kind == "medusa" else eagle_folder)(tmp_path, target)
     drafter = trained_drafter(folder, {"tree": "static:0;1;0.0", "other_trees": OTHERS})
     held = HFModel(target)
     drafter.attach(held)

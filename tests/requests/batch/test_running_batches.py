@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import triforce_tree
+from tests.support.distributions.block_folders import block
 from tests.support.distributions.head_folders import eagle
 from tests.support.models.api_cases import (
     PROMPT,
@@ -99,8 +100,12 @@ DRAFTED: dict[str, Callable[[], Engine]] = {
     "eagle": lambda: triforce_tree.load(
         TARGET, drafter=eagle(TARGET, "chain:3"), levels=3, **load_arguments({**SMALL_LOOKUP, "rounds": 2})
     ),
+    "block": lambda: triforce_tree.load(
+        TARGET, drafter=block(TARGET, "chain:3", inputs=(0,)), levels=3,
+        **load_arguments({**SMALL_LOOKUP, "rounds": 2}),
+    ),
     "plain": lambda: triforce_tree.load(TARGET, levels=1, **load_arguments(SMALL_LOOKUP)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("poisoned_empty")

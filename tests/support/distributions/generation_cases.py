@@ -14,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.support.distributions.block_folders import block
 from tests.support.distributions.enumeration import total_variation
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
 from tests.support.distributions.head_folders import eagle, medusa
@@ -310,8 +311,8 @@ CASES: dict[str, Case] = {
     "drawn by a table, all": Case(
         2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(TableDraws, "static:0;1;0.0", 4)
     ),
-    # Drafters that read the target's hidden states; EAGLE-3 with a window much shorter than the prompt, and
-    # with a draft vocabulary that lacks some of the target's tokens.
+    # Drafters that read the target's hidden states; EAGLE-3 and blocks with a window much shorter than
+    # the prompt, EAGLE-3 also with a draft vocabulary that lacks some of the target's tokens.
     **{
         f"{name}, {how}": Case(levels, vocabulary, tokens, passes, options, processors, 2, plan, drafter)
         for how, levels, vocabulary, tokens, passes, tree, options, processors, plan in (
@@ -329,6 +330,7 @@ CASES: dict[str, Case] = {
                 "eagle 3.1",
                 partial(eagle, stranger(vocabulary, 0, 2), tree, fc_norm=True, norm_output=True),
             ),
+            ("block", partial(block, stranger(vocabulary, 0, 2), tree, inputs=(0,))),
         )
     },
     **{

@@ -12,6 +12,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 import triforce_tree
+from tests.support.distributions.block_folders import block
 from tests.support.distributions.head_folders import eagle
 from tests.support.models.families import greedy, perturbed, prompt_of, tiny, without_tree
 from triforce_tree import Engine
@@ -52,6 +53,12 @@ SHARING: dict[str, Callable[[], Engine]] = {
     "with variances": _drafting(levels=3, rounds=2, key_variance=True),
     "EAGLE": lambda: triforce_tree.load(
         TARGET, drafter=eagle(TARGET, "chain:3"), levels=2, **load_arguments({**CHUNKED, "rounds": 1})
+    ),
+    "block": lambda: triforce_tree.load(
+        TARGET,
+        drafter=block(TARGET, "chain:3", inputs=(0,)),
+        levels=2,
+        **load_arguments({**CHUNKED, "rounds": 1}),
     ),
 }
 

@@ -1,0 +1,314 @@
+"""Drafts a tree from the distributions of one block (DFlash, arXiv 2602.06036)."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.blocks.format import block_format, canonical
+from triforce_tree.drafters.blocks.network import BlockNetwork
+from triforce_tree.drafters.blocks.reference import reference_hidden
+from triforce_tree.drafters.heads.attention import rotated
+from triforce_tree.drafters.heads.files import HeadWeights
+from triforce_tree.drafters.heads.growth import TreeGrowth
+from triforce_tree.drafters.heads.ring import Ring
+from triforce_tree.drafters.registry import WEIGHTS
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.runtime.distributed import broadcast_tensor
+from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import PassLimits
+from triforce_tree.trees.shapes import Shape, other_shapes
+from triforce_tree.verify.probs import Sampler
+
+# Nodes of the default tree by depth; 62 in all, so that a mask of one word suffices.
+_WIDTHS = (8, 8, 8, 7, 6, 5, 4, 3, 3, 2, 2, 2, 2, 1, 1)
+_SINKS, _WINDOW = 4, 2048
+# Relative difference of hidden states that rounding explains.
+_MOST_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+# Hidden states before the block in the comparison with the plain reference.
+_COMPARED = 5
+
+
+class BlockDrafter(Drafter):
+    """Predicts the tokens after the newest one in a single forward over a block of mask tokens.
+
+    Slot t of the block stands for the t-th token after the newest one. The distribution at a slot does not
+    depend on the tokens in between, so it is that of all nodes of the depth before, and their children are
+    drawn from it independently. A causal block (JetSpec, arXiv 2606.18394) differs in the mask alone.
+
+    Keys and values of committed positions are kept for the first ``sinks`` and the newest ``window``
+    positions. Keys are rotated by positions in the text, but those of the sinks as if the window followed
+    them (StreamingLLM, arXiv 2309.17453). Layers that were trained with a window see no more than that.
+
+    Args:
+        folder: has ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin`` in a layout of
+            ``blocks/format.py``.
+        tree: a shape or its name, at most as deep as the block. The default is a tree of up to 62 nodes;
+            without ``tree`` and ``other_trees``, decoding also chooses chains.
+        sinks: number of first positions in the cache; by default 4, or 0 if all layers have windows.
+        window: number of newest positions in the cache; by default the layers' own windows, or 2048.
+        other_trees: at most two further shapes; decoding chooses one for each pass.
+
+    Raises:
+        OSError, ValueError: the folder has no such files, or a size is out of range.
+    """
+
+    name = "block"
+    deterministic = False
+    capturable = True
+
+    def __init__(
+        self,
+        folder: str | Path,
+        tree: str | Shape | None = None,
+        sinks: int | None = None,
+        window: int | None = None,
+        other_trees: str | Sequence[str | Shape] | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.format = block_format(self.folder)
+        self._weights = HeadWeights(self.folder, WEIGHTS, canonical)
+        self._kinds = list(zip(self.format.causal, self.format.windows, strict=True))
+        self.sinks, self.window = self._cached(sinks, window)
+        self.feature_window = (self.sinks, self.window)
+        deepest = self.format.depth
+        if other_trees is None:
+            short = min(4, deepest)
+            chains = dict.fromkeys([f"chain:{deepest}", f"chain:{short}"])
+            other_trees = () if tree is not None else tuple(chains)
+        if tree is None:
+            tree = "best-first:" + ",".join(map(str, _WIDTHS[:deepest]))
+        self.tree = tree
+        self.shapes: tuple[str | Shape, ...] = (tree, *other_shapes(other_trees))
+        self._growths = [TreeGrowth(shape) for shape in self.shapes]
+        self._depth = max(growth.depth for growth in self._growths)
+        if self._depth > deepest:
+            raise ValueError(
+                f"the tree has {self._depth} depths, and the block of {str(self.folder)!r} predicts "
+                f"{deepest} tokens; use a tree of at most {deepest}"
+            )
+
+    def _cached(self, sinks: int | None, window: int | None) -> tuple[int, int]:
+        """Returns the numbers of first and of newest positions in the cache."""
+        windows = self.format.windows
+        most = max(most for most in windows if most is not None) if None not in windows else None
+        if most is not None and (sinks or (window or 0) > most):
+            raise ValueError(
+                f"all layers of the drafter in {str(self.folder)!r} attend to at most {most} positions, so "
+                f"that sinks={sinks} and window={window} would keep some that none reads; leave sinks out "
+                f"and set window to at most {most}"
+            )
+        sinks = (_SINKS if most is None else 0) if sinks is None else sinks
+        window = (most or _WINDOW) if window is None else window
+        if not 0 <= sinks <= window or window < 1:
+            raise ValueError(f"sinks={sinks} and window={window} must be 0 <= sinks <= window, window >= 1")
+        return sinks, window
+
+    def attach(self, target: HFModel) -> None:
+        format, folder = self.format, str(self.folder)
+        size = target.model.config.get_text_config(decoder=True).hidden_size
+        if max(format.inputs) >= target.layers - 1:
+            raise ValueError(
+                f"the drafter in {folder!r} reads the outputs of layers {list(format.inputs)}, and must read "
+                f"some of 0 to {target.layers - 2} of this target (implementations differ on whether the "
+                "output of the last layer is normalised); give a drafter that was trained for it"
+            )
+        trained = format.target_size or format.layers.hidden_size
+        if not size == trained == format.layers.hidden_size:
+            raise ValueError(
+                f"the drafter in {folder!r} has hidden size {format.layers.hidden_size} and was trained for "
+                f"a target of {trained}, and this one has {size}; they must be equal"
+            )
+        if format.mask_token >= target.vocab_size:
+            raise ValueError(
+                f"mask_token_id={format.mask_token} in {folder!r} is not in the target's vocabulary of "
+                f"{target.vocab_size}; give a drafter that was trained for this target"
+            )
+        self.features = tuple(dict.fromkeys(format.inputs))
+        self._embed = self._embeddings(target.model.get_input_embeddings())
+        self._head = target.model.get_output_embeddings()
+        self.network = BlockNetwork.load(format, size, self._weights, target.device, target.dtype)
+        self.weight_bytes = sum(p.nbytes for p in self.network.parameters())
+        self._check(target, size)
+
+    def _embeddings(self, shared: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Returns what embeds the tokens of a block."""
+        if self.format.raw_embeddings:
+            table = shared.weight
+            return lambda ids: F.embedding(ids, table)  # type: ignore[arg-type]
+        if type(shared).forward is not nn.Embedding.forward:
+            ids = torch.zeros(1, dtype=torch.int64, device=next(shared.parameters()).device)
+            if not torch.equal(shared(ids), F.embedding(ids, shared.weight)):  # type: ignore[arg-type]
+                raise ValueError(
+                    f"the target's embeddings ({type(shared).__name__}) are scaled or normalised after the "
+                    f"lookup, and implementations differ on whether the drafter in {str(self.folder)!r} "
+                    "reads them so; this is not supported"
+                )
+        return shared
+
+    @torch.no_grad()
+    def _check(self, target: HFModel, size: int) -> None:
+        """Compares a block after random hidden states with the plain reference.
+
+        Raises:
+            RuntimeError: they differ by more than rounding.
+        """
+        format, network, count = self.format, self.network, _COMPARED
+        random = torch.Generator().manual_seed(0)
+        states = list(torch.randn(len(format.inputs), 1, count, size, generator=random, dtype=torch.float32))
+        embedded = self._embed(self._slots(torch.zeros(1, 1, dtype=torch.int64, device=target.device)))
+        fused = network.fuse([state.to(target.device) for state in states])
+        positions = torch.arange(count + format.block, device=target.device)[None]
+        before, own = positions[:, :count], positions[:, count:]
+        cos, sin = network.angles(before)
+
+        def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            k, v = network.context(i, fused)
+            mask = _near(*self._kinds[i], own, positions)
+            return torch.cat([rotated(k, cos, sin), keys], 2), torch.cat([v, values], 2), mask
+
+        ours = network(embedded.to(target.dtype), own, seen)[0].float().cpu()
+        plain = reference_hidden(
+            self._weights, format, embedded[0].float().cpu(), [state[0] for state in states]
+        )
+        error = float((ours - plain).norm() / plain.norm())
+        if not error <= _MOST_ERROR[target.dtype]:
+            raise RuntimeError(
+                f"the drafter in {str(self.folder)!r} computes hidden states that differ from those of the "
+                f"plain reference by {error:.1%}; please report this with its config.json"
+            )
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        network = self.network
+        # These sizes must equal those in ``bind`` and ``DecodingProgram``.
+        slots = self.sinks + self.window + limits.chain + limits.extra + 4 + 1 + self.format.block
+        keys = 2 * slots + self.sinks + 1
+        item = network.fc.weight.element_size() * batch * len(network.layers)
+        return {
+            "drafter's buffers": sum(growth.buffer_bytes(batch) for growth in self._growths),
+            "head's cache": item * network.kv_heads * keys * network.head_dim,
+        }
+
+    def bind(self, state: SequenceState) -> None:
+        self._state = state
+        for growth in self._growths:
+            growth.bind(state.batch, state.device)
+        # The most positions that one pass can add.
+        self._fresh = max(state.max_draft_tokens, self._depth) + 2
+        self._ring = Ring(self.sinks, self.window, state.max_draft_tokens + state.extra + 4)
+        network = self.network
+
+        def zeros(slots: int) -> Tensor:
+            shape = (len(network.layers), state.batch, network.kv_heads, slots, network.head_dim)
+            return torch.zeros(shape, device=state.device, dtype=network.fc.weight.dtype)
+
+        # The slots of the block follow those of the cache.
+        slots = self._ring.slots + 1 + self.format.block
+        self._keys, self._values = zeros(slots), zeros(slots)
+        # Keys of the sinks before rotation, and one slot that is never read.
+        self._raw_keys = zeros(self.sinks + 1)
+
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._fill([len(tokens) - 1 for tokens in sequences])
+
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        # End 0 stores nothing for the other sequences.
+        ends = [0] * self._state.batch
+        ends[b] = len(sequences[b]) - 1
+        self._fill(ends)
+
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        if resumed:
+            self._fill([0 if tokens is None else len(tokens) - 1 for tokens in sequences])
+
+    @torch.no_grad()
+    def _fill(self, ends: list[int]) -> None:
+        """Computes all cached positions of sequence b before its token ``ends[b]``."""
+        end = torch.tensor(ends, device=self._state.device)[:, None]
+        first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
+        newest = end + torch.arange(-self.window, 0, device=end.device)
+        self._store(first, first < end)
+        self._store(newest, newest >= self.sinks)
+
+    def _store(self, positions: Tensor, kept: Tensor) -> None:
+        """Stores keys and values of those ``positions``, int64 ``[B, T]``, that are ``kept``."""
+        state, network = self._state, self.network
+        assert state.features is not None
+        states = {layer: state.features.read(layer, positions) for layer in self.features}
+        fused = network.fuse([states[layer] for layer in self.format.inputs])
+        slots = self._ring.slots_of(positions, kept)[:, None, :, None]
+        raw = torch.where(slots < self.sinks, slots, self.sinks)
+        cos, sin = network.angles(positions)
+        for i in range(len(network.layers)):
+            keys, values = network.context(i, fused)
+            self._keys[i].scatter_(2, slots.expand_as(keys), rotated(keys, cos, sin))
+            self._raw_keys[i].scatter_(2, raw.expand_as(keys), keys)
+            self._values[i].scatter_(2, slots.expand_as(values), values)
+
+    @torch.no_grad()
+    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        growth, end = self._growths[tree.shape], state.end[:, None]
+        growth.begin(state, tree)
+        fresh = end + torch.arange(-self._fresh, 0, device=state.device)
+        self._store(fresh, fresh >= 0)
+        self._rotate_sinks(end)
+        hidden = self._hidden(state.newest[:, None], end)
+        first = self.format.first_slot
+        logits = broadcast_tensor(self._head(hidden[:, first : first + growth.depth]).contiguous())
+        for depth, nodes in enumerate(growth.frontiers):
+            # All nodes of a depth have one distribution, and their draws are independent.
+            shared = logits[:, depth : depth + 1].expand(-1, nodes.stop - nodes.start, -1)
+            growth.place(depth, shared, state, tree, sampler)
+
+    def _slots(self, newest: Tensor) -> Tensor:
+        """Returns the tokens of a block, int64 ``[B, T]``, after the ``newest`` ``[B, 1]``."""
+        return F.pad(newest, (0, self.format.block - 1), value=self.format.mask_token)
+
+    def _hidden(self, newest: Tensor, end: Tensor) -> Tensor:
+        """Returns what the language model head reads for each slot, ``[B, T, H]``.
+
+        Args:
+            newest: int64 ``[B, 1]``, the newest token.
+            end: int64 ``[B, 1]``, its position.
+        """
+        assert self._state.features is not None
+        block, first = self.format.block, self._ring.slots + 1
+        own = end + torch.arange(block, device=end.device)
+        positions = torch.cat([self._ring.positions(end), own], 1)
+        visible = F.pad(self._ring.visible(end, self._state.features), (0, block), value=True)[:, None]
+        masks: dict[tuple[bool, int | None], Tensor] = {}
+        for kind in self._kinds:
+            if kind not in masks:
+                masks[kind] = visible & _near(*kind, own, positions)
+
+        def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            self._keys[i, :, :, first:], self._values[i, :, :, first:] = keys, values
+            return self._keys[i], self._values[i], masks[self._kinds[i]]
+
+        hidden: Tensor = self.network(self._embed(self._slots(newest)), own, seen)
+        return hidden
+
+    def _rotate_sinks(self, end: Tensor) -> None:
+        """Rotates the keys of the sinks as if the window followed them."""
+        if not self.sinks:
+            return
+        positions = torch.arange(self.sinks, device=end.device) + self._ring.dropped(end)
+        cos, sin = self.network.angles(positions)
+        for keys, raw in zip(self._keys, self._raw_keys, strict=True):
+            keys[:, :, : self.sinks] = rotated(raw[:, :, : self.sinks], cos, sin)
+
+
+def _near(causal: bool, window: int | None, slots: Tensor, positions: Tensor) -> Tensor:
+    """Returns whether each slot of a block attends to each position, bool ``[B, T, S]``, by their distance.
+
+    Args:
+        causal, window: as in ``BlockFormat``, of one layer.
+        slots: int64 ``[B, T]``, the positions of the slots.
+        positions: int64 ``[B, S]``.
+    """
+    distance = slots[:, :, None] - positions[:, None]
+    near = torch.ones_like(distance, dtype=torch.bool) if window is None else distance.abs() < window
+    return near & (distance >= 0) if causal else near

@@ -1,0 +1,178 @@
+"""The network of a block drafter: fusion of hidden states, and decoder layers over a block of slots."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from triforce_tree.drafters.blocks.format import BlockFormat
+from triforce_tree.drafters.heads.attention import attend, rotated
+from triforce_tree.drafters.heads.files import HeadWeights
+
+Seen = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Takes the number of a layer, and rotated keys and values of the block, ``[B, H_kv, T, D]`` each. Returns
+the keys and values that the block attends to, ``[B, H_kv, S, D]``, and a mask, bool ``[B, T, S]``."""
+
+
+class BlockNetwork(nn.Module):
+    """Fuses hidden states of the target, and computes a block of slots that attends to them.
+
+    In every layer, keys and values of a committed position are projections of its fused hidden state, those
+    of a slot are projections of the layer's input. Parameters have the names of z-lab's layout, so that
+    ``state_dict`` is a checkpoint.
+
+    Args:
+        format: the configuration.
+        size: hidden size of the target.
+
+    Attributes:
+        kv_heads, head_dim: sizes of each layer's keys and values.
+    """
+
+    layers: Any
+    _frequencies: Tensor
+
+    def __init__(self, format: BlockFormat, size: int) -> None:
+        super().__init__()
+        config = format.layers
+        self.kv_heads, self.head_dim = int(config.num_key_value_heads), int(config.head_dim)
+        self.fc = nn.Linear(len(format.inputs) * size, config.hidden_size, bias=False)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(config)
+        self._scaling: float = rotary.attention_scaling
+        self.register_buffer("_frequencies", rotary.inv_freq.double(), persistent=False)
+
+    @classmethod
+    def load(
+        cls, format: BlockFormat, size: int, weights: HeadWeights, device: torch.device, dtype: torch.dtype
+    ) -> "BlockNetwork":
+        """Makes the network of a checkpoint.
+
+        Raises:
+            ValueError: a tensor is missing, has another shape, or would not be used.
+        """
+        with torch.device("meta"):
+            network = cls(format, size)
+        taken = {name: weights.take(name, *like.shape) for name, like in network.named_parameters()}
+        network.load_state_dict({name: t.to(device, dtype) for name, t in taken.items()}, assign=True)
+        weights.refuse_unused()
+        network._frequencies = network._frequencies.to(device)
+        return network.requires_grad_(False)
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """Returns the fused hidden states ``[B, T, H]`` of the target's ``[B, T, size]``, one for each of
+        ``format.inputs``.
+        """
+        hidden: Tensor = self.hidden_norm(self.fc(torch.cat(list(states), -1).to(self.fc.weight.dtype)))
+        return hidden
+
+    def context(self, layer: int, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys before rotation and the values of fused hidden states ``[B, T, H]`` in a layer,
+        ``[B, H_kv, T, D]`` each.
+        """
+        found: tuple[Tensor, Tensor] = self.layers[layer].self_attn.keys_values(fused)
+        return found
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines, fp32 ``[B, T, D]``, of positions in the text, int64 ``[B, T]``."""
+        # In fp32 the angles of position 1,000,000 would be wrong by up to 0.06.
+        angles = positions.double()[..., None] * self._frequencies
+        angles = torch.cat([angles, angles], -1)
+        return (angles.cos() * self._scaling).float(), (angles.sin() * self._scaling).float()
+
+    def forward(self, embedded: Tensor, positions: Tensor, seen: Seen) -> Tensor:
+        """Returns what the language model head reads for each slot, ``[B, T, H]``.
+
+        Args:
+            embedded: ``[B, T, H]``, embeddings of the newest token and of mask tokens.
+            positions: int64 ``[B, T]``, their positions in the text.
+        """
+        cos, sin = self.angles(positions)
+        hidden = embedded
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, cos, sin, partial(seen, i))
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+class BlockLayer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = BlockAttention(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        seen: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    ) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, seen)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class BlockAttention(nn.Module):
+    """Attention with normalised queries and keys."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, self.head_dim = config.hidden_size, int(config.head_dim)
+        self.kv_heads = int(config.num_key_value_heads)
+        widths = config.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
+        bias = bool(getattr(config, "attention_bias", False))
+        self.q_proj = nn.Linear(size, widths[0], bias=bias)
+        self.k_proj = nn.Linear(size, widths[1], bias=bias)
+        self.v_proj = nn.Linear(size, widths[1], bias=bias)
+        self.o_proj = nn.Linear(widths[0], size, bias=bias)
+        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def keys_values(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys before rotation and values, ``[B, H_kv, T, D]`` each, of fused hidden states or of
+        the inputs of slots, ``[B, T, H]``.
+        """
+        return self.k_norm(self._heads(self.k_proj(hidden))), self._heads(self.v_proj(hidden))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        seen: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    ) -> Tensor:
+        queries = rotated(self.q_norm(self._heads(self.q_proj(hidden))), cos, sin)
+        keys, values = self.keys_values(hidden)
+        attended = attend(queries, *seen(rotated(keys, cos, sin), values), self.head_dim**-0.5)
+        out: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, size: int, middle: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (
+            nn.Linear(size, middle, bias=False),
+            nn.Linear(size, middle, bias=False),
+        )
+        self.down_proj = nn.Linear(middle, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out

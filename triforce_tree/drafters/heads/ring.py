@@ -1,0 +1,54 @@
+"""The slots of a cache that holds the first and the newest positions of each sequence."""
+
+import torch
+from torch import Tensor
+
+from triforce_tree.runtime.features import Features
+
+
+class Ring:
+    """Assigns positions to slots: the first ``sinks`` positions have slots of their own, all others share a
+    ring buffer.
+
+    Args:
+        sinks: the number of first positions.
+        window: the number of newest positions that are read.
+        beyond: most positions after the newest one that are written; they overwrite none in the window.
+
+    Attributes:
+        slots: the number of slots. One more slot, the last, receives what must not be kept.
+    """
+
+    def __init__(self, sinks: int, window: int, beyond: int) -> None:
+        self.sinks, self.window, self._length = sinks, window, window + beyond
+        self.slots = sinks + self._length
+
+    def slots_of(self, positions: Tensor, kept: Tensor) -> Tensor:
+        """Returns the slot of each of ``positions``, int64 like it: the last one where ``kept`` is False."""
+        ring = self.sinks + (positions - self.sinks) % self._length
+        slots = torch.where(positions < self.sinks, positions, ring)
+        return torch.where(kept & (positions >= 0), slots, self.slots)
+
+    def positions(self, end: Tensor) -> Tensor:
+        """Returns the newest position before ``end`` ``[B, 1]`` that each slot can hold, int64
+        ``[B, slots + 1]``.
+        """
+        slot = torch.arange(self.slots + 1, device=end.device)
+        newest = end - 1 - (end - 1 - slot) % self._length
+        return torch.where(slot < self.sinks, slot, newest)
+
+    def dropped(self, end: Tensor) -> Tensor:
+        """Returns the number of positions between sinks and window, int64 ``[B, 1]``."""
+        return (end - self.window - self.sinks).clamp_min(0)
+
+    def visible(self, end: Tensor, features: Features) -> Tensor:
+        """Returns whether each slot holds a position in sinks and window whose hidden states are known, bool
+        ``[B, slots + 1]``.
+        """
+        slot, positions = torch.arange(self.slots + 1, device=end.device), self.positions(end)
+        known, first = features.known_leading[:, None], features.first[:, None]
+        return torch.where(
+            slot < self.sinks,
+            (positions < end) & ((positions < known) | (positions >= first)),
+            (positions >= self.sinks + self.dropped(end)) & (positions >= first) & (slot < self.slots),
+        )
