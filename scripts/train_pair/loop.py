@@ -56,17 +56,20 @@ def fit(
     seconds: float,
     schedule: Schedule,
     compiles: Sequence[float] = (),
+    until: float = math.inf,
 ) -> int:
     """Trains a model for its seconds, or the steps in ``run.args``; returns the steps made.
 
     Args:
         compiles: at what progress there is something new to compile, which the seconds do not include.
+        until: the seconds after which this call ends, those of earlier calls included.
 
     Raises:
         FloatingPointError: the loss is not finite.
     """
     args, spent, step = run.args, run.load(name, model), 0
-    if spent >= seconds:
+    until = min(seconds, until)
+    if spent >= until:
         return step
     optimizer = PairOptimizer(model, args.muon_rate, args.adam_rate, args.decay)
     for progress in compiles:
@@ -74,7 +77,7 @@ def fit(
     optimizer.reduce(0.0, read=True)
     optimizer.flat.zero_()
     begin, clock, saved = time.monotonic() - spent, spent, time.monotonic()
-    while clock < seconds and step < args.steps:
+    while clock < until and step < args.steps:
         progress = clock / seconds
         loss, figures = losses(progress)
         loss.backward()
@@ -91,7 +94,7 @@ def fit(
         if time.monotonic() - saved > args.save_every:
             run.save(name, model, clock)
             saved = time.monotonic()
-    # Of a training that --steps ended, the seconds that it did not take are left.
+    # Of a training that --steps or ``until`` ended, the seconds that it did not take are left.
     run.save(name, model, seconds if clock >= seconds else clock)
     run.log(what=name, steps=step)
     return step

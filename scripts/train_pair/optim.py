@@ -12,7 +12,7 @@ class PairOptimizer:
     """Steps a model's parameters.
 
     Args:
-        model: hidden matrices go to Muon, the (tied) embedding and the norms to AdamW.
+        model: hidden matrices go to Muon, embedding, language model head and norms to AdamW.
         muon_rate, adam_rate: peak learning rates; ``step`` scales both.
         decay: decoupled weight decay of the matrices, relative to the learning rate.
     """
@@ -25,8 +25,8 @@ class PairOptimizer:
         views = self.flat[:-1].split([p.numel() for _, p in named])
         for (_, p), view in zip(named, views, strict=True):
             p.grad = view.view_as(p)
-        matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n]
-        rest = [p for n, p in named if p.ndim != 2 or "embed" in n]
+        matrices = [p for n, p in named if p.ndim == 2 and not _is_vocabulary(n)]
+        rest = [p for n, p in named if p.ndim != 2 or _is_vocabulary(n)]
         muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=decay, momentum=0.95)
         adam = torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10)
         self.rates = ((muon, muon_rate), (adam, adam_rate))
@@ -54,3 +54,7 @@ class PairOptimizer:
             optimizer.param_groups[0]["lr"] = rate * scale
             optimizer.step()
         self.flat.zero_()
+
+
+def _is_vocabulary(name: str) -> bool:
+    return "embed" in name or "lm_head" in name

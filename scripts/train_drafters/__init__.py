@@ -1,0 +1,1 @@
+"""Training of drafters for a given target, see ``__main__``."""

@@ -1,0 +1,188 @@
+"""Training of drafters: their networks, what is written, and that training continues and helps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import triforce_tree
+from tests.support.models.families import greedy, prompt_of, tiny
+from triforce_tree.drafters.heads.eagle_format import canonical, eagle_format
+from triforce_tree.drafters.heads.eagle_layer import EagleLayer, attend, rotated
+from triforce_tree.drafters.heads.files import HeadWeights
+from triforce_tree.drafters.registry import WEIGHTS
+from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
+
+LAYERS, SINKS, WINDOW, DEPTHS = 3, 2, 9, 3
+
+
+def target_of(**how: Any) -> LlamaForCausalLM:
+    return tiny("llama-gqa", num_hidden_layers=LAYERS, **how)
+
+
+@torch.no_grad()
+def foreseeable() -> LlamaForCausalLM:
+    """Returns a target whose next token follows mostly from the newest one, so that few steps teach it."""
+    target = target_of()
+    for name, parameter in target.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter *= 0.1
+        elif name == "lm_head.weight":
+            parameter *= 3
+    return target
+
+
+def words_of(folder: Path, *more: str) -> list[str]:
+    return [
+        "--target", str(folder / "target"), "--data", str(folder / "tokens.npz"),
+        "--out", str(folder / "drafter"), "--contexts", "64", "120", "--tokens", "240", "--segments", "8",
+        "--segment", "24", "--sinks", str(SINKS), "--window", str(WINDOW), "--depths", str(DEPTHS),
+        "--mlp", "64", "--warm-up", "3", "--minutes", "5", "--evaluate", *more,
+    ]  # fmt: skip
+
+
+def written_by(target: LlamaForCausalLM, folder: Path) -> None:
+    """Saves the target, and texts that it wrote as training data."""
+    target.save_pretrained(folder / "target")
+    prompts = torch.randint(1, target.config.vocab_size, (16, 4))
+    made = target.generate(prompts, max_new_tokens=120, do_sample=True, top_k=0, pad_token_id=0)
+    np.savez(folder / "tokens.npz", prose=made.flatten().numpy().astype(np.uint16))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at", [1, SINKS + WINDOW - 1, 30])
+@pytest.mark.parametrize("own_head", [False, True])
+def test_the_trained_eagle_network_computes_what_the_drafter_does(
+    script: Any, tmp_path: Path, at: int, own_head: bool
+) -> None:
+    """Compares all depths at a position with few pairs before it, a full cache, and pairs that have left."""
+    segments = script("train_drafters.segments")
+    target = target_of()
+    teacher = script("train_drafters.teacher").Teacher(target)
+    network = script("train_drafters.eagle").EagleNetwork(teacher, DEPTHS, 24, own_head)
+    for parameter in network.parameters():
+        parameter.copy_((parameter + 0.2 * torch.randn_like(parameter)).half())
+    script("train_drafters.folder").DrafterFolder(tmp_path, {"seed": 0}).save(network, 1.0)
+    layer = EagleLayer(
+        HeadWeights(tmp_path, WEIGHTS, canonical), eagle_format(tmp_path), len(network.features),
+        target.get_input_embeddings(), target.get_output_embeddings(), target.config.hidden_size,
+        target.config.vocab_size, torch.device("cpu"), torch.float32,
+    )  # fmt: skip
+    tokens = torch.randint(target.config.vocab_size, (2, 40))
+    hidden = teacher.states(tokens, network.features)
+    cut = segments.Segments(
+        segments.Cache(SINKS, WINDOW), torch.tensor([1]), torch.tensor([at]), min(4, 40 - at - DEPTHS)
+    )
+    made = network(tokens, hidden, cut)
+    kept = [*range(at + 1)] if at < SINKS + WINDOW else [*range(SINKS), *range(at + 1 - WINDOW, at + 1)]
+    x = layer.fuse([hidden[i][1:, kept] for i in network.features])
+    following = tokens[1:, torch.tensor(kept) + 1]
+    cos, sin = (angle[None] for angle in layer.angles(len(kept) + DEPTHS, torch.device("cpu")))
+    for depth in range(DEPTHS):
+        q, k, v = layer.project(following, x)
+        q, k = (rotated(part, cos[:, : x.shape[1]], sin[:, : x.shape[1]]) for part in (q, k))
+        mask = torch.ones(1, 1, x.shape[1], dtype=torch.bool)
+        fed, logits = layer.finish(x[:, -1:], attend(q[:, :, -1:], k, v, mask, layer.scale))
+        torch.testing.assert_close(made[depth][:, :1] @ network.head.T, logits, rtol=1e-4, atol=1e-4)
+        x = torch.cat([x, fed], 1)
+        following = torch.cat([following, tokens[1:, at + 2 + depth, None]], 1)
+
+
+def accepted(folder: Path, target: LlamaForCausalLM, prompt: list[int], expected: list[int]) -> float:
+    """Returns accepted tokens of a pass with the drafter in a folder, whose greedy text is checked."""
+    cache = {"sinks": SINKS, "window": WINDOW, "rounds": 1}
+    engine = triforce_tree.load(target, drafter=folder, levels=2, tree="chain:3", advanced=cache)
+    out = engine.generate(prompt, max_new_tokens=len(expected), do_sample=False)
+    assert out.sequences[0, len(prompt) :].tolist() == expected
+    length = out.levels[1].mean_accepted_length
+    assert length is not None
+    return length
+
+
+@pytest.mark.parametrize("kind", ["eagle3"])
+def test_a_short_training_helps_and_goes_on(script: Any, tmp_path: Path, kind: str) -> None:
+    target, main = foreseeable(), script("train_drafters.__main__").main
+    written_by(target, tmp_path)
+    words = words_of(tmp_path, "--kind", kind)
+    prompt = prompt_of(50)
+    expected = greedy(target, prompt, 48)
+    main([*words, "--steps", "1"])
+    before = accepted(tmp_path / "drafter", target, prompt, expected)
+    # Neither of these calls is long enough by itself.
+    for _ in range(2):
+        main([*words, "--steps", "50"])
+    assert accepted(tmp_path / "drafter", target, prompt, expected) > before + 1
+    with pytest.raises(ValueError, match="mlp=64, now it is 32"):
+        main([*words, "--mlp", "32"])
+
+
+def test_a_training_ends_in_time_and_measures_what_it_wrote(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The training has minutes, the call a second; the same call later has another second."""
+    target = target_of(vocab_size=4096)
+    target.save_pretrained(tmp_path / "target")
+    load_tokenizer(PAIR / "target").save_pretrained(tmp_path / "target")
+    np.savez(tmp_path / "tokens.npz", code=np.random.default_rng(0).integers(1, 4096, 500).astype(np.uint16))
+    more = ["--seconds", "0.5", "--windows", "2", "--new", "12", "--own-head", "--json", "--log-every", "1"]
+    words = [*words_of(tmp_path, "80", "200"), *more]
+    main, folder = script("train_drafters.__main__").main, tmp_path / "drafter"
+    result = main(words)
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(result))
+    assert 0.5 <= result["seconds"] < 60
+    assert result["bytes"] == (folder / "model.safetensors").stat().st_size
+    for name in ("overlap_80", "agreement_80", "overlap_200", "agreement_200"):
+        assert len(result[name]) == DEPTHS
+        assert all(0 <= value <= 1 for value in result[name])
+    assert main(words)["seconds"] >= result["seconds"] + 0.5
+    head, *rows = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
+    assert head["settings"]["kind"] == "eagle3"
+    assert head["about"]["seed"] == 0
+    steps = [row for row in rows if "step" in row]
+    assert all({"loss", "overlap_1", "call_seconds"} <= row.keys() for row in steps)
+    assert [row["what"] for row in rows].count("result") == 2
+    with pytest.raises(SystemExit, match="3000 is more than the target's 2048 positions"):
+        main([*words, "--contexts", "3000"])
+
+
+@torch.no_grad()
+def test_an_overlap_is_that_of_the_distributions(script: Any, tmp_path: Path) -> None:
+    """Measures the first depth at the end of one text, beside the drafter's logits."""
+    by_context, segments = (script(f"train_drafters.{name}") for name in ("evaluate", "segments"))
+    target = target_of()
+    teacher = script("train_drafters.teacher").Teacher(target)
+    network = script("train_drafters.eagle").EagleNetwork(teacher, DEPTHS, 24, False)
+    ids, cache = prompt_of(40), segments.Cache(SINKS, WINDOW)
+    found = by_context.by_context(network, teacher, ids, 40, 1, 1, cache)
+    tokens = torch.tensor([ids])
+    p = target(tokens).logits[0, 40 - DEPTHS].softmax(-1)
+    cut = segments.Segments(cache, torch.tensor([0]), torch.tensor([40 - DEPTHS - 1]), 1)
+    made = network(tokens, teacher.states(tokens, network.features), cut)[0][0, 0]
+    q = (made @ network.head.T).softmax(-1)
+    assert found["overlap_40"][0] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-3)
+    assert found["agreement_40"][0] == float(p.argmax() == q.argmax())
+
+
+def test_texts_are_cut_evenly_and_written_in_the_targets_tokens(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, tokenizer = script("train_drafters.text"), load_tokenizer(PAIR / "target")
+    documents = ["def f(x):\n    return x\n", "Whether 'tis nobler, 1601?"]
+    ids = [token for document in documents for token in [*tokenizer(document).input_ids, 0]]
+    np.savez(tmp_path / "kinds.npz", code=np.array(ids, dtype=np.uint16))
+    tokenizer.save_pretrained(tmp_path / "other")
+    for target in ("pair", str(tmp_path / "other")):
+        data, out = tmp_path / "kinds.npz", tmp_path / "out.npz"
+        text.main(["--data", str(data), "--target", target, "--out", str(out)])
+        with np.load(out) as file:
+            assert file["code"].tolist() == ids
+            assert file["code"].dtype == np.uint16
+    assert "code: " in capsys.readouterr().out
+    many = text.parts(np.arange(1_000_000), 300_000)
+    assert len(many) <= 300_000
+    assert many[0] == 0
+    assert many[-1] == 999_999
