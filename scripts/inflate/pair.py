@@ -238,13 +238,13 @@ def _config(small: LlamaConfig, shape: Shape) -> LlamaConfig:
     config.intermediate_size = shape.mlp
     config.tie_word_embeddings = shape.tied
     config.vocab_size = shape.vocabulary or small.vocab_size
-    constant = _constant(small) if config.vocab_size > small.vocab_size else 0.0
+    constant = constant_of(small) if config.vocab_size > small.vocab_size else 0.0
     config.rms_norm_eps = (small.rms_norm_eps * small.hidden_size - constant**2) / shape.hidden
     config.inflated_from = str(Shape.of(small))
     return config
 
 
-def _constant(small: LlamaConfig) -> float:
+def constant_of(small: LlamaConfig) -> float:
     """c of the module's docstring: the largest power of two with c² <= ε d / 2.
 
     Raises:
@@ -276,7 +276,7 @@ def _fill(big: LlamaForCausalLM, small_hidden: int, generator: torch.Generator) 
 def _copy(small: LlamaForCausalLM, big: LlamaForCausalLM, heads: HeadPlaces) -> None:
     """Copies the small model's weights to their places; see the table above."""
     config, targets = small.config, big.state_dict()
-    places = _places(config.num_hidden_layers, big.config.num_hidden_layers)
+    places = layer_places(config.num_hidden_layers, big.config.num_hidden_layers)
     for name, weight in small.state_dict().items():
         if weight.dim() == 1:
             # In double precision, so that the product is rounded once.
@@ -295,7 +295,7 @@ def _append_entries(small: LlamaForCausalLM, big: LlamaForCausalLM) -> None:
         ValueError: the numbers that keep them from being drawn exceed the dtype.
     """
     hidden, own, count = small.config.hidden_size, small.config.vocab_size, big.config.vocab_size
-    constant = _constant(small.config)
+    constant = constant_of(small.config)
     # The last norm's output there is _GAIN · constant · sqrt(D/d) / r.
     scale = _GAIN * constant * math.sqrt(big.config.hidden_size / hidden)
     weight = 2.0 ** math.ceil(math.log2(_SHIFT / scale))
@@ -317,7 +317,7 @@ def _append_entries(small: LlamaForCausalLM, big: LlamaForCausalLM) -> None:
             norm[hidden] = _GAIN if name == "model.norm.weight" else 0.0
 
 
-def _places(small_layers: int, big_layers: int) -> list[list[int]]:
+def layer_places(small_layers: int, big_layers: int) -> list[list[int]]:
     """Layers of the new model that hold a small layer's queries and keys, the layer itself last.
 
     Layer i is in the middle of the i-th equal part of the depth. Added layers are those of the next one, or

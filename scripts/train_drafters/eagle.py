@@ -15,7 +15,6 @@ from scripts.train_drafters.segments import Rotary, Segments, StreamingAttention
 from scripts.train_drafters.teacher import Teacher
 
 _THETA = 10_000.0
-_HEAD_DIM = 64
 
 
 class EagleNetwork(nn.Module):
@@ -43,10 +42,7 @@ class EagleNetwork(nn.Module):
         self.depths = depths
         self.inputs = [max(1, layers // 3), max(1, 2 * layers // 3), layers]
         self.features = tuple(number - 1 for number in self.inputs)
-        self.head_dim = min(_HEAD_DIM, size)
-        self.heads = size // self.head_dim
-        # Three query heads share a KV head where their number allows it.
-        self.kv_heads = self.heads // 3 if self.heads % 3 == 0 else self.heads
+        self.heads, self.kv_heads, self.head_dim = teacher.heads, teacher.kv_heads, teacher.head_dim
         self._teacher, self._mlp, self._eps = [teacher], mlp, teacher.eps
 
         def norm() -> LlamaRMSNorm:

@@ -17,7 +17,7 @@ class Teacher:
         model: a model with a linear language model head after an RMS norm, as Llama's.
 
     Attributes:
-        layers, size, eps: of its configuration.
+        layers, size, heads, kv_heads, head_dim, eps: of its configuration.
         positions: the most tokens of a text.
         head: the weight of its language model head, ``[V, H]``.
         last_norm: the weight of its last norm, ``[H]``.
@@ -30,6 +30,8 @@ class Teacher:
         model.requires_grad_(False)
         self.model, config = model, model.config.get_text_config(decoder=True)
         self.layers, self.size = config.num_hidden_layers, config.hidden_size
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or self.size // self.heads
         self.positions: int = config.max_position_embeddings
         norm, head = getattr(text_decoder(model), "norm", None), model.get_output_embeddings()
         if norm is None or getattr(head, "bias", None) is not None:

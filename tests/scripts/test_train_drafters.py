@@ -11,8 +11,9 @@ from transformers import LlamaForCausalLM
 
 import triforce_tree
 from tests.support.models.families import greedy, prompt_of, tiny
+from triforce_tree.drafters.heads.attention import attend, rotated
 from triforce_tree.drafters.heads.eagle_format import canonical, eagle_format
-from triforce_tree.drafters.heads.eagle_layer import EagleLayer, attend, rotated
+from triforce_tree.drafters.heads.eagle_layer import EagleLayer
 from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.registry import WEIGHTS
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
@@ -68,7 +69,7 @@ def test_the_trained_eagle_network_computes_what_the_drafter_does(
         parameter.copy_((parameter + 0.2 * torch.randn_like(parameter)).half())
     script("train_drafters.folder").DrafterFolder(tmp_path, {"seed": 0}).save(network, 1.0)
     layer = EagleLayer(
-        HeadWeights(tmp_path, WEIGHTS, canonical), eagle_format(tmp_path), len(network.features),
+        HeadWeights(tmp_path, WEIGHTS, canonical), eagle_format(tmp_path), network.features,
         target.get_input_embeddings(), target.get_output_embeddings(), target.config.hidden_size,
         target.config.vocab_size, torch.device("cpu"), torch.float32,
     )  # fmt: skip
@@ -86,8 +87,9 @@ def test_the_trained_eagle_network_computes_what_the_drafter_does(
         q, k, v = layer.project(following, x)
         q, k = (rotated(part, cos[:, : x.shape[1]], sin[:, : x.shape[1]]) for part in (q, k))
         mask = torch.ones(1, 1, x.shape[1], dtype=torch.bool)
-        fed, logits = layer.finish(x[:, -1:], attend(q[:, :, -1:], k, v, mask, layer.scale))
-        torch.testing.assert_close(made[depth][:, :1] @ network.head.T, logits, rtol=1e-4, atol=1e-4)
+        fed, normed = layer.finish(x[:, -1:], attend(q[:, :, -1:], k, v, mask, layer.scale))
+        expected = layer.logits(normed)
+        torch.testing.assert_close(made[depth][:, :1] @ network.head.T, expected, rtol=1e-4, atol=1e-4)
         x = torch.cat([x, fed], 1)
         following = torch.cat([following, tokens[1:, at + 2 + depth, None]], 1)
 

@@ -213,7 +213,11 @@ class GridRun:
 
     def _feed(self, program: DecodingProgram, prompt: list[int]) -> None:
         """Prefills the prompt if the cache does not hold it."""
-        if self._program is program and self._fed[: len(prompt)] == prompt:
+        held = self._program is program and self._fed[: len(prompt)] == prompt
+        if held and program.state.features is not None:
+            # Hidden states for the drafter are kept of the newest positions alone.
+            program.prefill([prompt], reuse="all")
+        elif held:
             program.rewind([prompt])
             # Passes after a longer prompt have gone into the mean of the chunk that this one ends in.
             program.cache.means.update_all()

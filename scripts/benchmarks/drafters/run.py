@@ -1,0 +1,184 @@
+"""Trained drafters beside the small draft, by context and kind of text: docs/results/drafters_MACHINE.jsonl.
+
+    python -m scripts.benchmarks drafters --drafters eagle3=FOLDER mtp=FOLDER
+    python -m scripts.benchmarks drafters --drafters eagle3=FOLDER --shapes 7b 8b --ways default
+    python -m scripts.benchmarks drafters --drafters eagle3=FOLDER --target smollm2.gguf --draft smollm2/draft \
+        --contexts 2048 7168
+
+The embedded pair's target, or ``--target``, is decoded with its draft and with each drafter, as it is or
+widened to a larger shape (``scripts/inflate``). ``--ways`` are ``default``, all settings as a user has them;
+``chain`` and ``tree``, one shape for every drafter, two levels and one round, so that tokens a pass are those
+of the drafter alone. Each measurement has plain decoding beside it. What is measured stays in the file, and
+the same command goes on where the last one ended.
+"""
+
+import argparse
+import hashlib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import PreTrainedModel
+
+import triforce_tree
+from scripts.benchmarks.common.command import TINY_DRAFT, TINY_SHAPES, machine_of, results_folder
+from scripts.benchmarks.common.results import (
+    RESULTS,
+    Record,
+    ResultsFile,
+    settings_of,
+)
+from scripts.benchmarks.texts.command import (
+    PAIR,
+    SHAPES,
+    device_for_shapes,
+    found_texts,
+    grid_of,
+    grid_parser,
+    measure_grid,
+)
+from scripts.benchmarks.texts.grid import GridRun, TimeLimit
+from scripts.benchmarks.texts.real_model import configuration
+from scripts.benchmarks.texts.rows import rows
+from scripts.inflate.drafter import inflate_drafter
+from scripts.inflate.pair import inflate
+from scripts.inflate.shapes import Shape
+from triforce_tree import Engine
+from triforce_tree.config import load_arguments
+from triforce_tree.drafters.registry import WEIGHTS
+from triforce_tree.loading.checkpoints import PAIR as EMBEDDED
+from triforce_tree.loading.checkpoints import load_model, load_tokenizer
+
+CONTEXTS = (2048, 16_384, 65_536, 122_880)
+DRAFT = "draft"
+_ALONE: Record = {"levels": 2, "rounds": 1}
+WAYS: Mapping[str, Record] = {
+    "default": {}, "chain": {"tree": "chain:5", **_ALONE}, "tree": {"tree": "best-first:6,6,5,4,3", **_ALONE},
+}  # fmt: skip
+
+
+def drafter_rows(part: str, header: Record, samples: list[Record]) -> list[Record]:
+    """Returns the rows of ``texts.rows`` with the drafter and the way."""
+    named = {name: header["settings"][name] for name in ("drafter", "way")}
+    return [row | named for row in rows(part, header, samples)]
+
+
+def digest_of(folder: Path) -> str:
+    """Returns a digest of a drafter's weights, by which results of different ones are kept apart."""
+    files = [folder / name for name in WEIGHTS if (folder / name).is_file()]
+    if not files:
+        raise FileNotFoundError(
+            f"{str(folder)!r} has neither {' nor '.join(WEIGHTS)}; give a drafter's folder"
+        )
+    return hashlib.sha256(files[0].read_bytes()).hexdigest()[:12]
+
+
+@dataclass
+class Models:
+    """A target of one shape, which all drafters share.
+
+    Attributes:
+        target, draft: folders or GGUF files; ``draft`` None where there is none.
+        shape, draft_shape: what they are widened to; None: as they are.
+        device: bf16 is used on a GPU, else fp32.
+        seed: of the weights without effect.
+    """
+
+    target: str
+    draft: str | None
+    shape: str | None
+    draft_shape: str
+    device: torch.device
+    seed: int
+    _model: PreTrainedModel | None = field(default=None, repr=False)
+
+    def vocabulary(self) -> int:
+        """Returns the number of entries of the target's vocabulary."""
+        if self.shape is not None and (entries := Shape.parse(self.shape).vocabulary) is not None:
+            return entries
+        return int(configuration(self.target).vocab_size)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def _small(self, source: str) -> PreTrainedModel:
+        return load_model(source, self.device, self._dtype)
+
+    def engine(self, drafter: Path | None, options: Record) -> Engine:
+        """Returns an engine with the drafter in a folder; None: with the draft, if there is one."""
+        if self._model is None:
+            small = self._small(self.target)
+            self._model = small if self.shape is None else inflate(small, self.shape, seed=self.seed)
+        arguments = {**load_arguments(options), "tokenizer": load_tokenizer(self.target)}
+        if drafter is None:
+            draft = self._small(self.draft) if self.draft is not None else None
+            if draft is not None and self.shape is not None:
+                vocabulary = self._model.config.vocab_size
+                wide = replace(Shape.parse(self.draft_shape), vocabulary=vocabulary)
+                draft = inflate(draft, wide, seed=self.seed)
+            return triforce_tree.load(self._model, draft, **arguments)
+        if self.shape is None:
+            return triforce_tree.load(self._model, drafter=drafter, **arguments)
+        with TemporaryDirectory() as folder:
+            inflate_drafter(drafter, self._small(self.target), self.shape, Path(folder), self.seed)
+            # Its weights are read here.
+            return triforce_tree.load(self._model, drafter=folder, **arguments)
+
+
+def named(text: str) -> tuple[str, Path]:
+    """Returns name and folder of ``NAME=FOLDER``."""
+    name, equals, folder = text.partition("=")
+    if not (equals and name.isidentifier() and name != DRAFT):
+        raise argparse.ArgumentTypeError(f"{text!r} is no drafter; write NAME=FOLDER, with a name of letters")
+    return name, Path(folder)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    made = grid_parser("drafters", __doc__, CONTEXTS, SHAPES, [PAIR])
+    add = made.add_argument
+    add("--drafters", type=named, nargs="+", default=[], metavar="NAME=FOLDER", help="trained drafters")
+    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="trees and settings")
+    add("--target", default=str(EMBEDDED / "target"), help="folder or GGUF file that they were trained for")
+    add("--draft", default=str(EMBEDDED / "draft"), help="folder of its draft, or none")
+    made.set_defaults(seeds=1)
+    args = made.parse_args(words)
+    device = device_for_shapes(made, args)
+    try:
+        digests = {name: digest_of(folder) for name, folder in args.drafters}
+    except FileNotFoundError as error:
+        made.error(str(error))
+    folders: dict[str, Path | None] = {} if args.draft == "none" else {DRAFT: None}
+    folders |= dict(args.drafters)
+    texts, sources, missing = found_texts(made, args, one_a_kind=True)
+    limit, file_name = TimeLimit(args.seconds), f"drafters_{machine_of(device)}.jsonl"
+    path = results_folder(args.out, args.tiny) / file_name
+    embedded = Path(args.target) == EMBEDDED / "target"
+    title = "embedded pair" if embedded else Path(args.target).stem
+    for shape in args.shapes:
+        wide = TINY_SHAPES[SHAPES[shape] or ""] if args.tiny and shape != PAIR else SHAPES[shape]
+        draft = None if args.draft == "none" else args.draft
+        models = Models(args.target, draft, wide, TINY_DRAFT if args.tiny else "llama-68m", device, args.seed)
+        for way, (name, folder) in itertools.product(args.ways, folders.items()):
+            options = {**WAYS[way], **dict(args.set)}
+            plan = {
+                "shape": shape, "model": f"{title}, {wide} inflated" if wide else title, "options": options,
+                "drafter": name, "way": way, "weights": digests.get(name),
+                "vocabulary": models.vocabulary(),
+            }  # fmt: skip
+            part = re.sub(r"[^\w.-]+", "_", "-".join([shape, "" if embedded else title, name, way]))
+            settings = settings_of(plan, args.seed, device.type == "cpu")
+            begin = None if args.tiny else RESULTS / file_name
+            file = ResultsFile(path, part, settings, drafter_rows, begin)
+            grid = grid_of(args, wide, sources, args.contexts, options)
+            run = GridRun(
+                grid, file, texts, device, limit, args.seed, partial(models.engine, folder, options)
+            )
+            if not measure_grid(run, missing):
+                return 3
+    return 0

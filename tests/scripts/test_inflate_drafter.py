@@ -1,0 +1,105 @@
+"""Widened drafters: they compute the small one's function beside the inflated target."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import triforce_tree
+from tests.support.distributions.head_folders import eagle_folder, medusa_folder
+from tests.support.models.families import VOCABULARY, prompt_of, tiny
+from triforce_tree.drafters.heads.attention import attend, rotated
+from triforce_tree.drafters.heads.eagle import Eagle3
+
+TARGET = tiny("llama-gqa", num_hidden_layers=3)
+SWITCHES = {"fc_norm": True, "norm_output": True}
+
+
+def folder_of(path: Path, **how: Any) -> Path:
+    """Returns a random head whose matrices are exact in bf16."""
+    folder = eagle_folder(path, TARGET, inputs=(1, 2, 3), **{**SWITCHES, **how})
+    file = folder / "model.safetensors"
+    save_file({name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}, file)
+    return folder
+
+
+def accepted(target: Any, folder: Path) -> tuple[list[int], float | None]:
+    """Returns a greedy text, and accepted tokens of a pass."""
+    advanced = {"sinks": 1, "window": 9, "rounds": 1}
+    engine = triforce_tree.load(target, drafter=folder, levels=2, tree="best-first:3,2,2", advanced=advanced)
+    out = engine.generate(prompt_of(40), max_new_tokens=40, do_sample=False)
+    return out.sequences[0].tolist(), out.levels[1].mean_accepted_length
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "shape", ["64x5x8/4x16x96-v160", "64x5x4/4x8x96", "40x3x8/2x8x64-v33000"], ids=["all", "own words", "d2t"]
+)
+@pytest.mark.parametrize(
+    "how", [{}, {"fc_norm": False, "norm_before_fc": True, "norm_output": False}], ids=["3.1", "other norms"]
+)
+def test_a_widened_head_computes_the_small_ones_logits(
+    script: Any, tmp_path: Path, shape: str, how: dict[str, Any]
+) -> None:
+    """Compares three depths, of which each reads the output before."""
+    inflate = script("inflate.pair").inflate
+    script("inflate.drafter").inflate_drafter(
+        folder_of(tmp_path / "small", **how), TARGET, shape, tmp_path / "wide"
+    )
+    big = inflate(TARGET, shape)
+    heads, states = [], []
+    ids = torch.tensor([prompt_of(12)])
+    for target, name in ((TARGET, "small"), (big, "wide")):
+        drafter = Eagle3(tmp_path / name)
+        engine = triforce_tree.load(target, drafter=drafter, levels=2)
+        drafter.attach(engine.target)
+        hidden = target(ids, output_hidden_states=True, use_cache=False).hidden_states
+        # transformers' last one is after the final norm.
+        kept: dict[int, Any] = {}
+        hook = target.model.layers[-1].register_forward_hook(
+            lambda m, a, out, kept=kept: kept.update(last=out)
+        )
+        target(ids, use_cache=False)
+        hook.remove()
+        last = kept["last"][0] if isinstance(kept["last"], tuple) else kept["last"]
+        outputs = [*hidden[1 : len(target.model.layers)], last]
+        heads.append(drafter.network)
+        states.append([outputs[i] for i in drafter.network.inputs])
+    xs = [head.fuse(state) for head, state in zip(heads, states, strict=True)]
+    tokens = ids
+    for depth in range(3):
+        logits = []
+        for i, head in enumerate(heads):
+            cos, sin = (angle[None] for angle in head.angles(tokens.shape[1], torch.device("cpu")))
+            q, k, v = head.project(tokens, xs[i])
+            mask = torch.ones(1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+            out = attend(rotated(q, cos, sin), rotated(k, cos, sin), v, mask, head.scale)
+            fed, normed = head.finish(xs[i], out)
+            logits.append(head.logits(normed)[0])
+            xs[i] = torch.cat([xs[i], fed[:, -1:]], 1)
+        small, wide = logits
+        assert float((wide[:, :VOCABULARY] - small).norm() / small.norm()) < 0.02, depth
+        assert bool((wide[:, VOCABULARY:] < -1000).all()), "no other token can be drawn"
+        tokens = torch.cat([tokens, small[-1:, :].argmax(-1)[None]], 1)
+
+
+def test_a_widened_head_is_accepted_as_often(script: Any, tmp_path: Path) -> None:
+    shape = "64x5x8/4x16x96-v160"
+    script("inflate.drafter").inflate_drafter(folder_of(tmp_path / "small"), TARGET, shape, tmp_path / "wide")
+    big = script("inflate.pair").inflate(TARGET, shape)
+    text, length = accepted(TARGET, tmp_path / "small")
+    wide_text, wide_length = accepted(big, tmp_path / "wide")
+    assert wide_text == text
+    assert wide_length == pytest.approx(length, abs=0.15)
+
+
+def test_what_cannot_be_widened_is_refused(script: Any, tmp_path: Path) -> None:
+    widen = script("inflate.drafter").inflate_drafter
+    with pytest.raises(ValueError, match="only an EAGLE-3 head can be widened"):
+        widen(medusa_folder(tmp_path / "medusa", TARGET), TARGET, "64x5x8/4x16x96", tmp_path / "out")
+    with pytest.raises(ValueError, match="mlp=16 of the shape is less than the drafter's 24"):
+        widen(folder_of(tmp_path / "small"), TARGET, "64x5x8/4x16x16", tmp_path / "out")
+    with pytest.raises(ValueError, match="embed_tokens"):
+        widen(folder_of(tmp_path / "own", embeddings=True), TARGET, "64x5x8/4x16x96", tmp_path / "out")
