@@ -70,6 +70,15 @@ PAGES = {
         Section("Every text on an H200", "real_model", _SPEED_UP),
         Section("Every text on a CPU", "real_model_cpu", _SPEED_UP),
     )),
+    "drafters.md": Page("Trained drafters", "../drafters.md", (
+        Section(
+            "Tokens a pass by context", "drafters_context",
+            "Every drafter has the same chain or tree, two levels and one round. Medians over texts; the "
+            "last column is the ratio of two contexts.",
+        ),
+        Section("Tokens a pass by kind of text", "drafters_kind", "Medians over contexts."),
+        Section("Milliseconds a token", "drafters_speed", f"Default settings. {_SPEED_UP}"),
+    )),
     "models.md": Page("Every class of transformers", "../models.md", (
         Section("Classes and paths", "models"),
     )),

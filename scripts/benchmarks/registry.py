@@ -79,6 +79,11 @@ BENCHMARKS = {
         "three levels of SmolLM2 and of its function at 8B: docs/measurements.md",
         "real_model_{machine}.jsonl",
     ),
+    "drafters": Benchmark(
+        "benchmarks.drafters.run",
+        "trained drafters beside the small draft, by context and kind of text: docs/drafters.md",
+        "drafters_{machine}.jsonl",
+    ),
     "offload": Benchmark(
         "benchmarks.offload.run",
         "decoding with the cache in host memory: docs/offloading.md",

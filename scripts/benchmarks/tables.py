@@ -15,6 +15,7 @@ from scripts.benchmarks.cards import tables as cards
 from scripts.benchmarks.common.markdown import Record, Table
 from scripts.benchmarks.common.results import ROOT, content_at
 from scripts.benchmarks.cpu import tables as cpu
+from scripts.benchmarks.drafters import tables as drafters
 from scripts.benchmarks.exact import tables as exact
 from scripts.benchmarks.linear import tables as linear
 from scripts.benchmarks.offload import tables as offload
@@ -76,7 +77,7 @@ TABLES = {
     "files": Table(on_chip.FILE, files, f"{on_chip.COMMAND} 7b"),
     **on_chip.TABLES, **offload.TABLES, **attention.TABLES, **linear.TABLES, **cpu.TABLES,
     **models_table.TABLES, **texts.TABLES,
-    **requests.TABLES, **workloads.TABLES, **cards.TABLES, **exact.TABLES,
+    **requests.TABLES, **workloads.TABLES, **cards.TABLES, **exact.TABLES, **drafters.TABLES,
     **front.TABLES,
 }  # fmt: skip
 

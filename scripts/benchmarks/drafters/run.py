@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks drafters --drafters eagle3=FOLDER mtp=FOLDER
     python -m scripts.benchmarks drafters --drafters eagle3=FOLDER --shapes 7b 8b --ways default
-    python -m scripts.benchmarks drafters --drafters eagle3=FOLDER --target smollm2.gguf --draft smollm2/draft \
-        --contexts 2048 7168
+    python -m scripts.benchmarks drafters --drafters eagle3=FOLDER --target smollm2.gguf \
+        --draft smollm2/draft --contexts 2048 7168
 
 The embedded pair's target, or ``--target``, is decoded with its draft and with each drafter, as it is or
 widened to a larger shape (``scripts/inflate``). ``--ways`` are ``default``, all settings as a user has them;
@@ -171,7 +171,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 "drafter": name, "way": way, "weights": digests.get(name),
                 "vocabulary": models.vocabulary(),
             }  # fmt: skip
-            part = re.sub(r"[^\w.-]+", "_", "-".join([shape, "" if embedded else title, name, way]))
+            part = re.sub(r"[^\w.-]+", "_", "-".join([shape, *([] if embedded else [title]), name, way]))
             settings = settings_of(plan, args.seed, device.type == "cpu")
             begin = None if args.tiny else RESULTS / file_name
             file = ResultsFile(path, part, settings, drafter_rows, begin)

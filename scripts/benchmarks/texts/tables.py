@@ -118,10 +118,10 @@ def by_context(content: Record) -> str | None:
         f"{SLOWER:g}{clearly}, the lowest is {least:.2f}. "
     )
     headings = ["model", "kind of text", "T", *(f"{n:,}" for n in contexts)]
-    return grid(headings, cells, left=2) + "\n" + note + _origin(content) + "\n"
+    return grid(headings, cells, left=2) + "\n" + note + origin_of(content) + "\n"
 
 
-def _origin(content: Record) -> str:
+def origin_of(content: Record) -> str:
     """Returns machine, versions and what was not measured."""
     told, notes = list[str](), dict[str, list[str]]()
     for name, part in content["parts"].items():
@@ -137,7 +137,7 @@ def _origin(content: Record) -> str:
 
 
 def _caption(file: str) -> Callable[[Record, Sequence[Record]], str]:
-    return lambda content, rows: f"{_origin(content)} {file_note(file, content['parts'])}"
+    return lambda content, rows: f"{origin_of(content)} {file_note(file, content['parts'])}"
 
 
 def _by_context(file: str) -> Callable[[Record], str | None]:

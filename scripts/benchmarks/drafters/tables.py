@@ -1,0 +1,94 @@
+"""Tables of ``drafters``: accepted tokens by context and by kind of text, and milliseconds a token."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from scripts.benchmarks.common.markdown import Record, Table, file_note
+from scripts.benchmarks.sources.registry import KINDS
+from scripts.benchmarks.texts.tables import origin_of
+from triforce_tree.bench.tables import grid
+
+FILE = "drafters_h200.jsonl"
+COMMAND = "python -m scripts.benchmarks drafters --texts texts.json.xz --drafters eagle3=FOLDER"
+# Contexts whose acceptance is compared.
+SHORT, LONG = 2048, 65_536
+
+
+def _cells(rows: Sequence[Record], *names: str) -> dict[tuple[Any, ...], list[Record]]:
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return dict(sorted(found.items()))
+
+
+def _median(rows: Sequence[Record], name: str) -> float:
+    return statistics.median(row[name] for row in rows)
+
+
+def _table(
+    content: Record, file: str, ways: Sequence[str], column: str, columns: Sequence[Any],
+    shown: Callable[[Sequence[Record]], str], kept: bool,
+) -> str | None:  # fmt: skip
+    """Returns a line for each model, way, temperature and drafter, with medians over the rows of a column.
+
+    Args:
+        column, columns: a field of the rows, and its values.
+        shown: makes a cell of its rows.
+        kept: whether to add the ratio of the longer to the shorter of two contexts.
+    """
+    rows = [row for row in content["rows"] if row["way"] in ways]
+    here = [value for value in columns if any(row[column] == value for row in rows)]
+    if not here:
+        return None
+    lines = []
+    for (model, way, temperature, drafter), found in _cells(
+        rows, "model", "way", "temperature", "drafter"
+    ).items():
+        by_column = {value: [row for row in found if row[column] == value] for value in here}
+        line = [model, way, f"{temperature:g}", drafter]
+        line += [shown(cell) if cell else "" for cell in by_column.values()]
+        if kept:
+            short, long = by_column.get(SHORT), by_column.get(LONG)
+            ratio = (
+                _median(long, "tokens_per_pass") / _median(short, "tokens_per_pass")
+                if short and long
+                else None
+            )
+            line.append("" if ratio is None else f"{ratio:.2f}")
+        lines.append(line)
+    named = [f"{value:,}" if isinstance(value, int) else value for value in here]
+    headings = ["model", "way", "T", "drafter", *named, *(["65,536 to 2,048"] if kept else [])]
+    return f"{grid(headings, lines, 4)}\n{origin_of(content)} {file_note(file, content['parts'])}"
+
+
+def _tokens(rows: Sequence[Record]) -> str:
+    return f"{_median(rows, 'tokens_per_pass'):.2f}"
+
+
+def _speed(rows: Sequence[Record]) -> str:
+    return f"{_median(rows, 'ms_per_token'):.2f} ({_median(rows, 'speedup'):.1f}x)"
+
+
+def by_context(content: Record, file: str) -> str | None:
+    """Returns tokens a pass by context, medians over texts."""
+    contexts = sorted({row["context"] for row in content["rows"]})
+    return _table(content, file, ("chain", "tree"), "context", contexts, _tokens, kept=True)
+
+
+def by_kind(content: Record, file: str) -> str | None:
+    """Returns tokens a pass by kind of text, medians over contexts."""
+    return _table(content, file, ("chain", "tree"), "kind", KINDS, _tokens, kept=False)
+
+
+def speed(content: Record, file: str) -> str | None:
+    """Returns milliseconds a token and speed-ups with default settings, medians over texts."""
+    contexts = sorted({row["context"] for row in content["rows"]})
+    return _table(content, file, ("default",), "context", contexts, _speed, kept=False)
+
+
+TABLES = {
+    f"drafters_{name}": Table(FILE, partial(make, file=FILE), COMMAND)
+    for name, make in (("context", by_context), ("kind", by_kind), ("speed", speed))
+}
