@@ -3,7 +3,7 @@
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -27,8 +27,8 @@ from triforce_tree.loading.checkpoints import (
     unwrapped,
     with_text_ranks,
 )
-from triforce_tree.loading.drafter_choice import check_drafter_options, own_drafter
-from triforce_tree.loading.gguf_header import gguf_path
+from triforce_tree.loading.drafter_choice import check_drafter_options, mtp_drafter, own_drafter
+from triforce_tree.loading.gguf_header import gguf_path, is_gguf
 from triforce_tree.loading.placement import on_one_device
 from triforce_tree.loading.reading import ModelFiles
 from triforce_tree.requests.endings import StopStrings
@@ -73,11 +73,13 @@ def load(
             place.
         draft: likewise; by default the embedded draft for the embedded target, and suffix matching for
             any other.
-        drafter: the proposer of token trees: ``"model"``, the draft; ``"lookup"``, suffix matching; a folder
-            or hub id with Medusa heads, an EAGLE-3 head or a DFlash block for the target, recognised from
-            its files; or an object: :class:`Medusa`, :class:`Eagle3`, or one of your own
-            (:class:`~triforce_tree.drafters.base.Drafter`). The draft model and folders take ``tree``. By
-            default the draft where there is one, and else suffix matching; ``lookup=N`` is both.
+        drafter: the proposer of token trees: ``"model"``, the draft; ``"lookup"``, suffix matching;
+            ``"mtp"``, the MTP layers in the target's checkpoint; a folder or hub id with Medusa heads, an
+            EAGLE-3 head or a DFlash block for the target, recognised from its files; or an object:
+            :class:`Medusa`, :class:`Eagle3`, or one of your own
+            (:class:`~triforce_tree.drafters.base.Drafter`). The draft model, MTP layers and folders take
+            ``tree``. By default the draft where there is one, else MTP layers where there are some, and else
+            suffix matching; ``lookup=N`` is suffix matching, beside a draft both.
         tokenizer: an object, a hub id or a folder; by default the one in the target's folder.
         draft_tokenizer: likewise, by default the one in the draft's folder. A draft of another tokenizer
             proposes the tokens that both vocabularies have.
@@ -119,6 +121,12 @@ def load(
         config.matched_tokens(draft is not None)
     target = unwrapped(target, "target")
     target = gguf_path(target, gguf_file)
+    packed = is_gguf(target)
+    if drafter == "mtp" and packed:
+        raise ValueError(
+            f"drafter='mtp' reads MTP layers from safetensors, and those of the GGUF file {str(target)!r} "
+            "(blk.*.nextn.*) are not read; give the folder of the model, or drafter='lookup'"
+        )
     draft = None if draft is None else gguf_path(unwrapped(draft, "draft"))
     tokenizer = tokenizer_of(tokenizer, target)
     if isinstance(target, PreTrainedModel):
@@ -136,8 +144,15 @@ def load(
         # Unusable arguments are refused before the target's weights are read.
         ModelFiles.find(draft, device_of(device), dtype)
     loaded, streamed = load_target(target, config, device, dtype, grid, pinned)
+    if drafter == "mtp" or not (packed or streamed or group or _names_drafter(drafter, draft, given, config)):
+        own = mtp_drafter(loaded, given, drafter == "mtp")
     small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
     return Engine(loaded, own or small, tokenizer, config, given, streamed, own_tokenizer)
+
+
+def _names_drafter(drafter: object, draft: object, given: Mapping[str, Any], config: HierarchyConfig) -> bool:
+    """Returns whether the user has said what drafts."""
+    return drafter is not None or draft is not None or "lookup" in given or config.levels == 1
 
 
 def generate(
@@ -205,8 +220,11 @@ def custom_generate(
                 small = None
                 if source is not None:
                     small = on_one_device(load_model(source, model.device, model.dtype), model.device)
+                layers = None
+                if drafter == "mtp" or not _names_drafter(drafter, draft, given, config):
+                    layers = mtp_drafter(model, given, drafter == "mtp")
                 engines[id(model)] = Engine(
-                    model, own or small, own_tokenizer, config, given, draft_tokenizer=others
+                    model, own or layers or small, own_tokenizer, config, given, draft_tokenizer=others
                 )
         engine = engines[id(model)]
         processors, criteria, options = (

@@ -14,7 +14,7 @@ from tests.support.distributions.enumerated_noise import EnumeratedNoise
 from tests.support.distributions.enumeration import NOISE, exact_distribution, summed, total_variation
 from tests.support.distributions.generation_cases import BOTH, TOKENS, Case
 from tests.support.distributions.generation_distributions import Generations, stranger
-from tests.support.distributions.head_folders import eagle, medusa
+from tests.support.distributions.head_folders import eagle, medusa, mtp
 from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from triforce_tree.decoding.stages import ChainVerifyStage, DraftStage
 from triforce_tree.drafters.base import Drafter, TokenTree
@@ -139,6 +139,7 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
             ("medusa", medusa),
             ("eagle", partial(eagle, draft_vocabulary=2)),
             ("block", partial(block, inputs=(0,))),
+            ("two mtp layers", partial(mtp, layers=2)),
         )
         for tree in ("static:1;0.1", "best-first:2,2")
     },

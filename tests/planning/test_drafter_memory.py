@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.distributions.block_folders import block_folder
-from tests.support.distributions.head_folders import eagle_folder, medusa_folder
+from tests.support.distributions.head_folders import eagle_folder, medusa_folder, mtp
 from tests.support.models.families import perturbed, tiny
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding.hierarchy import Hierarchy
@@ -34,6 +34,7 @@ BATCH, LENGTH = 3, 1024
 
 def tensors(held: object, depth: int = 0) -> Iterator[Tensor]:
     """Yields all tensors that an object holds, in lists, closures and objects of drafters too."""
+    own = type(held).__module__.startswith("triforce_tree.drafters")
     if isinstance(held, Tensor):
         yield held
     elif isinstance(held, list | tuple):
@@ -43,9 +44,9 @@ def tensors(held: object, depth: int = 0) -> Iterator[Tensor]:
         for cell in held.__closure__:
             yield from tensors(cell.cell_contents, depth)
     elif isinstance(held, nn.Module):
-        if "Norm" in type(held).__name__ or type(held).__module__.startswith("triforce_tree.drafters"):
+        if own or "Norm" in type(held).__name__ or type(held).__name__ == "MtpModel":
             yield from held.parameters()
-    elif type(held).__module__.startswith("triforce_tree.drafters") and depth < 3:
+    elif own and depth < 3:
         for name, part in vars(held).items():
             if name != "_state":
                 yield from tensors(part, depth + 1)
@@ -56,6 +57,7 @@ def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
         "medusa": Medusa(medusa_folder(folder / "medusa", target)),
         "medusa, the target's head": Medusa(medusa_folder(folder / "tied", target, layers=2, tied=True)),
         "eagle": Eagle3(eagle_folder(folder / "eagle", target, 40), sinks=2, window=24),
+        "three mtp layers": mtp(target, "best-first:2,2,1", 3, 2, 24),
         "eagle, own embeddings": Eagle3(
             eagle_folder(folder / "own", target, embeddings=True), "static:0;1;0.0", 4, 32
         ),
@@ -65,7 +67,10 @@ def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
     }
 
 
-NAMES = ["medusa", "medusa, the target's head", "eagle", "eagle, own embeddings", "block", "suffix", "merged"]
+NAMES = [
+    "medusa", "medusa, the target's head", "eagle", "eagle, own embeddings", "three mtp layers", "block",
+    "suffix", "merged",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("levels", "name"), [*((3, name) for name in NAMES), (2, "eagle"), (2, "block")])

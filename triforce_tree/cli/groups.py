@@ -60,13 +60,14 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         help="folder or hub id of the draft model; without it, the embedded draft for the "
-        "embedded target and suffix matching for any other",
+        "embedded target, and MTP layers or suffix matching for any other",
     )
     group.add_argument(
         "--drafter",
         metavar=f"{{{','.join(DRAFTERS)},FOLDER}}",
-        help="what proposes tokens: the draft model, suffix matching (lookup), or a folder or hub id with "
-        "Medusa heads, an EAGLE-3 head or a DFlash block; by default the draft model if there is one",
+        help="what proposes tokens: the draft model, suffix matching (lookup), the MTP layers in the "
+        "target's checkpoint (mtp), or a folder or hub id with Medusa heads, an EAGLE-3 head or a DFlash "
+        "block; by default the draft model if there is one, else MTP layers if there are some",
     )
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer; without it, the target's own")
     group.add_argument(

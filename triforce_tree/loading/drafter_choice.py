@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from triforce_tree.drafters.base import Drafter
 
-DRAFTERS = ("model", "lookup")
+DRAFTERS = ("model", "lookup", "mtp")
 
 
 def names_trained(drafter: "Drafter | str | Path | None") -> bool:
@@ -53,6 +53,8 @@ def own_drafter(
 ) -> "Drafter | None":
     """Returns the user's drafter object, or the trained drafter in a folder; None if neither was given.
 
+    MTP layers (``drafter="mtp"``) are made when the target is loaded, see ``loading/mtp_checkpoint.py``.
+
     Args:
         options: the options that the user gave.
 
@@ -79,6 +81,33 @@ def own_drafter(
     return drafter
 
 
+def mtp_drafter(target: "PreTrainedModel", options: Mapping[str, Any], named: bool) -> "Drafter | None":
+    """Returns a drafter with the MTP layers in a target's checkpoint.
+
+    Args:
+        target: the loaded target.
+        options: the options that the user gave.
+        named: whether the user asked for it. Otherwise None is returned if there are no such layers or they
+            cannot be used, and the reason is logged.
+
+    Raises:
+        OSError, ValueError: the user asked for it, and there are no such layers or they cannot be used.
+    """
+    import transformers
+    from transformers import modeling_layers
+
+    if hasattr(modeling_layers, "MtpModel"):
+        from triforce_tree.loading import mtp_checkpoint
+
+        return mtp_checkpoint.mtp_drafter(target, options, named)
+    if named:
+        raise ValueError(
+            f"drafter='mtp' runs the layers by MtpModel of transformers, which release "
+            f"{transformers.__version__} does not have; update transformers, or use drafter='lookup'"
+        )
+    return None
+
+
 def check_drafter_options(
     drafter: "Drafter | str | Path | None", draft: object | None, options: Mapping[str, Any]
 ) -> None:
@@ -95,7 +124,7 @@ def check_drafter_options(
     if draft is None and drafter == "model":
         raise ValueError("drafter='model' needs a draft; give one, or drafter='lookup'")
     for name in ("tree", "other_trees") if draft is None else ():
-        if name in options and not names_trained(drafter):
+        if name in options and drafter != "mtp" and not names_trained(drafter):
             _refuse_tree(name, options[name], drafter)
     if (lookup := options.get("lookup")) is not None:
         _check_lookup(lookup, drafter)
@@ -114,10 +143,10 @@ def _refuse_tree(name: str, tree: object, drafter: "Drafter | str | Path | None"
 
 
 def _check_lookup(lookup: object, drafter: "Drafter | str | Path | None") -> None:
-    if names_trained(drafter):
+    if names_trained(drafter) or drafter == "mtp":
         raise ValueError(
-            f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but the drafter in "
-            f"{str(drafter)!r} proposes here; leave lookup out, or use that name"
+            f"lookup={lookup!r} is the number of tokens that drafter='lookup' proposes, but "
+            f"drafter={str(drafter)!r} proposes here; leave lookup out, or use that name"
         )
     if drafter is not None and not isinstance(drafter, str | Path):
         raise ValueError(

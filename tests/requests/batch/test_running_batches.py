@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import triforce_tree
 from tests.support.distributions.block_folders import block
-from tests.support.distributions.head_folders import eagle
+from tests.support.distributions.head_folders import eagle, mtp
 from tests.support.models.api_cases import (
     PROMPT,
     SMALL,
@@ -96,6 +96,9 @@ DRAFTED: dict[str, Callable[[], Engine]] = {
     "matching": lambda: triforce_tree.load(TARGET, levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})),
     "tree and matching": lambda: triforce_tree.load(
         TARGET, perturbed(TARGET, 0.05), levels=2, **load_arguments({**FIXED, "lookup": 4})
+    ),
+    "mtp": lambda: triforce_tree.load(
+        TARGET, drafter=mtp(TARGET, "chain:3", 2), levels=2, **load_arguments({**SMALL_LOOKUP, "rounds": 1})
     ),
     "eagle": lambda: triforce_tree.load(
         TARGET, drafter=eagle(TARGET, "chain:3"), levels=3, **load_arguments({**SMALL_LOOKUP, "rounds": 2})

@@ -17,7 +17,7 @@ from transformers import (
 from tests.support.distributions.block_folders import block
 from tests.support.distributions.enumeration import total_variation
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
-from tests.support.distributions.head_folders import eagle, medusa
+from tests.support.distributions.head_folders import eagle, medusa, mtp
 from tests.support.models.families import perturbed, prompt_of, with_rounded_kv
 from tests.support.models.own_drafters import FixedSiblings, FixedThenDrawn, TableDraws
 from triforce_tree.drafters.base import Drafter
@@ -331,6 +331,8 @@ CASES: dict[str, Case] = {
                 partial(eagle, stranger(vocabulary, 0, 2), tree, fc_norm=True, norm_output=True),
             ),
             ("block", partial(block, stranger(vocabulary, 0, 2), tree, inputs=(0,))),
+            ("mtp", partial(mtp, stranger(vocabulary, 0, 2), tree)),
+            ("two mtp layers", partial(mtp, stranger(vocabulary, 0, 2), tree, 2)),
         )
     },
     **{

@@ -1,5 +1,6 @@
-"""Folders with random Medusa heads and EAGLE-3 heads for a target, in their published formats."""
+"""Random Medusa heads, EAGLE-3 heads and MTP layers for a target; heads in folders of published formats."""
 
+import copy
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.medusa import Medusa
+from triforce_tree.drafters.heads.pairs import PairDrafter
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -154,3 +156,19 @@ def eagle(target: PreTrainedModel, tree: str, sinks: int = 1, window: int = 6, *
     """Returns a random head for a target; ``how``: of :func:`eagle_folder`."""
     with TemporaryDirectory() as folder:
         return Eagle3(eagle_folder(Path(folder), target, **how), tree, sinks, window)
+
+
+def mtp(target: PreTrainedModel, tree: str, layers: int = 1, sinks: int = 1, window: int = 6) -> PairDrafter:
+    """Returns ``layers`` random MTP layers of a target's family."""
+    # Earlier releases of transformers have no MTP layers.
+    from triforce_tree.drafters.heads.mtp import MtpNetwork
+    from triforce_tree.loading.mtp_checkpoint import empty_mtp_layers
+
+    config: Any = copy.deepcopy(target.config)
+    config.num_mtp_layers = layers
+    model = empty_mtp_layers(target, config)
+    random = _generator(9)
+    for parameter in model.layers.parameters():
+        noise = torch.randn(parameter.shape, generator=random)
+        parameter.data = 1 + 0.3 * noise if noise.dim() == 1 else noise / parameter.shape[1] ** 0.5
+    return PairDrafter("mtp", lambda to: MtpNetwork(model, to, "a test"), tree, sinks, window, ())

@@ -204,7 +204,8 @@ class PairDrafter(Drafter):
         end = torch.tensor(ends, device=self._state.device)[:, None]
         first = torch.arange(self.sinks, device=end.device).expand(len(ends), -1)
         newest = end + torch.arange(1 - self.window - self.network.layers, 0, device=end.device)
-        self._advance(end, first, first < end)
+        if self.sinks:
+            self._advance(end, first, first < end)
         self._advance(end, newest, newest >= self.sinks)
 
     def _advance(

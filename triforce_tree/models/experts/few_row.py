@@ -38,22 +38,30 @@ def grouped_products_capture(device: torch.device) -> bool:
 
 
 def use_capturable_experts(clone: PreTrainedModel, device: torch.device) -> None:
-    """Gives a clone an experts implementation that never waits for the host, unless it has one.
+    """Gives a clone an experts implementation that never waits for the host, unless it has one."""
+    if not clone._can_set_experts_implementation():
+        return
+    before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
+    after = capturable_experts(before, clone.dtype, device)
+    if after is not None and after != before:
+        clone.set_experts_implementation(after)
+
+
+def capturable_experts(before: str | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Returns the experts implementation that takes the place of ``before``, so that a forward never waits
+    for the host.
 
     Grouped products read the group sizes on the host, except for bf16 on some architectures; the eager loop
     over experts does so everywhere. Batched products gather each token's experts and never do; our own
     neither gather nor wait, but take 16-bit weights only.
     """
-    if not clone._can_set_experts_implementation():
-        return
-    before = getattr(clone.config.get_text_config(decoder=True), "_experts_implementation", None)
     if device.type == "cuda" and before in ("grouped_mm", "eager"):
-        grouped = clone.dtype == torch.bfloat16 and grouped_products_capture(device)
+        grouped = dtype == torch.bfloat16 and grouped_products_capture(device)
         few_rows = FEW_ROW_OR_GROUPED if grouped else FEW_ROW_EXPERTS
-        half = clone.dtype in (torch.bfloat16, torch.float16)
-        clone.set_experts_implementation(few_rows if half else "batched_mm")
-    elif before == "grouped_mm" and not grouped_products_capture(device):
-        clone.set_experts_implementation("batched_mm")
+        return few_rows if dtype in (torch.bfloat16, torch.float16) else "batched_mm"
+    if before == "grouped_mm" and not grouped_products_capture(device):
+        return "batched_mm"
+    return before
 
 
 def _few_row_or_grouped(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
