@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
 from scripts.benchmarks.common.results import Record
+from scripts.train_drafters.block import BlockTraining
 from scripts.train_drafters.eagle import EagleNetwork
 from scripts.train_drafters.evaluate import by_context
 from scripts.train_drafters.folder import DrafterFolder
@@ -49,7 +50,10 @@ _OF_A_CALL = (
     "out", "seconds", "steps", "json", "device", "log_every", "save_every", "evaluate", "windows", "new",
 )  # fmt: skip
 KINDS: dict[str, Callable[[Teacher, argparse.Namespace], nn.Module]] = {
-    "eagle3": lambda teacher, args: EagleNetwork(teacher, args.depths, args.mlp, args.own_head),
+    "eagle3": lambda teacher, args: EagleNetwork(
+        teacher, args.depths, args.mlp, args.own_head, Cache(args.sinks, args.window)
+    ),
+    "dflash": lambda teacher, args: BlockTraining(teacher, args.depths, args.layers, args.mlp, args.window),
 }
 
 
@@ -100,7 +104,6 @@ class Distillation:
     ) -> None:
         self.training, self.network, self.teacher, self.texts = training, network, teacher, texts
         self._contexts = itertools.cycle(training.args.contexts)
-        self._cache = Cache(training.args.sinks, training.args.window)
         on_gpu = training.device.type == "cuda"
         self._compare = torch.compile(compare, dynamic=False) if on_gpu else compare
         entries = _LOGITS_ON_GPU if on_gpu else _LOGITS_ON_CPU
@@ -115,7 +118,7 @@ class Distillation:
         hidden = self.teacher.states(tokens, network.features)
         rows = torch.arange(count, device=device) % len(tokens)
         starts = torch.randint(context - length - network.depths, (count,), device=device)
-        segments = Segments(self._cache, rows, starts, length)
+        segments = Segments(network.cache, rows, starts, length, network.every)
         direct = min(1.0, max(0.0, 2 * progress - 0.5))
         losses, overlaps = [], []
         with self.training.precision():
@@ -156,9 +159,15 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, help="end this call before its training takes more; the evaluation follows")
     add("--seed", type=int, default=0, help="of all draws")
     add("--depths", type=int, default=6, help="tokens drafted one after the other")
+    add("--layers", type=int, default=2, help="layers of a block drafter; others have one")
     add("--mlp", type=int, default=1536, help="neurons of the drafter's layer")
     add("--own-head", action="store_true", help="train a copy of the target's language model head too")
-    add("--sinks", type=int, default=Cache.sinks, help="first pairs that the drafter attends to")
+    add(
+        "--sinks",
+        type=int,
+        default=Cache.sinks,
+        help="first pairs that the drafter attends to; a block drafter has none",
+    )
     add("--window", type=int, default=Cache.window, help="newest pairs that the drafter attends to")
     add("--contexts", type=int, nargs="+", default=[2048, 4096, 16384, 65536], help="of texts, taken in turn")
     add("--tokens", type=int, default=131_072, help="that the target reads in a step")
@@ -227,10 +236,9 @@ def main(words: Sequence[str] | None = None) -> Record:
         "what": "result", "kind": args.kind, "steps": steps, "seconds": folder.spent,
         "parameters": parameters, "bytes": folder.weights.stat().st_size,
     }  # fmt: skip
-    cache = Cache(args.sinks, args.window)
     for context in args.evaluate:
         with training.precision():
-            result |= by_context(network, teacher, ids, context, args.windows, args.new, cache)
+            result |= by_context(network, teacher, ids, context, args.windows, args.new)
     training.log(**result)
     if args.json:
         print(json.dumps(result))

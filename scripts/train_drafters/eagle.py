@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from scripts.train_drafters.segments import Rotary, Segments, StreamingAttention
+from scripts.train_drafters.segments import Cache, Rotary, Segments, StreamingAttention
 from scripts.train_drafters.teacher import Teacher
 
 _THETA = 10_000.0
@@ -28,18 +28,20 @@ class EagleNetwork(nn.Module):
         depths: how many tokens are drafted one after the other.
         mlp: neurons of the layer.
         own_head: a language model head of its own, which begins as the target's.
+        cache: what the drafter keeps.
 
     Attributes:
         features: the hidden states of the target that it reads.
+        every: 1, since it learns from all positions of a segment.
         head: the weight of the language model head, ``[V, H]``.
     """
 
     kind = "eagle3"
 
-    def __init__(self, teacher: Teacher, depths: int, mlp: int, own_head: bool) -> None:
+    def __init__(self, teacher: Teacher, depths: int, mlp: int, own_head: bool, cache: Cache) -> None:
         super().__init__()
         size, layers = teacher.size, teacher.layers
-        self.depths = depths
+        self.depths, self.every, self.cache = depths, 1, cache
         self.inputs = [max(1, layers // 3), max(1, 2 * layers // 3), layers]
         self.features = tuple(number - 1 for number in self.inputs)
         self.heads, self.kv_heads, self.head_dim = teacher.heads, teacher.kv_heads, teacher.head_dim

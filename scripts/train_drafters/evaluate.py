@@ -8,13 +8,13 @@ import torch.nn.functional as F
 
 from scripts.benchmarks.common.results import Record
 from scripts.benchmarks.common.texts import cut
-from scripts.train_drafters.segments import Cache, Segments
+from scripts.train_drafters.segments import Segments
 from scripts.train_drafters.teacher import Teacher
 
 
 @torch.no_grad()
 def by_context(
-    network: Any, teacher: Teacher, ids: Sequence[int], context: int, windows: int, new: int, cache: Cache
+    network: Any, teacher: Teacher, ids: Sequence[int], context: int, windows: int, new: int
 ) -> Record:
     """Returns means by depth at the last ``new`` positions of prompts of ``context`` tokens, given that the
     text itself was drafted up to there.
@@ -28,7 +28,7 @@ def by_context(
     """
     device, depths = teacher.head.device, network.depths
     start = torch.tensor([context - new - depths], device=device)
-    segments = Segments(cache, torch.zeros_like(start), start, new)
+    segments = Segments(network.cache, torch.zeros_like(start), start, new, network.every)
     overlaps, agreements = torch.zeros(2, depths, device=device)
     for number in range(windows):
         tokens = torch.tensor([cut(ids, number * len(ids) // windows, context)], device=device)

@@ -27,25 +27,26 @@ class Cache:
 
 
 class Segments:
-    """N segments of L positions each, with the pairs that a drafter keeps before them.
+    """N segments of L tokens each, with the pairs that a drafter keeps before them.
 
     Args:
         cache: the sizes of the drafter's cache.
         rows: int64 ``[N]``, the row of the batch of texts that each segment is cut from.
         starts: int64 ``[N]``, the first position of each segment.
         length: L.
+        every: a drafter learns from every so many positions.
 
     Attributes:
-        positions: int64 ``[N, L]``, positions in the text.
+        positions: int64 ``[N, P]``, these positions in the text; P is L where it is all of them.
         kept: int64 ``[N, K]``, the positions of the pairs in the cache: sinks, then those before and in the
             segment; 0 where there is none.
-        visible: bool ``[N, L, K]``, whether a position attends to a pair.
+        visible: bool ``[N, P, K]``, whether a position attends to a pair.
     """
 
-    def __init__(self, cache: Cache, rows: Tensor, starts: Tensor, length: int) -> None:
+    def __init__(self, cache: Cache, rows: Tensor, starts: Tensor, length: int, every: int = 1) -> None:
         device = starts.device
         self.cache, self.rows, self.length = cache, rows[:, None], length
-        self.positions = starts[:, None] + torch.arange(length, device=device)
+        self.positions = starts[:, None] + torch.arange(0, length, every, device=device)
         first = torch.arange(cache.sinks, device=device).expand(len(starts), -1)
         near = starts[:, None] + torch.arange(-cache.window, length, device=device)
         at, here = near[:, None], self.positions[..., None]
@@ -65,7 +66,7 @@ class Segments:
         return values[self.rows, (self.kept + offset).clamp_max(values.shape[1] - 1)]
 
     def take_own(self, values: Tensor, offset: int = 0) -> Tensor:
-        """Returns values ``[R, T, ...]`` of the texts at the segments' positions, ``[N, L, ...]``."""
+        """Returns values ``[R, T, ...]`` of the texts at the segments' positions, ``[N, P, ...]``."""
         return values[self.rows, (self.positions + offset).clamp_max(values.shape[1] - 1)]
 
 

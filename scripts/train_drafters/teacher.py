@@ -19,6 +19,7 @@ class Teacher:
     Attributes:
         layers, size, heads, kv_heads, head_dim, eps: of its configuration.
         positions: the most tokens of a text.
+        end: an end token, 0 where the model has none.
         head: the weight of its language model head, ``[V, H]``.
         last_norm: the weight of its last norm, ``[H]``.
 
@@ -33,6 +34,8 @@ class Teacher:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or self.size // self.heads
         self.positions: int = config.max_position_embeddings
+        ends = config.eos_token_id if config.eos_token_id is not None else 0
+        self.end = int(ends[0] if isinstance(ends, list) else ends)
         norm, head = getattr(text_decoder(model), "norm", None), model.get_output_embeddings()
         if norm is None or getattr(head, "bias", None) is not None:
             raise ValueError(

@@ -21,7 +21,11 @@ def test_the_smallest_cell_is_measured_for_every_drafter_and_way(
 ) -> None:
     run, teacher = script("benchmarks.drafters.run"), script("train_drafters.teacher")
     network = script("train_drafters.eagle").EagleNetwork(
-        teacher.Teacher(load_model(PAIR / "target", "cpu", torch.float32)), 2, 64, False
+        teacher.Teacher(load_model(PAIR / "target", "cpu", torch.float32)),
+        2,
+        64,
+        False,
+        script("train_drafters.segments").Cache(),
     )
     script("train_drafters.folder").DrafterFolder(tmp_path / "head", {"seed": 0}).save(network, 1.0)
     monkeypatch.setattr(Texts, "read", lambda self, source: "What a statement does, and what not. " * 200)
