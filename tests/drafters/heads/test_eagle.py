@@ -209,7 +209,12 @@ UNKNOWN: dict[str, tuple[dict[str, object], str]] = {
         {"extra": {"layers.1.mlp.up_proj.weight": (24, 32)}}, r"no supported layout \(layers.1.mlp.up_proj"
     ),
     "layers": ({"num_hidden_layers": 2}, "num_hidden_layers=2 in .* is not supported"),
-    "parallel drafting": ({"extra": {"mask_hidden": (1, 96)}}, r"no supported layout \(mask_hidden\)"),
+    "parallel drafting": (
+        {"ptd_token_id": 5, "num_hidden_layers": 4}, "a P-EAGLE head, .* mask tokens, here through 4 layers"
+    ),
+    "parallel drafting by a tensor": (
+        {"extra": {"mask_hidden": (1, 96)}}, r"no supported layout \(mask_hidden\)"
+    ),
     "MLA": ({"extra": {"midlayer.self_attn.kv_a_proj_with_mqa.weight": (8, 32)}}, "latent attention"),
     "another family": ({"model_type": "kimi_k2"}, "is of the family 'kimi_k2'; supported are layers of"),
     "an unknown field": ({"residual_scale": 0.5}, "has the field residual_scale=0.5, which is not known"),

@@ -35,6 +35,8 @@ _READ = frozenset([
     "rope_scaling", "rope_theta", "sliding_window", "target_hidden_size", "transformer_layer_config",
     "use_sliding_window",
 ])  # fmt: skip
+# Names of the mask token of P-EAGLE heads.
+_PARALLEL = ("mask_token_id", "ptd_token_id", "pard_token")
 # Fields that may have one value only.
 _FIXED: Mapping[str, Callable[[Any], bool]] = {
     "hidden_act": lambda value: value in ("silu", "swish"),
@@ -91,6 +93,12 @@ def eagle_format(folder: Path) -> EagleFormat:
     if "hidden_size" not in fields:
         raise ValueError(f"{str(folder)!r} has no {CONFIG} with a hidden_size; give the whole folder")
     kind = config.get("speculators_model_type", "eagle3")
+    if kind == "peagle" or any(config.get(name) is not None for name in _PARALLEL):
+        raise ValueError(
+            f"{str(folder)!r} holds a P-EAGLE head, which predicts all depths in one forward by mask tokens, "
+            f"here through {fields.get('num_hidden_layers', 1)} layers; supported are heads of one layer "
+            "that draft one depth after the other (EAGLE-3), and block drafters (DFlash)"
+        )
     if kind != "eagle3":
         raise ValueError(f"{str(folder)!r} holds a head of the kind {kind!r}; supported is 'eagle3'")
     for name, value in {**config, **fields}.items():

@@ -43,6 +43,7 @@ class EagleLayer:
     layers = 1
     windows: tuple[int | None, ...] = (None,)
     rotates = False
+    capturable = True
 
     def __init__(
         self,

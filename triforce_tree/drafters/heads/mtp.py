@@ -6,6 +6,7 @@ final norm, embeddings and head are the target's, and what a layer passes on is 
 as in ``transformers.modeling_layers.MtpModel``.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +22,14 @@ from triforce_tree.models.experts.few_row import capturable_experts
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import text_decoder
 from triforce_tree.models.running_forward import ATTENTION, Attend, running_forward
+from triforce_tree.runtime.capture_probe import why_not_capturable
+from triforce_tree.runtime.executor import free_memory
 
 # Relative difference of outputs that rounding explains, for most tokens: a token whose experts are nearly
 # tied may be routed to others.
 _MOST_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _CHECKED = 8  # tokens
+_LOG = logging.getLogger(__name__)
 
 
 class MtpNetwork:
@@ -68,6 +72,7 @@ class MtpNetwork:
         model.config._experts_implementation = capturable_experts(experts, target.dtype, target.device)
         self._measure(target.device)
         self._compare(reference, target)
+        self.capturable = self._captures(target)
 
     def angles(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         raise AssertionError("the layers rotate queries and keys themselves")
@@ -169,15 +174,8 @@ class MtpNetwork:
             RuntimeError: they differ by more than rounding.
         """
         tokens, hidden, positions = self._inputs(target)
-        distance = positions.mT - positions
-
-        for layer, (expected, window) in enumerate(zip(reference, self.windows, strict=True)):
-            mask = (distance >= 0) & (distance < (window or _CHECKED + 1))
-
-            def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor = mask[None]) -> Tensor:
-                return attend(q, k, v, mask, scale)
-
-            hidden, _ = self.forward(layer, tokens, hidden, positions, attended, _CHECKED)
+        for layer, expected in enumerate(reference):
+            hidden = self._causal(layer, tokens, hidden, positions)
             errors = (hidden - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
             if not float(errors.median()) <= _MOST_ERROR[self.dtype]:
                 raise RuntimeError(
@@ -186,3 +184,29 @@ class MtpNetwork:
                     "please report this with the checkpoint's config.json"
                 )
             hidden = expected
+
+    @torch.no_grad()
+    def _captures(self, target: HFModel) -> bool:
+        """Returns whether a CUDA graph can hold forwards of the layers. Logs the reason if it cannot."""
+        tokens, hidden, positions = self._inputs(target)
+
+        def run(tokens: Tensor) -> Tensor:
+            out = hidden
+            for layer in range(self.layers):
+                out = self._causal(layer, tokens, out, positions)
+            return out
+
+        if reason := why_not_capturable(run, tokens, tokens.flip(1)):
+            _LOG.warning("the MTP layers of %s run without CUDA graphs: %s", self._source, reason)
+        free_memory()
+        return reason is None
+
+    def _causal(self, layer: int, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Returns the outputs of a layer for a text of its own, without a cache."""
+        distance, window = positions.mT - positions, self.windows[layer]
+        mask = (distance >= 0) & (distance < (window or _CHECKED + 1))
+
+        def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            return attend(q, k, v, mask[None], scale)
+
+        return self.forward(layer, tokens, hidden, positions, attended, tokens.shape[1])[0]

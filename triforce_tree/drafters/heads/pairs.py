@@ -14,6 +14,7 @@ from torch import Tensor
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.heads.attention import Attended, attend, rotated
 from triforce_tree.drafters.heads.growth import TreeGrowth
+from triforce_tree.drafters.heads.ring import Ring
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -41,6 +42,7 @@ class PairNetwork(Protocol):
         rotates: whether the layers rotate queries and keys themselves, by the positions in the text.
             Otherwise the drafter rotates them, by positions within its cache.
         dtype: dtype of hidden states, keys and values.
+        capturable: whether a CUDA graph can hold its forwards.
         weight_bytes: bytes of the network's own weights on the device.
     """
 
@@ -52,6 +54,7 @@ class PairNetwork(Protocol):
     value_size: int
     windows: tuple[int | None, ...]
     rotates: bool
+    capturable: bool
     dtype: torch.dtype
     weight_bytes: int
 
@@ -113,7 +116,6 @@ class PairDrafter(Drafter):
     """
 
     deterministic = False
-    capturable = True
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class PairDrafter(Drafter):
         self.network = self._network_for(target)
         self.features = tuple(dict.fromkeys(self.network.inputs))
         self.feature_window = (self.sinks, self.window + self.network.layers - 1)
-        self.weight_bytes = self.network.weight_bytes
+        self.weight_bytes, self.capturable = self.network.weight_bytes, self.network.capturable
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
         network = self.network
@@ -164,12 +166,10 @@ class PairDrafter(Drafter):
             growth.bind(state.batch, device)
         # The most pairs that one pass can add; each further layer reads the output for the pair before.
         self._fresh = max(state.max_draft_tokens, self._depth) + 1 + network.layers
-        # The ring buffer of the newest pairs is longer than the window, so that pairs of uncommitted tokens
-        # do not overwrite pairs in the window.
-        self._ring = self.window + state.max_draft_tokens + state.extra + 3 + network.layers
-        self._slots = self.sinks + self._ring
-        # One more slot receives pairs that must not be kept. The slots of the tree's nodes follow it.
-        self._nodes_at = self._slots + 1
+        beyond = state.max_draft_tokens + state.extra + 3 + network.layers
+        self._ring = Ring(self.sinks, self.window, beyond)
+        # The slots of the tree's nodes follow those of the cache.
+        self._nodes_at = self._ring.slots + 1
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(network.layers, state.batch, *shape, device=device, dtype=network.dtype)
@@ -246,9 +246,7 @@ class PairDrafter(Drafter):
         """Stores keys and values of ``pairs``, and returns the attention of the last ``outputs`` of them to
         the cache, see ``PairNetwork.forward``.
         """
-        ring = self.sinks + (pairs - self.sinks) % self._ring
-        slots = torch.where(pairs < self.sinks, pairs, ring)
-        index = torch.where(kept & (pairs >= 0), slots, self._slots)[:, None, :, None]
+        index = self._ring.slots_of(pairs, kept)[:, None, :, None]
         self._raw_keys[layer].scatter_(2, index.expand_as(k), k)
         self._values[layer].scatter_(2, index.expand_as(v), v)
         if not outputs:
@@ -321,15 +319,9 @@ class PairDrafter(Drafter):
         """Rotates queries or keys of nodes at ``depth`` by their position within the cache."""
         if self.network.rotates:
             return x
-        dropped = (end - self.window - self.sinks).clamp_min(0)
-        position = (end - 1 - dropped + depth).clamp(0, self._positions - 1).expand(-1, x.shape[2])
-        cos, sin = self._angles
-        return rotated(x, cos[position], sin[position])
-
-    def _cached(self, end: Tensor) -> Tensor:
-        """Returns the newest pair that each slot of the cache can hold, int64 ``[B, slots + 1]``."""
-        slot = torch.arange(self._slots + 1, device=end.device)
-        return torch.where(slot < self.sinks, slot, end - 1 - (end - 1 - slot) % self._ring)
+        position = (end - 1 - self._ring.dropped(end) + depth).clamp(0, self._positions - 1)
+        cos, sin = (angles[position].expand(-1, x.shape[2], -1) for angles in self._angles)
+        return rotated(x, cos, sin)
 
     def _visible(self, layer: int, end: Tensor, queries: Tensor) -> Tensor:
         """Returns bool ``[B, T, slots + 1]``: whether each slot holds a pair that each of T pairs attends to.
@@ -339,14 +331,11 @@ class PairDrafter(Drafter):
         """
         state = self._state
         assert state.features is not None
-        pairs, slot = self._cached(end), torch.arange(self._slots + 1, device=end.device)
-        known, first = state.features.known_leading[:, None], state.features.first[:, None] + layer
-        dropped = (end - self.window - self.sinks).clamp_min(0)
-        visible = torch.where(
-            slot < self.sinks,
-            (pairs < end) & ((pairs < known) | (pairs >= first)) & (pairs >= layer),
-            (pairs >= self.sinks + dropped) & (pairs >= first) & (slot < self._slots),
-        )
+        pairs, slot = self._ring.positions(end), torch.arange(self._nodes_at, device=end.device)
+        visible = self._ring.visible(end, state.features)
+        # The first pairs of a later layer would need states that are not known.
+        first = torch.where(slot < self.sinks, 0, state.features.first[:, None]) + layer
+        visible &= pairs >= first
         distance = queries[:, :, None] - pairs[:, None]
         most = self.network.windows[layer]
         near = distance >= 0 if most is None else (distance >= 0) & (distance < most)
@@ -356,9 +345,10 @@ class PairDrafter(Drafter):
         """Rotates the cached keys of a layer by their positions within the cache."""
         if self.network.rotates:
             return
-        pairs, dropped = self._cached(end), (end - self.window - self.sinks).clamp_min(0)
-        slot = torch.arange(self._slots + 1, device=end.device)
-        positions = torch.where(slot < self.sinks, slot, pairs - dropped).clamp(0, self._positions - 1)
+        pairs, slot = self._ring.positions(end), torch.arange(self._nodes_at, device=end.device)
+        positions = torch.where(slot < self.sinks, slot, pairs - self._ring.dropped(end)).clamp(
+            0, self._positions - 1
+        )
         cos, sin = self._angles
         keys = rotated(self._raw_keys[layer], cos[positions], sin[positions])
         self._keys[layer, :, :, : self._nodes_at] = keys
