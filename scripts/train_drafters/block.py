@@ -54,7 +54,7 @@ class BlockTraining(nn.Module):
         )  # fmt: skip
         windows: tuple[int | None, ...] = (window,) * layers
         self._format = BlockFormat(config, self.features, depths + 1, teacher.end, (False,) * layers, windows)
-        self.network = BlockNetwork(self._format, teacher.size)
+        self.network = BlockNetwork(self._format, teacher.size, len(teacher.head))
         for name, parameter in self.network.named_parameters():
             if name == "norm.weight":
                 parameter.data.copy_(teacher.last_norm)
@@ -117,7 +117,7 @@ class BlockTraining(nn.Module):
             "vocab_size": layers.vocab_size, "rms_norm_eps": layers.rms_norm_eps, "hidden_act": "silu",
             "rope_theta": _THETA, "attention_bias": False, "block_size": self._format.block,
             "layer_types": ["sliding_attention"] * self._layers, "sliding_window": self.cache.window,
-            "is_causal": False, "num_target_layers": teacher.layers,
+            "use_sliding_window": True, "is_causal": False, "num_target_layers": teacher.layers,
             "dflash_config": {"mask_token_id": teacher.end, "target_layer_ids": list(self.features)},
         }  # fmt: skip
 

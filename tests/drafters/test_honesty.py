@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.distributions.block_folders import block
+from tests.support.distributions.block_folders import DFLASH2, block, spark_folder
 from tests.support.distributions.enumerated_noise import EnumeratedNoise
 from tests.support.distributions.enumeration import NOISE, exact_distribution, summed, total_variation
 from tests.support.distributions.generation_cases import BOTH, TOKENS, Case
@@ -140,6 +140,8 @@ DRAFTERS: dict[str, tuple[Case, Propose]] = {
             ("eagle", partial(eagle, draft_vocabulary=2)),
             ("block", partial(block, inputs=(0,))),
             ("two mtp layers", partial(mtp, layers=2)),
+            ("DSpark", partial(block, folder=spark_folder, inputs=(0,), kind="rnn")),
+            ("DFlash2", partial(block, inputs=(0,), dflash={**DFLASH2, "selector_top_k": 2})),
         )
         for tree in ("static:1;0.1", "best-first:2,2")
     },

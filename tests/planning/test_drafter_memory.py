@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.distributions.block_folders import block_folder
+from tests.support.distributions.block_folders import block_folder, spark_folder, speculators_folder
 from tests.support.distributions.head_folders import eagle_folder, medusa_folder, mtp
 from tests.support.models.families import perturbed, tiny
 from triforce_tree.config import HierarchyConfig
@@ -62,6 +62,11 @@ def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
             eagle_folder(folder / "own", target, embeddings=True), "static:0;1;0.0", 4, 32
         ),
         "block": BlockDrafter(block_folder(folder / "block", target, inputs=(0,)), sinks=2, window=24),
+        "DSpark": BlockDrafter(spark_folder(folder / "spark", target, inputs=(0,)), sinks=2, window=24),
+        "DSpark, the target's matrices": BlockDrafter(
+            spark_folder(folder / "shared", target, inputs=(0,), own=False), "chain:3", 2, 24
+        ),
+        "speculators": BlockDrafter(speculators_folder(folder / "speculators", target, inputs=(1,))),
         "suffix": SuffixMatching(15),
         "merged": Merged(Medusa(medusa_folder(folder / "medusa", target)), SuffixMatching(4)),
     }
@@ -69,7 +74,7 @@ def drafters(folder: Path, target: nn.Module) -> dict[str, Drafter]:
 
 NAMES = [
     "medusa", "medusa, the target's head", "eagle", "eagle, own embeddings", "three mtp layers", "block",
-    "suffix", "merged",
+    "DSpark", "DSpark, the target's matrices", "speculators", "suffix", "merged",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import triforce_tree
 from tests.support.models.families import greedy, prompt_of, tiny
 from triforce_tree.drafters.blocks.format import block_format
 from triforce_tree.drafters.blocks.format import canonical as block_names
-from triforce_tree.drafters.blocks.reference import reference_hidden
+from triforce_tree.drafters.blocks.reference import Reference
 from triforce_tree.drafters.heads.attention import attend, rotated
 from triforce_tree.drafters.heads.eagle_format import canonical, eagle_format
 from triforce_tree.drafters.heads.eagle_layer import EagleLayer
@@ -117,9 +117,8 @@ def test_the_trained_blocks_are_those_of_the_reference(script: Any, tmp_path: Pa
     assert cut.positions.tolist() == [[at, last]]
     slots = torch.tensor([tokens[1, last + 1], *[format.mask_token] * DEPTHS])
     states = [hidden[i][1, : last + 1] for i in format.inputs]
-    expected = reference_hidden(
-        HeadWeights(tmp_path, WEIGHTS, block_names), format, teacher.embedded(slots), states
-    )
+    reference = Reference(HeadWeights(tmp_path, WEIGHTS, block_names), format)
+    expected = reference.hidden(teacher.embedded(slots), states)
     for depth in range(DEPTHS):
         torch.testing.assert_close(made[depth][0, 1], expected[1 + depth], rtol=1e-4, atol=1e-4)
 

@@ -39,8 +39,9 @@ class Format(NamedTuple):
 
 
 def _drafts_blocks(config: Mapping[str, Any], files: frozenset[str]) -> bool:
-    names = [config.get("model_type"), *(config.get("architectures") or ())]
-    named = "dflash_config" in config or MUSE in names or "DFlashDraftModel" in names
+    kinds = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
+    named = any(name in str(kind).lower() for kind in kinds for name in ("dflash", "dspark", "domino"))
+    named = named or "dflash_config" in config or config.get("model_type") == MUSE
     return named and not files.isdisjoint(WEIGHTS)
 
 
@@ -51,7 +52,8 @@ _TREES, _WINDOW = ("tree", "other_trees"), ("sinks", "window")
 FORMATS = (
     Format("Medusa heads", lambda _, files: not files.isdisjoint(MEDUSA), f"{_HEADS}.medusa:Medusa", _TREES),
     Format(
-        "a block drafter (DFlash)", _drafts_blocks, f"{_BLOCKS}.drafter:BlockDrafter", _TREES + _WINDOW
+        "a block drafter (DFlash, DSpark)", _drafts_blocks, f"{_BLOCKS}.drafter:BlockDrafter",
+        _TREES + _WINDOW,
     ),
     Format(
         "an EAGLE-3 head", lambda _, files: not files.isdisjoint(WEIGHTS), f"{_HEADS}.eagle:Eagle3",

@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tests.support.distributions.block_folders import block
+from tests.support.distributions.block_folders import DFLASH2, block, spark_folder, speculators_folder
 from tests.support.distributions.enumeration import total_variation
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
 from tests.support.distributions.head_folders import eagle, medusa, mtp
@@ -333,6 +333,36 @@ CASES: dict[str, Case] = {
             ("block", partial(block, stranger(vocabulary, 0, 2), tree, inputs=(0,))),
             ("mtp", partial(mtp, stranger(vocabulary, 0, 2), tree)),
             ("two mtp layers", partial(mtp, stranger(vocabulary, 0, 2), tree, 2)),
+            (
+                "DSpark",
+                partial(
+                    block, stranger(vocabulary, 0, 2), tree, folder=spark_folder, inputs=(0,), kind="rnn"
+                ),
+            ),
+            (
+                "DSpark of speculators",
+                partial(
+                    block,
+                    stranger(vocabulary, 0, 2),
+                    tree,
+                    folder=speculators_folder,
+                    inputs=(1,),
+                    drafted=vocabulary - 1,
+                    kind="vanilla",
+                ),
+            ),
+            (
+                # Some tokens are never proposed.
+                "DFlash2",
+                partial(
+                    block,
+                    stranger(vocabulary, 0, 2),
+                    tree,
+                    inputs=(0,),
+                    is_causal=False,
+                    dflash={**DFLASH2, "selector_top_k": max(1, vocabulary - 2)},
+                ),
+            ),
         )
     },
     **{

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,12 +10,13 @@ from torch import Tensor, nn
 
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.blocks.format import block_format, canonical
-from triforce_tree.drafters.blocks.network import BlockNetwork
-from triforce_tree.drafters.blocks.reference import reference_hidden
+from triforce_tree.drafters.blocks.network import BlockNetwork, near
+from triforce_tree.drafters.blocks.reference import check_network
 from triforce_tree.drafters.heads.attention import rotated
 from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.heads.growth import TreeGrowth
 from triforce_tree.drafters.heads.ring import Ring
+from triforce_tree.drafters.heads.vocabulary import DraftVocabulary
 from triforce_tree.drafters.registry import WEIGHTS
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
@@ -25,19 +27,18 @@ from triforce_tree.verify.probs import Sampler
 
 # Nodes of the default tree by depth; 62 in all, so that a mask of one word suffices.
 _WIDTHS = (8, 8, 8, 7, 6, 5, 4, 3, 3, 2, 2, 2, 2, 1, 1)
+# Length of the default chain for targets with recurrent layers.
+_CHAIN = 7
 _SINKS, _WINDOW = 4, 2048
-# Relative difference of hidden states that rounding explains.
-_MOST_ERROR = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-# Hidden states before the block in the comparison with the plain reference.
-_COMPARED = 5
 
 
 class BlockDrafter(Drafter):
     """Predicts the tokens after the newest one in a single forward over a block of mask tokens.
 
-    Slot t of the block stands for the t-th token after the newest one. The distribution at a slot does not
-    depend on the tokens in between, so it is that of all nodes of the depth before, and their children are
-    drawn from it independently. A causal block (JetSpec, arXiv 2606.18394) differs in the mask alone.
+    The distribution at a slot does not depend on the tokens in between, so it is that of all nodes of a
+    depth, and their children are drawn from it independently. A causal block (JetSpec, arXiv 2606.18394)
+    differs in the mask alone. DSpark and DFlash2 correct the distribution by the token of each node
+    (``blocks/conditioned.py``).
 
     Keys and values of committed positions are kept for the first ``sinks`` and the newest ``window``
     positions. Keys are rotated by positions in the text, but those of the sinks as if the window followed
@@ -46,8 +47,9 @@ class BlockDrafter(Drafter):
     Args:
         folder: has ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin`` in a layout of
             ``blocks/format.py``.
-        tree: a shape or its name, at most as deep as the block. The default is a tree of up to 62 nodes;
-            without ``tree`` and ``other_trees``, decoding also chooses chains.
+        tree: a shape or its name, at most as deep as the block. The default is a tree of up to 62 nodes, or
+            a chain for a target with recurrent layers; without ``tree`` and ``other_trees``, decoding also
+            chooses chains.
         sinks: number of first positions in the cache; by default 4, or 0 if all layers have windows.
         window: number of newest positions in the cache; by default the layers' own windows, or 2048.
         other_trees: at most two further shapes; decoding chooses one for each pass.
@@ -57,6 +59,7 @@ class BlockDrafter(Drafter):
     """
 
     name = "block"
+    shapes: tuple[str | Shape, ...]
     deterministic = False
     capturable = True
 
@@ -75,16 +78,18 @@ class BlockDrafter(Drafter):
         self.sinks, self.window = self._cached(sinks, window)
         self.feature_window = (self.sinks, self.window)
         deepest = self.format.depth
-        if other_trees is None:
-            short = min(4, deepest)
-            chains = dict.fromkeys([f"chain:{deepest}", f"chain:{short}"])
-            other_trees = () if tree is not None else tuple(chains)
+        self._chosen_here = tree is None and other_trees is None
         if tree is None:
             tree = "best-first:" + ",".join(map(str, _WIDTHS[:deepest]))
-        self.tree = tree
-        self.shapes: tuple[str | Shape, ...] = (tree, *other_shapes(other_trees))
-        self._growths = [TreeGrowth(shape) for shape in self.shapes]
-        self._depth = max(growth.depth for growth in self._growths)
+        if other_trees is None:
+            chains = dict.fromkeys([f"chain:{deepest}", f"chain:{min(4, deepest)}"])
+            other_trees = tuple(chains) if self._chosen_here else ()
+        self._use_shapes(tree, *other_shapes(other_trees))
+
+    def _use_shapes(self, *shapes: str | Shape) -> None:
+        self.tree, self.shapes = shapes[0], shapes
+        self._growths = [TreeGrowth(shape) for shape in shapes]
+        self._depth, deepest = max(growth.depth for growth in self._growths), self.format.depth
         if self._depth > deepest:
             raise ValueError(
                 f"the tree has {self._depth} depths, and the block of {str(self.folder)!r} predicts "
@@ -127,59 +132,50 @@ class BlockDrafter(Drafter):
                 f"mask_token_id={format.mask_token} in {folder!r} is not in the target's vocabulary of "
                 f"{target.vocab_size}; give a drafter that was trained for this target"
             )
+        if target.states is not None and self._chosen_here:
+            # Recurrent layers would need a state for every branch of a tree.
+            self._use_shapes(f"chain:{min(_CHAIN, format.depth)}")
         self.features = tuple(dict.fromkeys(format.inputs))
-        self._embed = self._embeddings(target.model.get_input_embeddings())
-        self._head = target.model.get_output_embeddings()
-        self.network = BlockNetwork.load(format, size, self._weights, target.device, target.dtype)
-        self.weight_bytes = sum(p.nbytes for p in self.network.parameters())
-        self._check(target, size)
+        network = self.network = BlockNetwork.load(
+            format, size, target.vocab_size, self._weights, target.device, target.dtype
+        )
+        drafted = target.vocab_size if network.lm_head is None else len(network.lm_head.weight)
+        self._vocabulary: DraftVocabulary | None = None
+        if "d2t" in self._weights or drafted != target.vocab_size:
+            self._vocabulary = DraftVocabulary(self._weights, drafted, target.vocab_size, target.device)
+        # Checkpoints may hold copies of the target's matrices.
+        shared = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+        if _equal(network.lm_head, shared[1]):
+            network.lm_head = None
+        self._head: nn.Module = network.lm_head or shared[1]
+        raw = network.embed_tokens is not None or format.raw_embeddings
+        if _equal(network.embed_tokens, shared[0]):
+            network.embed_tokens = None
+        self._embedding = self._checked(network.embed_tokens or shared[0], raw)
+        self.weight_bytes = sum(p.nbytes for p in network.parameters())
+        self.weight_bytes += 0 if self._vocabulary is None else self._vocabulary.nbytes
+        newest = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+        check_network(network, self._weights, self._embedding(self._slots(newest)), self._head, size)
 
-    def _embeddings(self, shared: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Returns what embeds the tokens of a block."""
-        if self.format.raw_embeddings:
-            table = shared.weight
-            return lambda ids: F.embedding(ids, table)  # type: ignore[arg-type]
-        if type(shared).forward is not nn.Embedding.forward:
-            ids = torch.zeros(1, dtype=torch.int64, device=next(shared.parameters()).device)
-            if not torch.equal(shared(ids), F.embedding(ids, shared.weight)):  # type: ignore[arg-type]
+    def _checked(self, embeddings: nn.Module, raw: bool) -> Callable[[Tensor], Tensor]:
+        """Returns what embeds the tokens of a block.
+
+        Args:
+            embeddings: the module with the table.
+            raw: whether the rows of the table are read as they are.
+        """
+        table: Any = embeddings.weight
+        if raw:
+            return lambda ids: F.embedding(ids, table) * self.format.embedding_scale
+        if type(embeddings).forward is not nn.Embedding.forward:
+            ids = torch.zeros(1, dtype=torch.int64, device=table.device)
+            if not torch.equal(embeddings(ids), F.embedding(ids, table)):
                 raise ValueError(
-                    f"the target's embeddings ({type(shared).__name__}) are scaled or normalised after the "
-                    f"lookup, and implementations differ on whether the drafter in {str(self.folder)!r} "
+                    f"the target's embeddings ({type(embeddings).__name__}) are scaled or normalised after "
+                    f"the lookup, and implementations differ on whether the drafter in {str(self.folder)!r} "
                     "reads them so; this is not supported"
                 )
-        return shared
-
-    @torch.no_grad()
-    def _check(self, target: HFModel, size: int) -> None:
-        """Compares a block after random hidden states with the plain reference.
-
-        Raises:
-            RuntimeError: they differ by more than rounding.
-        """
-        format, network, count = self.format, self.network, _COMPARED
-        random = torch.Generator().manual_seed(0)
-        states = list(torch.randn(len(format.inputs), 1, count, size, generator=random, dtype=torch.float32))
-        embedded = self._embed(self._slots(torch.zeros(1, 1, dtype=torch.int64, device=target.device)))
-        fused = network.fuse([state.to(target.device) for state in states])
-        positions = torch.arange(count + format.block, device=target.device)[None]
-        before, own = positions[:, :count], positions[:, count:]
-        cos, sin = network.angles(before)
-
-        def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            k, v = network.context(i, fused)
-            mask = _near(*self._kinds[i], own, positions)
-            return torch.cat([rotated(k, cos, sin), keys], 2), torch.cat([v, values], 2), mask
-
-        ours = network(embedded.to(target.dtype), own, seen)[0].float().cpu()
-        plain = reference_hidden(
-            self._weights, format, embedded[0].float().cpu(), [state[0] for state in states]
-        )
-        error = float((ours - plain).norm() / plain.norm())
-        if not error <= _MOST_ERROR[target.dtype]:
-            raise RuntimeError(
-                f"the drafter in {str(self.folder)!r} computes hidden states that differ from those of the "
-                f"plain reference by {error:.1%}; please report this with its config.json"
-            )
+        return embeddings
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
         network = self.network
@@ -257,11 +253,23 @@ class BlockDrafter(Drafter):
         self._rotate_sinks(end)
         hidden = self._hidden(state.newest[:, None], end)
         first = self.format.first_slot
-        logits = broadcast_tensor(self._head(hidden[:, first : first + growth.depth]).contiguous())
+        hidden = hidden[:, first : first + growth.depth]
+        logits = broadcast_tensor(self._head(hidden).contiguous())
+        tokens, states = state.newest[:, None], self.network.first_states(state.batch)
         for depth, nodes in enumerate(growth.frontiers):
-            # All nodes of a depth have one distribution, and their draws are independent.
-            shared = logits[:, depth : depth + 1].expand(-1, nodes.stop - nodes.start, -1)
-            growth.place(depth, shared, state, tree, sampler)
+            if depth:
+                tokens = growth.ids[depth - 1]
+                above = tree.parents[:, nodes, None] - growth.frontiers[depth - 1].start
+                states = states.gather(1, above.expand(-1, -1, states.shape[2]))
+            if (head := self.network.parent_head) is None:
+                # All nodes of a depth have one distribution, and their draws are independent.
+                own = logits[:, depth : depth + 1].expand(-1, tokens.shape[1], -1)
+            else:
+                own, states = head(logits[:, depth], hidden[:, depth], tokens, states)
+                own = broadcast_tensor(own.contiguous())
+            if self._vocabulary is not None:
+                own = self._vocabulary.target_logits(own)
+            growth.place(depth, own, state, tree, sampler)
 
     def _slots(self, newest: Tensor) -> Tensor:
         """Returns the tokens of a block, int64 ``[B, T]``, after the ``newest`` ``[B, 1]``."""
@@ -280,15 +288,15 @@ class BlockDrafter(Drafter):
         positions = torch.cat([self._ring.positions(end), own], 1)
         visible = F.pad(self._ring.visible(end, self._state.features), (0, block), value=True)[:, None]
         masks: dict[tuple[bool, int | None], Tensor] = {}
-        for kind in self._kinds:
+        for i, kind in enumerate(self._kinds):
             if kind not in masks:
-                masks[kind] = visible & _near(*kind, own, positions)
+                masks[kind] = visible & near(self.format, i, own, positions)
 
         def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             self._keys[i, :, :, first:], self._values[i, :, :, first:] = keys, values
             return self._keys[i], self._values[i], masks[self._kinds[i]]
 
-        hidden: Tensor = self.network(self._embed(self._slots(newest)), own, seen)
+        hidden: Tensor = self.network(self._embedding(self._slots(newest)), own, seen)
         return hidden
 
     def _rotate_sinks(self, end: Tensor) -> None:
@@ -301,14 +309,10 @@ class BlockDrafter(Drafter):
             keys[:, :, : self.sinks] = rotated(raw[:, :, : self.sinks], cos, sin)
 
 
-def _near(causal: bool, window: int | None, slots: Tensor, positions: Tensor) -> Tensor:
-    """Returns whether each slot of a block attends to each position, bool ``[B, T, S]``, by their distance.
-
-    Args:
-        causal, window: as in ``BlockFormat``, of one layer.
-        slots: int64 ``[B, T]``, the positions of the slots.
-        positions: int64 ``[B, S]``.
-    """
-    distance = slots[:, :, None] - positions[:, None]
-    near = torch.ones_like(distance, dtype=torch.bool) if window is None else distance.abs() < window
-    return near & (distance >= 0) if causal else near
+def _equal(own: nn.Module | None, shared: nn.Module) -> bool:
+    """Returns whether two modules have the same matrix."""
+    if own is None or not isinstance(table := getattr(shared, "weight", None), Tensor):
+        return False
+    matrix: Any = own.weight
+    same = matrix.shape == table.shape and matrix.dtype == table.dtype and matrix.device == table.device
+    return same and torch.equal(matrix, table)

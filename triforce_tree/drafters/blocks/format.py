@@ -3,8 +3,12 @@
 They differ in the names of tensors and fields, and in a few rules of the computation:
 
 * github.com/z-lab/dflash (arXiv 2602.06036), also written by SpecForge: the fields of the layers stand in
-  ``config.json``, those of the block in ``dflash_config``.
+  ``config.json``, those of the block in ``dflash_config``. DFlash2 adds convolutions and a selector.
 * github.com/hao-ai-lab/JetSpec (arXiv 2606.18394): the same with ``causal_head``.
+* github.com/deepseek-ai/DeepSpec (DSpark, arXiv 2607.05147): all fields stand in ``config.json``; a slot
+  predicts the token after its position; a Markov head.
+* github.com/vllm-project/speculators: DFlash and DSpark; the fields of the layers stand in
+  ``transformer_layer_config``.
 * transformers' ``muse_glimmer_assistant``: ``encoder.fc`` and ``encoder.output_norm_enc``; all fields stand
   in ``config.json``.
 """
@@ -18,31 +22,36 @@ from transformers import CONFIG_MAPPING
 
 from triforce_tree.drafters.registry import CONFIG, MUSE, settings
 
-# Fields that change nothing in the computation, or only repeat what other fields or the tensors say.
+# Fields that change nothing in the computation, or only repeat what other fields or the tensors say. The
+# confidence head says how many tokens are worth verifying, which decoding decides by measured acceptance.
 _WITHOUT_EFFECT = frozenset([
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype",
-    "eos_token_id", "initializer_range", "mask_token", "max_window_layers", "model_type", "num_anchors",
-    "pad_token_id", "pretraining_tp", "tie_word_embeddings", "torch_dtype", "transformers_version",
-    "use_cache", "vocab_size",
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
+    "confidence_head_alpha", "confidence_head_with_markov", "draft_vocab_size", "dtype",
+    "embed_requires_grad", "enable_confidence_head", "eos_token_id", "initializer_range", "mask_token",
+    "max_window_layers", "model_type", "num_anchors", "pad_token_id", "pretraining_tp", "speculators_config",
+    "speculators_version", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+    "vocab_size",
 ])  # fmt: skip
-# Fields of the decoder layers that every layout must name.
+_PARTS = ("dflash_config", "transformer_layer_config")
+# Fields of the decoder layers that z-lab's and DeepSpec's layouts must name.
 _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "rms_norm_eps",
 )  # fmt: skip
 _LAYER = (
-    *_SIZES,
-    "attention_bias",
-    "max_position_embeddings",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-)
+    *_SIZES, "attention_bias", "layer_types", "max_position_embeddings", "max_window_layers",
+    "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "use_sliding_window",
+)  # fmt: skip
 _READ = frozenset([
-    *_LAYER, "block_size", "causal", "causal_head", "is_causal", "layer_types", "mask_token_id",
-    "num_target_layers", "sliding_window", "swa_window_size", "target_hidden_size", "target_layer_ids",
-    "use_sliding_window",
+    *_LAYER, "aux_hidden_state_layer_ids", "block_size", "causal", "causal_head", "is_causal",
+    "markov_head_type", "markov_rank", "mask_token_id", "num_target_layers", "sample_from_anchor",
+    "sliding_window_non_causal", "speculators_model_type", "swa_window_size", "target_hidden_size",
+    "target_layer_ids",
 ])  # fmt: skip
+_OF_DFLASH2 = (
+    "conv_group_size", "conv_kernel_size", "final_logit_softcapping", "input_embedding_scale",
+    "output_multiplier", "selector_rank", "selector_top_k",
+)  # fmt: skip
 # Fields that may have some values only.
 _FIXED: Mapping[str, Callable[[Any], bool]] = {
     "attention_mode": lambda value: value in ("gqa", "mha"),
@@ -50,12 +59,15 @@ _FIXED: Mapping[str, Callable[[Any], bool]] = {
     "is_neox_style": lambda value: value is True,
     "logit_scale": lambda value: value == 1,
     "partial_rotary_factor": lambda value: value == 1,
-    "projector_type": lambda value: value == "dflash",
+    "projector_type": lambda value: value in ("dflash", "dspark"),
     "rope_is_neox_style": lambda value: value is True,
 }
 _SLIDING = "sliding_attention"
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 _ROPES = ("default", "linear", "llama3", "yarn")
+_DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
+_DFLASH2 = "DFlash2DraftModel"
+_KNOWN = ("DFlashDraftModel", _DFLASH2, *_DSPARK, "DFlashSpeculator", "MuseGlimmerAssistantModel")
 
 
 @dataclass(frozen=True)
@@ -70,9 +82,17 @@ class BlockFormat:
         causal: for each layer, whether a slot attends only to itself and to earlier slots of the block.
         windows: for each layer, the most positions between a slot and a position that it attends to,
             plus 1; None for no limit.
+        anchored: whether ``windows`` are counted from slot 0, and do not limit the attention inside a block.
+        first_slot: the slot that predicts the token after the newest one; each further slot predicts one
+            more.
         raw_embeddings: whether the block reads the target's embedding table without what the target's
             embedding module does after the lookup.
+        embedding_scale: a factor of the embeddings.
         target_size: the hidden size of the target; None if it is not named.
+        markov: the kind of Markov head (``blocks/conditioned.py``) and its rank; None without one.
+        convolution: the taps and the channels per group of the convolutions; None without.
+        selector: rank and number of candidates of the selector; None without one.
+        logit_scale, softcap: what the selector does to the logits of candidates; 0 for no softcap.
     """
 
     layers: Any
@@ -81,13 +101,16 @@ class BlockFormat:
     mask_token: int
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]
+    anchored: bool = False
+    first_slot: int = 1
     raw_embeddings: bool = False
+    embedding_scale: float = 1.0
     target_size: int | None = None
-
-    @property
-    def first_slot(self) -> int:
-        """The slot that predicts the token after the newest one; each further slot predicts one more."""
-        return 1
+    markov: tuple[str, int] | None = None
+    convolution: tuple[int, int] | None = None
+    selector: tuple[int, int] | None = None
+    logit_scale: float = 1.0
+    softcap: float = 0.0
 
     @property
     def depth(self) -> int:
@@ -97,7 +120,7 @@ class BlockFormat:
 
 def canonical(name: str) -> str:
     """Returns the name of a tensor of any layout as z-lab's layout has it."""
-    name = name.removeprefix("model.")
+    name = name.removeprefix("model.").removeprefix("logit_head.")
     for other, own in (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")):
         name = name.replace(other, own)
     return name
@@ -110,132 +133,217 @@ def block_format(folder: Path) -> BlockFormat:
         ValueError: a field is missing, contradicts another, has a value that is not supported, or is unknown
             and may change what the drafter computes.
     """
-    config = settings(folder)
-    refuse_other_files(folder)
-    fields = _flat(folder, config)
-    for name, value in fields.items():
-        _check_field(folder, name, value)
-    muse = config.get("model_type") == MUSE
-    layers = _layers(folder, fields, muse)
-    sliding = _sliding(folder, fields, layers, muse)
-    explicit = [bool(fields[name]) for name in ("is_causal", "causal", "causal_head") if name in fields]
-    if len(set(explicit)) > 1:
-        raise ValueError(f"is_causal, causal and causal_head in {str(folder)!r} contradict each other")
-    # Engines and SpecForge agree that layers with a window are causal inside the block unless a field says
-    # otherwise; transformers' class never is.
-    causal = [explicit[0] if explicit else not muse and each is not None for each in sliding]
-    # transformers counts the distance itself, the others count the slot too.
-    windows = [None if each is None else each + int(muse) for each in sliding]
-    source = layers.to_dict() if muse else fields
-    block, mask = source.get("block_size"), source.get("mask_token_id")
-    if not isinstance(block, int) or block < 2 or not isinstance(mask, int) or mask < 0:
-        raise ValueError(
-            f"block_size={block!r} and mask_token_id={mask!r} in {str(folder / CONFIG)!r} must be at least 2 "
-            "and 0; give the whole folder of a block drafter"
-        )
-    return BlockFormat(
-        layers, _inputs(folder, source, layers.num_hidden_layers), block, mask, tuple(causal), tuple(windows),
-        muse, fields.get("target_hidden_size"),
-    )  # fmt: skip
+    return _Reader(folder).format()
 
 
-def refuse_other_files(folder: Path) -> None:
-    """Raises ValueError if a file in the folder holds weights that would not be read."""
-    if (folder / "mask_embedding.pt").is_file():
-        raise ValueError(
-            f"{str(folder)!r} has a mask_embedding.pt, which replaces the embedding of the mask token; this "
-            "is not supported"
-        )
+class _Reader:
+    """Reads one ``config.json``.
 
+    Args:
+        folder: the folder of the drafter, which messages name.
+    """
 
-def _flat(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of ``config.json`` and of its parts in one mapping, without empty ones."""
-    parts = [config, *(config.get(name) or {} for name in ("dflash_config",))]
-    flat: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
-            if value is None or name == "dflash_config":
-                continue
-            if name not in _WITHOUT_EFFECT and flat.get(name, value) != value:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = str(folder), str(folder / CONFIG)
+        self.config = settings(folder)
+        if (folder / "mask_embedding.pt").is_file():
+            raise ValueError(
+                f"{self.folder!r} has a mask_embedding.pt, which replaces the embedding of the mask token; "
+                "this is not supported"
+            )
+        names = self.config.get("architectures") or []
+        if unknown := [name for name in names if name not in _KNOWN]:
+            raise ValueError(
+                f"{self.folder!r} holds a block drafter of the kind {unknown[0]}; supported are "
+                f"{', '.join(_KNOWN)}"
+            )
+        self.speculators = self.config.get("speculators_model_type")
+        if self.speculators not in (None, "dflash", "dspark"):
+            raise ValueError(
+                f"{self.folder!r} holds a block drafter of the kind {self.speculators!r}; supported are "
+                "'dflash' and 'dspark'"
+            )
+        self.muse = self.config.get("model_type") == MUSE
+        self.second = _DFLASH2 in names
+        self.fields = self._flat()
+        self.spark = any(name in _DSPARK for name in names) or self.fields.get("projector_type") == "dspark"
+        for name, value in self.fields.items():
+            self._check(name, value)
+        self.layers = self._layers()
+        if self.muse:
+            self.fields = self.layers.to_dict()
+
+    def format(self) -> BlockFormat:
+        fields = self.fields
+        block, mask = fields.get("block_size"), fields.get("mask_token_id")
+        if not isinstance(block, int) or block < 2 or not isinstance(mask, int) or mask < 0:
+            raise ValueError(
+                f"block_size={block!r} and mask_token_id={mask!r} in {self.path!r} must be at least 2 and 0; "
+                "give the whole folder of a block drafter"
+            )
+        sliding = self._sliding()
+        # transformers counts the distance itself, as speculators do from slot 0; the others count the slot.
+        counted = int(self.muse or self.speculators is not None)
+        shifted = bool(fields.get("sample_from_anchor", self.spark))
+        return BlockFormat(
+            self.layers, self._inputs(), block, mask, self._causal(sliding),
+            tuple(None if window is None else window + counted for window in sliding),
+            anchored=self.speculators is not None,
+            first_slot=0 if shifted else 1,
+            raw_embeddings=self.muse or self.second,
+            target_size=fields.get("target_hidden_size"),
+            markov=self._markov(),
+            **self._dflash2(),
+        )  # fmt: skip
+
+    def _flat(self) -> dict[str, Any]:
+        """Returns the fields of ``config.json`` and of its parts in one mapping, without empty ones."""
+        flat: dict[str, Any] = {}
+        for part in (self.config, *(self.config.get(name) or {} for name in _PARTS)):
+            for name, value in part.items():
+                if value is None or name in _PARTS:
+                    continue
+                if name not in _WITHOUT_EFFECT and flat.get(name, value) != value:
+                    raise ValueError(
+                        f"{self.path!r} has {name}={flat[name]!r} and {name}={value!r}; which one holds is "
+                        "not known"
+                    )
+                flat[name] = value
+        return flat
+
+    def _check(self, name: str, value: object) -> None:
+        if name in _WITHOUT_EFFECT or name in _READ or (name in _OF_DFLASH2 and self.second):
+            return
+        if (allowed := _FIXED.get(name)) is not None:
+            if not allowed(value):
+                raise ValueError(f"{name}={value!r} in {self.path!r} is not supported")
+        elif value is not False:
+            raise ValueError(
+                f"{self.path!r} has the field {name}={value!r}, which is not known and may change what the "
+                "drafter computes; remove the field if it has no effect"
+            )
+
+    def _layers(self) -> Any:
+        fields = self.fields
+        given = fields if self.muse else {name: fields[name] for name in _LAYER if name in fields}
+        # transformers' class and speculators leave out what equals the defaults.
+        if not self.muse and self.speculators is None:
+            missing = [name for name in _SIZES if name not in fields]
+            if not {"rope_theta", "rope_parameters"} & fields.keys():
+                missing.append("rope_theta")
+            if missing:
                 raise ValueError(
-                    f"{str(folder / CONFIG)!r} has {name}={flat[name]!r} and {name}={value!r}; which one "
-                    "holds is not known"
+                    f"{self.path!r} lacks {', '.join(missing)}; give the whole folder of a block drafter"
                 )
-            flat[name] = value
-    return flat
+        nested = self.config.get("transformer_layer_config") or {}
+        kind = MUSE if self.muse else "qwen3"
+        if self.speculators is not None and nested.get("model_type", kind) != kind:
+            raise ValueError(
+                f"the layers of the drafter in {self.folder!r} are of the family {nested['model_type']!r}; "
+                f"supported is {kind!r}"
+            )
+        if kind not in CONFIG_MAPPING:
+            raise ValueError(f"the drafter in {self.folder!r} needs a newer transformers, which has {kind}")
+        try:
+            layers: Any = CONFIG_MAPPING[kind](**given)
+            rope = layers.rope_parameters["rope_type"]
+        except Exception as error:  # third-party code may raise anything on values of unknown origin
+            why = " ".join(str(error).split())[:160]
+            raise ValueError(f"config.json in {self.folder!r} cannot be used ({why})") from error
+        if rope not in _ROPES:
+            raise ValueError(
+                f"rope_type={rope!r} in {self.folder!r} is not supported; known are {', '.join(_ROPES)}"
+            )
+        return layers
 
+    def _sliding(self) -> list[int | None]:
+        """Returns the window of each layer as the configuration names it; None for full attention."""
+        kinds = self.layers.layer_types
+        if not {*kinds} <= {_SLIDING, "full_attention"}:
+            raise ValueError(
+                f"layer_types={list(kinds)} in {self.path!r} must name layers of full_attention or {_SLIDING}"
+            )
+        window = self.fields.get("sliding_window", self.layers.sliding_window)
+        window, switch = self.fields.get("swa_window_size", window), self.fields.get("use_sliding_window")
+        if _SLIDING in kinds and (switch is False or not isinstance(window, int) or window < 1):
+            raise ValueError(
+                f"layer_types in {self.path!r} names {_SLIDING}, but sliding_window={window!r} and "
+                f"use_sliding_window={switch!r} give no window"
+            )
+        return [window if kind == _SLIDING else None for kind in kinds]
 
-def _check_field(folder: Path, name: str, value: object) -> None:
-    if name in _WITHOUT_EFFECT or name in _READ:
-        return
-    if (allowed := _FIXED.get(name)) is not None:
-        if not allowed(value):
-            raise ValueError(f"{name}={value!r} in {str(folder / CONFIG)!r} is not supported")
-    elif value is not False:
-        raise ValueError(
-            f"{str(folder / CONFIG)!r} has the field {name}={value!r}, which is not known and may change "
-            "what the drafter computes; remove the field if it has no effect"
-        )
+    def _causal(self, sliding: list[int | None]) -> tuple[bool, ...]:
+        """Returns for each layer whether its slots attend to earlier ones only.
 
+        Layers with a window do so unless a field says otherwise: vLLM, SGLang, SpecForge and speculators
+        agree. transformers' class never does.
+        """
+        explicit = [
+            bool(self.fields[name]) for name in ("is_causal", "causal", "causal_head") if name in self.fields
+        ]
+        if self.fields.get("sliding_window_non_causal"):
+            explicit.append(False)
+        if len(set(explicit)) > 1:
+            raise ValueError(
+                f"is_causal, causal, causal_head and sliding_window_non_causal in {self.folder!r} contradict "
+                "each other"
+            )
+        if explicit:
+            return (explicit[0],) * len(sliding)
+        return tuple(window is not None and not self.muse for window in sliding)
 
-def _layers(folder: Path, fields: Mapping[str, Any], muse: bool) -> Any:
-    missing = [name for name in _SIZES if name not in fields]
-    if not {"rope_theta", "rope_parameters"} & fields.keys():
-        missing.append("rope_theta")
-    if missing and not muse:  # transformers' class has defaults
-        raise ValueError(
-            f"{str(folder / CONFIG)!r} lacks {', '.join(missing)}; give the whole folder of a block drafter"
-        )
-    kind = MUSE if muse else "qwen3"
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(f"the drafter in {str(folder)!r} needs a newer transformers, which has {kind}")
-    given = fields if muse else {name: fields[name] for name in _LAYER if name in fields}
-    try:
-        layers: Any = CONFIG_MAPPING[kind](**given)
-        rope = layers.rope_parameters["rope_type"]
-    except Exception as error:  # third-party code may raise anything on values of unknown origin
-        why = " ".join(str(error).split())[:160]
-        raise ValueError(f"config.json in {str(folder)!r} cannot be used ({why})") from error
-    if rope not in _ROPES:
-        raise ValueError(
-            f"rope_type={rope!r} in {str(folder)!r} is not supported; known are {', '.join(_ROPES)}"
-        )
-    return layers
+    def _inputs(self) -> tuple[int, ...]:
+        """Returns the layers of the target whose outputs are fused."""
+        fields, layers = self.fields, self.layers.num_hidden_layers
+        name = "target_layer_ids" if self.speculators is None else "aux_hidden_state_layer_ids"
+        if (given := fields.get(name)) is not None:
+            # speculators name layers whose inputs are read.
+            shift = 0 if self.speculators is None else 1
+            inputs = [i - shift if isinstance(i, int) else -1 for i in given]
+        elif isinstance(deep := fields.get("num_target_layers"), int):
+            # The rule of z-lab's implementation.
+            steps = max(layers - 1, 1)
+            inputs = (
+                [deep // 2] if layers == 1 else [round(1 + i * (deep - 4) / steps) for i in range(layers)]
+            )
+        else:
+            raise ValueError(f"{self.path!r} lacks {name}; give the whole folder of a block drafter")
+        if not inputs or min(inputs) < 0:
+            raise ValueError(
+                f"{name}={given} in {self.path!r} must name decoder layers of the target (its embeddings are "
+                "not supported)"
+            )
+        return tuple(inputs)
 
+    def _markov(self) -> tuple[str, int] | None:
+        rank, kind = self.fields.get("markov_rank", 0), self.fields.get("markov_head_type", "vanilla")
+        if not rank:
+            return None
+        if not self.spark or kind not in ("vanilla", "gated", "rnn"):
+            raise ValueError(
+                f"markov_rank={rank} and markov_head_type={kind!r} in {self.path!r} are not supported; known "
+                "are the kinds 'vanilla', 'gated' and 'rnn' of DSpark"
+            )
+        return kind, int(rank)
 
-def _sliding(folder: Path, fields: Mapping[str, Any], layers: Any, muse: bool) -> list[int | None]:
-    """Returns the window of each layer as the configuration names it; None for full attention."""
-    count = layers.num_hidden_layers
-    kinds = layers.layer_types if muse else fields.get("layer_types", ["full_attention"] * count)
-    if len(kinds) != count or not {*kinds} <= {_SLIDING, "full_attention"}:
-        raise ValueError(
-            f"layer_types={list(kinds)} in {str(folder / CONFIG)!r} must name {count} layers of "
-            f"full_attention or {_SLIDING}"
-        )
-    window = layers.sliding_window if muse else fields.get("swa_window_size", fields.get("sliding_window"))
-    if _SLIDING in kinds and (
-        fields.get("use_sliding_window") is False or not isinstance(window, int) or window < 1
-    ):
-        raise ValueError(
-            f"layer_types in {str(folder / CONFIG)!r} names {_SLIDING}, but sliding_window={window!r} and "
-            f"use_sliding_window={fields.get('use_sliding_window')!r} give no window"
-        )
-    return [window if kind == _SLIDING else None for kind in kinds]
-
-
-def _inputs(folder: Path, fields: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Returns the layers of the target whose outputs are fused."""
-    if (given := fields.get("target_layer_ids")) is not None:
-        inputs = list(given)
-    elif isinstance(deep := fields.get("num_target_layers"), int):
-        # The rule of the published implementation.
-        last = deep - 4
-        inputs = [deep // 2] if layers == 1 else [round(1 + i * last / (layers - 1)) for i in range(layers)]
-    else:
-        raise ValueError(f"{str(folder / CONFIG)!r} lacks target_layer_ids; give the whole folder")
-    if not inputs or not all(isinstance(i, int) and i >= 0 for i in inputs):
-        raise ValueError(
-            f"target_layer_ids={inputs} in {str(folder / CONFIG)!r} must be numbers of decoder layers of the "
-            "target, counted from 0 (the embeddings, -1, are not supported)"
-        )
-    return tuple(inputs)
+    def _dflash2(self) -> dict[str, Any]:
+        """Returns the fields of DFlash2."""
+        if not self.second:
+            return {}
+        fields = self.fields
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        taps, group, rank, candidates = (fields.get(name) for name in names)
+        sizes = [taps, group, rank, candidates]
+        if not all(isinstance(size, int) and size > 0 for size in sizes) or self.layers.hidden_size % group:
+            given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+            raise ValueError(
+                f"{given} in {self.path!r} must be positive, and conv_group_size must divide hidden_size="
+                f"{self.layers.hidden_size}"
+            )
+        return {
+            "convolution": (taps, group),
+            "selector": (rank, candidates),
+            "embedding_scale": float(fields.get("input_embedding_scale", 1)),
+            "logit_scale": float(fields.get("output_multiplier", 1)),
+            "softcap": max(0.0, float(fields.get("final_logit_softcapping", 0))),
+        }

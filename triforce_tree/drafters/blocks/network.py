@@ -9,6 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from triforce_tree.drafters.blocks.conditioned import (
+    CandidateSelector,
+    GroupedConvolution,
+    MarkovHead,
+    ParentHead,
+)
 from triforce_tree.drafters.blocks.format import BlockFormat
 from triforce_tree.drafters.heads.attention import attend, rotated
 from triforce_tree.drafters.heads.files import HeadWeights
@@ -22,47 +28,83 @@ class BlockNetwork(nn.Module):
     """Fuses hidden states of the target, and computes a block of slots that attends to them.
 
     In every layer, keys and values of a committed position are projections of its fused hidden state, those
-    of a slot are projections of the layer's input. Parameters have the names of z-lab's layout, so that
-    ``state_dict`` is a checkpoint.
+    of a slot are projections of the layer's input. Parameters have the names of a published checkpoint, so
+    that ``state_dict`` is one.
 
     Args:
         format: the configuration.
         size: hidden size of the target.
+        vocabulary: size of the target's vocabulary.
+        own_embeddings: whether the drafter has embeddings of its own.
+        drafted: size of the vocabulary of the drafter's own language model head; None without one.
 
     Attributes:
         kv_heads, head_dim: sizes of each layer's keys and values.
+        parent_head: corrects the logits of a slot by the token before it; None without such a head.
     """
 
     layers: Any
     _frequencies: Tensor
 
-    def __init__(self, format: BlockFormat, size: int) -> None:
+    def __init__(
+        self,
+        format: BlockFormat,
+        size: int,
+        vocabulary: int,
+        own_embeddings: bool = False,
+        drafted: int | None = None,
+    ) -> None:
         super().__init__()
-        config = format.layers
+        self.format, config = format, format.layers
+        own: int = config.hidden_size
         self.kv_heads, self.head_dim = int(config.num_key_value_heads), int(config.head_dim)
-        self.fc = nn.Linear(len(format.inputs) * size, config.hidden_size, bias=False)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.fc = nn.Linear(len(format.inputs) * size, own, bias=False)
+        self.hidden_norm = LlamaRMSNorm(own, config.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(format) for _ in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(own, config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(vocabulary, own) if own_embeddings else None
+        self.lm_head = nn.Linear(own, drafted, bias=False) if drafted is not None else None
+        self.markov_head: ParentHead | None = None
+        self.candidate_selector: ParentHead | None = None
+        if format.markov is not None:
+            self.markov_head = MarkovHead(*format.markov, vocabulary, drafted or vocabulary, own)
+        if format.selector is not None:
+            self.candidate_selector = CandidateSelector(
+                *format.selector, vocabulary, own, format.logit_scale, format.softcap
+            )
         with torch.device("cpu"):
             rotary = LlamaRotaryEmbedding(config)
         self._scaling: float = rotary.attention_scaling
         self.register_buffer("_frequencies", rotary.inv_freq.double(), persistent=False)
 
+    @property
+    def parent_head(self) -> ParentHead | None:
+        return self.markov_head if self.candidate_selector is None else self.candidate_selector
+
     @classmethod
     def load(
-        cls, format: BlockFormat, size: int, weights: HeadWeights, device: torch.device, dtype: torch.dtype
+        cls,
+        format: BlockFormat,
+        size: int,
+        vocabulary: int,
+        weights: HeadWeights,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> "BlockNetwork":
         """Makes the network of a checkpoint.
 
         Raises:
             ValueError: a tensor is missing, has another shape, or would not be used.
         """
+        head = weights.tensors.get("lm_head.weight")
         with torch.device("meta"):
-            network = cls(format, size)
+            drafted = None if head is None else len(head)
+            network = cls(format, size, vocabulary, "embed_tokens.weight" in weights, drafted)
         taken = {name: weights.take(name, *like.shape) for name, like in network.named_parameters()}
         network.load_state_dict({name: t.to(device, dtype) for name, t in taken.items()}, assign=True)
-        weights.refuse_unused()
+        # The confidence head changes no distribution, and t2d is the inverse of d2t.
+        without_effect = [name for name in weights if name == "t2d" or name.startswith("confidence_head.")]
+        weights.refuse_unused([*without_effect, "d2t"])
         network._frequencies = network._frequencies.to(device)
         return network.requires_grad_(False)
 
@@ -79,6 +121,11 @@ class BlockNetwork(nn.Module):
         """
         found: tuple[Tensor, Tensor] = self.layers[layer].self_attn.keys_values(fused)
         return found
+
+    def first_states(self, batch: int) -> Tensor:
+        """Returns the states of the parent head at the root, ``[B, 1, state_size]``."""
+        head = self.parent_head
+        return self.fc.weight.new_zeros(batch, 1, 0 if head is None else head.state_size)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines, fp32 ``[B, T, D]``, of positions in the text, int64 ``[B, T]``."""
@@ -102,15 +149,39 @@ class BlockNetwork(nn.Module):
         return normed
 
 
+def near(format: BlockFormat, layer: int, slots: Tensor, positions: Tensor) -> Tensor:
+    """Returns whether each slot of a block may attend to each position by their distance, bool ``[B, T, S]``.
+
+    Args:
+        slots: int64 ``[B, T]``, the positions of the slots.
+        positions: int64 ``[B, S]``.
+    """
+    window, distance = format.windows[layer], slots[:, :, None] - positions[:, None]
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if window is not None and format.anchored:
+        allowed = (slots[:, :1] - positions < window)[:, None].expand_as(distance)
+    elif window is not None:
+        allowed = distance.abs() < window
+    return allowed & (distance >= 0) if format.causal[layer] else allowed
+
+
 class BlockLayer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, format: BlockFormat) -> None:
         super().__init__()
+        config = format.layers
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = BlockAttention(config)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        if format.convolution is not None:
+            self.attention_conv: GroupedConvolution | None
+            self.mlp_conv: GroupedConvolution | None
+            self.attention_conv = GroupedConvolution(config.hidden_size, *format.convolution)
+            self.mlp_conv = GroupedConvolution(config.hidden_size, *format.convolution)
+        else:
+            self.attention_conv = self.mlp_conv = None
 
     def forward(
         self,
@@ -119,9 +190,17 @@ class BlockLayer(nn.Module):
         sin: Tensor,
         seen: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
     ) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, seen)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        attention = partial(self.self_attn, cos=cos, sin=sin, seen=seen)
+        hidden = hidden + _convolved(self.attention_conv, attention, self.input_layernorm(hidden))
+        return hidden + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
+
+
+def _convolved(convolution: GroupedConvolution | None, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Returns a part of a layer applied to ``x``, between convolutions if there are any."""
+    if convolution is None:
+        return part(x)
+    before, after = convolution.corrections(x)
+    return convolution.convolve(1, part(convolution.convolve(0, x, before)), after)
 
 
 class BlockAttention(nn.Module):
