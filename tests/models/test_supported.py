@@ -20,9 +20,7 @@ from triforce_tree.models.hf_model import HFModel
     "family, reason",
     [
         ("MiniMax", r"recurrent state in a way that is not known here \(MiniMaxLightningAttention\)"),
-        ("DeepseekV32", "2048 tokens that an indexer chooses"),
         ("DeepseekV4", "512 tokens that an indexer chooses"),
-        ("GlmMoeDsa", "2048 tokens that an indexer chooses"),
     ],
 )
 def test_unsupported_architectures_are_refused_with_the_reason(family: str, reason: str) -> None:

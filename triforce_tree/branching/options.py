@@ -22,6 +22,10 @@ def check_engine(engine: LoadedEngine) -> None:
         raise UnsupportedModelError(
             f"{target.name} has recurrent layers, whose states cannot be shared by the branches of a tree"
         )
+    if target.indexed:
+        raise UnsupportedModelError(
+            f"{target.name} chooses what it attends to by an indexer, which knows no branches of a tree"
+        )
     if config.kv_bits != 16:
         raise ValueError(f"kv_bits={config.kv_bits} is not supported by a tree; leave it out")
     if config.exact:

@@ -137,7 +137,7 @@ def _levels(args: argparse.Namespace, engine: Engine) -> list[int]:
     """Returns the numbers of levels to check, which are all that ``auto`` may choose."""
     if args.levels != "auto":
         return [args.levels]
-    return [2] if engine.target.states is not None else [2, 3]
+    return [2, 3] if engine.target.has_level_one else [2]
 
 
 def _sampling(

@@ -109,7 +109,9 @@ def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
     view = program.full_view(count, ancestor_mask(list(range(-1, count - 1))), list(range(count)))
     root = program.state.length.clone()
     view.begin(root)
-    logits = program.full(tree.tokens, root[:, None] + tree.depths, view, states=view.recurrent)
+    logits = program.full(
+        tree.tokens, root[:, None] + tree.depths, view, states=view.recurrent, indexed=view.indexed
+    )
     return logits[0]
 
 

@@ -237,7 +237,7 @@ class Hierarchy:
 
         With ``levels="auto"`` there are three only if level 1 reads fewer KV slots than level 2. It does if
         some layer attends to more than a sliding window: level 1 retrieves chunks for such layers, and reads
-        the whole window of the others. A target with recurrent layers has no level 1.
+        the whole window of the others. Some targets have no level 1 (``HFModel.has_level_one``).
 
         Args:
             max_seq_len: the most tokens of a sequence in the buffers; by default ``prompt_tokens``.
@@ -245,7 +245,7 @@ class Hierarchy:
         """
         config, longest = config or self.config, max_seq_len or prompt_tokens
         if config.levels == "auto" and (
-            self.target.states is not None
+            not self.target.has_level_one
             or all(s.window is not None and s.window < longest for s in self.target.kv_shapes)
         ):
             return 2

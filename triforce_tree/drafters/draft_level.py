@@ -12,6 +12,7 @@ from triforce_tree.drafters.tree_model import TreeDrafter
 from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.supported import UnsupportedModelError
 from triforce_tree.trees.shapes import Lookup, chain_shape, parse_shape, with_chain
 
 
@@ -43,6 +44,11 @@ class DraftLevel:
             self._changes.append(self.model.changes)
         if self.own is not None:
             check_drafter(self.own, target)
+        if self.model is not None and self.model.indexed:
+            raise UnsupportedModelError(
+                f"{self.model.name} chooses what it attends to by an indexer, and a draft attends to a "
+                "window; use another draft, or none (suffix matching)"
+            )
         self.revision = sum(changes.revision for changes in self._changes)
 
     @property

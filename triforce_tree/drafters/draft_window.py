@@ -306,6 +306,7 @@ class _Prompt:
         self._store, self._config, self._sequence = window.store, window.config, sequence
         self._length, self.filled = length, filled
         self.recurrent: ChunkPass | None = PromptPass(window.states, sequence)
+        self.indexed = None
 
     def positions(self, count: int) -> Tensor:
         return torch.arange(self._length, self._length + count, device=self._store.device)

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kernels.attention.prefill import causal_attention
+from triforce_tree.kv.indexed import in_halves, joined, selected_attention
 from triforce_tree.kv.recurrent_states import PromptPass, RecurrentStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.hidden_states import hidden_states
 from triforce_tree.models.model_copy import decoder_layers
-from triforce_tree.models.running_forward import ChunkPass
+from triforce_tree.models.running_forward import ChunkPass, IndexedPass
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.stats import Progress
 
@@ -37,6 +38,7 @@ class PromptCache:
         self, store: KVStore, sequence: int, states: RecurrentStates | None = None, length: int = 0
     ) -> None:
         self.store, self.sequence, self.length = store, sequence, length
+        self._seen_slots = 0  # of the running forward
         self.recurrent: ChunkPass | None = None
         if states is not None:
             if not length:
@@ -50,8 +52,28 @@ class PromptCache:
         stop = self.length + k.shape[2]
         params = self.store.layers[layer].checked(params)
         keys, values = self.store.append(layer, self.sequence, self.length, k, v)
+        if params.selected is not None:
+            return selected_attention(q, keys, values, params, self.visible(q.shape[2]))
         # Layers that share another's keys may have been left with the last queries alone.
         return windowed_attention(q, keys, values, params, stop - q.shape[2]).transpose(1, 2)
+
+    @property
+    def indexed(self) -> IndexedPass | None:
+        return None if self.store.index_layers is None else self
+
+    def visible(self, queries: int) -> Tensor:
+        """See ``IndexedPass``; the slots are those of the tokens so far."""
+        self._seen_slots = count = self.length + queries
+        return torch.ones(1, queries, count, dtype=torch.bool, device=self.store.device).tril(self.length)
+
+    def index_keys(self, layer: int, new: Tensor, first: int) -> Tensor:
+        """See ``IndexedPass``."""
+        assert self.store.index_layers is not None
+        at, start = self.store.index_layers + layer, self.length + first
+        self.store.append(at, self.sequence, start, *in_halves(new))
+        # Keys of later tokens of the chunk are not written yet; the mask hides them.
+        k, v = (part[self.sequence][None, :, : self._seen_slots] for part in self.store.layers[at].kv)
+        return joined(k, v)
 
     def advance(self, count: int) -> None:
         self.length += count

@@ -253,6 +253,7 @@ class RecurrentView:
         self.capturable, self.resizable = view.capturable, view.resizable
         self._proposed = None if commits else ProposedPass(states)
         self.recurrent: RecurrentPass | None = self._proposed or TokenPass(states)
+        self.indexed = view.indexed
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         self._view.begin(start, mask_words)

@@ -158,6 +158,8 @@ class KVStore:
         layers: the slots of each layer, by its index in the model.
         dtype: of new keys and values, and of queries.
         slots: KV slots of a sequence in layers without a window.
+        index_layers: the number of layers, if indexers' keys are stored, else None: the keys of layer i's
+            indexer are those of ``layers[index_layers + i]`` (``HFModel.kv_layers``).
         attention: the backend of views that are made from now on, by default the device's.
     """
 
@@ -179,6 +181,8 @@ class KVStore:
         self.device, self.dtype, self.attention = device, dtype, chosen("auto", device)
         # Most committed tokens: later slots are scratch.
         self._most_tokens = slots - (scratch or 0)
+        keeps = any(shape is not None and shape.index for shape in layers)
+        self.index_layers = len(layers) // 2 if keeps else None
         members: dict[KVShape, list[int]] = {}
         for index, shape in enumerate(layers):
             if shape is not None:

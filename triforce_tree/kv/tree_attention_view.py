@@ -25,8 +25,10 @@ from triforce_tree.kernels.attention.plan import (
     plan_trees,
 )
 from triforce_tree.kv.chunk_policy import BoundPolicy
+from triforce_tree.kv.indexed import in_halves, joined, selected_attention, visible_slots
 from triforce_tree.kv.store import KVGroup, KVStore, LayerSlots
 from triforce_tree.kv.window import Window
+from triforce_tree.models.running_forward import IndexedPass
 from triforce_tree.runtime.executor import Cuts
 
 
@@ -114,6 +116,7 @@ class TreeAttentionView:
                 attention = attention.over(replace(attention.plan, mask=masked))
             self._attentions.append(attention)
         self._first_layer = min((group.layers[0] for group in store.groups), default=0)
+        self._seen: Tensor | None = None
         self._layers: dict[int, _Layer] = {}
 
     def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype, exact: bool) -> Attention:
@@ -133,6 +136,7 @@ class TreeAttentionView:
             mask_words: int64 ``[B, T, W]``, bit j of word w: query t sees tail slot ``64 w + j``. Fewer
                 queries where the forward brings fewer tokens.
         """
+        self._seen = None
         torch.add(start, self.ahead, out=self.at)
         self.lengths.copy_(start)
         if mask_words is not None:
@@ -158,8 +162,27 @@ class TreeAttentionView:
         own = self._layers.get(layer) or self._bound(layer)
         params = self._append(own.slots, k, v, params)
         batch, heads, queries, dim = q.shape
+        if params.selected is not None:
+            return selected_attention(q, *own.slots.kv, params, self.visible(queries))
         packed = q.transpose(1, 2).reshape(batch * queries, heads, dim)
         return own.attention.run(packed, own.kv, params, own.first).view(batch, queries, heads, -1)
+
+    @property
+    def indexed(self) -> IndexedPass | None:
+        return None if self.store.index_layers is None else self
+
+    def visible(self, queries: int) -> Tensor:
+        """See ``IndexedPass``."""
+        if self._seen is None:
+            self._seen = visible_slots(self.lengths, self.mask, queries, self.store.slots)
+        return self._seen
+
+    def index_keys(self, layer: int, new: Tensor, first: int) -> Tensor:
+        """See ``IndexedPass``."""
+        assert self.store.index_layers is not None
+        slots = self.store.layers[self.store.index_layers + layer]
+        step.append_kv(*slots.kv, *in_halves(new), self.at + first, 0, None, None)
+        return joined(*slots.kv)
 
     def _append(self, slots: LayerSlots, k: Tensor, v: Tensor, params: AttentionParams) -> AttentionParams:
         """Stores the new keys and values of one layer, and returns how it attends."""

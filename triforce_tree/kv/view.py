@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triforce_tree.config import RetrievalConfig
 from triforce_tree.kernels.attention.plan import AttentionParams
-from triforce_tree.models.running_forward import RecurrentPass
+from triforce_tree.models.running_forward import IndexedPass, RecurrentPass
 from triforce_tree.runtime.executor import Cuts
 
 
@@ -25,6 +25,7 @@ class KVView(Protocol):
             not.
         resizable: whether a forward may bring fewer new tokens than the view was made for, its first ones.
         recurrent: the states of recurrent layers; None for models without any.
+        indexed: stores the keys of indexers; None for models without any.
     """
 
     capturable: bool | Cuts
@@ -32,6 +33,9 @@ class KVView(Protocol):
 
     @property
     def recurrent(self) -> RecurrentPass | None: ...
+
+    @property
+    def indexed(self) -> IndexedPass | None: ...
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """Prepares the view for a forward; it is called before each one.

@@ -103,6 +103,9 @@ def _pass_through(outputs: list[Any]) -> Callable[..., Any]:
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = outputs[-1]
-        return (hidden_states, *[None] * (len(out) - 1)) if isinstance(out, tuple) else hidden_states
+        if not isinstance(out, tuple):
+            return hidden_states
+        # Layers without an indexer attend to what the last one before them has chosen.
+        return hidden_states, *[kwargs.get("prev_topk_indices")] * (len(out) - 1)
 
     return forward

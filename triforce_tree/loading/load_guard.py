@@ -32,6 +32,7 @@ from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.model_copy import shallow_copy
 from triforce_tree.models.recorder import LayerCall
 from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.models.running_forward import IndexedPass
 from triforce_tree.models.supported import UnsupportedModelError, likely_cause, max_positions
 from triforce_tree.runtime.devices import plain_torch_modes
 
@@ -46,7 +47,7 @@ _MOST_ELEMENTS = {"cpu": 40 << 20, "cuda": 512 << 20}
 _MOST_FLOPS = {"cpu": 1e12, "cuda": 5e13}
 # Standard deviation of random attention scores, which makes attention uneven but not concentrated.
 _SCORES = 2.0
-_LENGTH = re.compile("window(_size)?$|chunk_size$|original_max|floor_scale|local_attention")
+_LENGTH = re.compile("window(_size)?$|chunk_size$|original_max|floor_scale|local_attention|index_topk$")
 _SPECIAL = re.compile("token_(id|index)$")
 _LOG = logging.getLogger(__name__)
 
@@ -108,9 +109,9 @@ class _Guard:
         """Compares after a random prefix of 2 * ``length`` positions, or fewer if the model has fewer."""
         tail, most = sum(_LONG_CHUNKS), self.model.max_positions
         what = f"a sequence beyond {length} tokens"
-        if self.slice.shares_kv or self.model.states is not None:
-            # A random prefix would need equal keys and values in layers that share them, and matching states
-            # of recurrent layers. So a prefix of real tokens is computed instead.
+        if self.slice.shares_kv or self.model.states is not None or self.model.indexed:
+            # A random prefix would need equal keys and values in layers that share them, matching states of
+            # recurrent layers, and keys of indexers. So a prefix of real tokens is computed instead.
             self._compare(what, (length, *_LONG_CHUNKS))
             return
         prefix = 2 * length if most is None else min(2 * length, most - tail)
@@ -224,7 +225,8 @@ class _Guard:
         kv: dict[int, tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Returns our logits of the last chunk, fp32 ``[T, V]``."""
-        shapes = [s if i in self.calls else None for i, s in enumerate(self.model.kv_layers)]
+        count = self.model.layers
+        shapes = [s if i % count in self.calls else None for i, s in enumerate(self.model.kv_layers)]
         tail = chunks[-1]
         slots = prefix + len(tokens) + tail
         if self.model.length_rope is not None:
@@ -308,6 +310,10 @@ class _GuardCache(PromptCache):
     def positions(self, count: int) -> Tensor:
         positions = super().positions(count)
         return positions + self._gap * (positions >= self._second)
+
+    @property
+    def indexed(self) -> IndexedPass | None:
+        return super().indexed if self.length < self._last else self._chain.indexed
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         self.queries[layer] = q

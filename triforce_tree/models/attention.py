@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from triforce_tree.kernels.attention.plan import AttentionParams, Heads
-from triforce_tree.models.running_forward import ATTENTION, ChunkPass, running
+from triforce_tree.models.running_forward import ATTENTION, ChunkPass, IndexedPass, running
 
 
 @torch.library.custom_op("triforce_tree::planned_attend", mutates_args=())
@@ -47,6 +47,7 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     triforce_positions: Tensor | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attends for transformers' attention modules in copies of models that compute for us."""
@@ -68,7 +69,7 @@ def _attention(
         operator = torch.ops.triforce_tree.planned_attend
         out = operator(query, key, value, scale, size, softcap or 0.0, s_aux)
     else:
-        params = AttentionParams(scale, window, softcap or None, s_aux, chunked)
+        params = AttentionParams(scale, window, softcap or None, s_aux, chunked, indices)
         out = running.attention(query, key, value, params, module)
     # Some families take views of it, as transformers' own functions return contiguous tensors.
     return out.contiguous(), None
@@ -115,10 +116,14 @@ class KVCache(Protocol):
 
     Attributes:
         recurrent: the states of recurrent layers; None for models without any.
+        indexed: stores the keys of indexers; None for models without any.
     """
 
     @property
     def recurrent(self) -> ChunkPass | None: ...
+
+    @property
+    def indexed(self) -> IndexedPass | None: ...
 
     def positions(self, count: int) -> Tensor:
         """Returns int64 ``[count]``: the positions of the next ``count`` tokens."""
@@ -132,11 +137,17 @@ class KVCache(Protocol):
 
 @dataclass(frozen=True)
 class KVShape:
-    """Describes one layer's keys and values: the attention heads, and the window (``AttentionParams``)."""
+    """Describes one layer's keys and values: the attention heads, and the window (``AttentionParams``).
+
+    Attributes:
+        index: whether these are the keys of an indexer, which have no values: the first half of their
+            elements is stored as keys, the second half as values.
+    """
 
     heads: Heads
     window: int | None = None
     chunked: bool = False
+    index: bool = False
 
     @cached_property
     def elements(self) -> int:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from triforce_tree.kernels.attention.plan import Heads
 from triforce_tree.kernels.device import explained
 from triforce_tree.models.attention import KVCache, KVShape, use_our_attention
 from triforce_tree.models.experts.streamed import Streamed
 from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.fingerprint import Changes
 from triforce_tree.models.host.linears import use_few_row_linears
+from triforce_tree.models.indexers import attach_indexers, indexers, mask_of_slots
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import parameter_bytes, shallow_copy
 from triforce_tree.models.prefill.layers import PrefillLayers
@@ -58,6 +60,8 @@ class HFModel:
         parameter_bytes: of the weights.
         calls: how each layer with attention attends, by its index.
         kv_shapes: what these layers keep, in their order; ``kv_layers`` by layer, None for one without.
+            With indexers ``kv_layers`` is twice as long: its second half has each layer's indexer.
+        indexed: whether an indexer chooses what layers attend to.
         states: shapes of the states of recurrent layers; None if there are none.
         layer_outputs: see ``Recorder.outputs``.
         codes: copies of its layers' code that are compiled, see ``with_own_code``.
@@ -69,6 +73,7 @@ class HFModel:
     def __init__(self, model: PreTrainedModel, streamed: Streamed | None = None) -> None:
         self.model, self.streamed = model, streamed
         self.capturable: bool | None = None
+        self.indexed = bool(indexers(model))
         self.name = type(model).__name__
         config: Any = model.config.get_text_config(decoder=True)
         if getattr(config, "num_hidden_layers", None) is None:
@@ -151,6 +156,13 @@ class HFModel:
                 )
 
     @property
+    def has_level_one(self) -> bool:
+        """Returns whether level 1 can run: it would need recurrent states of its own, and gains nothing where
+        an indexer already chooses what the target attends to.
+        """
+        return self.states is None and not self.indexed
+
+    @property
     def learned_positions(self) -> int | None:
         """Returns the size of the position embedding table, or None for rotary embeddings, which have no
         table.
@@ -220,6 +232,7 @@ class HFModel:
         if self.length_rope is not None:
             self.length_rope.attach(copied)
         attach(copied, in_chunks=True)
+        attach_indexers(copied)
         if self.device.type == "cuda":
             self._prefill_layers = self._prefill_layers or PrefillLayers(self.model)
             self._prefill_layers.attach(copied)
@@ -246,7 +259,8 @@ class HFModel:
         # The copy does not wait for the chunk before.
         ids = sent(torch.tensor([tokens], device="cpu"), self.device)
         positions = cache.positions(len(tokens)).to(self.device)[None]
-        with running_forward(cache.attend, states=cache.recurrent) as forward:
+        masks = {"attention_mask": mask_of_slots(self.device)} if self.indexed else {}
+        with running_forward(cache.attend, states=cache.recurrent, indexed=cache.indexed) as forward:
             out = self.running(
                 input_ids=ids,
                 position_ids=positions,
@@ -254,6 +268,7 @@ class HFModel:
                 logits_to_keep=1 if last_only else 0,
                 **{CACHE: PassThrough()},
                 **({"triforce_positions": positions} if self._scales_queries else {}),
+                **masks,
             )
             called = forward.called
         if whole and len(called) != len(self.calls):
@@ -326,6 +341,13 @@ class HFModel:
         self.kv_layers: list[KVShape | None] = [None] * self.layers
         for index, shape in zip(self.calls, self.kv_shapes, strict=True):
             self.kv_layers[index] = shape
+        if recorder.index_dims:
+            self.kv_layers += [_index_shape(recorder.index_dims.get(layer)) for layer in range(self.layers)]
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Shape of the full-attention layers, if there are any: they take most memory and time.
         self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads
+
+
+def _index_shape(dim: int | None) -> KVShape | None:
+    """Returns the KV slots for an indexer's keys of ``dim`` elements; None for a layer without an indexer."""
+    return None if dim is None else KVShape(Heads(1, 1, dim - dim // 2, dim // 2), index=True)

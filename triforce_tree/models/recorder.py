@@ -1,6 +1,6 @@
 """A KV cache that stores nothing and records how each layer of a model calls attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Recorder:
 
     Attributes:
         calls: parameters and heads of each layer's attention.
+        index_dims: elements of a key of each layer's indexer.
         outputs: length of the tuples that decoder layers return; 0 where they return the hidden state alone.
     """
 
@@ -34,6 +35,8 @@ class Recorder:
         self.states = StateRecorder()
         self.recurrent: ChunkPass | None = self.states
         self.calls: dict[int, tuple[AttentionParams, Heads]] = {}
+        self.index_dims: dict[int, int] = {}
+        self.indexed = self
 
     def watch(self, model: PreTrainedModel) -> None:
         """Records what the decoder layers of a model copy return in its forwards; the copy is changed
@@ -50,8 +53,18 @@ class Recorder:
         return torch.arange(count)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        self.calls[layer] = params, Heads(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
+        self.calls[layer] = (
+            replace(params, selected=None),
+            Heads(q.shape[1], k.shape[1], k.shape[3], v.shape[3]),
+        )
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2)
+
+    def visible(self, queries: int) -> Tensor:
+        return torch.ones(1, queries, queries, dtype=torch.bool)
+
+    def index_keys(self, layer: int, new: Tensor, first: int) -> Tensor:
+        self.index_dims[layer] = new.shape[2]
+        return new
 
     def advance(self, count: int) -> None: ...
 

@@ -110,6 +110,23 @@ class ChunkPass(RecurrentPass, Protocol):
         """Keeps the state ``[B, H, V, K]`` after the last token, which the model's own code has computed."""
 
 
+class IndexedPass(Protocol):
+    """The KV slots of one forward, for layers that attend to the slots that an indexer chooses."""
+
+    def visible(self, queries: int) -> Tensor:
+        """Returns which slots the first ``queries`` new tokens see, bool ``[B, T, S]``, itself included.
+
+        Called once for each indexer, before its :meth:`index_keys`.
+        """
+
+    def index_keys(self, layer: int, new: Tensor, first: int) -> Tensor:
+        """Stores an indexer's keys of new tokens, and returns those of all slots, ``[B, S, D]``.
+
+        Args:
+            new: ``[B, T, D]``, keys from new token ``first`` on.
+        """
+
+
 class RunningForward(threading.local):
     """The forward that runs in this thread.
 
@@ -120,6 +137,8 @@ class RunningForward(threading.local):
         called: the attention modules that have attended, by layer; compiled layers are not included.
         states: the states of recurrent layers; None if there are none.
         convolutions, recurrences: numbers of the next ones.
+        indexed: stores the keys of indexers; None for models without any.
+        index_from: the first new token whose keys an indexer computes next.
     """
 
     attend: Attend | None = None
@@ -128,6 +147,8 @@ class RunningForward(threading.local):
     called: dict[int, nn.Module]
     states: RecurrentPass | None = None
     convolutions = recurrences = 0
+    indexed: IndexedPass | None = None
+    index_from = 0
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, module: nn.Module | None = None
@@ -159,23 +180,38 @@ def running_forward(
     layers: Sequence[int] = (),
     states: RecurrentPass | None = None,
     first: tuple[int, int] = (0, 0),
+    indexed: IndexedPass | None = None,
 ) -> Iterator[RunningForward]:
     """Returns a context in which the layers of model copies call ``attend``, and use these recurrent states.
 
     Args:
         first: numbers of the next convolution and recurrence, for a forward that does not begin at layer 0.
+        indexed: stores the keys of indexers, if there are any.
     """
     own = vars(running)
     before = dict(own)
     own.update(
         attend=attend, layers=layers, count=0, called={}, states=states,
-        convolutions=first[0], recurrences=first[1],
+        convolutions=first[0], recurrences=first[1], indexed=indexed,
     )  # fmt: skip
     try:
         yield running
     finally:
         own.clear()
         own.update(before)
+
+
+def indexed_pass() -> IndexedPass:
+    """Returns ``indexed`` of the running forward.
+
+    Raises:
+        RuntimeError: the forward has none.
+    """
+    if running.indexed is None:
+        raise RuntimeError(
+            "a layer with an indexer ran over a cache that has no slots for the indexer's keys"
+        )
+    return running.indexed
 
 
 def _states() -> RecurrentPass:

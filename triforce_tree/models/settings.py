@@ -29,9 +29,26 @@ def check_settings(target: HFModel, config: HierarchyConfig) -> None:
         check_low_bits(target.model, config.weight_bits)
     if config.exact:
         check_exact(target)
+    if target.indexed:
+        _check_indexed(target.name, config)
     heads = {shape.heads for shape in target.kv_shapes}
     options = {"kv_bits": config.kv_bits, "exact": config.exact, "offload": config.offloads is not False}
     refuse(config.attention_backend, target.device, target.dtype, heads, options)
+
+
+def _check_indexed(name: str, config: HierarchyConfig) -> None:
+    """Raises ValueError if a target whose layers have indexers cannot run with these settings."""
+    if config.levels == 3:
+        raise ValueError(
+            f"levels=3 is not possible with {name}: an indexer already chooses the tokens that its layers "
+            "attend to, so a retrieval level would read as much as the target; use levels=2 or levels='auto'"
+        )
+    for option, given in (("kv_bits=8", config.kv_bits == 8), ("offload=True", config.offload is True)):
+        if given:
+            raise ValueError(
+                f"{option} is not possible with {name}: the slots that its indexers choose are read one "
+                "by one, on the device and in its own dtype; leave it out"
+            )
 
 
 def check_exact(target: HFModel) -> None:
@@ -53,6 +70,8 @@ def _why_not(target: HFModel) -> str | None:
     model = target.model
     if (method := quantisation(model)) is not None:
         return f"it is quantised ({method}), and its library chooses products by the number of rows"
+    if target.indexed:
+        return "it has indexers, whose sums depend on how many tokens a pass has"
     if target.states is not None:
         return "it has recurrent layers, whose sums depend on how many tokens a pass has"
     if experts_per_token(model.config.get_text_config(decoder=True)):

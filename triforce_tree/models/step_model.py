@@ -34,11 +34,12 @@ from triforce_tree.models.hidden_states import keep_hidden
 from triforce_tree.models.host.decoder_layers import use_fused_decoder_layers
 from triforce_tree.models.host.layers import use_fused_layers
 from triforce_tree.models.host.linears import use_few_row_linears
+from triforce_tree.models.indexers import attach_indexers, indexers, mask_of_slots
 from triforce_tree.models.length_rope import LengthRope
 from triforce_tree.models.model_copy import decoder_layers, listed_layers, shallow_copy, with_own_code
 from triforce_tree.models.recurrent.mixers import attach
 from triforce_tree.models.recurrent.pass_through import CACHE, PassThrough
-from triforce_tree.models.running_forward import Attend, RecurrentPass, running, running_forward
+from triforce_tree.models.running_forward import Attend, IndexedPass, RecurrentPass, running, running_forward
 from triforce_tree.models.tensor_parallel import agreed_logits
 from triforce_tree.runtime.capture_probe import why_not_capturable
 from triforce_tree.runtime.executor import free_memory
@@ -89,10 +90,11 @@ class StepModel:
         self.model, self._max_positions = clone.eval(), max_positions
         text_config = clone.config.get_text_config(decoder=True)
         self._layers = range(text_config.num_hidden_layers) if layers is None else layers
-        self.capturable = length_rope is None or not length_rope.waits_for_host
+        self.capturable = (length_rope is None or not length_rope.waits_for_host) and not indexers(clone)
         self.hidden: dict[int, Tensor] = {}
         self.scales_queries = use_our_attention(clone)
         attach(self.model, in_chunks=False)
+        self.indexed = attach_indexers(self.model)
         self.device: torch.device = next(self.model.parameters()).device
         use_capturable_experts(self.model, self.device)
         if length_rope is not None:
@@ -114,6 +116,7 @@ class StepModel:
         attend: Attend,
         last: int = 0,
         states: RecurrentPass | None = None,
+        indexed: IndexedPass | None = None,
     ) -> Tensor:
         """Returns logits ``[B, T, V]`` for int64 ``[B, T]``; with ``last`` = n > 0 only those of the last n
         tokens.
@@ -122,11 +125,13 @@ class StepModel:
 
         Args:
             states: states of the recurrent layers, if there are any.
+            indexed: stores the keys of indexers, if there are any.
         """
         if self._max_positions is not None:
             positions = positions.clamp_max(self._max_positions - 1)
         # Set once for all layers: once per layer would take a quarter of the host time.
-        with running_forward(attend, self._layers, states), self._recompile_limit():
+        masks = {"attention_mask": mask_of_slots(self.device)} if self.indexed else {}
+        with running_forward(attend, self._layers, states, indexed=indexed), self._recompile_limit():
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -134,6 +139,7 @@ class StepModel:
                 logits_to_keep=last,
                 **{CACHE: PassThrough()},
                 **({"triforce_positions": positions} if self.scales_queries else {}),
+                **masks,
             )
         # Some families compute all of them.
         logits: Tensor = out.logits[:, -last:]
@@ -155,8 +161,10 @@ def step_model(
         return _host_step(shallow_copy(model.model), model, features)
     replaced = on_gpu and why_not_replaceable(model.model) is None
     # Streamed linear layers and some rotary embeddings make the host wait.
-    waits = (model.streamed is not None and not model.streamed.capturable) or (
-        model.length_rope is not None and model.length_rope.waits_for_host
+    waits = (
+        model.indexed
+        or (model.streamed is not None and not model.streamed.capturable)
+        or (model.length_rope is not None and model.length_rope.waits_for_host)
     )
     if on_gpu and not waits and model.capturable is None:
         model.capturable = captures(model, replaced)
@@ -166,7 +174,8 @@ def step_model(
         clone = few_row_copy(model.model) if replaced else shallow_copy(model.model)
     # The compiler cannot see that streamed experts are overwritten inside a layer. What layers read from the
     # device while they run, it takes for constant.
-    compiled = compiled and replaced and not _streams_experts(model) and model.capturable is not False
+    compiled = compiled and replaced and not (_streams_experts(model) or model.indexed)
+    compiled = compiled and model.capturable is not False
     step = _step(clone, model, compiled, features, exact)
     step.capturable = not waits and model.capturable is not False
     return step

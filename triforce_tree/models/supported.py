@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from triforce_tree.models.adapters import undecodable
+from triforce_tree.models.indexers import indexers
 from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
 
 _SOFTCAP = "attn_logit_softcapping"
@@ -93,10 +94,10 @@ def _architecture(model: nn.Module, config: Any, text_config: Any) -> str | None
             f"keeps recurrent state ({', '.join(recurrent)} layers), but none of its modules is of a known "
             "kind (Mamba, Mamba-2, gated delta rule, Kimi delta attention, short convolution)"
         )
-    if getattr(text_config, "index_topk", None):
+    if getattr(text_config, "index_topk", None) and not indexers(model):
         return (
-            f"attends to {text_config.index_topk} tokens that an indexer chooses (sparse attention); the "
-            "indexer's keys need a cache of their own, which is not supported"
+            f"attends to {text_config.index_topk} tokens that an indexer chooses (sparse attention), in a "
+            "way that is not known here: blocks or compressed keys instead of single tokens"
         )
     return None
 

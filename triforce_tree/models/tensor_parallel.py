@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from triforce_tree.kernels.ranks import all_reduce
 from triforce_tree.models.few_row import quantisation
 from triforce_tree.models.host.linears import is_plain_linear
+from triforce_tree.models.indexers import indexers
 from triforce_tree.runtime.distributed import Group, all_gather_tensor, broadcast_tensor, current
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
@@ -200,6 +201,10 @@ def layers_to_shard(model: PreTrainedModel, heads: int, method: str | None) -> l
             return []
     if method is not None:
         raise ValueError(f"{type(model).__name__} is quantised ({method}) and cannot be sharded; {_REMEDY}")
+    if indexers(model):
+        raise ValueError(
+            f"{type(model).__name__} has indexers, which cannot be sharded; run without torchrun"
+        )
     _check_heads(model, heads)
     return _planned(model, heads)
 

@@ -89,8 +89,9 @@ class Verifier:
             mask_words = mask_words[:, : tree.tokens.shape[1]] if mask_words is not None else None
         view.begin(root, mask_words)
         self._logits = self.model(
-            tree.tokens.clamp_min(0), root[:, None] + tree.depths, view, states=view.recurrent
-        )
+            tree.tokens.clamp_min(0), root[:, None] + tree.depths, view, states=view.recurrent,
+            indexed=view.indexed,
+        )  # fmt: skip
         # The forward or the capture of another stage replaces the hidden states that the model holds.
         self._hidden = dict(self.model.hidden)
 

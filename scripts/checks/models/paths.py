@@ -17,6 +17,7 @@ from scripts.checks.models.classes import families
 from scripts.checks.models.outcomes import CRASHES, DIFFERS, EQUAL, NOT_BUILT, REFUSED, SKIPPED
 from triforce_tree.check.ties import first_difference
 from triforce_tree.config import load_arguments
+from triforce_tree.models.indexers import indexers
 from triforce_tree.models.recurrent.mixers import mixers
 
 PACKAGE = str(Path(triforce_tree.__file__).parent)
@@ -92,7 +93,7 @@ class Trial:
     @cached_property
     def draft(self) -> PreTrainedModel:
         """Returns a copy with noise on its weights; a Llama where the family cannot draft."""
-        if self.recurrent:
+        if self.recurrent or indexers(self.model):
             return build(families()["LlamaForCausalLM"]).to(self.device)
         other = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(1)

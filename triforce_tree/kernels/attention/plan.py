@@ -113,6 +113,8 @@ class AttentionParams:
         sinks: ``[H_q]`` logits of a virtual key whose value is zero.
         chunked: the window does not slide: the query sees the key iff ``j // window == i // window`` and
             ``j <= i`` (chunked attention of Llama 4).
+        selected: int32 ``[B, T, K]``, the only slots that each query attends to, the best first; those that
+            it does not see are left out. None: a query attends to all that it sees.
     """
 
     scale: float
@@ -120,6 +122,7 @@ class AttentionParams:
     softcap: float | None = None
     sinks: Tensor | None = None
     chunked: bool = False
+    selected: Tensor | None = None
 
 
 class KV(NamedTuple):

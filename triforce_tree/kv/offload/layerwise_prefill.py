@@ -160,6 +160,7 @@ class _LayerKV:
     def __init__(self, buffer: Tensor | None, rings: PromptCache) -> None:
         self.buffer, self.rings, self.length = buffer, rings, 0
         self.recurrent: ChunkPass | None = rings.recurrent
+        self.indexed = None
 
     def positions(self, count: int) -> Tensor:
         return torch.arange(self.length, self.length + count)

@@ -251,8 +251,13 @@ def one_shape(model: HFModel) -> Heads:
     """Returns the heads of the layers without a window, or of any layer if all have one.
 
     Raises:
-        ValueError: they differ.
+        ValueError: they differ, or an indexer chooses what they attend to.
     """
+    if model.indexed:
+        raise ValueError(
+            f"{model.name} chooses what it attends to by an indexer, whose keys an offloaded cache does not "
+            "keep; keep the cache on the device (leave offload out)"
+        )
     found = list(dict.fromkeys(s.heads for s in model.kv_shapes if s.window is None)) or [model.heads]
     if len(found) > 1:
         shapes = " and ".join(f"{heads.kv} x ({heads.dim} + {heads.value_dim})" for heads in found)

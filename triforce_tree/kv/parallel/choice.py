@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.kernels.ranks import merged_bytes
+from triforce_tree.models.indexers import indexers
 from triforce_tree.models.model_copy import text_decoder, weight_bytes
 from triforce_tree.models.recurrent.mixers import mixers, unknown_mixers
 from triforce_tree.models.supported import max_positions
@@ -156,6 +157,11 @@ def _refuse_recurrent(model: nn.Module, context: int) -> None:
         raise ValueError(
             f"context_parallel={context} is not possible with {type(model).__name__}, which has recurrent "
             "layers"
+        )
+    if indexers(decoder):
+        raise ValueError(
+            f"context_parallel={context} is not possible with {type(model).__name__}, whose indexers choose "
+            "among all slots of a text"
         )
 
 

@@ -74,7 +74,7 @@ class SplitView:
     """
 
     capturable: bool | Cuts = True
-    recurrent = None
+    recurrent = indexed = None
 
     def __init__(
         self,

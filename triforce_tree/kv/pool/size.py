@@ -41,11 +41,12 @@ class PoolSize:
 def unit_of(target: HFModel, config: HierarchyConfig) -> int | None:
     """Returns the tokens of a chunk that prompts share; None if each sequence has slots of its own.
 
-    These are needed for recurrent layers, which have a state and no slots; for layers with a window, whose
-    rings belong to one sequence; and where slots are split over ranks.
+    These are needed for recurrent layers, which have a state and no slots; for indexers, which choose among
+    the slots of one sequence; for layers with a window, whose rings belong to one sequence; and where slots
+    are split over ranks.
     """
     windows = any(shape.window is not None for shape in target.kv_shapes)
-    if target.states is not None or windows or config.text_ranks > 1:
+    if target.states is not None or target.indexed or windows or config.text_ranks > 1:
         return None
     return math.lcm(chunk_tokens(config.prefill_chunk, target.device), config.retrieval.chunk)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from triforce_tree.models.running_forward import convolve
+from triforce_tree.models.running_forward import convolve, indexed_pass, running
 
 # What forwards call their KV cache, as an argument and in what they return: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -31,6 +31,9 @@ class PassThrough(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        return indexed_pass().index_keys(layer_idx, indexer_key_states, running.index_from)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
