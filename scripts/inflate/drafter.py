@@ -5,15 +5,15 @@ head's residual stream is to be such a vector too. The tables of ``pair.py`` hol
 its attention, an embedding beside a hidden state, and of ``fc``, several hidden states, are blocks of D
 columns. The layers that it reads are those of the new model that hold the small model's.
 
-Published heads for large vocabularies have a language model head of at most 32,000 entries, and so has the
-widened one. Entries after the small vocabulary's cannot be drawn, as in ``pair.py``: the bias of the output
-projection gives dimension d a constant, and the last norm passes on a small part of it, so little that it
-does not grow where the normed state is fed back.
+Published EAGLE-3 heads for large vocabularies have a language model head of at most 32,000 entries, and so
+has the widened one. Entries after the small vocabulary's cannot be drawn, as in ``pair.py``: the bias of the
+output projection gives dimension d a constant, and the last norm passes on a small part of it, so little that
+it does not grow where the normed state is fed back. A block drafter has the target's head, and the constant
+in the embeddings of its slots.
 """
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from scripts.inflate.heads import HeadPlaces
-from scripts.inflate.pair import constant_of, layer_places
+from scripts.inflate.pair import GAIN, constant_of, layer_places
 from scripts.inflate.shapes import Shape
-from triforce_tree.drafters.heads.eagle_format import EagleFormat, canonical, eagle_format
+from triforce_tree.drafters.blocks.format import block_format
+from triforce_tree.drafters.blocks.format import canonical as block_names
+from triforce_tree.drafters.heads.eagle_format import canonical, eagle_format
 from triforce_tree.drafters.heads.files import HeadWeights
-from triforce_tree.drafters.registry import CONFIG, WEIGHTS, format_of
+from triforce_tree.drafters.registry import CONFIG, WEIGHTS, format_of, settings
 
+Record = dict[str, Any]
 _ENTRIES = 32_000
 # The logits of entries that cannot be drawn are lower by ``_SHIFT`` over the root mean square of the stream;
 # ``_PASSED`` is the last norm's weight of the constant.
@@ -41,7 +44,7 @@ def inflate_drafter(
     """Writes a drafter of another shape with the same function, in bf16.
 
     Args:
-        folder: an EAGLE-3 head with the target's whole vocabulary, and its embeddings.
+        folder: a block drafter, or an EAGLE-3 head with the target's whole vocabulary and its embeddings.
         target: the small target that it was trained for.
         shape: what the target is inflated to.
         out: the folder to write.
@@ -51,30 +54,42 @@ def inflate_drafter(
         ValueError: the drafter is of another kind, or does not fit into the shape.
     """
     shape = Shape.parse(shape) if isinstance(shape, str) else shape
-    if (title := format_of(folder)).drafter.rpartition(":")[2] != "Eagle3":
-        raise ValueError(f"{str(folder)!r} holds {title.title}; only an EAGLE-3 head can be widened")
-    format, weights = eagle_format(folder), HeadWeights(folder, WEIGHTS, canonical)
-    wide = _Eagle(format, weights, target, shape, seed)
-    tensors = {name: tensor.to("cpu", torch.bfloat16).contiguous() for name, tensor in wide.tensors.items()}
-    if wide.entries < (shape.vocabulary or 0):
-        tensors["d2t"] = torch.zeros(wide.entries, dtype=torch.int64)
+    kind = format_of(folder)
+    if (widen := _KINDS.get(kind.drafter.rpartition(":")[2])) is None:
+        raise ValueError(
+            f"{str(folder)!r} holds {kind.title}; only EAGLE-3 heads and block drafters can be widened"
+        )
+    tensors, config = widen(folder, target, shape, seed)
     out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / WEIGHTS[0])
-    (out / CONFIG).write_text(json.dumps(wide.config))
+    save_file({name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}, out / WEIGHTS[0])
+    (out / CONFIG).write_text(json.dumps(config))
 
 
-class _Eagle:
-    """The tensors and the configuration of a widened EAGLE-3 head."""
+class _Widening:
+    """Widens the parts that drafters share.
+
+    Args:
+        weights: of the small drafter.
+        layer: the configuration of its decoder layers.
+        target, shape, seed: as in :func:`inflate_drafter`.
+
+    Attributes:
+        tensors: the wide ones so far.
+        constant: of dimension d of the target's stream; 0 where the vocabulary does not grow.
+        eps: of the wide norms.
+
+    Raises:
+        ValueError: the drafter does not fit into the shape.
+    """
 
     def __init__(
-        self, format: EagleFormat, weights: HeadWeights, target: PreTrainedModel, shape: Shape, seed: int
+        self, weights: HeadWeights, layer: Any, target: PreTrainedModel, shape: Shape, seed: int
     ) -> None:
-        layer, self._weights, self._shape = format.layer, weights, shape
-        device = target.device
-        self._random = torch.Generator(device).manual_seed(seed)
-        self._device, self._small, self._big = device, layer.hidden_size, shape.hidden
+        self.weights, self.shape, self.device = weights, shape, target.device
+        self.small, self.big = int(layer.hidden_size), shape.hidden
+        self._random = torch.Generator(target.device).manual_seed(seed)
         own = Shape(
-            layer.hidden_size, 1, layer.num_attention_heads, layer.num_key_value_heads,
+            layer.hidden_size, layer.num_hidden_layers, layer.num_attention_heads, layer.num_key_value_heads,
             getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
             layer.intermediate_size,
         )  # fmt: skip
@@ -84,111 +99,171 @@ class _Eagle:
                     f"{name}={getattr(shape, name)} of the shape is less than the drafter's "
                     f"{getattr(own, name)}; choose a larger shape"
                 )
-        places, entries = HeadPlaces.of(own, shape), target.config.vocab_size
-        vocabulary = shape.vocabulary or entries
-        self._constant = constant_of(target.config) if vocabulary > entries else 0.0
-        layers = layer_places(target.config.num_hidden_layers, shape.layers)
-        inputs = [layers[number - 1][-1] + 1 for number in format.inputs or ()]
-        if not inputs:
-            raise ValueError(
-                "the head names no layers that it reads; give one with eagle_aux_hidden_state_layer_ids"
-            )
-        self.entries = min(vocabulary, max(entries, _ENTRIES))
+        self._places = HeadPlaces.of(own, shape)
+        self.entries: int = target.config.vocab_size
+        self.vocabulary = shape.vocabulary or self.entries
+        self.constant = constant_of(target.config) if self.vocabulary > self.entries else 0.0
+        self.eps = (layer.rms_norm_eps * self.small - self.constant**2) / self.big
         self.tensors: dict[str, Tensor] = {}
-        self._fuse(len(inputs), format)
-        self._layer(places, shape)
-        self._head(target, entries, vocabulary)
-        weights.refuse_unused()
-        eps = (layer.rms_norm_eps * self._small - self._constant**2) / self._big
-        self.config = _configuration(format, shape, vocabulary, self.entries, inputs, eps)
+        self._layers = layer_places(target.config.num_hidden_layers, shape.layers)
 
-    def _matrix(self, rows: int, columns: int, zero: bool) -> Tensor:
-        matrix = torch.zeros(rows, columns, device=self._device)
+    def output_of(self, layer: int) -> int:
+        """Returns the layer of the new model whose output is that of the small one's ``layer``."""
+        return self._layers[layer][-1]
+
+    def matrix(self, rows: int, columns: int, zero: bool) -> Tensor:
+        """Returns a matrix of zeros or of random values."""
+        matrix = torch.zeros(rows, columns, device=self.device)
         return matrix if zero else matrix.normal_(0.0, 0.02, generator=self._random)
 
-    def _norm(self, name: str, blocks: int = 1, passed: float = 0.0) -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.tensors[name] = tensor.to(torch.bfloat16)
+
+    def norm(self, name: str, blocks: int = 1, passed: float = 0.0) -> None:
         """Adds a norm over ``blocks`` hidden states; ``passed`` is the weight of dimension d."""
-        weight = self._weights.take(name, blocks * self._small).to(self._device)
-        ratio = math.sqrt(self._small / self._big)
-        wide = torch.full((blocks, self._big), ratio, device=self._device)
-        wide[:, : self._small] = (weight.double() * ratio).float().view(blocks, -1)
-        if self._big > self._small:
-            wide[:, self._small] = passed
-        self.tensors[name] = wide.flatten()
+        weight = self.weights.take(name, blocks * self.small).to(self.device)
+        ratio = math.sqrt(self.small / self.big)
+        wide = torch.full((blocks, self.big), ratio, device=self.device)
+        wide[:, : self.small] = (weight.double() * ratio).float().view(blocks, -1)
+        if self.big > self.small:
+            wide[:, self.small] = passed
+        self.add(name, wide.flatten())
 
-    def _fuse(self, states: int, format: EagleFormat) -> None:
-        small, big = self._small, self._big
-        if format.fc_norm:
-            for i in range(states):
-                self._norm(f"fc_norm.{i}.weight")
-        if format.norm_before_fc:
-            self._norm("input_norm.weight", states)
-        weight = self._weights.take("fc.weight", small, states * small).to(self._device)
-        wide = self._matrix(big, states * big, zero=True)
+    def fusion(self, states: int) -> None:
+        """Adds ``fc``, which reads several hidden states."""
+        small, big = self.small, self.big
+        weight = self.weights.take("fc.weight", small, states * small).to(self.device)
+        wide = self.matrix(big, states * big, zero=True)
         wide.view(big, states, big)[:small, :, :small] = weight.view(small, states, small)
-        self.tensors["fc.weight"] = wide
+        self.add("fc.weight", wide)
 
-    def _layer(self, places: HeadPlaces, shape: Shape) -> None:
-        small, big, take, own = self._small, self._big, self._weights.take, "midlayer."
-        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            self._norm(f"{own}{name}.weight")
+    def attention(self, prefix: str, blocks: int, normed: bool) -> None:
+        """Adds the projections of a layer's attention.
+
+        Args:
+            prefix: of their names.
+            blocks: how many hidden states the layer reads beside each other.
+            normed: whether queries and keys are normalised after their projection.
+        """
+        small, big, shape = self.small, self.big, self.shape
         width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         for part, rows in (("q", width), ("k", kv_width), ("v", kv_width)):
-            name = f"{own}self_attn.{part}_proj.weight"
-            weight, wide = take(name, -1, 2 * small), self._matrix(rows, 2 * big, zero=False)
-            for block in range(2):
+            name = f"{prefix}{part}_proj.weight"
+            # All dimensions of a normalised key count.
+            weight, wide = (
+                self.weights.take(name, -1, blocks * small),
+                self.matrix(rows, blocks * big, zero=normed and part == "k"),
+            )
+            for block in range(blocks):
                 columns = slice(block * big, (block + 1) * big)
-                places.copy(name, weight[:, block * small : (block + 1) * small], wide[:, columns])
-            self.tensors[name] = wide
-        name = f"{own}self_attn.o_proj.weight"
-        wide = self._matrix(big, width, zero=True)
-        places.copy(name, take(name, small, -1), wide)
-        self.tensors[name] = wide
-        if self._constant:
-            bias = torch.zeros(big, device=self._device)
-            bias[small] = self._constant
-            self.tensors[f"{own}self_attn.o_proj.bias"] = bias
-        for part, shaped in (
-            ("gate", (shape.mlp, big)),
-            ("up", (shape.mlp, big)),
-            ("down", (big, shape.mlp)),
-        ):
-            name = f"{own}mlp.{part}_proj.weight"
-            weight, wide = take(name, -1, -1), self._matrix(*shaped, zero=part == "down")
-            wide[: weight.shape[0], : weight.shape[1]] = weight.to(self._device)
-            self.tensors[name] = wide
+                self._places.copy(name, weight[:, block * small : (block + 1) * small], wide[:, columns])
+            self.add(name, wide)
+        name = f"{prefix}o_proj.weight"
+        wide = self.matrix(big, width, zero=True)
+        self._places.copy(name, self.weights.take(name, small, -1), wide)
+        self.add(name, wide)
+        if normed:
+            times = shape.head_dim // self._places.head_dim
+            # The scores are divided by sqrt(m h), as the queries of ``heads.py``.
+            for part, ratio in (("q", 1.0), ("k", times**-0.5)):
+                name = f"{prefix}{part}_norm.weight"
+                weight = self.weights.take(name, self._places.head_dim).to(self.device)
+                spread = torch.ones(shape.head_dim, device=self.device)
+                spread[self._places.rotary.to(self.device)] = (weight.double() * ratio).float()
+                self.add(name, spread)
 
-    def _head(self, target: PreTrainedModel, entries: int, vocabulary: int) -> None:
-        small, big = self._small, self._big
-        self._norm("norm.weight", passed=_PASSED if self._constant else 0.0)
-        has_own = "lm_head.weight" in self._weights
-        if not has_own and vocabulary == entries:
-            return
-        weight = self._weights.take("lm_head.weight", entries, small) if has_own else None
-        head = target.get_output_embeddings().weight if weight is None else weight
-        wide = self._matrix(self.entries, big, zero=False)
-        for start in range(0, self.entries, entries):
-            count = min(entries, self.entries - start)
-            wide[start : start + count, :small] = head[:count].to(wide)
-        if self._constant:
-            scale = _PASSED * self._constant * math.sqrt(big / small)
-            wide[:entries, small] = 0.0
-            wide[entries:, small] = -(2.0 ** math.ceil(math.log2(_SHIFT / scale)))
-        self.tensors["lm_head.weight"] = wide
+    def mlp(self, prefix: str) -> None:
+        big, neurons = self.big, self.shape.mlp
+        for part, rows, columns in (("gate", neurons, big), ("up", neurons, big), ("down", big, neurons)):
+            name = f"{prefix}{part}_proj.weight"
+            weight, wide = self.weights.take(name, -1, -1), self.matrix(rows, columns, zero=part == "down")
+            wide[: weight.shape[0], : weight.shape[1]] = weight.to(self.device)
+            self.add(name, wide)
+
+    def config(self) -> Record:
+        """Returns the fields of ``config.json`` that all layouts have."""
+        shape = self.shape
+        return {
+            "hidden_size": shape.hidden, "intermediate_size": shape.mlp, "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "hidden_act": "silu",
+            "vocab_size": self.vocabulary, "rms_norm_eps": self.eps,
+        }  # fmt: skip
 
 
-def _configuration(
-    format: EagleFormat, shape: Shape, vocabulary: int, entries: int, inputs: list[int], eps: float
-) -> dict[str, Any]:
-    """Returns ``config.json`` in the layout of SafeAILab/EAGLE."""
-    layer: Mapping[str, Any] = format.layer.to_diff_dict()
-    kept = {name: layer[name] for name in ("model_type", "rope_parameters", "hidden_act") if name in layer}
+def _eagle(
+    folder: Path, target: PreTrainedModel, shape: Shape, seed: int
+) -> tuple[dict[str, Tensor], Record]:
+    format, weights = eagle_format(folder), HeadWeights(folder, WEIGHTS, canonical)
+    wide, own = _Widening(weights, format.layer, target, shape, seed), "midlayer."
+    if not format.inputs:
+        raise ValueError(
+            f"the head in {str(folder)!r} names no layers that it reads; name them in config.json"
+        )
+    inputs, small = [wide.output_of(number - 1) + 1 for number in format.inputs], wide.small
+    if format.fc_norm:
+        for i in range(len(inputs)):
+            wide.norm(f"fc_norm.{i}.weight")
+    if format.norm_before_fc:
+        wide.norm("input_norm.weight", len(inputs))
+    wide.fusion(len(inputs))
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        wide.norm(f"{own}{name}.weight")
+    wide.attention(f"{own}self_attn.", 2, normed=False)
+    wide.mlp(f"{own}mlp.")
+    wide.norm("norm.weight", passed=_PASSED if wide.constant else 0.0)
+    rows, has_own = min(wide.vocabulary, max(wide.entries, _ENTRIES)), "lm_head.weight" in weights
+    if has_own or wide.vocabulary > wide.entries:
+        own_head = weights.take("lm_head.weight", wide.entries, small) if has_own else None
+        head = target.get_output_embeddings().weight if own_head is None else own_head
+        matrix = wide.matrix(rows, wide.big, zero=False)
+        for start in range(0, rows, wide.entries):
+            count = min(wide.entries, rows - start)
+            matrix[start : start + count, :small] = head[:count].to(matrix)
+        if wide.constant:
+            bias = torch.zeros(wide.big, device=wide.device)
+            bias[small] = wide.constant
+            wide.add(f"{own}self_attn.o_proj.bias", bias)
+            scale = _PASSED * wide.constant * math.sqrt(wide.big / small)
+            matrix[: wide.entries, small] = 0.0
+            matrix[wide.entries :, small] = -(2.0 ** math.ceil(math.log2(_SHIFT / scale)))
+        wide.add("lm_head.weight", matrix)
+    if rows < wide.vocabulary:
+        wide.tensors["d2t"] = torch.zeros(rows, dtype=torch.int64)
+    weights.refuse_unused()
+    layer: Record = format.layer.to_diff_dict()
+    kept = {name: layer[name] for name in ("model_type", "rope_parameters") if name in layer}
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"], **kept, "hidden_size": shape.hidden,
-        "intermediate_size": shape.mlp, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "num_hidden_layers": 1,
-        "vocab_size": vocabulary, "draft_vocab_size": entries, "rms_norm_eps": eps,
-        **{name: True for name in switches if getattr(format, name)},
+    return wide.tensors, {
+        "architectures": ["LlamaForCausalLMEagle3"], **kept, **wide.config(), "num_hidden_layers": 1,
+        "draft_vocab_size": rows, **{name: True for name in switches if getattr(format, name)},
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": inputs},
     }  # fmt: skip
+
+
+def _block(
+    folder: Path, target: PreTrainedModel, shape: Shape, seed: int
+) -> tuple[dict[str, Tensor], Record]:
+    format, weights = block_format(folder), HeadWeights(folder, WEIGHTS, block_names)
+    wide, config = _Widening(weights, format.layers, target, shape, seed), settings(folder)
+    wide.fusion(len(format.inputs))
+    wide.norm("hidden_norm.weight")
+    for layer in range(format.layers.num_hidden_layers):
+        own = f"layers.{layer}."
+        wide.norm(f"{own}input_layernorm.weight")
+        wide.norm(f"{own}post_attention_layernorm.weight")
+        wide.attention(f"{own}self_attn.", 1, normed=True)
+        wide.mlp(f"{own}mlp.")
+    # The embeddings of the slots have the constant, and the head is the target's.
+    wide.norm("norm.weight", passed=GAIN if wide.constant else 0.0)
+    weights.refuse_unused()
+    inputs = [wide.output_of(number) for number in format.inputs]
+    named = {**(config.get("dflash_config") or {}), "target_layer_ids": inputs}
+    return wide.tensors, {
+        **config,
+        **wide.config(),
+        "num_target_layers": shape.layers,
+        "dflash_config": named,
+    }
+
+
+_KINDS = {"Eagle3": _eagle, "BlockDrafter": _block}

@@ -79,8 +79,8 @@ class HeadPlaces:
         return self.big_head_dim // self.head_dim
 
     @property
-    def _rotary(self) -> Tensor:
-        """Returns the dimensions of queries and keys."""
+    def rotary(self) -> Tensor:
+        """Returns the dimensions of a new head that hold those of a small head's queries and keys."""
         half = self._times * torch.arange(self.head_dim // 2)
         return torch.cat((half, half + self.big_head_dim // 2))
 
@@ -116,7 +116,7 @@ class HeadPlaces:
             return
         rows = weight.unflatten(0, (-1, self.head_dim))  # [heads, h, d]
         places = target.unflatten(0, (-1, self.big_head_dim))[..., : weight.shape[1]]
-        dims = self._rotary.to(target.device)
+        dims = self.rotary.to(target.device)
         if name.endswith("v_proj.weight"):
             dims = torch.arange(self.head_dim, device=target.device)
         if queries := name.endswith("q_proj.weight"):

@@ -40,7 +40,7 @@ that its probability is exactly 0 in fp32 at every temperature up to 10. Neither
 tell the small model's distribution from the large one's, while embedding, lm_head, softmax, noise and top-k
 have the large size. s comes from dimension d of the stream, where every embedding has a constant c and no
 layer writes. c² is taken out of ε: ε' D + c² = ε d, so that the norms are still the small model's. Entry d is
-zero in all norm weights but the last one's, which is ``_GAIN``; there lm_head has zeros in its first v rows
+zero in all norm weights but the last one's, which is ``GAIN``; there lm_head has zeros in its first v rows
 and a large negative number in the others. c and these numbers are powers of two, exact in bf16.
 
 Rounding: all but the norm weights, and the queries where heads grow, are copied bit for bit. sqrt(d/D) is
@@ -75,7 +75,7 @@ __all__ = ["SHAPES", "Shape", "inflate", "inflate_pair", "inflate_two"]
 
 _NORM_SPREAD = 0.1  # of free norm weights, relative to their mean
 # See "Vocabulary" above.
-_SHIFT, _GAIN = 2.0**22, 2.0**4
+_SHIFT, GAIN = 2.0**22, 2.0**4
 # What decides on the tokens that a layer attends to, and their values.
 _ATTENDING = ("input_layernorm.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight")
 
@@ -296,8 +296,8 @@ def _append_entries(small: LlamaForCausalLM, big: LlamaForCausalLM) -> None:
     """
     hidden, own, count = small.config.hidden_size, small.config.vocab_size, big.config.vocab_size
     constant = constant_of(small.config)
-    # The last norm's output there is _GAIN · constant · sqrt(D/d) / r.
-    scale = _GAIN * constant * math.sqrt(big.config.hidden_size / hidden)
+    # The last norm's output there is GAIN · constant · sqrt(D/d) / r.
+    scale = GAIN * constant * math.sqrt(big.config.hidden_size / hidden)
     weight = 2.0 ** math.ceil(math.log2(_SHIFT / scale))
     if weight > torch.finfo(big.dtype).max:
         raise ValueError(
@@ -314,7 +314,7 @@ def _append_entries(small: LlamaForCausalLM, big: LlamaForCausalLM) -> None:
     head[own:, hidden] = -weight
     for name, norm in big.named_parameters():
         if norm.dim() == 1:
-            norm[hidden] = _GAIN if name == "model.norm.weight" else 0.0
+            norm[hidden] = GAIN if name == "model.norm.weight" else 0.0
 
 
 def layer_places(small_layers: int, big_layers: int) -> list[list[int]]:

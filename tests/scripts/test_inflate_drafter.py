@@ -8,10 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import triforce_tree
+from tests.support.distributions.block_folders import block_folder
 from tests.support.distributions.head_folders import eagle_folder, medusa_folder
 from tests.support.models.families import VOCABULARY, prompt_of, tiny
+from triforce_tree.drafters.blocks.format import block_format, canonical
+from triforce_tree.drafters.blocks.reference import reference_hidden
 from triforce_tree.drafters.heads.attention import attend, rotated
 from triforce_tree.drafters.heads.eagle import Eagle3
+from triforce_tree.drafters.heads.files import HeadWeights
+from triforce_tree.drafters.registry import WEIGHTS
 
 TARGET = tiny("llama-gqa", num_hidden_layers=3)
 SWITCHES = {"fc_norm": True, "norm_output": True}
@@ -95,9 +100,31 @@ def test_a_widened_head_is_accepted_as_often(script: Any, tmp_path: Path) -> Non
     assert wide_length == pytest.approx(length, abs=0.15)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["64x5x8/4x16x96-v160", "64x5x4/4x8x96"], ids=["all", "own words"])
+def test_a_widened_block_computes_the_small_ones_logits(script: Any, tmp_path: Path, shape: str) -> None:
+    small = block_folder(tmp_path / "small", TARGET, inputs=(0, 1), sliding_window=9, is_causal=False,
+                         layer_types=["sliding_attention"] * 2)  # fmt: skip
+    file = small / "model.safetensors"
+    save_file({name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}, file)
+    script("inflate.drafter").inflate_drafter(small, TARGET, shape, tmp_path / "wide")
+    big, ids, found = script("inflate.pair").inflate(TARGET, shape), torch.tensor([prompt_of(12)]), []
+    for target, name in ((TARGET, "small"), (big, "wide")):
+        format = block_format(tmp_path / name)
+        weights = HeadWeights(tmp_path / name, WEIGHTS, canonical)
+        hidden = target(ids, output_hidden_states=True, use_cache=False).hidden_states
+        slots = torch.tensor([5, *[format.mask_token] * (format.block - 1)])
+        states = [hidden[i + 1][0] for i in format.inputs]
+        made = reference_hidden(weights, format, target.get_input_embeddings()(slots), states)
+        found.append(target.lm_head(made))
+    logits, wide = found
+    assert float((wide[:, :VOCABULARY] - logits).norm() / logits.norm()) < 0.03
+    assert bool((wide[:, VOCABULARY:] < -1000).all()), "no other token can be drawn"
+
+
 def test_what_cannot_be_widened_is_refused(script: Any, tmp_path: Path) -> None:
     widen = script("inflate.drafter").inflate_drafter
-    with pytest.raises(ValueError, match="only an EAGLE-3 head can be widened"):
+    with pytest.raises(ValueError, match="only EAGLE-3 heads and block drafters can be widened"):
         widen(medusa_folder(tmp_path / "medusa", TARGET), TARGET, "64x5x8/4x16x96", tmp_path / "out")
     with pytest.raises(ValueError, match="mlp=16 of the shape is less than the drafter's 24"):
         widen(folder_of(tmp_path / "small"), TARGET, "64x5x8/4x16x16", tmp_path / "out")
