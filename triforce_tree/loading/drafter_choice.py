@@ -134,7 +134,7 @@ def _refuse_tree(name: str, tree: object, drafter: "Drafter | str | Path | None"
     if drafter is None or isinstance(drafter, str | Path):
         raise ValueError(
             f"{name}={tree!r} shapes a draft model's trees, but suffix matching proposes chains; set "
-            "lookup=N instead, or give a draft model"
+            "lookup=N instead, or give a draft model, or drafter='mtp' if the target has MTP layers"
         )
     raise ValueError(
         f"{name}={tree!r} shapes a draft model's trees, but drafter {drafter.name!r} has a tree of its own; "

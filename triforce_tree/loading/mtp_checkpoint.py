@@ -51,8 +51,10 @@ _TABLES: dict[str, Callable[[PreTrainedModel], Any]] = {
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 _ROPES = ("default", "linear", "llama3", "yarn")
 _MOST_NAMED = 4
-# Targets with recurrent layers verify chains alone.
-_CHAIN = "chain:3"
+# The default tree and another, on a CPU and on a GPU: a CPU verifies few tokens at once, and so does a GPU of
+# a mixture of experts. Targets with recurrent layers verify chains alone.
+_TREES = (("chain:2", "best-first:2,2,1"), (DEFAULT_TREE, "chain:3"))
+_CHAINS = (("chain:2",), ("chain:3",))
 _LOG = logging.getLogger(__name__)
 _REMEDY = "use drafter='lookup', or give a draft model"
 
@@ -77,8 +79,10 @@ def mtp_drafter(target: PreTrainedModel, options: Mapping[str, Any], named: bool
             raise
         _LOG.warning("%s; matches of earlier text draft instead", error)
         return None
-    source, tree = repr(str(target.config.name_or_path)), _CHAIN if mixers(target) else DEFAULT_TREE
-    how: dict[str, Any] = {"tree": tree, "sinks": SINKS, "window": WINDOW, "other_trees": ()}
+    source, device = repr(str(target.config.name_or_path)), _device(target)
+    tree, *others = _CHAINS[device.type == "cuda"] if mixers(target) else _TREES[device.type == "cuda"]
+    how: dict[str, Any] = {"tree": tree, "sinks": SINKS, "window": WINDOW}
+    how["other_trees"] = () if "tree" in options else tuple(others)
     how |= {name: options[name] for name in how if options.get(name) is not None}
     return PairDrafter("mtp", lambda model: MtpNetwork(layers, model, source), **how)
 
@@ -153,7 +157,7 @@ def read_mtp_layers(target: PreTrainedModel, tensors: dict[str, Path]) -> MtpMod
         raise ValueError(
             f"the MTP layers of {source} cannot be made ({in_one_line(error)}); {_REMEDY}"
         ) from error
-    device = next(target.get_input_embeddings().parameters()).device
+    device = _device(target)
     free, size = available_device_bytes(device, None), sum(p.nbytes for p in model.parameters())
     if free is not None and not weights_fit(size, free):
         raise ValueError(
@@ -252,6 +256,10 @@ def _with_mtp(config: PreTrainedConfig, tensors: dict[str, Path], source: str) -
             f"{source} has MTP layers, but transformers has no class for those of {family}; {_REMEDY}"
         )
     return config
+
+
+def _device(target: PreTrainedModel) -> torch.device:
+    return next(target.get_input_embeddings().parameters()).device
 
 
 def _table(name: str) -> bool:

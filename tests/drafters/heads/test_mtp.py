@@ -222,6 +222,31 @@ def test_layers_of_multimodal_targets(family: str, tmp_path: Path) -> None:
         assert torch.equal(engine.generate(ids, max_new_tokens=NEW, do_sample=False).sequences, expected)
 
 
+@pytest.mark.parametrize("family", ["glm4-moe", "qwen3.5-moe"])
+def test_experts_are_read_alone_and_stacked(family: str, tmp_path: Path) -> None:
+    """Checkpoints hold the matrices of each expert, or those of all experts as one tensor."""
+    target = mtp_checkpoint(tmp_path, family)
+    place = "mtp.layers.0.mlp.experts." if family.startswith("qwen") else "model.layers.2.mlp.experts."
+    weights, count = load_file(tmp_path / "model.safetensors"), 8 if family == "glm4-moe" else 4
+    parts = {
+        name: torch.stack([weights.pop(f"{place}{i}.{name}_proj.weight") for i in range(count)])
+        for name in ("gate", "up", "down")
+    }
+    layers = [network_of(triforce_tree.load(target)).state_dict()]
+    weights[f"{place}gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+    weights[f"{place}down_proj"] = parts["down"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    layers.append(network_of(triforce_tree.load(target)).state_dict())
+    assert len(layers[0]) == len(layers[1])
+    for name, weight in layers[0].items():
+        assert torch.equal(weight, layers[1][name]), name
+
+
+def network_of(engine: triforce_tree.Engine) -> torch.nn.Module:
+    drafter: Any = drafter_of(engine)
+    return drafter.network.model
+
+
 def test_custom_generate_takes_them(tmp_path: Path) -> None:
     target = mtp_checkpoint(tmp_path, "qwen3.5")
     ids = torch.tensor([PROMPTS[0]])

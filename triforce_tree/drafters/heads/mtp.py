@@ -44,6 +44,9 @@ class MtpNetwork:
         target: the target.
         source: where the layers come from, for messages.
 
+    Attributes:
+        model: the layers.
+
     Raises:
         ValueError: the layers compute in a way that is not supported.
         RuntimeError: the outputs differ from those of transformers' own forward.
@@ -53,12 +56,12 @@ class MtpNetwork:
 
     def __init__(self, model: MtpModel, target: HFModel, source: str) -> None:
         # Typed as any module, whose attributes are modules or tensors.
-        self._model: Any = model
+        self.model: Any = model
         self._source, config = source, target.model.config
-        self._model.embed_tokens = target.model.get_input_embeddings()
-        self._model.shared_head = target.model.get_output_embeddings()
+        self.model.embed_tokens = target.model.get_input_embeddings()
+        self.model.shared_head = target.model.get_output_embeddings()
         decoder: Any = text_decoder(target.model)
-        self._model.rotary_emb = decoder.rotary_emb
+        self.model.rotary_emb = decoder.rotary_emb
         self.inputs: tuple[int, ...] = (target.layers,)
         self.layers: int = len(model.layers)
         self.size: int = config.get_text_config(decoder=True).hidden_size
@@ -85,8 +88,8 @@ class MtpNetwork:
         self, layer: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attended: Attended, outputs: int
     ) -> tuple[Tensor, Tensor]:
         """See ``PairNetwork.forward``."""
-        own: Any = self._model.layers[layer]
-        embedded = self._model.embed_tokens(tokens).to(self.dtype)
+        own: Any = self.model.layers[layer]
+        embedded = self.model.embed_tokens(tokens).to(self.dtype)
         x = own.eh_proj(torch.cat([own.enorm(embedded), own.hnorm(hidden)], -1))
         pairs = x.shape[1]
 
@@ -105,12 +108,12 @@ class MtpNetwork:
         return x, x
 
     def logits(self, normed: Tensor) -> Tensor:
-        logits: Tensor = self._model.shared_head(normed)
+        logits: Tensor = self.model.shared_head(normed)
         return logits
 
     def _attention(self, layer: int, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Returns the output ``[B, T, H]`` of a layer's attention for its input ``[B, T, H]``."""
-        model, block = self._model, self._model.layers[layer].mtp_block
+        model, block = self.model, self.model.layers[layer].mtp_block
         kinds = {"layer_type": model.config.layer_types[layer]} if model.has_per_layer_rope else {}
         rotary = model.rotary_emb(x, position_ids=positions, **kinds)
         with running_forward(attend):
@@ -160,9 +163,9 @@ class MtpNetwork:
         """Returns the outputs of each layer by transformers' own forward."""
         tokens, hidden, positions = self._inputs(target)
         outputs = []
-        self._model.config._attn_implementation_internal = "eager"
+        self.model.config._attn_implementation_internal = "eager"
         for layer in range(self.layers):
-            hidden = self._model.forward_layer(layer, hidden, positions, None, input_ids=tokens)
+            hidden = self.model.forward_layer(layer, hidden, positions, None, input_ids=tokens)
             outputs.append(hidden)
         return outputs
 
