@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import triforce_tree
 from tests.support.models.families import perturbed, prompt_of, tiny
 from tests.support.models.program_cases import (
     GREEDY,
@@ -19,6 +20,9 @@ from tests.support.models.program_cases import (
 )
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.drafters.base import TokenTree
+from triforce_tree.drafters.masked_tree import mask_token
+from triforce_tree.drafters.token_map import TokenMap
+from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.shapes import BestFirst, parse_shape
 from triforce_tree.verify.probs import Sampler
@@ -103,10 +107,15 @@ def test_trees_have_the_shape_they_should(tree: str, to_probs: ProbsFromLogits) 
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("levels", [2, 3])
-def test_draft_probs_are_those_of_the_window(levels: int) -> None:
-    """A tree's distributions equal plain forwards over sinks, window and path, also in recomputed windows."""
-    draft = draft_of("llama-gqa")
+def test_draft_probs_are_those_of_the_window(levels: int, masks: bool) -> None:
+    """A tree's distributions equal plain forwards over sinks, window and path, also in recomputed windows.
+    With mask tokens these take the place of the path.
+    """
+    draft = perturbed(draft_of("llama-gqa"), 0.01)
+    if masks:
+        draft.config.pard_token = 5
     program = program_of(model("llama-gqa"), draft, levels, 2, tree="best-first:4,3,2", budget=40)
     drafter, prompts = program.drafter, [prompt_of(61), prompt_of(72)]
     propose, trees, dropped = drafter.propose, 0, set()
@@ -128,6 +137,7 @@ def test_draft_probs_are_those_of_the_window(levels: int) -> None:
                 while ancestor > 0:
                     path.insert(0, int(tree.tokens[b, ancestor]))
                     ancestor = int(tree.parents[b, ancestor])
+                path = [5] * len(path) if masks else path
                 logits = draft(torch.tensor([[*visible, *path]]), use_cache=False).logits[0, -1]
                 expected = (logits / 0.8).softmax(-1)
                 torch.testing.assert_close(tree.probs[b, node], expected, atol=2e-5, rtol=1e-4)
@@ -135,3 +145,35 @@ def test_draft_probs_are_those_of_the_window(levels: int) -> None:
     drafter.propose = checked
     decoded(program, prompts, [70, 70], SAMPLED)
     assert len(dropped) >= 6, "windows were recomputed several times"
+
+
+@pytest.mark.parametrize("tree", ["best-first:4,3,2", "chain:3", "static:0;0.1;1", "chain:1"])
+@pytest.mark.parametrize("levels", [2, 3])
+def test_drafts_with_mask_tokens_give_the_targets_text(tree: str, levels: int) -> None:
+    draft = perturbed(draft_of("llama-gqa"), 0.01)
+    draft.config.pard_token = 5
+    program = program_of(model("llama-gqa"), draft, levels, 3, tree=tree)
+    expected = [reference(model("llama-gqa"), p, n) for p, n in zip(PROMPTS, NEW, strict=True)]
+    assert decoded(program, PROMPTS, NEW)[0] == expected
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"pard_token": 64}, "pard_token=64 of the draft .* must be one of its 64 tokens"),
+    ({"pard_token": -1}, "pard_token=-1 of the draft .* must be one of its 64 tokens"),
+    ({"pard_token": 5, "spd_type": "pard2"}, "is a PARD-2 model, which reads hidden states of its target"),
+])  # fmt: skip
+def test_mask_tokens_that_cannot_be_used_are_refused(settings: dict[str, object], message: str) -> None:
+    draft = perturbed(draft_of("llama-gqa"), 0.01)
+    for name, value in settings.items():
+        setattr(draft.config, name, value)
+    with pytest.raises(ValueError, match=message):
+        triforce_tree.load(model("llama-gqa"), draft)
+
+
+def test_a_mask_token_is_read_through_a_token_map() -> None:
+    draft = HFModel(perturbed(draft_of("llama-gqa"), 0.01))
+    draft.model.config.pard_token = 5
+    ids = torch.arange(64)
+    assert mask_token(draft, TokenMap((ids + 1) % 64, ids)) == 4
+    with pytest.raises(ValueError, match=r"pard_token=5 of the draft .* stands for no token of the target"):
+        mask_token(draft, TokenMap(torch.where(ids == 5, 0, ids), ids))

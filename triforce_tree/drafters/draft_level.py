@@ -6,6 +6,7 @@ from torch import nn
 
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter, check_drafter, shapes_of
+from triforce_tree.drafters.masked_tree import mask_token
 from triforce_tree.drafters.suffix_matching import Merged, SuffixMatching
 from triforce_tree.drafters.token_map import TokenMap
 from triforce_tree.drafters.tree_model import TreeDrafter
@@ -31,7 +32,7 @@ class DraftLevel:
 
     Raises:
         ValueError: a drafter's tree is no tree shape, it was made for another target, or it reads features
-            of layers that the target does not have.
+            of layers that the target does not have; or the draft model has a mask token that cannot be used.
     """
 
     def __init__(self, target: HFModel, draft: HFModel | Drafter | None, tokens: TokenMap | None) -> None:
@@ -42,6 +43,7 @@ class DraftLevel:
         self._changes = [Changes(module) for module in kept if isinstance(module, nn.Module)]
         if self.model is not None:
             self._changes.append(self.model.changes)
+            mask_token(self.model, tokens)  # raises if the draft cannot be used
         if self.own is not None:
             check_drafter(self.own, target)
         if self.model is not None and self.model.indexed:

@@ -10,6 +10,7 @@ from torch import Tensor
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.drafters.base import Drafter, TokenTree
 from triforce_tree.drafters.draft_window import ContinuedWindow, DraftWindow, RecomputedWindow
+from triforce_tree.drafters.masked_tree import MaskedTree, mask_token
 from triforce_tree.drafters.token_map import Forwards, MappedModel, TokenMap
 from triforce_tree.kernels import step
 from triforce_tree.kv.marks import MOST_COPIES
@@ -32,7 +33,8 @@ class TreeDrafter(Drafter):
 
     The KV cache of the draft holds the first ``sinks`` tokens and the newest ones (``draft_window``). The
     first forward of each tree processes the newest tokens again, so accepted tokens, bonus tokens and
-    rollbacks need no forwards of their own. A draft with recurrent layers grows chains.
+    rollbacks need no forwards of their own. A draft with recurrent layers grows chains. One with mask tokens
+    grows a tree in one forward (``masked_tree``).
 
     Args:
         draft: the draft model.
@@ -67,7 +69,12 @@ class TreeDrafter(Drafter):
         self.depth = len(laid_out[0].widths)
         # One verification by the retrieval model adds at most depth + 1 tokens, and one by the target 1 more.
         self.refeed_tokens = deepest + 2
-        self.grown = [GrownTree(shape, self.refeed_tokens) for shape in laid_out]
+        mask = mask_token(draft, tokens)
+        self.grown: list[GrownTree | MaskedTree]
+        if mask is None:
+            self.grown = [GrownTree(shape, self.refeed_tokens) for shape in laid_out]
+        else:
+            self.grown = [MaskedTree(shape, self.refeed_tokens, mask) for shape in self.shapes]
         self.nodes = max(grown.nodes for grown in self.grown)
 
     def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:

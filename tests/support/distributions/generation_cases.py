@@ -44,6 +44,7 @@ class Case:
         likeness: relative perturbation of the target's weights that makes the draft; None for an unrelated
             draft.
         token_map: an unrelated draft's token ids for the target's.
+        mask_token: of a draft model that predicts several tokens at once.
     """
 
     levels: int
@@ -57,6 +58,7 @@ class Case:
     drafter: Callable[[], Drafter] | None = None
     likeness: float | None = None
     token_map: TokenMap | None = None
+    mask_token: int | None = None
 
     @property
     def to_probs(self) -> ProbsFromLogits:
@@ -80,6 +82,8 @@ class Case:
             draft = stranger(self.vocabulary, 3).to(device)
         else:
             draft = perturbed(target, self.likeness).to(device)
+        if self.mask_token is not None:
+            draft.config.pard_token = self.mask_token
         how = {**self.options, "tokens": self.token_map, **how}
         made = Generations(target.to(device), draft, self.levels, self.prompt, **how)
         if self.options.get("kv_bits") == 8:
@@ -311,6 +315,14 @@ CASES: dict[str, Case] = {
     "drawn by a table, all": Case(
         2, 4, 2, 1, {}, PROCESSORS["all"], drafter=partial(TableDraws, "static:0;1;0.0", 4)
     ),
+    **{
+        f"mask tokens, {how}": Case(levels, 3, 2, 1, options, mask_token=1)
+        for how, levels, options in (
+            ("chain", 2, _chain(2)),
+            ("best-first", 2, _tree("best-first:2,2")),
+            ("hierarchy", 3, _tree("static:0;1")),
+        )
+    },
     # Drafters that read the target's hidden states; EAGLE-3 and blocks with a window much shorter than
     # the prompt, EAGLE-3 also with a draft vocabulary that lacks some of the target's tokens.
     **{
