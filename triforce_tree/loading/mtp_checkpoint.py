@@ -50,6 +50,7 @@ _TABLES: dict[str, Callable[[PreTrainedModel], Any]] = {
 }
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
 _ROPES = ("default", "linear", "llama3", "yarn")
+_SCALE = "_scale_inv"
 _MOST_NAMED = 4
 # The default tree and another, on a CPU and on a GPU: a CPU verifies few tokens at once, and so does a GPU of
 # a mixture of experts. Targets with recurrent layers verify chains alone.
@@ -168,9 +169,10 @@ def read_mtp_layers(target: PreTrainedModel, tensors: dict[str, Path]) -> MtpMod
         opened = {path: stack.enter_context(_opened(path)) for path in sorted({*tensors.values()})}
         for name in filter(_table, tensors):
             _check_table(target, name, opened[tensors[name]].get_tensor(name), source)
-        slices = {name: opened[path].get_slice(name) for name, path in tensors.items() if not _table(name)}
+        weights = {name: opened[path].get_slice(name) for name, path in tensors.items() if not _table(name)}
         try:
-            report = _load(model, slices, target, config, device)
+            _unscale(weights, target)
+            report = _load(model, weights, target, config, device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # third-party code may raise anything on files of unknown origin
@@ -192,19 +194,36 @@ def read_mtp_layers(target: PreTrainedModel, tensors: dict[str, Path]) -> MtpMod
     return model
 
 
+def _unscale(weights: dict[str, Any], target: PreTrainedModel) -> None:
+    """Replaces weights of 8 bits by their products with the scales of their blocks (``X.weight_scale_inv`` of
+    DeepSeek-V3's format), in the target's dtype.
+
+    Args:
+        weights: slices of safetensors files by name.
+    """
+    settings: Any = getattr(target.config, "quantization_config", None) or {}
+    settings = settings if isinstance(settings, dict) else vars(settings)
+    if (block := settings.get("weight_block_size")) is None:
+        return
+    for name in [name for name in weights if f"{name}{_SCALE}" in weights]:
+        weight, scales = weights[name][:].float(), weights.pop(f"{name}{_SCALE}")[:].float()
+        for dim in (0, 1):
+            scales = scales.repeat_interleave(block[dim], dim).narrow(dim, 0, weight.shape[dim])
+        weights[name] = (weight * scales).to(target.dtype)
+
+
 def _load(
-    model: MtpModel, slices: dict[str, Any], target: PreTrainedModel, config: PreTrainedConfig,
+    model: MtpModel, weights: dict[str, Any], target: PreTrainedModel, config: PreTrainedConfig,
     device: torch.device,
 ) -> LoadStateDictInfo:  # fmt: skip
     """Loads tensors by their names in the checkpoint, and returns what was not loaded."""
-    conversions: Any = getattr(target, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(target)
+    # Not those that the target was loaded with: its quantisation has further ones.
+    conversions = get_model_conversion_mapping(target)
     named: Any = SimpleNamespace(config=config, _weight_conversions=conversions)
     mapping: Any = model.get_weight_conversions(named)
     report: LoadStateDictInfo
     report, _ = convert_and_load_state_dict_in_model(
-        model, slices,
+        model, weights,
         LoadStateDictConfig(
             weight_mapping=mapping, device_map={"": device}, dtype=target.dtype,
             dtype_plan=target._get_dtype_plan(target.dtype),

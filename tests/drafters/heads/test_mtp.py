@@ -242,6 +242,33 @@ def test_experts_are_read_alone_and_stacked(family: str, tmp_path: Path) -> None
         assert torch.equal(weight, layers[1][name]), name
 
 
+def test_weights_of_8_bits_are_multiplied_by_their_scales(tmp_path: Path) -> None:
+    """Each block of a weight has a scale; the last blocks are smaller."""
+    target = mtp_checkpoint(tmp_path, "deepseek-v3")
+    weights, block = load_file(tmp_path / "model.safetensors"), (20, 12)
+    expected = {}
+    for name in [n for n in weights if n.startswith("model.layers.2.") and weights[n].dim() == 2]:
+        if not name.endswith(("embed_tokens.weight", "head.weight")):
+            rows, columns = (-(-size // each) for size, each in zip(weights[name].shape, block, strict=True))
+            scales = torch.rand(rows, columns) + 0.5
+            packed = weights[name].to(torch.float8_e4m3fn)
+            weights[name], weights[f"{name}_scale_inv"] = packed, scales
+            expected[name] = torch.empty(packed.shape)
+            for i in range(packed.shape[0]):
+                for j in range(packed.shape[1]):
+                    expected[name][i, j] = float(packed[i, j]) * scales[i // block[0], j // block[1]]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"tensors that would not be used: .*_scale_inv"):
+        triforce_tree.load(target, drafter="mtp")
+    target.config.quantization_config = {"quant_method": "fp8", "weight_block_size": list(block)}
+    layer: Any = network_of(triforce_tree.load(target, drafter="mtp")).layers
+    assert torch.equal(layer[0].eh_proj.weight, expected["model.layers.2.eh_proj.weight"])
+    attention = layer[0].mtp_block.self_attn
+    assert torch.equal(attention.kv_b_proj.weight, expected["model.layers.2.self_attn.kv_b_proj.weight"])
+    experts = layer[0].mtp_block.mlp.experts.down_proj
+    assert torch.equal(experts[3], expected["model.layers.2.mlp.experts.3.down_proj.weight"])
+
+
 def network_of(engine: triforce_tree.Engine) -> torch.nn.Module:
     drafter: Any = drafter_of(engine)
     return drafter.network.model
