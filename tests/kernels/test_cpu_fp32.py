@@ -168,14 +168,16 @@ def test_attention_leaves_other_dtypes_and_shapes_to_torch() -> None:
     assert fp32_attention.attention(q, KV(k, v), replace(plan, queries=4), PARAMS) is None
 
 
-@pytest.mark.parametrize("ring", [0, 24])
-def test_append(ring: int) -> None:
+@pytest.mark.parametrize(("ring", "page"), [(0, 0), (24, 0), (0, 6)])
+def test_append(ring: int, page: int) -> None:
     cache = torch.randn(2, 3, 24, 20), torch.randn(2, 3, 24, 12)
     new = torch.randn(2, 5, 3, 20).transpose(1, 2), torch.randn(2, 5, 3, 12).transpose(1, 2)
     start = torch.tensor([4, 21])
     expected = [slots.clone() for slots in cache]
-    step.append_kv.definition(*expected, *new, start, ring)
-    step.append_kv(*cache, *new, start, ring)
+    table = torch.tensor([[3, 0, -1, 2], [1, 2, 3, 0]], dtype=torch.int32)
+    paged = (None, None, table, page) if page else ()
+    step.append_kv.definition(*expected, *new, start, ring, *paged)
+    step.append_kv(*cache, *new, start, ring, *paged)
     for slots, wanted in zip(cache, expected, strict=True):
         assert torch.equal(slots, wanted)
     with pytest.raises(ValueError, match="ring=4"):

@@ -88,10 +88,9 @@ class KeptPrefixes:
         self._chunks[digest] = _Chunk(slots, memory)
         return True
 
-    def copy_to(self, digest: bytes, parts: Sequence[Tensor]) -> None:
-        """Copies a chunk that is kept to the device."""
-        for part, slots in zip(parts, self._chunks[digest].slots, strict=True):
-            part.copy_(slots, non_blocking=True)
+    def slots(self, digest: bytes) -> list[Tensor]:
+        """Returns the KV slots of a chunk that is kept, as :meth:`put` got them, in host memory."""
+        return self._chunks[digest].slots
 
     def use(self, digests: Sequence[bytes]) -> None:
         """Notes that these chunks of a text are used now. Its beginning is noted last, and dropped last."""
@@ -207,7 +206,8 @@ class PrefixExchange:
                 continue
             first = min(start, cached.whole[b]) // chunk
             for at, digest in enumerate(found[first:], first):
-                self.prefixes.copy_to(digest, self._parts(b, at))
+                for part, slots in zip(self._parts(b, at), self.prefixes.slots(digest), strict=True):
+                    part.copy_(slots, non_blocking=True)
             cached.fed(b, prompt[: length + 1], first * chunk)
             self._store.fed(b, length)
             self._means.lost(b, first * chunk)

@@ -161,7 +161,11 @@ class KVStore:
         index_layers: the number of layers, if indexers' keys are stored, else None: the keys of layer i's
             indexer are those of ``layers[index_layers + i]`` (``HFModel.kv_layers``).
         attention: the backend of views that are made from now on, by default the device's.
+        writable: int32 ``[B, slots / page]``, the page that each run of positions is written to, or -1; None
+            where slot r of a sequence holds position r.
     """
+
+    writable: Tensor | None = None
 
     def __init__(
         self,
@@ -395,10 +399,11 @@ class KVStore:
 
     def move(self, index: Tensor, start: Tensor) -> None:
         """Moves slot ``start[b] + index[b, i]`` to ``start[b] + i`` in all layers; -1 moves nothing."""
+        table = (self.writable, self.page)
         for group in self.groups:
-            step.move_kv(group.k, group.v, index, start, group.ring)
+            step.move_kv(group.k, group.v, index, start, group.ring, *table)
             if group.scales is not None:
-                step.move_kv(*group.scales, index, start, group.ring)
+                step.move_kv(*group.scales, index, start, group.ring, *table)
 
     def begin(self, sequence: int) -> None:
         """Records that a sequence is prefilled from its first token on."""

@@ -193,7 +193,8 @@ class TreeAttentionView:
                 window.update(self.lengths, self.mask)
             for attention in self._attentions:
                 attention.begin()
-        step.append_kv(*slots.kv, k, v, self.at, slots.ring, *(slots.scales or (None, None)))
+        store, (k_scale, v_scale) = self.store, slots.scales or (None, None)
+        step.append_kv(*slots.kv, k, v, self.at, slots.ring, k_scale, v_scale, store.writable, store.page)
         return params
 
     def _bound(self, layer: int) -> _Layer:

@@ -11,13 +11,13 @@ from tests.support.kernels.kernels_cases import poisoned_memory, tree_mask
 from triforce_tree.kernels.attention import reference
 from triforce_tree.kernels.attention.backend import backend
 from triforce_tree.kernels.attention.plan import KV, AttentionParams, Heads, pack_mask
-from triforce_tree.kernels.attention.prefixes import PrefixPlan, PrefixSegment
+from triforce_tree.kernels.attention.prefixes import PrefixPlan, segments_of
 from triforce_tree.kernels.cpu import backend as cpu_backend
 from triforce_tree.kernels.step.kv_slots import dequantized, quantized
 
-FIRST, APART = 80, 72
+PAGE = 8
 # Positions of the prefix, then of each sequence between it and the tail.
-LENGTHS = {"ragged": [71, 9, 0, 40], "no prefix": [0, 30, 7, 1], "whole prefix": [80, 0, 0, 33]}
+LENGTHS = {"ragged": [72, 9, 0, 40], "no prefix": [0, 30, 7, 1], "whole prefix": [80, 0, 0, 33]}
 HEADS = {
     "MHA": Heads(4, 4, 16),
     "GQA": Heads(6, 2, 32),
@@ -27,65 +27,93 @@ HEADS = {
 Slots = tuple[Tensor, Tensor]
 
 
-def place_of(b: int) -> int:
-    """The first slot of a sequence after its prefixes: the second one lies after the third."""
-    return FIRST + (0, 2, 1, 3, 4)[b] * APART
+class Problem:
+    """Sequences whose pages are in any order, with NaN in all slots that hold no position of a sequence.
+
+    Args:
+        shared: numbers of the pages of each sequence that others may share.
+        lengths: of each sequence, positions between those pages and the tail.
+        queries, tail: of each sequence.
+
+    Attributes:
+        q, kv, table: the arguments of attention.
+        segments, ends: the arguments of ``PrefixPlan.set``.
+        alone: keys and values of each sequence, in fp32.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        shared: list[list[int]],
+        lengths: list[int],
+        queries: int,
+        tail: int,
+        dtype: torch.dtype,
+        depth: int,
+    ) -> None:
+        last = max([-1, *(page for pages in shared for page in pages)]) + 1
+        own = [-(-(length + tail) // PAGE) for length in lengths]
+        begins = [last + sum(own[:b]) for b in range(len(own))]
+        paths = [[*pages, *range(at, at + n)] for pages, at, n in zip(shared, begins, own, strict=True)]
+        count = last + sum(own) + 1
+        order = torch.randperm(count)
+        self.table = torch.zeros(len(lengths), max(map(len, paths)), dtype=torch.int32)
+        parts: list[Tensor] = []
+        self.alone: list[Slots] = []
+        for dim in (heads.dim, heads.value_dim):
+            parts.append(torch.full((count, heads.kv, PAGE, dim), torch.nan, dtype=dtype))
+        for b, (path, pages, length) in enumerate(zip(paths, shared, lengths, strict=True)):
+            self.table[b, : len(path)] = places = order[path].int()
+            end, seen = len(pages) * PAGE + length + tail, list[Tensor]()
+            for part in parts:
+                for position in range(end):
+                    slot = part[places[position // PAGE], :, position % PAGE]
+                    if slot.isnan().all():
+                        slot.copy_(torch.randn(slot.shape))
+                seen.append(part[places.long()].transpose(0, 1).flatten(1, 2)[None, :, :end].float())
+            self.alone.append((seen[0], seen[1]))
+        self.kv = parts[0], parts[1]
+        self.q = torch.randn(len(lengths) * queries, heads.query, heads.dim).to(dtype)
+        self.segments = list(segments_of([order[pages].tolist() for pages in shared], depth, PAGE))
+        self.ends = [len(pages) * PAGE for pages in shared]
 
 
-def places(batch: int) -> list[int]:
-    return [place_of(b) for b in range(batch)]
+def common(heads: Heads, counts: list[int], queries: int, tail: int, dtype: torch.dtype) -> Problem:
+    """Returns sequences that all begin with the first of ``counts`` positions."""
+    shared = [list(range(counts[0] // PAGE))] * (len(counts) - 1)
+    return Problem(heads, shared, counts[1:], queries, tail, dtype, 1)
 
 
-def problem(
-    heads: Heads, lengths: list[int], queries: int, tail: int, dtype: torch.dtype
-) -> tuple[Tensor, Slots]:
-    """Queries, and slots that hold NaN wherever no sequence has a position."""
-    batch = len(lengths) - 1
-    slots = []
-    for dim in (heads.dim, heads.value_dim):
-        made = torch.full((1, heads.kv, FIRST + batch * APART + 3, dim), torch.nan, dtype=dtype)
-        made[:, :, : lengths[0]] = torch.randn(1, heads.kv, lengths[0], dim)
-        for b, length in enumerate(lengths[1:]):
-            first = place_of(b)
-            made[:, :, first : first + length + tail] = torch.randn(1, heads.kv, length + tail, dim)
-        slots.append(made)
-    return torch.randn(batch * queries, heads.query, heads.dim).to(dtype), (slots[0], slots[1])
-
-
-def plan_of(heads: Heads, mask: Tensor, lengths: list[int], device: str = "cpu") -> PrefixPlan:
-    batch = len(lengths) - 1
-    made = empty_plan(heads, mask, lengths[1:], depth=1, device=device)
-    made.set([PrefixSegment(0, lengths[0], 0, batch)], places(batch))
-    return made
-
-
-def empty_plan(heads: Heads, mask: Tensor, lengths: list[int], depth: int, device: str = "cpu") -> PrefixPlan:
-    """Returns a plan without prefixes for sequences of these ``lengths``."""
+def plan_of(
+    heads: Heads, mask: Tensor, made: Problem, lengths: list[int], depth: int = 1, device: str = "cpu"
+) -> PrefixPlan:
     batch = len(lengths)
     words = pack_mask(mask).repeat(batch, 1).to(device)
     counts = torch.tensor([*lengths, *[0] * depth * batch], dtype=torch.int32, device=device)
-    return PrefixPlan(heads, mask, batch, depth, counts, words)
+    plan = PrefixPlan(heads, mask, batch, depth, counts, words)
+    plan.set(made.segments, made.ends)
+    return plan
 
 
-def attended(name: str, plan: PrefixPlan, q: Tensor, kv: KV, **how: Any) -> tuple[Tensor, Tensor]:
+def attended(
+    name: str, plan: PrefixPlan, made: Problem, kv: KV | None = None, **how: Any
+) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of this backend, on the CPU."""
-    device = plan.plan.device
+    kv, device = kv or KV(*made.kv), plan.plan.device
     k, v, *rest = (t.to(device) for t in (kv.k, kv.v, *(kv.scales or ())))
     with poisoned_memory():
-        made = backend(name).prefixes(plan, q.dtype, k.dtype)
-        made.begin()
-        moved = KV(k, v, scales=(rest[0], rest[1]) if rest else None)
-        out, lse = made.states(q.to(device), moved, AttentionParams(0.4, **how))
+        attention = backend(name).prefixes(plan, made.q.dtype, k.dtype, PAGE)
+        attention.begin()
+        moved = KV(k, v, made.table.to(device), (rest[0], rest[1]) if rest else None)
+        out, lse = attention.states(made.q.to(device), moved, AttentionParams(0.4, **how))
     return out.cpu(), lse.cpu()
 
 
-def expected(q: Tensor, kv: Slots, mask: Tensor, lengths: list[int], **how: object) -> tuple[Tensor, Tensor]:
-    """Each sequence alone, its keys and values after a copy of the prefix, in fp32."""
+def expected(made: Problem, mask: Tensor, **how: object) -> tuple[Tensor, Tensor]:
+    """Each sequence alone, in fp32."""
     parts = []
-    for b, length in enumerate(lengths[1:]):
-        first, stop = place_of(b), place_of(b) + length + mask.shape[1]
-        own = [torch.cat([t[:, :, : lengths[0]], t[:, :, first:stop]], 2).float() for t in kv]
-        queries = q[b * len(mask) : (b + 1) * len(mask)].float().transpose(0, 1)[None]
+    for b, own in enumerate(made.alone):
+        queries = made.q[b * len(mask) : (b + 1) * len(mask)].float().transpose(0, 1)[None]
         out, lse = reference.tree_attention(queries, *own, mask, scale=0.4, **how)
         parts.append((out[0].transpose(0, 1), lse[0].transpose(0, 1)))
     outs, lses = zip(*parts, strict=True)
@@ -101,31 +129,42 @@ def test_on_the_cpu(
 ) -> None:
     shape, counts = HEADS[heads], LENGTHS[lengths]
     mask = tree_mask(5, 7, 1)
-    q, kv = problem(shape, counts, 5, 7, torch.float32)
+    made = common(shape, counts, 5, 7, torch.float32)
     variants = {"plain": {}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": torch.randn(shape.query)}}
     if not compiled:
         monkeypatch.setattr(cpu_backend, "fp32_attention", lambda *args, **how: None)
-    made = attended("cpu", plan_of(shape, mask, counts), q, KV(*kv), **variants[variant])
-    torch.testing.assert_close(made, expected(q, kv, mask, counts, **variants[variant]))
+    found = attended("cpu", plan_of(shape, mask, made, counts[1:]), made, **variants[variant])
+    torch.testing.assert_close(found, expected(made, mask, **variants[variant]))
 
 
 def test_fewer_queries_than_planned() -> None:
     """The first ones of each sequence, as forwards on the CPU bring them."""
     shape, counts, mask = HEADS["GQA"], LENGTHS["ragged"], tree_mask(6, 6, 2)
-    q, kv = problem(shape, counts, 2, 6, torch.float32)
-    plan = plan_of(shape, mask, counts)
+    made = common(shape, counts, 2, 2, torch.float32)
+    plan = plan_of(shape, mask, made, counts[1:])
     for _ in range(2):
-        made = attended("cpu", plan, q, KV(*kv))
-        torch.testing.assert_close(made, expected(q, kv, mask[:2, :2], counts))
+        found = attended("cpu", plan, made)
+        torch.testing.assert_close(found, expected(made, mask[:2, :2]))
+
+
+def in_int8(made: Problem) -> KV:
+    """Returns keys and values in 8 bits, and lets ``made.alone`` be what they are then."""
+    (k, k_scale), (v, v_scale) = map(quantized, made.kv)
+    stored = dequantized(k, k_scale, torch.float32), dequantized(v, v_scale, torch.float32)
+    made.alone = [
+        tuple(
+            t[made.table[b].long()].transpose(0, 1).flatten(1, 2)[None, :, : own[0].shape[2]] for t in stored
+        )
+        for b, own in enumerate(made.alone)
+    ]
+    return KV(k, v, scales=(k_scale, v_scale))
 
 
 def test_in_8_bits_on_the_cpu() -> None:
     shape, counts, mask = HEADS["GQA"], LENGTHS["ragged"], tree_mask(5, 7, 1)
-    q, kv = problem(shape, counts, 5, 7, torch.float32)
-    (k, k_scale), (v, v_scale) = map(quantized, kv)
-    made = attended("cpu", plan_of(shape, mask, counts), q, KV(k, v, scales=(k_scale, v_scale)))
-    stored = dequantized(k, k_scale, q.dtype), dequantized(v, v_scale, q.dtype)
-    torch.testing.assert_close(made, expected(q, stored, mask, counts))
+    made = common(shape, counts, 5, 7, torch.float32)
+    found = attended("cpu", plan_of(shape, mask, made, counts[1:]), made, in_int8(made))
+    torch.testing.assert_close(found, expected(made, mask))
 
 
 @triton_ops.runs_kernels
@@ -145,12 +184,11 @@ def test_by_the_kernel(heads: str, queries: int, lengths: str, dtype: torch.dtyp
     triton_ops.require_triton()
     shape, counts = HEADS[heads], LENGTHS[lengths]
     mask = tree_mask(queries, queries, 3)
-    q, kv = problem(shape, counts, queries, queries, dtype)
+    made = common(shape, counts, queries, queries, dtype)
     sinks = torch.randn(shape.query)
-    plan = plan_of(shape, mask, counts, triton_ops.DEVICE)
-    sinks_there = sinks.to(triton_ops.DEVICE)
-    out, lse = attended("triton", plan, q, KV(*kv), sinks=sinks_there)
-    exact, exact_lse = expected(q, kv, mask, counts, sinks=sinks)
+    plan = plan_of(shape, mask, made, counts[1:], device=triton_ops.DEVICE)
+    out, lse = attended("triton", plan, made, sinks=sinks.to(triton_ops.DEVICE))
+    exact, exact_lse = expected(made, mask, sinks=sinks)
     limit = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
     torch.testing.assert_close(out.float(), exact, **limit)
     torch.testing.assert_close(lse, exact_lse, rtol=1e-3, atol=1e-3)
@@ -160,55 +198,22 @@ def test_by_the_kernel(heads: str, queries: int, lengths: str, dtype: torch.dtyp
 def test_by_the_kernel_in_8_bits() -> None:
     triton_ops.require_triton()
     shape, counts, mask = HEADS["GQA"], LENGTHS["ragged"], tree_mask(5, 5, 1)
-    q, kv = problem(shape, counts, 5, 5, torch.float32)
-    (k, k_scale), (v, v_scale) = map(quantized, kv)
-    plan = plan_of(shape, mask, counts, triton_ops.DEVICE)
-    stored = dequantized(k, k_scale, q.dtype), dequantized(v, v_scale, q.dtype)
-    out, _ = attended("triton", plan, q, KV(k, v, scales=(k_scale, v_scale)))
-    torch.testing.assert_close(out, expected(q, stored, mask, counts)[0], rtol=1e-5, atol=1e-5)
+    made = common(shape, counts, 5, 5, torch.float32)
+    plan = plan_of(shape, mask, made, counts[1:], device=triton_ops.DEVICE)
+    out, _ = attended("triton", plan, made, in_int8(made))
+    torch.testing.assert_close(out, expected(made, mask)[0], rtol=1e-5, atol=1e-5)
 
 
-# Prefixes of five sequences: one of all with two groups behind it, of which one has a group of its own; two
-# documents and a sequence without any; sequences of one prefix that do not follow each other.
+# Pages of prefixes of five sequences: one prefix of all with two groups behind it, of which one has a group
+# of its own; two documents and a sequence without any; sequences of one prefix that do not follow each other;
+# more groups within each other than the plan has segments for a sequence.
 GROUPS = {
-    "nested": [(0, 30, 0, 5), (30, 21, 0, 3), (51, 7, 1, 2), (58, 22, 3, 2)],
-    "disjoint": [(0, 33, 0, 2), (33, 47, 3, 2)],
-    "apart": [(0, 40, 0, 1), (40, 40, 1, 1), (0, 40, 2, 1), (40, 40, 3, 2)],
-    "none": [],
+    "nested": [[0, 1, 4], [0, 1, 4, 5], [0, 1, 4, 5], [0, 1, 6], [0, 1, 6]],
+    "disjoint": [[0, 1], [0, 1], [], [5, 6, 7], [5, 6, 7]],
+    "apart": [[0, 1], [3, 4], [0, 1], [3, 4], []],
+    "deep": [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]],
+    "none": [[], [], [], [], []],
 }
-
-
-def grouped(
-    heads: Heads,
-    lengths: list[int],
-    queries: int,
-    groups: list[tuple[int, int, int, int]],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Slots, list[Slots]]:
-    """Queries, slots with NaN wherever nothing is stored, and keys and values of each sequence in one."""
-    q, kv = problem(heads, [FIRST, *lengths], queries, queries, dtype)
-    stored = {slot for place, length, *_ in groups for slot in range(place, place + length)}
-    empty = [slot for slot in range(FIRST) if slot not in stored]
-    for part in kv:
-        part[:, :, empty] = torch.nan
-    alone = []
-    for b, length in enumerate(lengths):
-        own = place_of(b)
-        runs = [(place, count) for place, count, first, rows in groups if first <= b < first + rows]
-        runs.append((own, length + queries))
-        parts = [torch.cat([t[:, :, at : at + count] for at, count in runs], 2).float() for t in kv]
-        alone.append((parts[0], parts[1]))
-    return q, kv, alone
-
-
-def each_alone(q: Tensor, alone: list[Slots], mask: Tensor, **how: object) -> tuple[Tensor, Tensor]:
-    parts = []
-    for b, own in enumerate(alone):
-        queries = q[b * len(mask) : (b + 1) * len(mask)].float().transpose(0, 1)[None]
-        out, lse = reference.tree_attention(queries, *own, mask, scale=0.4, **how)
-        parts.append((out[0].transpose(0, 1), lse[0].transpose(0, 1)))
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs), torch.cat(lses)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["C", "torch"])
@@ -221,11 +226,26 @@ def test_groups_on_the_cpu(sinks: bool, compiled: bool, monkeypatch: pytest.Monk
     variant = {"sinks": torch.randn(heads.query)} if sinks else {}
     plan = None
     for groups in GROUPS.values():
-        q, kv, alone = grouped(heads, lengths, 5, groups, torch.float32)
-        plan = plan or empty_plan(heads, mask, lengths, depth=3)
-        plan.set([PrefixSegment(*each) for each in groups], places(len(lengths)))
-        made = attended("cpu", plan, q, KV(*kv), **variant)
-        torch.testing.assert_close(made, each_alone(q, alone, mask, **variant))
+        made = Problem(heads, groups, lengths, 5, 5, torch.float32, 3)
+        plan = plan or plan_of(heads, mask, made, lengths, 3)
+        plan.set(made.segments, made.ends)
+        torch.testing.assert_close(attended("cpu", plan, made, **variant), expected(made, mask, **variant))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_shared_page_is_read_once_for_adjacent_sequences(name: str) -> None:
+    groups, read = GROUPS[name], 0
+    segments = list(segments_of(groups, 3, PAGE))
+    for b, pages in enumerate(groups):
+        own = sorted(segment for segment in segments if 0 <= b - segment.first < segment.rows)
+        assert len(own) <= 3
+        assert [segment.start for segment in own] == [0, *(s.start + s.length for s in own)][: len(own)]
+        assert sum(segment.length for segment in own) == len(pages) * PAGE
+        for start, length, first, _ in own:
+            part = slice(start // PAGE, (start + length) // PAGE)
+            assert groups[first][part] == pages[part]
+    read = sum(segment.length for segment in segments) // PAGE
+    assert read == {"nested": 5, "disjoint": 5, "apart": 8, "deep": 8, "none": 0}[name]
 
 
 @triton_ops.runs_kernels
@@ -244,17 +264,15 @@ def test_groups_by_the_kernel(heads: str, queries: int, dtype: torch.dtype, name
     """
     triton_ops.require_triton()
     shape, lengths, mask = HEADS[heads], [9, 0, 40, 3, 17], tree_mask(queries, queries, 3)
-    made, addresses = None, set()
+    plan, addresses = None, set()
     for groups in (GROUPS[name] for name in names):
-        q, kv, alone = grouped(shape, lengths, queries, groups, dtype)
-        made = made or empty_plan(shape, mask, lengths, 3, triton_ops.DEVICE)
-        made.set([PrefixSegment(*each) for each in groups], places(len(lengths)))
-        plan = made.plan
-        addresses.add(
-            tuple(t.data_ptr() for t in (plan.lengths, plan.segments, plan.owner_start, plan.owners))
-        )
-        out, lse = attended("triton", made, q, KV(*kv))
-        exact, exact_lse = each_alone(q, alone, mask)
+        made = Problem(shape, groups, lengths, queries, queries, dtype, 3)
+        plan = plan or plan_of(shape, mask, made, lengths, 3, triton_ops.DEVICE)
+        plan.set(made.segments, made.ends)
+        buffers = (plan.plan.lengths, plan.plan.segments, plan.plan.owner_start, plan.plan.owners)
+        addresses.add(tuple(t.data_ptr() for t in buffers))
+        out, lse = attended("triton", plan, made)
+        exact, exact_lse = expected(made, mask)
         limit = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
         torch.testing.assert_close(out.cpu().float(), exact, **limit)
         torch.testing.assert_close(lse.cpu(), exact_lse, rtol=1e-3, atol=1e-3)

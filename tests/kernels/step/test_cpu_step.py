@@ -156,6 +156,12 @@ def test_move_kv(shape, ring, dtype) -> None:
 
 
 @pytest.mark.usefixtures("compiled_only")
+@pytest.mark.parametrize("page", [4, 16])
+def test_moves_in_pages(page) -> None:
+    step_cases.agree(step_cases.in_pages(step_cases.move(2, 3, 2, 64, 20, (24, 10), HALF, "cpu"), page), step)
+
+
+@pytest.mark.usefixtures("compiled_only")
 def test_moves_beyond_the_cache_do_nothing() -> None:
     kv = torch.randn(2, 1, 1, 2, 10, 8)
     index, start = torch.tensor([[0, 3, -1, 1, 2]]), torch.tensor([7])

@@ -61,6 +61,16 @@ def test_move_kv(shape, ops) -> None:
 
 
 @runs_kernels
+@pytest.mark.parametrize("page", [4, 16])
+def test_slots_in_pages(page, ops) -> None:
+    """New tokens and paths that cross pages, some of which a sequence does not have."""
+    new = step_cases.append(3, 2, 70, 23, (24, 10), SINGLE, DEVICE)
+    for problem in (new, step_cases.move(2, 3, 2, 64, 20, (24, 10), HALF, DEVICE)):
+        step_cases.agree(step_cases.in_pages(problem, page), ops)
+    step_cases.agree(step_cases.in_pages(step_cases.append_int8(new), page), ops)
+
+
+@runs_kernels
 @pytest.mark.parametrize(
     ("shape", "ring"),
     [
@@ -120,6 +130,9 @@ def test_kv_slots_by_hand() -> None:
     ring = [torch.zeros(1, 1, 4, 2) for _ in range(2)]
     step.append_kv(*ring, k[:1], -k[:1], torch.tensor([10]), 4)
     assert ring[0][0, 0, :, 0].tolist() == [5, 0, 1, 3]
+    paged, table = torch.zeros(2, 1, 6, 2), torch.tensor([[2, 0, -1], [1, 2, 0]], dtype=torch.int32)
+    step.append_kv(paged, paged.clone(), k, -k, torch.tensor([1, 4]), 0, None, None, table, 2)
+    assert paged[:, 0, :, 0].tolist() == [[3, 5, 0, 0, 0, 1], [7, 9, 0, 0, 0, 0]]
     around = torch.arange(5.0).view(1, 1, 1, 5, 1).clone()
     step.move_kv(around, -around, torch.tensor([[2, 0, 1]]), torch.tensor([7]), 4)
     assert around.flatten().tolist() == [3, 0, 2, 1, 4]

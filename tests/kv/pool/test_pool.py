@@ -1,10 +1,12 @@
-"""Slots of chunks that rows share, and of what each has alone: one thing in each, nothing lost by moving."""
+"""Pages of chunks that sequences share, and of what each has alone: each page has one owner."""
 
 import random
 
+import numpy as np
 import pytest
 
 from triforce_tree.kv.pool.blocks import PoolFullError, PrefixPool
+from triforce_tree.kv.pool.pages import FreePages, slots_in
 
 UNIT, PAGE, SCRATCH = 4, 2, 5
 
@@ -12,70 +14,59 @@ UNIT, PAGE, SCRATCH = 4, 2, 5
 class Slots:
     """A pool, and what would be written to its slots."""
 
-    def __init__(self, slots: int, rows: int) -> None:
+    def __init__(self, slots: int) -> None:
         self.held: list[object] = [None] * slots
-        self.moves = 0
-        self.pool = PrefixPool(slots, UNIT, PAGE, SCRATCH, max(2, rows.bit_length()), self.move)
+        self.pool = PrefixPool(slots, UNIT, PAGE, SCRATCH)
         self.prompts: dict[int, list[int]] = {}
 
-    def move(self, stored: list[tuple[int, int]]) -> None:
-        parts = [self.held[place : place + size] for place, size in stored]
-        assert all(len(part) == size for part, (_, size) in zip(parts, stored, strict=True))
-        moved = [each for part in parts for each in part]
-        self.held[: len(moved)] = moved
-        self.moves += 1
+    def places(self, b: int) -> tuple[list[int], list[int]]:
+        """Slots of the chunks of a sequence, and its own ones."""
+        shared, own = (slots_in(p, 0, len(p) * PAGE, PAGE) for p in (self.pool.shared(b), self.pool.own(b)))
+        return shared.tolist(), own.tolist()
 
-    def admit(self, row: int, prompt: list[int], new_tokens: int) -> int:
+    def admit(self, b: int, prompt: list[int], new_tokens: int) -> int:
         """Admits a prompt and writes it as a prefill would; returns how many tokens were stored already."""
-        self.pool.admit(row, prompt, new_tokens)
-        self.prompts[row] = prompt
-        kept = self.pool.held(row)
-        for run in self.pool.runs(row):
-            for position in range(max(run.start, kept), run.stop):
-                self.held[run.place + position - run.start] = tuple(prompt[: position + 1])
-        place = self.pool.place(row)
-        self.held[place : place + self.pool.size(row)] = [("own", row)] * self.pool.size(row)
-        self.pool.written(row)
+        self.pool.admit(b, prompt, new_tokens)
+        self.prompts[b] = prompt
+        kept, (shared, own) = self.pool.held(b), self.places(b)
+        for position in range(kept, len(shared)):
+            self.held[shared[position]] = tuple(prompt[: position + 1])
+        for slot in own:
+            self.held[slot] = ("own", b)
+        self.pool.written(b)
         return kept
 
     def check(self) -> None:
         taken: dict[int, object] = {}
-        for row, prompt in self.prompts.items():
-            end, runs = 0, self.pool.runs(row)
-            assert len(runs) <= self.pool._depth
-            for run in runs:
-                assert run.start == end
-                end = run.stop
-                for position in range(run.start, run.stop):
-                    slot = run.place + position - run.start
-                    assert self.held[slot] == tuple(prompt[: position + 1])
-                    assert taken.setdefault(slot, position) == position
-            assert end == (len(prompt) - 1) // UNIT * UNIT
-            place, size = self.pool.place(row), self.pool.size(row)
-            assert place % PAGE == 0
-            assert size >= len(prompt) - end + SCRATCH
-            for slot in range(place, place + size):
-                assert self.held[slot] == ("own", row)
+        for b, prompt in self.prompts.items():
+            shared, own = self.places(b)
+            assert len(shared) == (len(prompt) - 1) // UNIT * UNIT
+            for position, slot in enumerate(shared):
+                assert self.held[slot] == tuple(prompt[: position + 1])
+                assert taken.setdefault(slot, position) == position
+            assert len(own) >= len(prompt) - len(shared) + SCRATCH
+            for slot in own:
+                assert self.held[slot] == ("own", b)
                 assert slot not in taken
-                taken[slot] = row
-        # Chunks that no row uses can be found as well.
+                taken[slot] = b
+        # Chunks that no sequence uses can be found as well.
         for block in self.pool.blocks():
-            for slot in range(block.place, block.end):
-                assert 0 <= slot < len(self.held)
+            for slot in slots_in(block.pages, 0, len(block.tokens), PAGE).tolist():
                 assert block.users or taken.setdefault(slot, block) is block
+        assert self.pool.taken == len(taken)
 
 
-@pytest.mark.parametrize("rows", [2, 3, 8])
-def test_random_rows_come_and_go(rows: int) -> None:
-    """Prompts fit if ``needed`` says so. Texts branch at any chunk, so that runs have to be put together."""
+@pytest.mark.parametrize("sequences", [2, 3, 8])
+def test_random_sequences_come_and_go(sequences: int) -> None:
+    """Prompts fit if ``needed`` says so. Texts branch at any chunk."""
     seed = random.randrange(2**32)
     draw = random.Random(seed)
-    slots = Slots(60 * rows, rows)
-    texts, reused, shared = [[]], 0, 0
+    slots = Slots(60 * sequences)
+    texts, reused, shared, apart = [[]], 0, 0, 0
     for _ in range(400):
-        row = draw.randrange(rows)
-        slots.pool.release([row])
-        slots.prompts.pop(row, None)
+        b = draw.randrange(sequences)
+        slots.pool.release([b])
+        slots.prompts.pop(b, None)
         base = draw.choice(texts)
         prompt = base[: draw.randrange(len(base) + 1)] + [
             draw.randrange(9) for _ in range(draw.randrange(1, 14))
@@ -84,21 +75,22 @@ def test_random_rows_come_and_go(rows: int) -> None:
         fits = slots.pool.needed(list(slots.prompts), [(prompt, new_tokens)], 0) <= len(slots.held)
         if fits:
             before = {block for other in slots.prompts for block in slots.pool.path(other)}
-            reused += slots.admit(row, prompt, new_tokens)
-            shared += sum(block in before for block in slots.pool.path(row))
+            reused += slots.admit(b, prompt, new_tokens)
+            shared += sum(block in before for block in slots.pool.path(b))
+            apart += bool(slots.pool.own(b)) and int(np.diff(slots.pool.own(b)).max(initial=1)) > 1
             texts = [*texts[-20:], prompt]
         else:
             with pytest.raises(PoolFullError, match=r"KV slots, .* more than are left of"):
-                slots.pool.admit(row, prompt, new_tokens)
+                slots.pool.admit(b, prompt, new_tokens)
         slots.check()
     assert reused, seed
     assert shared, seed
-    assert slots.moves, seed
+    assert apart, f"{seed}: pages were always consecutive"
 
 
-def test_a_conversation_is_few_runs() -> None:
-    """Each turn goes on from the one before it, whose end lies in the way; two rows hold the last two."""
-    slots = Slots(200, 2)
+def test_a_conversation_is_in_consecutive_pages() -> None:
+    """Each turn goes on where the one before it ends; two sequences hold the last two turns."""
+    slots = Slots(200)
     prompt = [1]
     for turn in range(12):
         prompt = prompt + [turn] * 6
@@ -107,10 +99,13 @@ def test_a_conversation_is_few_runs() -> None:
         kept = slots.admit(turn % 2, prompt, 3)
         assert kept == (len(prompt) - 7) // UNIT * UNIT
         slots.check()
+        shared, own = slots.places(turn % 2)
+        assert shared == list(range(len(shared)))
+        assert own == list(range(own[0], own[0] + len(own)))
 
 
 def test_texts_used_longest_ago_are_dropped_first() -> None:
-    slots = Slots(3 * 8 + 8, 1)
+    slots = Slots(3 * 8 + 8)
     texts = {n: [n] * 9 for n in range(4)}
     for n in (0, 1, 2, 0, 3):
         slots.pool.release([0])
@@ -122,7 +117,7 @@ def test_texts_used_longest_ago_are_dropped_first() -> None:
 
 
 def test_what_is_forgotten_is_written_again() -> None:
-    slots = Slots(60, 2)
+    slots = Slots(60)
     assert slots.admit(0, [1] * 9, 1) == 0
     slots.pool.forget()
     slots.prompts.clear()
@@ -135,16 +130,30 @@ def test_what_is_forgotten_is_written_again() -> None:
 def test_another_pool_goes_on_with_it() -> None:
     """It has more sequences, and may have too few slots to keep what no sequence uses."""
     for size, kept in ((52, True), (32, False)):
-        slots, other = Slots(60, 2), Slots(size, 3)
+        slots, other = Slots(60), Slots(size)
         slots.admit(0, [7] * 13, 1)
         slots.pool.release([0])
         slots.admit(0, [1] * 9, 1)
         slots.admit(1, [1] * 8 + [2] * 2, 1)
-        copies, rows = other.pool.take(slots.pool, 3, alike=True)
-        assert rows == [0, 1]
-        for place, count, to in copies:
-            other.held[to : to + count] = slots.held[place : place + count]
+        there, here, going_on = other.pool.take(slots.pool, 3, alike=True)
+        assert going_on == [0, 1]
+        old, new = (slots_in(pages, 0, len(pages) * PAGE, PAGE) for pages in (there, here))
+        for source, target in zip(old, new, strict=True):
+            other.held[target] = slots.held[source]
         other.prompts = dict(slots.prompts)
-        other.check()
         assert bool(other.pool.matched([7] * 13)) == kept
         assert other.pool.size(2) == other.pool.own_size([0], 0)
+        other.pool.release([2])
+        other.check()
+
+
+def test_pages_are_consecutive_where_they_can_be() -> None:
+    pages = FreePages(10)
+    first, second = pages.take(3), pages.take(2, last=True)
+    assert (first, second) == ([0, 1, 2], [8, 9])
+    assert pages.take(2, after=first[-1]) == [3, 4]
+    pages.give_back([0, 2])
+    assert pages.take(2) == [5, 6]
+    assert sorted(pages.take(3)) == [0, 2, 7]
+    assert pages.free == 0
+    assert pages.take(0) == []

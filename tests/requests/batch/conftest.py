@@ -8,9 +8,12 @@ from triforce_tree.kv.pool import size
 
 @pytest.fixture(autouse=True)
 def _prefixes_of_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefixes are stored once that are too short to be worth it in larger models."""
+    """Prefixes are stored once that are too short to be worth it in larger models. A page is half a chunk of
+    a prefill, and two chunks of a retrieval.
+    """
     monkeypatch.setattr(size, "LEAST", 16)
     monkeypatch.setattr(size, "LEAST_SPARED", 1)
+    monkeypatch.setattr(size, "MOST_PAGE", 8)
 
 
 @pytest.fixture

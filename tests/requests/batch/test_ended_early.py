@@ -25,7 +25,8 @@ from tests.support.models.program_cases import reference
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 from triforce_tree.kv.pool.backend import PooledBackend
-from triforce_tree.kv.pool.blocks import PrefixPool
+from triforce_tree.kv.pool.blocks import Block, PrefixPool
+from triforce_tree.kv.pool.pages import slots_in
 from triforce_tree.requests.joining import Fits, Joined
 from triforce_tree.requests.output import GenerateOutput
 
@@ -127,16 +128,20 @@ def check_held(engine: Engine, model: PreTrainedModel) -> None:
             check_slots(store.groups, b, text, list(range(len(text))), model)
         return
     taken: set[int] = set()
+
+    def slots_of(block: Block) -> list[int]:
+        return slots_in(block.pages, 0, len(block.tokens), store.page).tolist()
+
     for block in backend.pool.blocks():
-        slots = range(block.place, block.end)
+        slots = slots_of(block)
         assert block.written
         assert not block.users
-        assert slots.stop <= store.total_slots
+        assert max(slots) < store.total_slots
         assert taken.isdisjoint(slots)
         taken.update(slots)
         text, places, now = list[int](), list[int](), block
         while now.parent is not None:
-            text, places = [*now.tokens, *text], [*range(now.place, now.end), *places]
+            text, places = [*now.tokens, *text], [*slots_of(now), *places]
             now = now.parent
         if not block.children:
             check_slots(store.whole, 0, text, places, model)
@@ -181,7 +186,7 @@ def test_chunks_of_others_are_kept_when_somebody_leaves() -> None:
 
 def test_messages_and_logs_have_no_tokens() -> None:
     """A pool stores users' texts, which are private."""
-    pool = PrefixPool(64, 4, 2, 2, 2, nothing)
+    pool = PrefixPool(64, 4, 2, 2)
     pool.admit(0, [4711] * 9, 1)
     assert "4711" not in f"{pool!r} {pool.path(0)!r} {list(pool.blocks())!r}"
 

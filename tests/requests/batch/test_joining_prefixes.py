@@ -182,14 +182,14 @@ def test_a_row_beside_its_like_is_chosen() -> None:
 
 
 def test_nothing_moves_that_a_graph_would_hold() -> None:
-    """Views, plans and slots stay in place while prompts leave and join, and slots are moved together."""
+    """Views, plans and slots stay in place while prompts leave and join, and pages change their owners."""
     engine, seen = SHARING["three levels"](), set()
 
     class Looking(Coming):
         def next(self, fits: Fits) -> Joined | None:
             program = engine.last_program
             store, views = program.store, [program.retrieval]
-            tensors = [store.prefix, store.first, store.pages, store.memory, *(g.k for g in store.groups)]
+            tensors = [store.prefix, store.writable, store.pages, store.memory, *(g.k for g in store.groups)]
             tensors += [t for view in views for r in view.retrieved for t in (r.table, r.means)]
             for plan in (each.plan for each in store._plans):
                 tensors += [plan.lengths, plan.segments, plan.owner_start, plan.owners, plan.mask]

@@ -66,9 +66,12 @@ def append_kv(
     ring: int = 0,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    table: Tensor | None = None,
+    page: int = 0,
 ) -> None:
-    """``step.append_kv`` where all rows fit."""
+    """``step.append_kv`` where all rows fit, without a page table."""
     assert not ring
+    assert table is None
     if k_scale is not None and v_scale is not None:
         (k, k_scales), (v, v_scales) = quantized(k), quantized(v)
         append_kv(k_scale, v_scale, k_scales, v_scales, start)
@@ -78,9 +81,18 @@ def append_kv(
         cache.scatter_(2, slots[:, None, :, None].expand(new.shape), new)
 
 
-def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
-    """``step.move_kv`` where all rows fit."""
+def move_kv(
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    start: Tensor,
+    ring: int = 0,
+    table: Tensor | None = None,
+    page: int = 0,
+) -> None:
+    """``step.move_kv`` where all rows fit, without a page table."""
     assert not ring
+    assert table is None
     width = index.shape[1]
     targets = start[:, None] + torch.arange(width)
     sources = torch.where(index >= 0, start[:, None] + index, targets)

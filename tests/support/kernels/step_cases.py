@@ -7,7 +7,7 @@ Storage that an operator must not read is NaN.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,6 +152,17 @@ def move_in_ring(*args: Any, ring: int, seed: int = 0) -> Problem:
     rng = random.Random(seed)
     places = [4 * ring - index.shape[1]] + [rng.randrange(5 * ring) for _ in start[1:]]
     return Problem("move_kv", (*kv, index, start.new_tensor(places), ring), (0, 1))
+
+
+def in_pages(problem: Problem, page: int) -> Problem:
+    """Lets each sequence have its slots in pages of any order. A quarter of the pages are missing."""
+    cache = problem.args[0]
+    batch, pages = cache.shape[-4], cache.shape[-2] // page
+    table = torch.stack([torch.randperm(pages) for _ in range(batch)])
+    table[torch.rand(batch, pages) < 0.25] = -1
+    ring_and_scales = {"append_kv": (0, None, None), "move_kv": (0,)}[problem.op]
+    args = problem.args if len(problem.args) > 5 else (*problem.args, *ring_and_scales)
+    return replace(problem, args=(*args, table.int().to(cache.device), page))
 
 
 def means(

@@ -6,7 +6,7 @@ new backend is a module with a subclass of :class:`AttentionBackend` and a line 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar, Protocol, Self
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan, plan_trees
+from triforce_tree.kernels.attention.plan import KV, AttentionParams, FirstVisible, Heads, Plan
 from triforce_tree.kernels.attention.prefixes import PrefixPlan
 
 # The module and the class of each backend. A module is imported at the first use of its backend, because a
@@ -44,6 +44,7 @@ class Capabilities:
         fewer_queries: whether a call may have only the first queries of each sequence.
         exact: whether it has ``exact``, whose results do not depend on other queries, bit for bit.
         pieces: whether it has ``pieces``, which caches in host memory need.
+        prefixes: whether it has ``prefixes``. Without it, a shared prefix is read for each of its sequences.
         texts: how it attends to a tree of texts: by "blocks" of queries, by "nodes", or by
             "paths" of single queries, which every backend supports.
     """
@@ -58,6 +59,7 @@ class Capabilities:
     fewer_queries: bool = False
     exact: bool = False
     pieces: bool = False
+    prefixes: bool = False
     texts: str = "paths"
 
 
@@ -123,13 +125,13 @@ class AttentionBackend:
         raise NotImplementedError
 
     def prefixes(
-        self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+        self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, page: int = 0
     ) -> Attention:
-        """Returns attention of sequences with shared prefixes to keys and values ``[1, H_kv, S, D]``.
+        """Returns attention to pages of keys and values that reads the prefixes of sequences once.
 
-        :meth:`trees` describes the dtypes.
+        :meth:`trees` describes the arguments.
         """
-        return _PrefixesInPages(self, plan, dtype, kv_dtype)
+        raise NotImplementedError
 
     def pieces(
         self, heads: Heads, queries: int, positions: int, most: int, device: torch.device, dtype: torch.dtype
@@ -144,57 +146,6 @@ class AttentionBackend:
     def exact(self) -> Any:
         """Returns a module with ``attention(ExactAttention)`` and ``near(lengths, mask, tokens)``."""
         raise NotImplementedError
-
-
-class _PrefixesInPages:
-    """Attention to shared prefixes by page tables, for backends that read a prefix once for each sequence."""
-
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        prefixes: PrefixPlan,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype | None,
-    ) -> None:
-        self._prefixes, self.plan = prefixes, prefixes.plan
-        made, batch = prefixes.plan, prefixes.batch
-        mask = torch.ones(prefixes.count, prefixes.tail, dtype=torch.bool)
-        trees = plan_trees(made.heads, [mask] * batch, [0] * batch, device=made.device)
-        trees = replace(trees, mask=made.mask)
-        self._trees, self._lengths = backend.trees(trees, dtype, kv_dtype, 1), trees.lengths
-        self._table = torch.zeros(batch, 0, dtype=torch.int32, device=made.device)
-
-    def over(self, plan: Plan) -> Self:
-        raise NotImplementedError("attention to shared prefixes has only one plan")
-
-    def begin(self) -> None:
-        """Writes the slots of all positions of each sequence into the page table."""
-        own = self.plan.lengths[: self._prefixes.batch].tolist()
-        paths: list[list[range]] = []
-        for b, (length, place) in enumerate(zip(own, self._prefixes.places, strict=True)):
-            shared = [each for each in self._prefixes.prefixes if 0 <= b - each.first < each.rows]
-            runs = [range(each.place, each.place + each.length) for each in shared]
-            paths.append([*runs, range(place, place + length + self._prefixes.tail)])
-        slots = [[slot for run in path for slot in run] for path in paths]
-        table = torch.zeros(len(slots), max(map(len, slots)), dtype=torch.int32)
-        for row, seen in zip(table, slots, strict=True):
-            row[: len(seen)] = torch.tensor(seen, dtype=torch.int32)
-        self._table = table.to(self.plan.device)
-        self._lengths.copy_(torch.tensor([len(seen) - self._prefixes.tail for seen in slots]))
-        self._trees.begin()
-
-    def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
-        return self._trees.run(q, self._in_pages(kv), params, first)
-
-    def states(
-        self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return self._trees.states(q, self._in_pages(kv), params, first)
-
-    def _in_pages(self, kv: KV) -> KV:
-        """Returns keys and values with one slot per page."""
-        k, v, *scales = (t[0].transpose(0, 1)[:, :, None] for t in (kv.k, kv.v, *(kv.scales or ())))
-        return KV(k, v, self._table, (scales[0], scales[1]) if scales else None)
 
 
 def register(name: str, module: str, kind: str) -> None:

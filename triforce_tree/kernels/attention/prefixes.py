@@ -1,6 +1,6 @@
 """Plans of attention whose sequences share prefixes, each of which is read once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,19 +11,60 @@ from triforce_tree.kernels.attention.plan import Heads, planned
 
 
 class PrefixSegment(NamedTuple):
-    """A shared prefix in ``length`` slots from ``place`` on; ``rows`` sequences from ``first`` on see it."""
+    """Describes ``length`` positions from ``start`` on that ``rows`` sequences from ``first`` on have in the
+    same pages.
+    """
 
-    place: int
+    start: int
     length: int
     first: int
     rows: int
 
 
+def segments_of(pages: Sequence[Sequence[int]], depth: int, page: int) -> Iterator[PrefixSegment]:
+    """Yields the segments of sequences that begin with these pages, so that adjacent ones share segments.
+
+    Args:
+        pages: of each sequence, those that it may share. Equal pages come after equal pages.
+        depth: most segments of a sequence. Where more would be needed, its last one is read for it alone.
+        page: positions of a page.
+    """
+
+    def of(first: int, stop: int, start: int, left: int) -> Iterator[PrefixSegment]:
+        # All these sequences have the same first ``start`` pages, and begin a segment there.
+        lengths = [len(pages[b]) for b in range(first, stop)]
+        equal = [_common(pages[b], pages[b + 1], start) for b in range(first, stop - 1)]
+        common = min([*lengths, *equal])
+        if left == 1 and stop - first > 1 and common < max(lengths):
+            for b in range(first, stop):
+                yield from of(b, b + 1, start, 1)
+            return
+        if common > start:
+            yield PrefixSegment(start * page, (common - start) * page, first, stop - first)
+            left -= 1
+        begin = first
+        for b, shared in enumerate([*equal, common], first):
+            if shared == common:
+                if stop - first > 1 and max(lengths[begin - first : b + 1 - first]) > common:
+                    yield from of(begin, b + 1, common, left)
+                begin = b + 1
+
+    if pages:
+        yield from of(0, len(pages), 0, depth)
+
+
+def _common(a: Sequence[int], b: Sequence[int], start: int) -> int:
+    """Returns how many pages two sequences have in common, at least ``start``."""
+    while start < min(len(a), len(b)) and a[start] == b[start]:
+        start += 1
+    return start
+
+
 class PrefixPlan:
     """A plan for T queries of each of B sequences with shared prefixes, which are read once.
 
-    Shared prefixes and the remaining slots of each sequence are runs of slots. A prefix is one segment, which
-    the queries of its sequences see, and the own slots of each sequence are another segment (cascade
+    The sequences have page tables. A shared prefix is one segment, which the queries of its sequences see by
+    the table of the first of them, and the remaining positions of each sequence are another segment (cascade
     inference; Hydragen, arXiv 2402.05099; DeFT-Flatten, arXiv 2404.00242, section 3.3). The kernel merges the
     partial outputs of a query. Captured graphs may hold ``plan``, whose buffers :meth:`set` changes in place.
 
@@ -37,9 +78,9 @@ class PrefixPlan:
         words: int64 ``[B * T, words]``, the mask words that the kernel reads.
 
     Attributes:
-        plan: plan of all segments: the own slots of each sequence, then the shared prefixes.
+        plan: plan of all segments: the last positions of each sequence, then the shared prefixes.
         batch, depth, count, tail: B, ``depth``, T and N.
-        prefixes, places: last arguments of :meth:`set`, on the host.
+        prefixes: those of the last :meth:`set`, on the host.
     """
 
     def __init__(
@@ -49,20 +90,19 @@ class PrefixPlan:
         self.count, self.tail = mask.shape
         # The largest possible number of queries of segments gives the size of a backend's workspace.
         nominal = [PrefixSegment(0, 0, 0, batch)] * depth
-        zeros, places = [0] * (batch + depth * batch), [0] * batch
-        columns = self._columns(nominal, places)
+        columns = self._columns(nominal, [0] * batch)
+        zeros = [0] * (batch + depth * batch)
         made = planned(heads, columns, zeros, *self._owners(nominal), words, lengths.device)
         self.plan = replace(made, lengths=lengths)
         self.prefixes: list[PrefixSegment] = []
-        self.places = places
-        self.set((), places)
+        self.set((), [0] * batch)
 
-    def _columns(self, prefixes: Sequence[PrefixSegment], own: Sequence[int]) -> list[list[int]]:
+    def _columns(self, prefixes: Sequence[PrefixSegment], ends: Sequence[int]) -> list[list[int]]:
         batch, count = self.batch, self.count
-        rows = [(0, place, self.tail, count * b, count, count * b) for b, place in enumerate(own)]
+        rows = [(b, end, self.tail, count * b, count, count * b) for b, end in enumerate(ends)]
         earlier = batch * count
-        for place, _, first, sequences in prefixes:
-            rows.append((0, place, 0, count * first, count * sequences, earlier))
+        for start, _, first, sequences in prefixes:
+            rows.append((first, start, 0, count * first, count * sequences, earlier))
             earlier += count * sequences
         rows += [(0,) * 6] * (batch + self.depth * batch - len(rows))
         return [list(column) for column in zip(*rows, strict=True)]
@@ -77,9 +117,9 @@ class PrefixPlan:
                 starts.append(len(owners))
         return owners, starts
 
-    def set(self, prefixes: Sequence[PrefixSegment], own: Sequence[int]) -> None:
-        """Writes the shared prefixes, at most ``depth`` of a sequence, and the first own slot of each."""
-        plan, segments = self.plan, torch.tensor(self._columns(prefixes, own), dtype=torch.int32)
+    def set(self, prefixes: Sequence[PrefixSegment], ends: Sequence[int]) -> None:
+        """Writes shared prefixes, at most ``depth`` of a sequence, and where those of each sequence end."""
+        plan, segments = self.plan, torch.tensor(self._columns(prefixes, ends), dtype=torch.int32)
         plan.segments.copy_(segments)
         owners, starts = self._owners(prefixes)
         plan.owners[: len(owners)] = torch.tensor(owners, dtype=torch.int32)
@@ -87,4 +127,4 @@ class PrefixPlan:
         lengths = torch.zeros(self.depth * self.batch, dtype=torch.int32)
         lengths[: len(prefixes)] = torch.tensor([each.length for each in prefixes], dtype=torch.int32)
         plan.lengths[self.batch :].copy_(lengths)
-        self.prefixes, self.places = [each for each in prefixes if each.length], list(own)
+        self.prefixes = [each for each in prefixes if each.length]

@@ -20,6 +20,7 @@ class TritonBackend(AttentionBackend):
         captures=True,
         exact=True,
         pieces=True,
+        prefixes=True,
         texts="blocks",
     )
 
@@ -38,9 +39,9 @@ class TritonBackend(AttentionBackend):
         return launch.prepare(plan, dtype, kv_dtype, page)
 
     def prefixes(
-        self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+        self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, page: int = 0
     ) -> Attention:
-        return self.trees(plan.plan, dtype, kv_dtype)
+        return self.trees(plan.plan, dtype, kv_dtype, page)
 
     def pieces(
         self, heads: Heads, queries: int, positions: int, most: int, device: torch.device, dtype: torch.dtype

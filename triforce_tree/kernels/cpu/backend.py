@@ -35,6 +35,7 @@ class CpuBackend(AttentionBackend):
         fewer_queries=True,
         exact=True,
         pieces=True,
+        prefixes=True,
         texts="nodes",
     )
 
@@ -44,7 +45,7 @@ class CpuBackend(AttentionBackend):
         return _Trees(plan)
 
     def prefixes(
-        self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+        self, plan: PrefixPlan, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, page: int = 0
     ) -> Attention:
         return _Prefixes(plan)
 
@@ -93,60 +94,54 @@ class _Trees:
 
 
 class _Prefixes:
-    """Attention of sequences with shared prefixes to ``[1, H_kv, S, D]`` and ``[1, H_kv, S, D_v]``.
+    """Attention of sequences with shared prefixes, to pages of keys and values.
 
-    The attention to each shared prefix and to the own slots of each sequence is merged by log-sum-exp.
+    The attention to each shared prefix and to the other positions of each sequence is merged by log-sum-exp.
     """
 
     def __init__(self, prefixes: PrefixPlan) -> None:
-        self._prefixes, self.plan = prefixes, prefixes.plan
-        made, batch = prefixes.plan, prefixes.batch
+        self._prefixes, self.plan, batch = prefixes, prefixes.plan, prefixes.batch
+        made = prefixes.plan
         nothing = torch.ones(prefixes.count, prefixes.tail, dtype=torch.bool)
-        alone = plan_trees(made.heads, [nothing], [0], device="cpu")
-        parts = zip(made.lengths[:batch].split(1), made.mask.split(prefixes.count), strict=True)
-        self._own = [replace(alone, lengths=one, mask=seen) for one, seen in parts]
-        self._plans: dict[tuple[int, int], Plan] = {}
+        own = plan_trees(made.heads, [nothing] * batch, [0] * batch, device="cpu")
+        # The first segments of the plan, which ``PrefixPlan.set`` changes in place.
+        self._own = _Trees(replace(own, lengths=made.lengths[:batch], mask=made.mask))
+        self._shared: dict[tuple[int, int, int], _Trees] = {}
 
     def over(self, plan: Plan) -> Self:
         raise NotImplementedError("attention to shared prefixes has only one plan")
 
     def begin(self) -> None:
-        """Does nothing: every call reads lengths and masks."""
+        """Copies where the own positions begin: every call reads lengths and masks."""
+        own = self._own.plan.segments
+        own[1] = self.plan.segments[1, : self._prefixes.batch]
 
     def run(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> Tensor:
         return self.states(q, kv, params, first)[0]
 
     def states(self, q: Tensor, kv: KV, params: AttentionParams, first: FirstVisible | None = None) -> State:
         assert first is None, "slots with shared prefixes have no windows"
-        count = q.shape[0] // len(self._own)
-        stored = [kv.k, kv.v, *(kv.scales or ())]
-        states = []
-        for part, own, place in zip(q.split(count), self._own, self._prefixes.places, strict=True):
-            states.append(_Trees(own).states(part, _kv(stored, slice(place, None)), params))
-        outs, lses = zip(*states, strict=True)
-        out, lse = torch.cat(outs), torch.cat(lses)
+        assert kv.table is not None
+        count = q.shape[0] // self._prefixes.batch
+        out, lse = self._own.states(q, kv, params)
         alone = replace(params, sinks=None)
-        for place, length, begin, rows in self._prefixes.prefixes:
+        for start, length, begin, rows in self._prefixes.prefixes:
             queries = slice(begin * count, (begin + rows) * count)
-            seen = _kv(stored, slice(place, place + length))
-            part = _Trees(self._plan_of(length, rows * count)).states(q[queries], seen, alone)
+            attention = self._attention_to(start, length, rows * count)
+            part = attention.states(q[queries], kv._replace(table=kv.table[begin : begin + 1]), alone)
             pairs = zip(part, (out[queries], lse[queries]), strict=True)
             both = (torch.stack(pair) for pair in pairs)
             out[queries], lse[queries] = reference.merge_states(*both)
         return out, lse
 
-    def _plan_of(self, length: int, queries: int) -> Plan:
-        """Returns the plan of ``queries`` queries that all see ``length`` positions of a prefix."""
-        key = length, queries
-        if key not in self._plans:
-            if len(self._plans) > _MOST_PLANS:
-                self._plans.clear()
+    def _attention_to(self, start: int, length: int, queries: int) -> _Trees:
+        """Returns the attention of ``queries`` queries to ``length`` positions of a prefix."""
+        key = start, length, queries
+        if key not in self._shared:
+            if len(self._shared) > _MOST_PLANS:
+                self._shared.clear()
             nothing = torch.ones(queries, 0, dtype=torch.bool)
-            self._plans[key] = plan_trees(self.plan.heads, [nothing], [length], device="cpu")
-        return self._plans[key]
-
-
-def _kv(stored: list[Tensor], slots: slice) -> KV:
-    """Returns some slots of keys, values and, if there are any, scales."""
-    k, v, *scales = (t[:, :, slots] for t in stored)
-    return KV(k, v, scales=(scales[0], scales[1]) if scales else None)
+            plan = plan_trees(self.plan.heads, [nothing], [length], device="cpu")
+            plan.segments[1] = start
+            self._shared[key] = _Trees(plan)
+        return self._shared[key]

@@ -54,14 +54,15 @@ def by_sequence(
     Yields:
         q, k, v and mask of one sequence, and ``first`` or None.
     """
-    _, _, tails, firsts, counts, _ = plan.segments.tolist()
+    _, begins, tails, firsts, counts, _ = plan.segments.tolist()
     stored = (kv.k, kv.v, *(kv.scales or ()))
     query_counts = _queries_per_sequence(q.shape[0], counts)
     for b, (queries, length) in enumerate(zip(q.split(query_counts), plan.lengths.tolist(), strict=True)):
         own = slice(firsts[b], firsts[b] + query_counts[b])
         # Each query that the call leaves out also shortens the tail by one position.
         mask = tail_mask(plan.mask[own], tails[b] - counts[b] + query_counts[b])
-        start, stop = 0 if first is None else int(first.low[b]), length + mask.shape[1]
+        hidden = 0 if first is None else int(first.low[b])
+        start, stop = begins[b] + hidden, begins[b] + length + mask.shape[1]
         if kv.table is None:
             keys, values, *own_scales = (t[b : b + 1, :, start:stop] for t in stored)
         else:
@@ -70,7 +71,7 @@ def by_sequence(
         if own_scales:
             pairs = zip((keys, values), own_scales, strict=True)
             keys, values = (dequantized(t, own, q.dtype) for t, own in pairs)
-        visible = None if first is None else first.first[own] - start
+        visible = None if first is None else first.first[own] - hidden
         yield queries.transpose(0, 1)[None], keys, values, mask, visible
 
 

@@ -48,6 +48,8 @@ def append_kv(
     ring: int = 0,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    table: Tensor | None = None,
+    page: int = 0,
 ) -> None:
     """Writes new keys and values; token t of sequence b goes to position ``start[b] + t``.
 
@@ -61,25 +63,48 @@ def append_kv(
             is dropped. With 0, position r is in slot r.
         k_scale, v_scale: fp32 ``[B, H, S, 1]``, written with the scales of caches in int8, see
             :func:`quantized`; None for caches in other dtypes.
+        table: int32 ``[B, pages]``, dense, without a ring: position r is in slot ``r % page`` of page
+            ``table[b, r // page]``. Tokens whose page is -1, or not in the table, are dropped.
+        page: slots of a page of the table.
     """
     size = k_cache.shape[2]
     check_ring(ring, k.shape[2], size)
     if k_scale is not None and v_scale is not None:
         (k, k_scales), (v, v_scales) = quantized(k), quantized(v)
-        append_kv.definition(k_scale, v_scale, k_scales, v_scales, start, ring)
+        append_kv.definition(k_scale, v_scale, k_scales, v_scales, start, ring, None, None, table, page)
     for sequence, first in enumerate(start.tolist()):
-        if ring:
-            slots = (torch.arange(k.shape[2], device=k.device) + first) % ring
-            k_cache[sequence, :, slots] = k[sequence].to(k_cache.dtype)
-            v_cache[sequence, :, slots] = v[sequence].to(v_cache.dtype)
-            continue
-        count = max(0, min(k.shape[2], size - first))
-        k_cache[sequence, :, first : first + count] = k[sequence, :, :count].to(k_cache.dtype)
-        v_cache[sequence, :, first : first + count] = v[sequence, :, :count].to(v_cache.dtype)
+        positions = torch.arange(first, first + k.shape[2], device=k.device)
+        slots = _slots_of(positions, sequence, size, ring, table, page)
+        kept = slots >= 0
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            cache[sequence, :, slots[kept]] = new[sequence][:, kept].to(cache.dtype)
+
+
+def _slots_of(
+    positions: Tensor, sequence: int, size: int, ring: int, table: Tensor | None, page: int
+) -> Tensor:
+    """Returns the slots of positions of a sequence, int64, as :func:`append_kv` says; -1 for none."""
+    if ring:
+        return positions % ring
+    slots = positions
+    if table is not None:
+        pages = positions // page
+        known = pages < table.shape[1]
+        pages = table[sequence].long()[pages.where(known, 0)].where(known, -1)
+        slots = torch.where(pages < 0, -1, pages * page + positions % page)
+    return slots.where(slots < size, -1)
 
 
 @operator("move_kv", writes=("k", "v"), triton=".kv_slots_kernels", cpu="..cpu.step.operators")
-def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
+def move_kv(
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    start: Tensor,
+    ring: int = 0,
+    table: Tensor | None = None,
+    page: int = 0,
+) -> None:
     """Commits accepted paths in place by moving position ``start[b] + index[b, i]`` to ``start[b] + i``.
 
     All sources are read before any target is written, so sources and targets may overlap.
@@ -89,15 +114,18 @@ def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -
         index: int64 ``[B, R]``; an entry of -1, at any i, moves nothing.
         start: int64 ``[B]``, the committed lengths.
         ring: as in ``append_kv``; it has at least R slots, and more slots than any index.
+        table, page: as in ``append_kv``.
     """
     size = k.shape[3]
     check_ring(ring, index.shape[1], size)
     for sequence, first in enumerate(start.tolist()):
-        sources = index[sequence] + first
-        targets = torch.arange(index.shape[1], device=k.device) + first
-        if ring:
-            sources, targets = sources % ring, targets % ring
-        moved = (index[sequence] >= 0) & (sources < size) & (targets < size)
+        offsets = index[sequence]
+        places = torch.arange(len(offsets), device=k.device)
+        sources, targets = (
+            _slots_of(each + first, sequence, size, ring, table, page)
+            for each in (offsets.clamp_min(0), places)
+        )
+        moved = (offsets >= 0) & (sources >= 0) & (targets >= 0)
         for slots in (k, v):
             kept = slots[:, sequence].index_select(2, sources[moved])
             slots[:, sequence, :, targets[moved]] = kept

@@ -33,6 +33,14 @@ def _quantized(x, there):
 
 
 @triton.jit
+def _paged_slot(position, table_ptr, sequence, pages, PAGE: tl.constexpr, inside):
+    """Returns the slots of positions that are ``inside`` by a table ``[B, pages]``; -1 for none."""
+    known = inside & (position >= 0) & (position < pages * PAGE)
+    page = tl.load(table_ptr + sequence * pages + position // PAGE, mask=known, other=-1).to(tl.int64)
+    return tl.where(page < 0, -1, page * PAGE + position % PAGE)
+
+
+@triton.jit
 def _append_kernel(
     k_cache_ptr,  # [B, H, S, D] with strides
     v_cache_ptr,  # [B, H, S, D_v]
@@ -41,6 +49,7 @@ def _append_kernel(
     start_ptr,  # int64 [B]
     k_scale_ptr,  # fp32 [B, H, S, 1] with strides where the caches are int8, else None
     v_scale_ptr,
+    table_ptr,  # int32 [B, pages] if PAGE, else None
     k_cache_b,
     k_cache_h,
     k_cache_s,
@@ -60,12 +69,14 @@ def _append_kernel(
     size,
     count,
     ring,
+    pages,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     RING: tl.constexpr,
+    PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -76,6 +87,8 @@ def _append_kernel(
     target = tl.load(start_ptr + sequence) + token
     if RING:
         target = target % ring
+    if PAGE:
+        target = _paged_slot(target, table_ptr, sequence, pages, PAGE, token < count)
     inside = (token < count) & (target >= 0) & (target < size)
     kept = inside[:, None]
     there, v_there = kept & (column < DIM), kept & (v_column < VALUE_DIM)
@@ -99,6 +112,7 @@ def _move_kernel(
     v_ptr,  # [L, B, H, S, D_v]
     index_ptr,  # int64 [B, R], negative for no move
     start_ptr,  # int64 [B]
+    table_ptr,  # int32 [B, pages] if PAGE, else None
     k_l,
     k_b,
     k_h,
@@ -114,11 +128,13 @@ def _move_kernel(
     size,
     count,
     ring,
+    pages,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     RING: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     layer, sequence, head = at // (batch * heads), at // heads % batch, at % heads
@@ -130,7 +146,12 @@ def _move_kernel(
     if RING:
         source, target = source % ring, target % ring
     # Much of a path is often in place already, so slots that are their own targets are not copied.
-    moved = (index >= 0) & (index != place) & (source < size) & (target < size)
+    moved = (index >= 0) & (index != place)
+    if PAGE:
+        source = _paged_slot(source, table_ptr, sequence, pages, PAGE, moved)
+        target = _paged_slot(target, table_ptr, sequence, pages, PAGE, moved)
+        moved &= (source >= 0) & (target >= 0)
+    moved &= (source < size) & (target < size)
     if layer < layers:
         base = k_ptr + layer * k_l + sequence * k_b + head * k_h
         _move(base, k_s, source, target, column, moved[:, None] & (column < DIM)[None, :])
@@ -227,6 +248,8 @@ def append_kv(
     ring: int = 0,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    table: Tensor | None = None,
+    page: int = 0,
 ) -> None:
     """See ``kv_slots.append_kv``."""
     (batch, heads, size, dim), value_dim = k_cache.shape, v_cache.shape[3]
@@ -243,15 +266,32 @@ def append_kv(
     block_d, block_v = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
     block_t = max(1, min(triton.next_power_of_2(count), _TILE // 2 // max(block_d, block_v)))
     _append_kernel[(batch * heads, triton.cdiv(count, block_t))](
-        k_cache, v_cache, k, v, start.contiguous(), k_scale, v_scale,
+        k_cache, v_cache, k, v, start.contiguous(), k_scale, v_scale, table,
         *_strides(k_cache), *_strides(v_cache), *_strides(k), *_strides(v), *scale_strides,
-        heads, size, count, ring,
+        heads, size, count, ring, _pages(table),
         DIM=dim, VALUE_DIM=value_dim, BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_V=block_v, RING=ring > 0,
+        PAGE=0 if table is None else page,
         **launched_early(k.device),
     )  # fmt: skip
 
 
-def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
+def _pages(table: Tensor | None) -> int:
+    if table is None:
+        return 0
+    if not table.is_contiguous():
+        raise ValueError("the page table must be dense; call .contiguous() first")
+    return table.shape[1]
+
+
+def move_kv(
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    start: Tensor,
+    ring: int = 0,
+    table: Tensor | None = None,
+    page: int = 0,
+) -> None:
     """See ``kv_slots.move_kv``; at most 1,024 entries of ``index`` for each sequence."""
     (layers, batch, heads, size, dim), value_dim = k.shape, v.shape[4]
     count = index.shape[1]
@@ -268,9 +308,10 @@ def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -
     widest = max(dim, value_dim)
     block_d = max(8, min(triton.next_power_of_2(widest), _TILE // block_r))
     _move_kernel[(2 * layers * batch * heads, triton.cdiv(widest, block_d))](
-        k, v, index, start.contiguous(), *_strides(k), *_strides(v), index.stride(0),
-        layers, batch, heads, size, count, ring,
+        k, v, index, start.contiguous(), table, *_strides(k), *_strides(v), index.stride(0),
+        layers, batch, heads, size, count, ring, _pages(table),
         DIM=dim, VALUE_DIM=value_dim, BLOCK_R=block_r, BLOCK_D=block_d, RING=ring > 0,
+        PAGE=0 if table is None else page,
     )  # fmt: skip
 
 

@@ -10,20 +10,20 @@ from triforce_tree.kv.pool.blocks import PoolFullError, PrefixPool
 from triforce_tree.kv.pool.exchange import PoolExchange
 from triforce_tree.kv.pool.size import PoolSize, page_of
 from triforce_tree.kv.pool.store import PooledStore
-from triforce_tree.kv.pool.views import PooledExactView, PooledRetrievalView, PooledView
+from triforce_tree.kv.pool.views import PooledRetrievalView, PooledView, SharingView
 from triforce_tree.kv.view import KVView
 from triforce_tree.runtime.features import Features
 
 
 class PooledBackend(KVBackend):
-    """Stores chunks of prompts, and what each sequence has after them, in slots of a :class:`PrefixPool`.
+    """Stores chunks of prompts, and what each sequence has after them, in pages of a :class:`PrefixPool`.
 
     Args:
         spec: what the slots are needed for.
         size: of the pool.
 
     Attributes:
-        pool: which slots hold what.
+        pool: which pages hold what.
     """
 
     store: PooledStore
@@ -34,7 +34,7 @@ class PooledBackend(KVBackend):
         page = page_of(size.unit, spec.config, spec.levels)
         self.store, self.pool_slots = (store := PooledStore(spec, size.slots, page)), size.slots
         store.attention = spec.attention
-        self.pool = PrefixPool(store.total_slots, size.unit, page, spec.scratch, store.depth, store.move_runs)
+        self.pool = PrefixPool(store.total_slots, size.unit, page, spec.scratch)
         self.retrieval = spec.retrieval(PooledRetrievalView, store)
         self._new_tokens = [0] * self.batch
         # The first tokens of each sequence whose hidden states are kept, where a drafter reads any.
@@ -46,9 +46,9 @@ class PooledBackend(KVBackend):
 
     def view(self, queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> KVView:
         """See :class:`KVBackend`."""
-        if self.spec.config.exact:
-            return PooledExactView(self.store, queries, mask=mask, depths=depths, exact=True)
-        return PooledView(self.store, queries, mask, depths)
+        if self.spec.config.exact or not self.store.attention.can.prefixes:
+            return PooledView(self.store, queries, mask, depths, exact=self.spec.config.exact)
+        return SharingView(self.store, queries, mask, depths)
 
     def share(self, pool: PoolSize | None) -> None:
         """See :class:`KVBackend`."""
@@ -163,8 +163,8 @@ class PooledBackend(KVBackend):
         """See :class:`KVBackend`: all chunks that fit, and the sequences of a pool where they fit as well."""
         if isinstance(kept, PooledBackend):
             alike = (kept.store.page, kept.spec.scratch) == (self.store.page, self.spec.scratch)
-            copies, going_on = self.pool.take(kept.pool, self.batch, alike)
-            self.store.copy_runs(kept.store, copies)
+            there, here, going_on = self.pool.take(kept.pool, self.batch, alike)
+            self.store.copy_pages(kept.store, there, here)
             held = kept.cached.held[: self.batch]
             lengths = [len(tokens) if b in going_on else 0 for b, tokens in enumerate(held)]
             self.cached.take(kept.cached, lengths)
@@ -191,9 +191,9 @@ class PooledBackend(KVBackend):
             spare -= max(0, self.pool.taken - before)
             for block in self.pool.path(0):
                 if not block.written:
-                    self.store.copy_from(kept.store, b, block.run)
+                    self.store.copy_from(kept.store, b, block.start, block.pages)
             self.pool.written(0)
 
     def _follow_pool(self) -> None:
         batch = range(self.batch)
-        self.store.set([self.pool.runs(b) for b in batch], [self.pool.place(b) for b in batch])
+        self.store.set([self.pool.shared(b) for b in batch], [self.pool.own(b) for b in batch])

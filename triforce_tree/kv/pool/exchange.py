@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
-from triforce_tree.kv.kept_prefixes import KeptPrefixes, chunk_parts, digests_of, settle
+from triforce_tree.kv.kept_prefixes import KeptPrefixes, digests_of, settle
 from triforce_tree.kv.pool.blocks import Block, PrefixPool
 from triforce_tree.kv.pool.store import PooledStore
 from triforce_tree.runtime.features import Features
@@ -17,7 +15,7 @@ class PoolExchange:
 
     Args:
         prefixes: texts of all caches of the same models.
-        pool, store: the chunks, and their KV slots.
+        pool, store: the chunks, and their pages of KV slots.
         found: called with a sequence and its prompt, more of which is in the pool than before.
     """
 
@@ -48,7 +46,10 @@ class PoolExchange:
                 return
             tokens, now = [*now.tokens, *tokens], now.parent
         *_, digest = digests_of(tokens, self._pool.unit, self._function, self._store)
-        self.prefixes.put(digest, self._parts(block))
+        if digest in self.prefixes:
+            return
+        chosen = self._store.slots_of(block.pages)
+        self.prefixes.put(digest, [layer[:, chosen] for layer in self._store.stored])
         settle(self._store)
 
     def before(
@@ -69,10 +70,9 @@ class PoolExchange:
                 if block.stop % self._pool.unit or not (block.written or digest in self.prefixes):
                     break
                 if not block.written:
-                    self.prefixes.copy_to(digest, self._parts(block))
+                    chosen = self._store.slots_of(block.pages)
+                    for layer, kept in zip(self._store.stored, self.prefixes.slots(digest), strict=True):
+                        layer[:, chosen] = kept.to(layer.device, non_blocking=True)
                     block.written = brought = True
             if brought:
                 self._found(b, prompt, features)
-
-    def _parts(self, block: Block) -> list[Tensor]:
-        return chunk_parts(self._store.whole, 0, block.place, block.end)

@@ -16,6 +16,9 @@ from triforce_tree.models.hf_model import HFModel
 # Attention to a prefix is a part of its own, whose results are merged: on a CPU passes of two sequences are
 # slower below 2,048 tokens, of eight below 400.
 LEAST, LEAST_SPARED = 64, 2048
+MOST_PAGE = 128
+"""A whole number of any attention kernel's tiles."""
+
 # Most of the slots that copies take with which sharing pays.
 _SHARE = 0.9
 
@@ -52,8 +55,12 @@ def unit_of(target: HFModel, config: HierarchyConfig) -> int | None:
 
 
 def page_of(unit: int, config: HierarchyConfig, levels: int) -> int:
-    """Returns the KV slots of a page of tables; chunks of ``unit`` tokens are whole multiples of it."""
-    return config.retrieval.chunk if levels == 3 else math.gcd(unit, 64)
+    """Returns the KV slots of a page: at most ``MOST_PAGE``, or a chunk of the retrieval if that is longer.
+
+    Chunks of ``unit`` tokens are whole multiples of it, and it is a multiple of the retrieval's chunks.
+    """
+    chunk = config.retrieval.chunk if levels == 3 else 1
+    return chunk * math.gcd(unit // chunk, max(1, MOST_PAGE // chunk))
 
 
 class SharedChunks:

@@ -1,49 +1,99 @@
-"""Stores the KV slots of a batch whose sequences share prefixes, each of which is stored once."""
+"""Stores keys and values in pages that texts share, and which pages each sequence of a batch has."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.prefixes import PrefixPlan, PrefixSegment
+from triforce_tree.kernels.attention.prefixes import PrefixPlan, segments_of
 from triforce_tree.kv.backend import CacheSpec
-from triforce_tree.kv.pool.blocks import Run
+from triforce_tree.kv.kept_prefixes import chunk_parts
+from triforce_tree.kv.pool.pages import selection, slots_in
 from triforce_tree.kv.store import KVGroup, KVStore, dequantised, in_int8
+from triforce_tree.models.hf_model import HFModel
 
 DEPTH = 4
-"""Fewest runs of shared slots that a sequence may begin with."""
+"""Fewest segments of shared pages that a sequence may begin with."""
 
 
-class PooledStore(KVStore):
-    """Holds K and V of B sequences, several of which may share the slots of a common prefix.
+class PagedStore(KVStore):
+    """Holds K and V in pages, each of which belongs to a part of a text.
 
-    Sequence b begins with P_b tokens in one or more runs of slots that others may read, too, and position
-    r >= P_b is slot ``r - P_b`` of its own ones. Both may change between two passes, as far as they fit:
-    kernels read where they are on the device.
+    All layers keep every position, also those with a sliding window: a text may be continued anywhere.
+
+    Args:
+        target: the model.
+        slots: of each KV head, for all texts, rounded up to whole pages.
+        page: slots of a page.
+        bits: as for :class:`KVStore`.
+    """
+
+    def __init__(self, target: HFModel, slots: int, page: int, bits: int = 16) -> None:
+        full = [shape and replace(shape, window=None, chunked=False) for shape in target.kv_layers]
+        super().__init__(full, 1, slots, target.device, target.dtype, page, bits=bits)
+
+    def append_at(
+        self, layer: int, written: slice | Tensor, seen: slice | Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the next keys and values of a text, and returns those of the slots that it sees.
+
+        Its queries attend to one tensor, as those of a prompt alone do, so that they get the same bits. Keys
+        and values are copied for it where the slots are not consecutive, those of one layer at a time.
+
+        Args:
+            written, seen: slots of the new tokens, and of all that they may see, the new ones included.
+            k, v: ``[1, H_kv, T, D]`` and ``[1, H_kv, T, D_v]``.
+        """
+        own, found = self.layers[layer], list[Tensor]()
+        fresh = (k, v) if own.scales is None else in_int8(k, v)
+        for part, new in zip(own.parts, fresh, strict=True):
+            slots = part[:1]
+            slots[:, :, written] = new.to(slots.dtype)
+            found.append(slots[:, :, seen])
+        return (found[0], found[1]) if own.scales is None else dequantised(found, k.dtype)
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """Returns all K, V and scales, by layer: ``[H_kv, S, D]``."""
+        return [layer[0] for group in self._memory_of for part in group.parts for layer in part]
+
+    def slots_of(self, pages: Sequence[int]) -> slice | Tensor:
+        """Returns an index of the slots of pages."""
+        return selection(slots_in(pages, 0, len(pages) * self.page, self.page), self.device)
+
+
+class PooledStore(PagedStore):
+    """Holds K and V of B sequences, several of which may share the pages of a common prefix.
+
+    Sequence b begins with P_b tokens in pages that others may read, too, and goes on in pages of its own.
+    Both may change between two passes, as far as they fit: kernels read the page tables on the device.
 
     Args:
         spec: what the slots are needed for; no layer has a window that hides anything.
         slots: of each KV head, for all prefixes and sequences.
-        page: prefixes and own slots begin at whole pages.
+        page: slots of a page, a multiple of the chunks of a retrieval.
 
     Attributes:
         groups: the slots as each sequence's: ``[layers, B, H_kv, slots, D]``, B times the same memory.
         whole: all slots, ``[layers, 1, H_kv, slots, D]`` and more to fill a page.
         total_slots: of a head.
-        depth: most runs that a sequence begins with.
-        paths: these runs of each sequence, on the host.
-        places: the first of each sequence's own slots, on the host.
-        prefix, first: int64 ``[B]``, P_b and ``places`` on the device.
+        depth: most segments of shared pages that a sequence begins with.
+        shared, own: pages of each sequence, on the host.
+        prefix: int64 ``[B]``, P_b.
         pages: int32 ``[B, slots / page]``, the page in ``whole`` of each page of a sequence.
+        writable: the same for the sequence's own pages, and -1 for all others.
+        chunks: int32 ``[B, slots / chunk]``, the chunk in ``whole`` of each chunk of a retrieval.
     """
 
+    writable: Tensor
+
     def __init__(self, spec: CacheSpec, slots: int, page: int) -> None:
-        target, batch, device = spec.target, spec.batch, spec.target.device
-        full = [shape and replace(shape, window=None, chunked=False) for shape in target.kv_layers]
-        super().__init__(full, 1, slots, device, target.dtype, page, bits=spec.config.kv_bits)
+        batch, device = spec.batch, spec.target.device
+        super().__init__(spec.target, slots, page, spec.config.kv_bits)
         self.total_slots, self.depth, self.batch = self.slots, max(DEPTH, batch.bit_length()), batch
         self.slots, self.scratch = -(-spec.slots // page) * page, spec.scratch
         self._most_tokens = self.slots - spec.scratch
@@ -51,11 +101,16 @@ class PooledStore(KVStore):
         self.whole = self.groups
         self.groups = [_for_each(group, batch) for group in self.whole]
         self._set_layers()
-        self.prefix, self.first = torch.zeros(2, batch, dtype=torch.int64, device=device)
-        self.pages = torch.zeros(batch, self.slots // page, dtype=torch.int32, device=device)
+        self.prefix = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.pages, self.writable = torch.zeros(
+            2, batch, self.slots // page, dtype=torch.int32, device=device
+        )
+        self._in_page = page // spec.config.retrieval.chunk if spec.levels == 3 else 1
+        self.chunks = self.pages.repeat(1, self._in_page)
         self._plans: WeakSet[PrefixPlan] = WeakSet()
-        self.paths: list[list[Run]] = [[] for _ in range(batch)]
-        self.places = [0] * batch
+        self.shared: list[list[int]] = [[] for _ in range(batch)]
+        self.own = self.shared
+        self._selected: tuple[object, slice | Tensor, slice | Tensor] | None = None
 
     def initialise(self, held: Sequence[int | None]) -> None:
         """See :class:`KVStore`; prefixes may be kept that no sequence holds."""
@@ -68,131 +123,86 @@ class PooledStore(KVStore):
     def keep_current(self, plan: PrefixPlan) -> None:
         """Gives a plan the prefixes now and whenever they change."""
         self._plans.add(plan)
-        plan.set(self.segments(), self.places)
+        self._tell([plan])
 
-    def segments(self) -> list[PrefixSegment]:
-        """Returns the runs of slots that are read once, each with the adjacent sequences that share it."""
-        found: list[PrefixSegment] = []
-        for depth in range(max(map(len, self.paths))):
-            before = None
-            for b, path in enumerate(self.paths):
-                run = path[depth] if depth < len(path) else None
-                if run is None:
-                    pass
-                elif run == before:
-                    found[-1] = found[-1]._replace(rows=found[-1].rows + 1)
-                else:
-                    found.append(PrefixSegment(run.place, run.stop - run.start, b, 1))
-                before = run
-        return found
+    def _tell(self, plans: Sequence[PrefixPlan]) -> None:
+        segments = list(segments_of(self.shared, self.depth, self.page))
+        for plan in plans:
+            plan.set(segments, [len(pages) * self.page for pages in self.shared])
 
-    def set(self, paths: Sequence[Sequence[Run]], places: Sequence[int]) -> None:
-        """Sets that sequence b begins with the positions of ``paths[b]`` and continues at ``places[b]``."""
-        self.paths, self.places = [list(path) for path in paths], list(places)
-        ends = [path[-1].stop if path else 0 for path in paths]
-        self.prefix.copy_(torch.tensor(ends))
-        self.first.copy_(torch.tensor(self.places))
-        page, table = self.page, torch.empty(self.pages.shape, dtype=torch.int32)
-        numbers = torch.arange(table.shape[1], dtype=torch.int32)
-        for b, (path, end) in enumerate(zip(paths, ends, strict=True)):
-            # Pages after the own slots are not read.
-            table[b] = (numbers + (places[b] - end) // page).clamp_max(self.total_slots // page - 1)
-            for start, stop, place in path:
-                part = slice(start // page, stop // page)
-                table[b, part] = numbers[part] + (place - start) // page
-        self.pages.copy_(table)
-        segments = self.segments()
-        for plan in self._plans:
-            plan.set(segments, self.places)
+    def set(self, shared: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> None:
+        """Sets that sequence b begins with the pages ``shared[b]`` and goes on in the pages ``own[b]``."""
+        self.shared, self.own = [list(pages) for pages in shared], [list(pages) for pages in own]
+        self._selected = None
+        # Pages after the own ones are not read.
+        tables = np.zeros((2, *self.pages.shape), dtype=np.int32)
+        tables[1] = -1
+        most = tables.shape[2]
+        for b, (first, rest) in enumerate(zip(self.shared, self.own, strict=True)):
+            every = [*first, *rest][:most]
+            tables[0, b, : len(every)] = every
+            tables[1, b, len(first) : len(every)] = every[len(first) :]
+        pages, writable = torch.from_numpy(tables)
+        self.pages.copy_(pages)
+        self.writable.copy_(writable)
+        chunks = pages[:, :, None] * self._in_page + torch.arange(self._in_page, dtype=torch.int32)
+        self.chunks.copy_(chunks.flatten(1))
+        self.prefix.copy_(torch.tensor([len(pages) * self.page for pages in self.shared]))
+        self._tell(list(self._plans))
 
-    def runs(self, b: int, start: int, stop: int) -> list[Run]:
-        """Returns the runs of slots that hold positions ``start`` to ``stop`` of a sequence."""
-        path = self.paths[b]
-        end = path[-1].stop if path else 0
-        found = []
-        for run in [*path, Run(end, max(end, stop), self.places[b])]:
-            first, last = max(run.start, start), min(run.stop, stop)
-            if first < last:
-                found.append(Run(first, last, run.place + first - run.start))
-        return found
-
-    @property
-    def _parts(self) -> list[Tensor]:
-        """Returns all stored tensors, ``[layers, 1, H_kv, slots, D]``."""
-        return [part for group in self.whole for part in group.parts]
+    def _slots(self, b: int, start: int, stop: int) -> slice | Tensor:
+        """Returns the slots of positions ``start`` to ``stop`` of a sequence."""
+        return selection(slots_in([*self.shared[b], *self.own[b]], start, stop, self.page), self.device)
 
     def append(self, layer: int, b: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`KVStore`.
+        """See :class:`KVStore` and :meth:`append_at`."""
+        key, stop = (b, start, k.shape[2]), start + k.shape[2]
+        if self._selected is None or self._selected[0] != key:
+            # All layers of a forward have the same slots.
+            self._selected = key, self._slots(b, start, stop), self._slots(b, 0, stop)
+        return self.append_at(layer, *self._selected[1:], k, v)
 
-        Queries after a prefix attend to one tensor, as those of a prompt alone do, so that they get the same
-        bits: keys and values of the prefixes are copied for it, those of one layer at a time.
-        """
-        own, stop = self.layers[layer], start + k.shape[2]
-        fresh = (k, v) if own.scales is None else in_int8(k, v)
-        written, read = self.runs(b, start, stop), self.runs(b, 0, stop)
-        seen = []
-        for whole, new in zip(self.whole[own.number].parts, fresh, strict=True):
-            slots = whole[own.place]
-            for run in written:
-                stored = slots[:, :, run.place : run.place + run.stop - run.start]
-                stored.copy_(new[:, :, run.start - start : run.stop - start])
-            parts = [slots[:, :, run.place : run.place + run.stop - run.start] for run in read]
-            seen.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0])
-        return (seen[0], seen[1]) if own.scales is None else dequantised(seen, k.dtype)
+    def copy_from(self, source: KVStore, b: int, start: int, pages: Sequence[int]) -> None:
+        """Copies positions of sequence b from a store whose sequences have slots of their own to pages."""
+        chosen, stop = self.slots_of(pages), start + len(pages) * self.page
+        for new, old in zip(self.stored, chunk_parts(source.groups, b, start, stop), strict=True):
+            new[:, chosen] = old
 
-    def copy_from(self, source: KVStore, b: int, run: Run) -> None:
-        """Copies positions of sequence b from a store whose sequences have slots of their own to a run."""
-        for group, other in zip(self.whole, source.groups, strict=True):
-            for new, old in zip(group.parts, other.parts, strict=True):
-                new[:, 0, :, run.place : run.place + run.stop - run.start] = old[
-                    :, b, :, run.start : run.stop
-                ]
-
-    def move_runs(self, stored: Sequence[tuple[int, int]]) -> None:
-        """Puts runs of slots, given by place and size, one after the other from slot 0 on."""
-        total = sum(size for _, size in stored)
-        for part in self._parts:
-            for (slots,) in part:
-                slots[:, :total] = torch.cat([slots[:, at : at + size] for at, size in stored], 1)
-
-    def copy_runs(self, source: "PooledStore", copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copies runs of slots of another store: places there, sizes, and places here."""
-        for new, old in zip(self._parts, source._parts, strict=True):
-            for start, size, place in copies:
-                new[:, 0, :, place : place + size] = old[:, 0, :, start : start + size]
+    def copy_pages(self, source: "PooledStore", there: Sequence[int], here: Sequence[int]) -> None:
+        """Copies pages of another store."""
+        chosen, others = self.slots_of(here), source.slots_of(there)
+        for new, old in zip(self.stored, source.stored, strict=True):
+            new[:, chosen] = old[:, others]
 
     def tokens(self) -> tuple[int, int]:
         """See :class:`KVStore`."""
-        runs = sorted((run.place, run.stop - run.start) for path in self.paths for run in path)
-        read, stored, end = sum(count for _, count in runs), 0, 0
-        # Runs of several sequences overlap.
-        for place, count in runs:
-            stored += max(0, place + count - max(place, end))
-            end = max(end, place + count)
-        return sum(self._lengths) - read + stored, read - stored
+        read = [page for pages in self.shared for page in pages]
+        saved = (len(read) - len(set(read))) * self.page
+        return sum(self._lengths) - saved, saved
 
     @contextmanager
     def saved(self, start: int, count: int) -> Iterator[None]:
         """See :class:`KVStore`. Inside, as much of the made-up sequences as fits is one prefix of all."""
         assert self.scratch is not None
-        before, page = (self.paths, self.places), self.page
-        own = -(-(page + self.scratch + 1) // page) * page
-        length = min(self.total_slots - self.batch * own, start) // page * page
-        places = [self.total_slots // page * page - (b + 1) * own for b in range(self.batch)]
-        self.set([[Run(0, length, 0)] if length else []] * self.batch, places)
-        written = [slice(run.place, run.place + run.stop - run.start)
-                   for b in range(self.batch) for run in self.runs(b, start, start + count)]  # fmt: skip
-        kept = [[part[..., slots, :].clone() for slots in written] for part in self._parts]
+        before, page, every = (self.shared, self.own), self.page, self.total_slots // self.page
+        own = -(-(page + self.scratch + 1) // page)
+        length = min(every - self.batch * own, start // page)
+        ends = range(every, every - self.batch * own, -own)
+        self.set([list(range(length))] * self.batch, [list(range(end - own, end)) for end in ends])
+        written = [
+            self._slots(b, start, min(start + count, (length + own) * page)) for b in range(self.batch)
+        ]
+        kept = [[layer[:, slots].clone() for slots in written] for layer in self.stored]
         try:
             yield
         finally:
-            for part, copies in zip(self._parts, kept, strict=True):
+            for layer, copies in zip(self.stored, kept, strict=True):
                 for slots, copy in zip(written, copies, strict=True):
-                    part[..., slots, :] = copy
+                    layer[:, slots] = copy
             self.set(*before)
 
     def in_pages(self, page: int) -> KVStore:
-        """Raises ValueError: the first slots of a sequence belong to pages of others, too."""
+        """Raises ValueError: the pages of prefixes are fixed."""
         raise ValueError(f"slots of a common prefix have pages of {self.page}; make another store")
 
 

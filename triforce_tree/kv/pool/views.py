@@ -1,6 +1,7 @@
-"""Views of slots whose common prefixes are stored once: all their queries attend to each together."""
+"""Views of sequences in pages; all queries that see a common prefix attend to it together."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from triforce_tree.kv.tree_attention_view import PagedRetrievalView, TreeAttenti
 
 
 class PooledView(TreeAttentionView):
-    """Is a view of T new tokens per sequence, which see their prefixes, their sequence and ancestors.
+    """Is a view whose queries read all positions of their sequence by its page table.
 
     Args:
         store: the slots.
-        queries, mask, depths: as for :class:`TreeAttentionView`.
+        queries, mask, depths, exact: as for :class:`TreeAttentionView`.
     """
 
     store: PooledStore
@@ -31,13 +32,27 @@ class PooledView(TreeAttentionView):
         queries: int,
         mask: Tensor | None,
         depths: Sequence[int] | None,
+        exact: bool = False,
+    ) -> None:
+        self._page = store.page
+        super().__init__(store, queries, mask=mask, depths=depths, exact=exact)
+
+    def _kv(self, slots: LayerSlots) -> KV:
+        return self.store.whole[slots.number].paged(slots.place, self.store.pages)
+
+
+class SharingView(PooledView):
+    """Is a view whose queries read each common prefix once, for an attention backend that can do so."""
+
+    def __init__(
+        self, store: PooledStore, queries: int, mask: Tensor | None, depths: Sequence[int] | None
     ) -> None:
         # Of each sequence after its prefixes, then of the segments of prefixes.
         count = (1 + store.depth) * store.batch
         self._all_lengths = torch.zeros(count, dtype=torch.int32, device=store.device)
         # The store refers to them weakly.
         self._plans: list[PrefixPlan] = []
-        super().__init__(store, queries, mask=mask, depths=depths)
+        super().__init__(store, queries, mask, depths)
 
     def _attention_of(self, heads: Heads, mask: Tensor, kv_dtype: torch.dtype, exact: bool) -> Attention:
         store = self.store
@@ -45,32 +60,13 @@ class PooledView(TreeAttentionView):
         plan = PrefixPlan(heads, mask, store.batch, store.depth, self._all_lengths, self.mask)
         store.keep_current(plan)
         self._plans.append(plan)
-        return store.attention.prefixes(plan, store.dtype, kv_dtype)
-
-    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
-        """See :class:`TreeAttentionView`."""
-        # An ended sequence may count as shorter than its prefixes.
-        super().begin((start - self.store.prefix).clamp_min_(0), mask_words)
-        self.at.add_(self.store.first)
-
-    def _kv(self, slots: LayerSlots) -> KV:
-        group, place = self.store.whole[slots.number], slots.place
-        k, v, *scales = (part[place] for part in group.parts)
-        return KV(k, v, scales=(scales[0], scales[1]) if scales else None)
-
-
-class PooledExactView(TreeAttentionView):
-    """Attends exactly, over the pages of each sequence, in whatever slots they are."""
-
-    store: PooledStore
+        return store.attention.prefixes(plan, store.dtype, kv_dtype, store.page)
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         """See :class:`TreeAttentionView`."""
         super().begin(start, mask_words)
-        self.at.sub_(self.store.prefix).clamp_(min=0).add_(self.store.first)
-
-    def _kv(self, slots: LayerSlots) -> KV:
-        return self.store.whole[slots.number].paged(slots.place, self.store.pages)
+        # An ended sequence may count as shorter than its prefixes.
+        self.lengths.copy_((start - self.store.prefix).clamp_min_(0))
 
 
 class PooledRetrievalView(PagedRetrievalView):
@@ -79,7 +75,7 @@ class PooledRetrievalView(PagedRetrievalView):
     Each has its own means, those of prefixes too, so that chunks are selected as in a sequence alone.
 
     Args:
-        store: the slots; their page is the chunk.
+        store: the slots, in pages of whole chunks.
         queries, config, max_growth, depths: as for :class:`PagedRetrievalView`.
     """
 
@@ -94,20 +90,15 @@ class PooledRetrievalView(PagedRetrievalView):
         depths: Sequence[int] | None = None,
     ) -> None:
         super().__init__(store, queries, config, max_growth, depths)
-        count, apart = store.pages.shape
-        self._first_in_pages = apart * torch.arange(count, device=store.device)[:, None, None]
-
-    def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
-        """See :class:`TreeAttentionView`."""
-        super().begin(start, mask_words)
-        self.at.sub_(self.store.prefix).clamp_(min=0).add_(self.store.first)
+        count, apart = store.chunks.shape
+        self._first_in_chunks = apart * torch.arange(count, device=store.device)[:, None, None]
 
     def _to_pages(self, chunks: Tensor, first_page: Tensor) -> None:
-        chunks.copy_(self.store.pages.view(-1)[chunks + self._first_in_pages])
+        chunks.copy_(self.store.chunks.view(-1)[chunks + self._first_in_chunks])
 
     @property
     def _groups(self) -> list[KVGroup]:
-        return self.store.whole
+        return [replace(group, page=self.config.chunk) for group in self.store.whole]
 
     def _keys(self, slots: LayerSlots) -> Tensor:
         pages, own = self.store.whole[slots.number].paged(slots.place), self.store.pages.long()  # [B, pages]
@@ -121,6 +112,6 @@ class PooledRetrievalView(PagedRetrievalView):
         store = self.store
         for group, retrieved in zip(store.groups, self.retrieved, strict=True):
             assert retrieved is not None
-            # As if each sequence had all slots; its pages say which it has.
+            # As if each sequence had all slots; the table says which it has.
             scale = None if group.scales is None else group.scales[0]
-            step.chunk_means(retrieved.means, group.k, first, count, self.config.chunk, scale, store.pages)
+            step.chunk_means(retrieved.means, group.k, first, count, self.config.chunk, scale, store.chunks)

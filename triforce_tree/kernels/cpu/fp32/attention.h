@@ -37,6 +37,7 @@ typedef struct {
 /* One sequence of a request. */
 typedef struct {
     int64_t length, end, start, first_query, runs; /* positions before the tail, all, first to read */
+    int64_t first_kv;                              /* of the table or of the slots: position 0 */
 } Sequence;
 
 static Sequence sequence_of(const AttentionRequest *request, int64_t b) {
@@ -46,18 +47,25 @@ static Sequence sequence_of(const AttentionRequest *request, int64_t b) {
     const int64_t end = length + tails - planned + request->tokens;
     const int64_t start = request->low ? request->low[b] : 0;
     const int64_t runs = (end + RUN - 1) / RUN - start / RUN;
-    return (Sequence){length, end, start, request->segments[3 * batch + b], runs};
+    return (Sequence){length, end, start, request->segments[3 * batch + b], runs, request->segments[batch + b]};
 }
 
 /* Finds the addresses of the keys and values of ``count`` positions from ``from`` on. */
-static void find_rows(const AttentionRequest *request, int64_t b, int64_t head, int64_t from, int count,
-                      const char **keys, const char **values) {
+static void find_rows(const AttentionRequest *request, const Sequence *sequence, int64_t b, int64_t head, int64_t from,
+                      int count, const char **keys, const char **values) {
     const float *k = request->keys + head * request->k_head, *v = request->values + head * request->v_head;
-    for (int i = 0; i < count; i++) {
-        int64_t outer = b, slot = from + i;
-        if (request->table) {
-            outer = request->table[b * request->table_batch + head * request->table_head + slot / request->page];
-            slot %= request->page;
+    int64_t outer = b, slot = sequence->first_kv + from, left = count;
+    const int32_t *next = NULL;
+    if (request->table) {
+        next = request->table + b * request->table_batch + head * request->table_head + slot / request->page;
+        slot %= request->page;
+        left = 0;
+    }
+    for (int i = 0; i < count; i++, slot++, left--) {
+        if (next && left <= 0) {
+            outer = *next++;
+            slot = i ? 0 : slot;
+            left = request->page - slot;
         }
         keys[i] = (const char *)(k + outer * request->k_outer + slot * request->k_slot);
         values[i] = (const char *)(v + outer * request->v_outer + slot * request->v_slot);
@@ -189,12 +197,12 @@ static void attend_run(const void *argument, int64_t b, int64_t head, int64_t nu
     const int64_t together = equal_parts(rows, MOST_LEFT);
     int64_t from = begin;
     int count = min_of(BLOCK - from % BLOCK, stop - from);
-    find_rows(request, b, head, from, count, keys, values);
+    find_rows(request, sequence, b, head, from, count, keys, values);
     while (count > 0) {
         const int64_t next = from + count;
         const int next_count = min_of(BLOCK, stop - next);
         if (next_count > 0)
-            find_rows(request, b, head, next, next_count, next_keys, next_values);
+            find_rows(request, sequence, b, head, next, next_count, next_keys, next_values);
         for (int n = 0; n < count;) {
             const int right = count - n >= RIGHT ? RIGHT : 1;
             for (int64_t m = 0; m < rows; m += together) {
@@ -273,6 +281,19 @@ int64_t attention(const void *argument) {
     return run_tasks(&tasks);
 }
 
+/* Returns the slot of a position of sequence b, or -1 if there is none; see kernels/step/kv_slots.py. */
+static inline int64_t written_slot(int64_t position, int64_t size, int64_t ring, const int32_t *table, int64_t b,
+                                   int64_t pages, int64_t page) {
+    if (ring)
+        return position % ring;
+    if (table) {
+        if (position >= pages * page || table[b * pages + position / page] < 0)
+            return -1;
+        position = (int64_t)table[b * pages + position / page] * page + position % page;
+    }
+    return position < size ? position : -1;
+}
+
 typedef struct {
     const float *x;                   /* [batch, heads, tokens, dim], dim dense */
     int64_t x_batch, x_head, x_token; /* elements */
@@ -284,9 +305,11 @@ typedef struct {
     Appended parts[2];    /* keys and values */
     const int64_t *start; /* [batch] */
     int64_t batch, heads, tokens, size, ring;
+    const int32_t *table; /* [batch, pages], dense, or NULL */
+    int64_t pages, page;
 } AppendRequest;
 
-/* Writes token t of sequence b to slot start[b] + t (modulo ``ring`` if not 0), and drops slots from ``size`` on. */
+/* Writes token t of sequence b to the slot of position start[b] + t, if there is one. */
 void append(const void *argument) {
     const AppendRequest *request = argument;
     for (int part = 0; part < 2; part++) {
@@ -294,10 +317,9 @@ void append(const void *argument) {
         for (int64_t b = 0; b < request->batch; b++)
             for (int64_t h = 0; h < request->heads; h++)
                 for (int64_t t = 0; t < request->tokens; t++) {
-                    int64_t slot = request->start[b] + t;
-                    if (request->ring)
-                        slot %= request->ring;
-                    else if (slot >= request->size)
+                    const int64_t slot = written_slot(request->start[b] + t, request->size, request->ring,
+                                                      request->table, b, request->pages, request->page);
+                    if (slot < 0)
                         continue;
                     memcpy(appended->slots + b * appended->to_batch + h * appended->to_head + slot * appended->to_slot,
                            appended->x + b * appended->x_batch + h * appended->x_head + t * appended->x_token,

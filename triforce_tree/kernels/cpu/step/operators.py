@@ -13,8 +13,8 @@ from torch import Tensor
 from triforce_tree.kernels.cpu.fp32.library import run_with_work, usable
 from triforce_tree.kernels.step import accept, grow, kv_slots, select, traversal
 
-_APPEND = struct.Struct("24q")
-_MOVE = struct.Struct("23q")
+_APPEND = struct.Struct("27q")
+_MOVE = struct.Struct("26q")
 _SELECT = struct.Struct("21qdd")
 _TRAVERSE = struct.Struct("25q")
 _GREEDY = struct.Struct("12q")
@@ -32,11 +32,13 @@ def append_kv(
     ring: int = 0,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    table: Tensor | None = None,
+    page: int = 0,
 ) -> None:
     """See ``kernels.step.append_kv``; dtypes other than fp32 use the definition."""
     library = usable(k_cache, v_cache, k, v)
     if library is None or k_scale is not None or not start.is_contiguous():
-        kv_slots.append_kv.definition(k_cache, v_cache, k, v, start, ring, k_scale, v_scale)
+        kv_slots.append_kv.definition(k_cache, v_cache, k, v, start, ring, k_scale, v_scale, table, page)
         return
     batch, heads, tokens, _ = k.shape
     size = k_cache.shape[2]
@@ -45,16 +47,29 @@ def append_kv(
     request = _APPEND.pack(
         k.data_ptr(), *k.stride()[:3], k_cache.data_ptr(), *k_cache.stride()[:3], k.shape[3],
         v.data_ptr(), *v.stride()[:3], v_cache.data_ptr(), *v_cache.stride()[:3], v.shape[3],
-        start.data_ptr(), batch, heads, tokens, size, ring,
+        start.data_ptr(), batch, heads, tokens, size, ring, *_paged(table, page),
     )  # fmt: skip
     library.append(request)
 
 
-def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -> None:
+def _paged(table: Tensor | None, page: int) -> tuple[int, int, int]:
+    """Returns the address of a dense table ``[B, pages]``, its pages and their slots; zeros for None."""
+    return (0, 0, 0) if table is None else (table.data_ptr(), table.shape[1], page)
+
+
+def move_kv(
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    start: Tensor,
+    ring: int = 0,
+    table: Tensor | None = None,
+    page: int = 0,
+) -> None:
     """See ``kernels.step.move_kv``."""
     compiled = usable()
     if compiled is None or k.stride(4) != 1 or v.stride(4) != 1 or index.stride(1) != 1:
-        kv_slots.move_kv.definition(k, v, index, start, ring)
+        kv_slots.move_kv.definition(k, v, index, start, ring, table, page)
         return
     (layers, batch, heads, size, _), places = k.shape, index.shape[1]
     kv_slots.check_ring(ring, places, size)
@@ -65,6 +80,7 @@ def move_kv(k: Tensor, v: Tensor, index: Tensor, start: Tensor, ring: int = 0) -
     )
     run_with_work(compiled.move_kv, _MOVE, (
         *slots, index.data_ptr(), start.data_ptr(), index.stride(0), layers, batch, heads, size, places, ring,
+        *_paged(table, page),
     ))  # fmt: skip
 
 

@@ -11,13 +11,13 @@ typedef struct {
     MovedSlots kv[2];
     const int64_t *index, *start; /* [batch, places], ``index_batch`` elements apart, and [batch] */
     int64_t index_batch, layers, batch, heads, size, places, ring;
+    const int32_t *table; /* [batch, pages], dense, or NULL */
+    int64_t pages, page;
 } MoveRequest;
 
-/* Returns the slot of a position, or -1 if there is none. */
-static inline int64_t moved_slot(const MoveRequest *request, int64_t position) {
-    if (request->ring)
-        return position % request->ring;
-    return position < request->size ? position : -1;
+/* Returns the slot of a position of sequence b, or -1 if there is none. */
+static inline int64_t moved_slot(const MoveRequest *request, int64_t b, int64_t position) {
+    return written_slot(position, request->size, request->ring, request->table, b, request->pages, request->page);
 }
 
 /* Returns the bytes that ``work`` needs if it has less, else 0 after moving all slots. */
@@ -34,7 +34,8 @@ int64_t move_kv(const void *argument) {
             /* A slot that is its own target is neither read nor written. */
             if (offset < 0 || offset == i)
                 continue;
-            from[count] = moved_slot(request, request->start[b] + offset), to[count] = moved_slot(request, request->start[b] + i);
+            from[count] = moved_slot(request, b, request->start[b] + offset);
+            to[count] = moved_slot(request, b, request->start[b] + i);
             count += from[count] >= 0 && to[count] >= 0;
         }
         for (int64_t layer = 0; count && layer < request->layers; layer++)

@@ -1,0 +1,64 @@
+"""Pages of KV slots: which are free, and in which slots the tokens of a text are."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+class FreePages:
+    """Gives out pages, and takes them back. Each page has one owner: a chunk, a sequence, or a node.
+
+    Args:
+        count: number of pages.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = np.ones(count, dtype=bool)
+
+    @property
+    def free(self) -> int:
+        """Returns the number of pages that nobody owns."""
+        return int(self._free.sum())
+
+    def take(self, count: int, after: int = -1, last: bool = False) -> list[int]:
+        """Returns pages for a new owner, consecutive ones if possible: a prefill reads them without a copy.
+
+        Args:
+            count: at most ``free``.
+            after: page after which they begin if those are free.
+            last: whether to prefer the last free pages instead of the first ones.
+        """
+        free = np.flatnonzero(self._free)
+        assert count <= len(free), f"{count} pages, {len(free)} are free"
+        if not count:
+            return []
+        begins = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
+        at = len(free) - count if last else 0
+        if len(begins):
+            following = int(np.searchsorted(free, after + 1))
+            at = following if after >= 0 and following in begins else int(begins[-1 if last else 0])
+        pages = free[at : at + count]
+        self._free[pages] = False
+        return [int(page) for page in pages]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Makes pages free that an owner does not need any more."""
+        self._free[list(pages)] = True
+
+
+def slots_in(pages: Sequence[int], first: int, stop: int, page: int) -> np.ndarray:
+    """Returns the KV slots, int64, of tokens ``first`` to ``stop`` of the owner of these pages.
+
+    Args:
+        page: KV slots of a page.
+    """
+    tokens = np.arange(first, stop)
+    return np.asarray(pages, dtype=np.int64)[tokens // page] * page + tokens % page
+
+
+def selection(slots: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+    """Returns an index of the slots. For consecutive slots it is a slice, which selects without a copy."""
+    if len(slots) and bool((np.diff(slots) == 1).all()):
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return torch.from_numpy(slots).to(device)
