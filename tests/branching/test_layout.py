@@ -76,7 +76,7 @@ def test_the_next_forward_can_be_laid_out_before_its_tokens_are_known() -> None:
     assert before == arranged(feeds)
 
 
-@pytest.mark.parametrize("least", [2, 10**9], ids=["nodes", "paths"])
+@pytest.mark.parametrize("least", [2, 10**9], ids=["shared", "alone"])
 @pytest.mark.parametrize(
     "heads, how",
     [
@@ -103,7 +103,7 @@ def test_attention_on_a_cpu(
         store = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, attention=backend("cpu"))
         pages: Any = SimpleNamespace(page=page, count=39, store=store)
         layout = arranged(feeds)
-        made = attention.NodeAttention([heads], pages, Sizes.of(layout, on_gpu=False))
+        made = attention.PathAttention([heads], pages, Sizes.of(layout, on_gpu=False))
         made.set(layout)
         kv = KV(torch.randn(40, heads.kv, page, heads.dim), torch.randn(40, heads.kv, page, heads.value_dim))
         queries = [

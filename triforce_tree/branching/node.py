@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from triforce_tree.kv.pool.pages import slots_in
+
 
 class Node:
     """A piece of text. Each child continues the text in its own way.
@@ -70,9 +72,7 @@ class Node:
 
     def slots(self, first: int, stop: int, page: int) -> np.ndarray:
         """Returns the KV slots of own tokens ``first`` to ``stop``, int64, in pages of ``page`` slots."""
-        tokens = np.arange(first, stop)
-        pages = np.asarray(self.pages, dtype=np.int64)
-        return pages[tokens // page] * page + tokens % page
+        return slots_in(self.pages, first, stop, page)
 
     def path_slots(self, stop: int, count: int, page: int) -> np.ndarray:
         """Returns the KV slots of the last ``count`` tokens of the text before own token ``stop``, oldest

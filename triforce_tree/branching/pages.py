@@ -1,14 +1,11 @@
 """Keys and values of a tree of texts: pages of KV slots that nodes own."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-
-import numpy as np
-import torch
 
 from triforce_tree.branching.node import Node
 from triforce_tree.kernels.attention.backend import AttentionBackend
-from triforce_tree.kv.store import KVStore
+from triforce_tree.kv.pool.pages import FreePages
+from triforce_tree.kv.pool.store import PagedStore
 from triforce_tree.models.hf_model import HFModel
 
 
@@ -29,8 +26,6 @@ def page_slots(target: HFModel) -> int:
 class KVPages:
     """Pages of KV slots of all layers, on the target's device.
 
-    All layers keep every position, also those with a sliding window, because a node may be forked anywhere.
-
     Args:
         target: the model.
         count: number of pages that nodes can own.
@@ -47,17 +42,15 @@ class KVPages:
     def __init__(self, target: HFModel, count: int, attention: AttentionBackend) -> None:
         self.page, self.count = page_slots(target), count
         self.page_bytes = self.page * slot_bytes(target)
-        shapes = [shape and replace(shape, window=None, chunked=False) for shape in target.kv_layers]
-        total = (count + 1) * self.page
-        self.store = KVStore(shapes, 1, total, target.device, target.dtype, self.page)
+        self.store = PagedStore(target, (count + 1) * self.page, self.page)
         self.store.attention = attention
-        self._free = np.ones(count + 1, dtype=bool)
-        self._free[0] = False
+        self._pages = FreePages(count + 1)
+        self._pages.take(1)
 
     @property
     def free(self) -> int:
         """Returns the number of pages that no node owns."""
-        return int(self._free.sum())
+        return self._pages.free
 
     def _missing(self, node: Node, tokens: int) -> int:
         return max(0, -(-tokens // self.page) - len(node.pages))
@@ -81,18 +74,10 @@ class KVPages:
         """
         self.check(needs)
         for node, tokens in needs.items():
-            pages = np.flatnonzero(self._free)[: self._missing(node, tokens)]
-            self._free[pages] = False
-            node.pages += pages.tolist()
+            after = node.pages[-1] if node.pages else -1
+            node.pages += self._pages.take(self._missing(node, tokens), after)
 
     def release(self, node: Node) -> None:
         """Frees the pages of a node."""
-        self._free[node.pages] = True
+        self._pages.give_back(node.pages)
         node.pages, node.stored = [], 0
-
-    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copies the KV slots ``source`` of all layers to the slots ``target``, int64 ``[n]``."""
-        old, new = (torch.from_numpy(slots).to(self.store.device) for slots in (source, target))
-        for group in self.store.groups:
-            for slots in (group.k, group.v):
-                slots[:, 0].index_copy_(2, new, slots[:, 0].index_select(2, old))

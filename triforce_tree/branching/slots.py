@@ -13,6 +13,7 @@ from triforce_tree.branching.pages import KVPages
 from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.kv.cached_tokens import common_prefix
+from triforce_tree.kv.pool.pages import selection
 from triforce_tree.kv.prefill import PromptCache, chunk_tokens, prefill, windowed_attention
 from triforce_tree.models.step_model import step_model
 from triforce_tree.requests.loaded import LoadedEngine
@@ -29,23 +30,20 @@ class NodeCache(PromptCache):
 
     def __init__(self, pages: KVPages, node: Node) -> None:
         super().__init__(pages.store, 0, length=node.start + node.stored)
-        self._page, self._node = pages.page, node
+        self._pages, self._node = pages, node
         # By tokens of the chunk and positions that its layers see, the slots of both.
-        self._places: dict[tuple[int, int], tuple[Tensor, slice | Tensor]] = {}
+        self._places: dict[tuple[int, int], tuple[slice | Tensor, slice | Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        node, page, count = self._node, self._page, k.shape[2]
+        node, page, count = self._node, self._pages.page, k.shape[2]
         length = self.length + count
         visible = length if params.window is None else min(length, params.window + count - 1)
         if (count, visible) not in self._places:
             stop = length - node.start
-            own = torch.from_numpy(node.slots(stop - count, stop, page)).to(k.device)
-            self._places[count, visible] = own, _selection(node.path_slots(stop, visible, page), k.device)
-        fresh, seen = self._places[count, visible]
-        cached = self.store.layers[layer].kv
-        for slots, new in zip(cached, (k, v), strict=True):
-            slots[0].index_copy_(1, fresh, new[0].to(slots.dtype))
-        keys, values = (slots[:, :, seen] for slots in cached)
+            both = node.slots(stop - count, stop, page), node.path_slots(stop, visible, page)
+            written, seen = (selection(slots, k.device) for slots in both)
+            self._places[count, visible] = written, seen
+        keys, values = self._pages.store.append_at(layer, *self._places[count, visible], k, v)
         # Layers that share another's keys may have been left with the last queries alone.
         return windowed_attention(q, keys, values, params, length - q.shape[2]).transpose(1, 2)
 
@@ -53,13 +51,6 @@ class NodeCache(PromptCache):
         super().advance(count)
         self._places.clear()
         self._node.stored = self.length - self._node.start
-
-
-def _selection(slots: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Returns an index of the slots. For consecutive slots it is a slice, which selects without a copy."""
-    if len(slots) and bool((np.diff(slots) == 1).all()):
-        return slice(int(slots[0]), int(slots[-1]) + 1)
-    return torch.from_numpy(slots).to(device)
 
 
 class TreeSlots:
@@ -175,7 +166,7 @@ class TreeSlots:
         self.pages.reserve({target: source.stored})
         if first < source.stored:
             old, new = (node.slots(first, source.stored, self.pages.page) for node in (source, target))
-            self.pages.copy(old, new)
+            self.pages.store.copy_slots(old, new)
 
     def release(self, node: Node) -> None:
         """Removes a node and its descendants from the tree, and frees their pages."""

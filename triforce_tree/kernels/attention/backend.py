@@ -45,8 +45,8 @@ class Capabilities:
         exact: whether it has ``exact``, whose results do not depend on other queries, bit for bit.
         pieces: whether it has ``pieces``, which caches in host memory need.
         prefixes: whether it has ``prefixes``. Without it, a shared prefix is read for each of its sequences.
-        texts: how it attends to a tree of texts: by "blocks" of queries, by "nodes", or by
-            "paths" of single queries, which every backend supports.
+        blocks: whether it attends to a tree of texts by blocks of queries (``kernels/attention/blocks``).
+            Without it, each query has a table of its own.
     """
 
     devices: tuple[str, ...]
@@ -60,7 +60,7 @@ class Capabilities:
     exact: bool = False
     pieces: bool = False
     prefixes: bool = False
-    texts: str = "paths"
+    blocks: bool = False
 
 
 class Attention(Protocol):

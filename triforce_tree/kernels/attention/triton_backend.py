@@ -21,7 +21,7 @@ class TritonBackend(AttentionBackend):
         exact=True,
         pieces=True,
         prefixes=True,
-        texts="blocks",
+        blocks=True,
     )
 
     def missing(self) -> str | None:

@@ -36,7 +36,6 @@ class CpuBackend(AttentionBackend):
         exact=True,
         pieces=True,
         prefixes=True,
-        texts="nodes",
     )
 
     def trees(

@@ -165,24 +165,3 @@ def _batched(x: Tensor, matrix: Tensor) -> Tensor:
 def _onednn(x: Tensor, matrix: Tensor) -> Tensor:
     """Returns ``x @ matrix.T`` for ``x`` ``[M, K]`` and ``matrix`` ``[N, K]``, any strides."""
     return torch.ops.mkldnn._linear_pointwise(x, matrix, None, "none", [], "")
-
-
-def merged_parts(parts: Sequence[tuple[Tensor, Tensor, Tensor]], queries: int) -> Tensor:
-    """Merges the attention of queries to several sets of positions, as ``reference.merge_states``.
-
-    Args:
-        parts: by part its queries, int64 ``[n]``, outputs ``[n, H_q, D_v]``, and log-sum-exps, fp32
-            ``[n, H_q]``. Each query is in at least one part.
-        queries: T.
-
-    Returns:
-        fp32 ``[T, H_q, D_v]``.
-    """
-    numbers, outs, lses = (torch.cat(column) for column in zip(*parts, strict=True))
-    top = torch.full((queries, lses.shape[1]), -torch.inf)
-    top.scatter_reduce_(0, numbers[:, None].expand_as(lses), lses, "amax")
-    weights = (lses - top[numbers]).exp_()
-    weight = torch.zeros_like(top).index_add_(0, numbers, weights)
-    total = torch.zeros(queries, *outs.shape[1:])
-    total.index_add_(0, numbers, outs * weights[..., None])
-    return total / weight[..., None]

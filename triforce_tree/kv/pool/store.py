@@ -61,6 +61,12 @@ class PagedStore(KVStore):
         """Returns all K, V and scales, by layer: ``[H_kv, S, D]``."""
         return [layer[0] for group in self._memory_of for part in group.parts for layer in part]
 
+    def copy_slots(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copies the slots ``source`` of all layers to other slots ``target``, int64 ``[n]``."""
+        old, new = (selection(slots, self.device) for slots in (source, target))
+        for layer in self.stored:
+            layer[:, new] = layer[:, old]
+
     def slots_of(self, pages: Sequence[int]) -> slice | Tensor:
         """Returns an index of the slots of pages."""
         return selection(slots_in(pages, 0, len(pages) * self.page, self.page), self.device)
