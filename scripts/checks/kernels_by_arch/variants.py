@@ -146,6 +146,10 @@ def _kv_slots() -> Iterator[Variant]:
         for places in (64, 1024):
             move = partial(kv_slots_kernels.move_kv, *caches, _ints(2, places), start)  # type: ignore[call-arg]
             yield Variant(f"move {places}, {name}", move)
+        table = _ints(2, 2).int()
+        paged = partial(append, table=table, page=128)
+        yield Variant(f"append in pages, {name}", paged)
+        yield Variant(f"move in pages, {name}", partial(move, table=table, page=128))
         yield Variant(f"means, {name}", partial(kv_slots_kernels.chunk_means, means, caches[0], start, 4, 8))
         both = torch.cat([means, means], -1)
         moments = partial(kv_slots_kernels.chunk_means, both, caches[0], start, 4, 8)
