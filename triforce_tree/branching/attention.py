@@ -86,6 +86,8 @@ class PathAttention:
         plans = {kind: plan_trees(kind, nothing, [0] * queries, device=self._store.device) for kind in heads}
         self._alone = {kind: backend.trees(plan, self._store.dtype, page=1) for kind, plan in plans.items()}
         self._attentions: dict[Heads, Attention] = self._alone
+        self._sharing: dict[Heads, tuple[PrefixPlan, Attention]] = {}
+        self._depth = 0
 
     def set(self, layout: Layout) -> None:
         """See :class:`BlockAttention`."""
@@ -102,16 +104,17 @@ class PathAttention:
         count = sum(feed.size for feed in layout.feeds)
         shared: list[list[np.ndarray]] = [[] for _ in range(count)]
         rest: list[list[np.ndarray]] = [[] for _ in range(count)]
-        ends, segments = [0] * count, list[PrefixSegment]()
+        ends, segments, shares = [0] * count, list[PrefixSegment](), self._backend.can.prefixes
         for number, length, tail, first, queries in layout.segments:
             slots, once = layout.nodes[number].slots(0, length + tail, self._page), 0
-            if self._backend.can.prefixes and (queries - 1) * length >= LEAST_SPARED:
+            if shares and length > 1 and (queries - 1) * length >= LEAST_SPARED:
                 # The last position stays with each query, so that none of them has nothing of its own.
                 once = length - 1
                 segments.append(PrefixSegment(ends[first], once, first, queries))
             for query in range(first, first + queries):
-                ends[query] += once
-                shared[query].append(slots[:once])
+                if once:
+                    ends[query] += once
+                    shared[query].append(slots[:once])
                 rest[query].append(slots[once : length + min(tail, query - first + 1)])
         self._show([np.concatenate([*a, *b]) for a, b in zip(shared, rest, strict=True)])
         if segments:
@@ -136,19 +139,24 @@ class PathAttention:
             attention.begin()
 
     def _share(self, segments: Sequence[PrefixSegment], ends: Sequence[int], depth: int) -> None:
-        """Lets the segments be read once; each query has ``ends`` positions in them."""
+        """Lets these (at most ``depth`` of a query) be read once; queries have ``ends`` positions there."""
         queries, device = self._table.shape[0], self._table.device
-        mask = torch.ones(1, 0, dtype=torch.bool)
-        words = pack_mask(mask).repeat(queries, 1).to(device)
-        attentions = {}
-        for kind, alone in self._alone.items():
-            own = alone.plan.lengths - torch.tensor(ends, dtype=torch.int32, device=device)
-            lengths = torch.cat([own, own.new_zeros(depth * queries)])
-            plan = PrefixPlan(kind, mask, queries, depth, lengths, words)
+        if depth > self._depth:
+            self._depth, mask = depth, torch.ones(1, 0, dtype=torch.bool)
+            words = pack_mask(mask).repeat(queries, 1).to(device)
+            zeros = torch.zeros((1 + depth) * queries, dtype=torch.int32, device=device)
+            plans = {kind: PrefixPlan(kind, mask, queries, depth, zeros, words) for kind in self._alone}
+            backend, dtype = self._backend, self._store.dtype
+            self._sharing = {
+                kind: (plan, backend.prefixes(plan, dtype, page=1)) for kind, plan in plans.items()
+            }
+        self._attentions = {}
+        shared = torch.tensor(ends, dtype=torch.int32, device=device)
+        for kind, (plan, attention) in self._sharing.items():
             plan.set(segments, ends)
-            attentions[kind] = self._backend.prefixes(plan, self._store.dtype, page=1)
-            attentions[kind].begin()
-        self._attentions = attentions
+            torch.sub(self._alone[kind].plan.lengths, shared, out=plan.plan.lengths[:queries])
+            attention.begin()
+            self._attentions[kind] = attention
 
     def prepare(self, layout: Layout) -> None:
         """See :class:`BlockAttention`. The table is not made in advance."""

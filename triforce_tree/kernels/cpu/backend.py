@@ -92,6 +92,15 @@ class _Trees:
         return torch.cat(outs), torch.cat(lses)
 
 
+def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merges another part into outputs and log-sum-exps in place, as ``reference.merge_states``."""
+    total = torch.logaddexp(lse, other_lse)
+    finite = total.clamp_min(torch.finfo(total.dtype).min)
+    weight, other_weight = ((each - finite).exp_()[..., None] for each in (lse, other_lse))
+    out.copy_(out * weight + other * other_weight)
+    lse.copy_(total)
+
+
 class _Prefixes:
     """Attention of sequences with shared prefixes, to pages of keys and values.
 
@@ -128,9 +137,7 @@ class _Prefixes:
             queries = slice(begin * count, (begin + rows) * count)
             attention = self._attention_to(start, length, rows * count)
             part = attention.states(q[queries], kv._replace(table=kv.table[begin : begin + 1]), alone)
-            pairs = zip(part, (out[queries], lse[queries]), strict=True)
-            both = (torch.stack(pair) for pair in pairs)
-            out[queries], lse[queries] = reference.merge_states(*both)
+            _merge(out[queries], lse[queries], *part)
         return out, lse
 
     def _attention_to(self, start: int, length: int, queries: int) -> _Trees:
