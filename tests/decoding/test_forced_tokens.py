@@ -94,7 +94,7 @@ def test_committed_tokens_are_those_of_a_longer_prompt() -> None:
         forced_tokens.draft_probs(forced, len(part), torch.Generator())
         forced_tokens.retrieval_logits(forced, [sequence[-1], *part], 3)
         forced_tokens.target_logits(forced, [sequence[-1], *part][: len(part)])
-        forced_tokens.commit(forced, len(part))
+        forced_tokens.commit(forced, part)
         sequence += part
     for program in programs:
         forced_tokens.offer(program, sequence, more[10:])
@@ -133,7 +133,7 @@ def test_the_drafter_sees_the_last_committed_token_in_every_block() -> None:
         forced_tokens.offer(program, sequence, coming[first : first + 3])
         found = forced_tokens.draft_probs(program, 4, torch.Generator())
         torch.testing.assert_close(found, expected[first : first + 4], atol=1e-5, rtol=1e-3)
-        forced_tokens.commit(program, 4)
+        forced_tokens.commit(program, coming[first : first + 4])
         sequence += coming[first : first + 4]
 
 

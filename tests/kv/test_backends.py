@@ -104,9 +104,6 @@ class Cache:
         backend.place(prompts, row, None)
         starts = [backend.cached.common(b, p, "chunks") for b, p in enumerate(prompts, first)]
         starts = [n if backend.store.continues(b, n) else 0 for b, n in enumerate(starts, first)]
-        for b, start in enumerate(starts, first):
-            if not start:
-                backend.store.begin(b)
         with self.target.active():
             backend.prefill(prompts, first, starts, run or PromptRun())
         for b, prompt in enumerate(prompts, first):

@@ -275,7 +275,7 @@ def _first_tokens(
         program.state.restore(start)
         for stage in stages:
             program.run(stage, generator)
-        program.cache.committed([0])
+        program.cache.committed([[]])
 
     def root(stage: str) -> Tensor:
         return program.verifier(stage).acceptance.scores[0, 0].clone()

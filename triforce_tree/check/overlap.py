@@ -84,7 +84,7 @@ def forced_passes(
         retrieval = to_probs(forced_tokens.retrieval_logits(program, chain, LEVEL_1_STEP), list)
         target = to_probs(forced_tokens.target_logits(program, chain), list)
         yield LevelProbs(draft, retrieval, target, list(text[at:stop]))
-        forced_tokens.commit(program, stop - at)
+        forced_tokens.commit(program, text[at:stop])
         at = stop
 
 

@@ -115,9 +115,9 @@ def target_logits(program: DecodingProgram, tokens: Sequence[int]) -> Tensor:
     return logits[0]
 
 
-def commit(program: DecodingProgram, count: int) -> None:
-    """Commits the first ``count`` tokens of the last :func:`target_logits`; the next one becomes the root."""
-    state = program.state
+def commit(program: DecodingProgram, tokens: Sequence[int]) -> None:
+    """Commits tokens after the root of the last :func:`target_logits`; the last of them becomes the root."""
+    state, count = program.state, len(tokens)
     before = state.length.clone()
     state.length += count
     if program.states is not None:
@@ -125,7 +125,7 @@ def commit(program: DecodingProgram, count: int) -> None:
     if program.retrieval is not None:
         chunk = program.retrieval.config.chunk
         program.retrieval.update_chunk_means(before // chunk, count // chunk + 2)
-    program.cache.committed([count], with_means=program.retrieval is not None)
+    program.cache.committed([tokens], with_means=program.retrieval is not None)
 
 
 def _chain(program: DecodingProgram, count: int) -> TokenTree:

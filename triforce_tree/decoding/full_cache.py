@@ -38,7 +38,9 @@ class FullCache:
 
     Attributes:
         backend: stores the keys and values.
-        cached, marks: which tokens are in the cache, and where it can be continued.
+        cached: which tokens are in the cache.
+        marks: where sequences can be continued; None if they can be at every length, because no layer has a
+            ring of slots or a recurrent state.
         states: the states of the target's recurrent layers; None if it has none.
         view: makes views for the target's forwards; ``token_view`` for those of one token that is committed.
         retrieval: level 1's view; None with fewer than three levels.
@@ -72,14 +74,16 @@ class FullCache:
         self._exchange: Exchange | None = None
         # A store that was given holds tokens that are not known here.
         self._given = store is not None
-        self.means = ChunkMeans(self.retrieval, batch, max_seq_len, target.device)
+        self.means = ChunkMeans(self.retrieval, self.cached, max_seq_len, target.device)
         self.view = self.token_view = cast(FullView, self.backend.view)
         self.states: RecurrentStates | None = None
         if target.states is not None:
             self.states = RecurrentStates(target.states, batch, target.device, target.dtype)
             self.token_view = with_states(self.view, self.states, commits=True)
             self.view = with_states(self.view, self.states, commits=False)
-        self.marks = Marks(StoredSequences(self.backend.store, self.states), batch)
+        self.marks: Marks | None = None
+        if self.states is not None or any(group.ring for group in self.backend.store.groups):
+            self.marks = Marks(StoredSequences(self.backend.store, self.states), batch)
         if kept is not None:
             self._take_over(kept)
 
@@ -114,7 +118,8 @@ class FullCache:
             first: the batch index of the first prompt.
         """
         starts = [self.cached.common(b, prompt, reuse, newest) for b, prompt in enumerate(prompts, first)]
-        starts = [self.marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts, first)]
+        if (marks := self.marks) is not None:
+            starts = [marks.start(b, n, copies=reuse == "all") for b, n in enumerate(starts, first)]
         return distributed.agreed(starts)
 
     def prefill(
@@ -155,8 +160,9 @@ class FullCache:
             starts = self._reusable(prompts, current, newest, first)
             if progress and any(starts):
                 progress(sum(starts))
-            for b, start in enumerate(starts, first):
-                self.marks.restore(b, start)
+            if (marks := self.marks) is not None:
+                for b, start in enumerate(starts, first):
+                    marks.restore(b, start)
             if all(start and start == len(p) - 1 for start, p in zip(starts, prompts, strict=True)):
                 if features is not None:
                     for b, start in enumerate(starts, first):
@@ -166,10 +172,10 @@ class FullCache:
                 run = PromptRun(progress, self.states, features)
                 reused = self.backend.prefill(prompts, first, starts, run)
             if index is None:
-                self.means.written(starts, [len(prompt) - 1 for prompt in prompts])
-            if reuse == "all":
+                self.means.written(starts)
+            if reuse == "all" and marks is not None:
                 for b, prompt in enumerate(prompts, first):
-                    self.marks.add(b, len(prompt) - 1)
+                    marks.add(b, len(prompt) - 1)
             self._computed_by = computed_by
             return reused
         except BaseException:
@@ -239,25 +245,24 @@ class FullCache:
         """
         for b, prompt in enumerate(prompts, index or 0):
             self.cached.begin(b, prompt)
-            self.marks.prune(b, len(prompt) - 1)
-        lengths = [len(prompt) - 1 for prompt in prompts]
+            if self.marks is not None:
+                self.marks.prune(b, len(prompt) - 1)
         if index is not None:
-            self.means.replace(index, *lengths)
+            self.means.lost(index, 0)
             return
-        self.means.begin(lengths)
-        self.backend.begin(lengths)
+        self.means.begin()
+        self.backend.begin(self.cached.lengths)
 
-    def committed(
-        self, counts: Sequence[int], tokens: Sequence[Sequence[int]] | None = None, with_means: bool = False
-    ) -> None:
-        """Records how many tokens the last pass of the target added to each sequence.
+    def committed(self, tokens: Sequence[Sequence[int]], with_means: bool = False) -> None:
+        """Records the tokens that the last pass of the target added to each sequence.
 
         Args:
-            tokens: the added tokens of each sequence; None if they are not known.
             with_means: whether the pass has updated the chunk means, which were up to date before.
         """
-        self.means.committed(counts, with_means)
+        counts = [len(new) for new in tokens]
         self.cached.grown(tokens)
+        if with_means:
+            self.means.updated()
         if self.states is not None:
             self.states.grown(counts)
         self.backend.committed(counts)

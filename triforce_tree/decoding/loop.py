@@ -422,7 +422,7 @@ class DecodingLoop:
             if kind.levels == 3:
                 program.state.retrieval_emitted.zero_()
             tokens = [emitted[:count] for count, _, _, _, *emitted in report]
-            program.cache.committed([count for count, *_ in report], tokens, with_means=kind.levels == 3)
+            program.cache.committed(tokens, with_means=kind.levels == 3)
             self.passes[kind] += 1
             fresh = self._append(running, report, observe)
             seconds = clock.seconds()

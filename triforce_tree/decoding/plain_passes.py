@@ -82,7 +82,7 @@ class PlainPasses:
         # The pass has appended the most probable tokens, which the given ones replace.
         given = torch.tensor(tokens, dtype=torch.int64, device=state.device)
         state.tokens.scatter_(1, state.length[:, None], given[:, None])
-        self._program.cache.committed([1] * len(tokens), [[token] for token in tokens])
+        self._program.cache.committed([[token] for token in tokens])
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.append(token)
 

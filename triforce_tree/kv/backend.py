@@ -193,7 +193,7 @@ class KVBackend:
         for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True), first):
             cache = self.prompt_cache(b, run.states, start)
             prefill(self.target, cache, list(prompt[:-1]), self.chunk, run.progress, start, run.features)
-            self.store.fed(b, len(prompt) - 1)
+            self.store.fed(b, len(prompt) - 1, start)
             if run.states is not None:
                 run.states.lengths[b] = len(prompt) - 1
             self.cached.fed(b, prompt, start)

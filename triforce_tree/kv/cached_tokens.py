@@ -14,8 +14,7 @@ _BLOCK = 4096
 class CachedTokens:
     """Records the tokens of B sequences, as the host knows them from prefills and committed passes.
 
-    The last token of a sequence is the root of its next pass, whose keys and values are not cached yet. Where
-    the tokens of a pass are not known, the sequence ends before them.
+    The last token of a sequence is the root of its next pass, whose keys and values are not cached yet.
 
     Args:
         batch: B.
@@ -33,6 +32,11 @@ class CachedTokens:
         self.whole = [0] * batch
         self.ends: list[list[int]] = [[] for _ in range(batch)]
         self._roots: list[int | None] = [None] * batch
+
+    @property
+    def lengths(self) -> list[int]:
+        """Returns how many tokens of each sequence are in the cache."""
+        return [len(tokens) for tokens in self.held]
 
     def clear(self) -> None:
         """Records that no token is in the cache any more."""
@@ -68,13 +72,10 @@ class CachedTokens:
         self.keep(b, len(prompt) - 1)
         self.held[b], self._roots[b] = list(prompt[:-1]), prompt[-1]
 
-    def grown(self, tokens: Sequence[Sequence[int]] | None) -> None:
-        """Records the tokens of each sequence that a pass committed; None if they are not known."""
-        for b, root in enumerate(self._roots):
-            new = tokens[b] if tokens is not None else None
-            if root is None or new is None:
-                self._roots[b] = None
-            elif new:
+    def grown(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Records the tokens of each sequence that a pass committed."""
+        for b, (root, new) in enumerate(zip(self._roots, tokens, strict=True)):
+            if root is not None and new:
                 self.held[b] += [root, *new[:-1]]
                 self._roots[b] = new[-1]
 

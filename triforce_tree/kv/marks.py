@@ -42,8 +42,6 @@ class StoredSequences:
 
     def __init__(self, store: KVStore, states: RecurrentStates | None) -> None:
         self._store, self._states = store, states
-        # Whether positions before the newest one are lost.
-        self._forgets = states is not None or any(group.ring for group in store.groups)
 
     def parts(self, b: int) -> list[Tensor]:
         rings = [part[:, b] for group in self._store.groups if group.ring for part in group.parts]
@@ -52,14 +50,11 @@ class StoredSequences:
     def continues(self, b: int, length: int) -> bool:
         if self._states is not None and self._states.lengths[b] != length:
             return False
-        return not self._forgets or self._store.continues(b, length)
+        return self._store.continues(b, length)
 
     def set_length(self, b: int, length: int) -> None:
-        if not length:
-            self._store.begin(b)
-            return
-        self._store.fed(b, length)
-        if self._states is not None:
+        self._store.fed(b, length, length)
+        if length and self._states is not None:
             self._states.lengths[b] = length
 
 

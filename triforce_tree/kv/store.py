@@ -405,13 +405,11 @@ class KVStore:
             if group.scales is not None:
                 step.move_kv(*group.scales, index, start, group.ring, *table)
 
-    def begin(self, sequence: int) -> None:
-        """Records that a sequence is prefilled from its first token on."""
-        self._lengths[sequence] = self._lost[sequence] = 0
-
-    def fed(self, sequence: int, length: int) -> None:
-        """Records that a sequence was prefilled up to ``length`` tokens."""
+    def fed(self, sequence: int, length: int, start: int = 0) -> None:
+        """Records that a sequence was prefilled from ``start`` up to ``length`` tokens."""
         self._lengths[sequence] = length
+        if not start:
+            self._lost[sequence] = 0
 
     def grown(self, counts: Sequence[int]) -> None:
         """Records how many tokens were appended to each sequence."""

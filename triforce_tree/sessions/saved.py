@@ -150,7 +150,8 @@ def fill(program: DecodingProgram, tokens: list[int], files: SavedFiles) -> None
         _check_kinds(files, STATES, states)
     cache.forget()
     # Copies of rings and states are of the sequence that the cache held.
-    cache.marks.prune(0, 0)
+    if cache.marks is not None:
+        cache.marks.prune(0, 0)
     # One file is read, and its checksum computed, while the one before it is copied out of the other buffer.
     largest = max((files.size(layer_name(layer)) for layer in layers), default=0)
     buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]

@@ -134,7 +134,7 @@ def test_plain_and_verifying_passes_alternate() -> None:
             program.run("retrieval_refresh", generator)
         program.run(stage, generator)
         report = program.state.pass_results().tolist()
-        program.cache.committed([row[0] for row in report], with_means=program.levels == 3)
+        program.cache.committed([row[4 : 4 + row[0]] for row in report], with_means=program.levels == 3)
         program.state.retrieval_emitted.zero_()
         for tokens, (count, _, _, _, *emitted) in zip(new, report, strict=True):
             tokens += emitted[:count]

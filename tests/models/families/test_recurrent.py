@@ -142,7 +142,7 @@ def test_forced_tokens(family: str) -> None:
     for given, kept in ((4, 2), (1, 1), (5, 5), (4, 1)):
         forced_tokens.offer(used, text[:at], text[at : at + 4])
         found.append(forced_tokens.target_logits(used, text[at - 1 : at - 1 + given])[:kept].clone())
-        forced_tokens.commit(used, kept)
+        forced_tokens.commit(used, text[at : at + kept])
         at += kept
     with torch.no_grad():
         own = target(torch.tensor([text[: at - 1]])).logits[0, len(PROMPTS[0]) - 1 :]

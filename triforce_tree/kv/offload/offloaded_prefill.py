@@ -40,7 +40,7 @@ def prefill_offloaded(
     sinks = []
     for b, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
         tokens = list(prompt[:-1])
-        cache.rings.fed(b, len(tokens))
+        cache.rings.fed(b, len(tokens), start)
         cache.lengths[b] = len(tokens)
         host.base[b] = cache.base_after(len(tokens))
         sinks.append(OffloadedPrefill(cache, b, start, with_means[b], run.states))
