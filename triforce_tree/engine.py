@@ -22,7 +22,6 @@ from transformers.generation.streamers import BaseStreamer
 from triforce_tree.branching.several import several_texts
 from triforce_tree.branching.tree import TextTree
 from triforce_tree.config import HierarchyConfig, Options, flat_options
-from triforce_tree.decoding.choice.stage_costs import allowance_of
 from triforce_tree.decoding.explain.explanation import Explanation, explained
 from triforce_tree.decoding.hierarchy import Hierarchy, PlannedPrograms
 from triforce_tree.decoding.loop import DecodingLoop
@@ -400,10 +399,9 @@ class Engine:
             pool = BatchPool(hierarchy, prompts, coming, how.max_batch, joining, shares)
         lengths = [len(prompt) for prompt in longest]
         hierarchy.choose_settings(self._config, self._given, lengths, coming, pool)
-        device = hierarchy.target.device
         if reading := to_probs.reading_text:
-            cost = cost_of_processors(reading, request.config, len(prompts), device.type == "cuda")
-            self._notices.log(cost)
+            on_gpu = hierarchy.target.device.type == "cuda"
+            self._notices.log(cost_of_processors(reading, request.config, len(prompts), on_gpu))
         whole = most < len(prompts) and (hierarchy.offloads or self._config.text_ranks > 1)
         if several and (whole or not hierarchy.together(to_probs, prompts)):
             return None
@@ -418,7 +416,7 @@ class Engine:
             PlannedPrograms(hierarchy, first, width + coming, self._reuse, how.pinned, pool),
             [*sequences[:size], *[None] * (size - len(sequences))],
             to_probs, seed, how.seed is not None, how.seeds is not None and not to_probs.greedy,
-            allowance_of(width, request.new_tokens, device), how.progress, self._reuse,
+            how.progress, self._reuse,
         )  # fmt: skip
         return Batch(request, loop, self.tokenizer, hierarchy, sequences[size:], pool)
 

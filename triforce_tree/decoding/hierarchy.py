@@ -4,7 +4,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -60,6 +60,7 @@ class Hierarchy:
     Attributes:
         own_drafter: the drafter that the user gave; None for a draft model and for suffix matching.
         config: the settings of the last request. ``tree`` and ``other_trees`` are those of the drafter.
+        facts: the properties of the models that the defaults of a device depend on.
         guard: says which parts of the target were compared with transformers' own forward.
         memory: the memory plan of the last request; None if nothing may be offloaded.
         level_one: the copy of the target's weights in fewer bits for level 1.
@@ -82,6 +83,7 @@ class Hierarchy:
         self.target, self.tokens = target, tokens
         self._level_0 = DraftLevel(target, draft, tokens)
         self.draft, self.own_drafter = self._level_0.model, self._level_0.own
+        self._models = [target] if self.draft is None else [target, self.draft]
         # Settings with the drafter's trees, by the settings that were given.
         self._with_trees: dict[HierarchyConfig, HierarchyConfig] = {}
         self.use(config)
@@ -101,7 +103,7 @@ class Hierarchy:
             self.guard = compare_at_load(target)
         # The states of the models that the buffers and the facts belong to.
         self._made_of = target.revision, self._level_0.revision
-        self._facts: tuple[object, ModelFacts] | None = None
+        self.facts = ModelFacts.of(target, self.draft)
 
     # Models
 
@@ -116,11 +118,10 @@ class Hierarchy:
                 more (``HFModel.refresh``); the engine was closed; or see ``locks.generation``.
         """
         with ExitStack() as stack:
-            stack.enter_context(self._locked())
+            stack.enter_context(generation(*(each.model for each in self._models)))
             self._refresh()
-            for model in (self.target, self.draft):
-                if model is not None:
-                    stack.enter_context(model.active())
+            for each in self._models:
+                stack.enter_context(each.active())
             try:
                 yield
             finally:
@@ -129,12 +130,9 @@ class Hierarchy:
                 if self.last_program is not None:
                     self.last_program.cache.end()
 
-    def _locked(self) -> AbstractContextManager[None]:
-        return generation(self.target.model, self.draft.model if self.draft is not None else None)
-
     def close(self) -> None:
         """Frees what was made of the models, and the weights in host memory."""
-        with self._locked():
+        with generation(*(each.model for each in self._models)):
             self.release()
             self.prefixes.clear()
             if self.target.streamed is not None:
@@ -149,7 +147,7 @@ class Hierarchy:
             return
         # On a GPU the number of sequences that fit is measured next; on a CPU a new program collects.
         self.release(collect=self.target.device.type == "cuda")
-        self._planned = None
+        self._planned, self.facts = None, ModelFacts.of(self.target, self.draft)
         if made_of[0] != self.target.revision:
             self.prefixes.clear()
 
@@ -217,13 +215,6 @@ class Hierarchy:
         # The defaults were measured with the full cache and all weights on the device.
         if not self.offloads and self.target.streamed is None:
             self.use(resolve(config, given, self.facts, max(lengths), len(lengths)))
-
-    @property
-    def facts(self) -> ModelFacts:
-        """Returns the properties of the models that the defaults depend on."""
-        if self._facts is None or self._facts[0] != self._made_of:
-            self._facts = self._made_of, ModelFacts.of(self.target, self.draft)
-        return self._facts[1]
 
     @property
     def offloads(self) -> bool:

@@ -101,7 +101,6 @@ class DecodingLoop:
         repeatable: whether the same seed gives the same tokens, see :class:`PassChooser`. Each sequence then
             has the draws that it has alone with the seed ``draws.sequence_seed``.
         by_position: whether sequences may have seeds of their own.
-        allowance: the passes of the target in whose time unknown stage costs may be measured.
         progress: called with numbers of prompt tokens as they are prefilled.
         reuse: which tokens that the cache holds from earlier generations are kept.
 
@@ -128,13 +127,11 @@ class DecodingLoop:
         seed: int,
         repeatable: bool = False,
         by_position: bool = False,
-        allowance: float = math.inf,
         progress: Progress | None = None,
         reuse: Reuse = "none",
     ) -> None:
         self._programs, self._to_probs, self._seed, self._repeatable = programs, to_probs, seed, repeatable
-        self._by_position, self._allowance = by_position, allowance
-        self._progress, self._reuse = progress, reuse
+        self._by_position, self._progress, self._reuse = by_position, progress, reuse
         self.sequences: list[Sequence | None] = []
         self.joining: list[Sequence] = []
         self.passes: Counter[PassKind] = Counter()
@@ -278,14 +275,16 @@ class DecodingLoop:
 
     def _make_program(self) -> None:
         """Makes a program for the batch, and its random draws."""
-        program = self._programs.make(self._texts())
+        texts = self._texts()
+        program = self._programs.make(texts)
         noise = seeded(program) if self._by_position else program.seeded
         program.prepare(self._to_probs)
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
         self._levels = [LevelStats(name) for name in (*lowest, *retrieval, "target")]
         # Unknown costs are measured on made-up sequences, so this comes before the prefill.
-        self._costs = known_costs(program, self._to_probs, self._allowance)
+        new = max((sequence.left for sequence in self.sequences if sequence is not None), default=math.inf)
+        self._costs = known_costs(program, self._to_probs, max(map(len, texts)), new)
         count = program.batch if self._repeatable else 1
         self.draws = Draws(self._seed, self._attempts, count, program.device, noise)
         self._clock, self._after_plain = StageClock(program.device), False

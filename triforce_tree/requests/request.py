@@ -201,6 +201,9 @@ class Request:
     Attributes:
         given_ids: the prompts as they were given, int64 ``[B, W]``; the output begins with them.
         input_ids: the prompts with all padding on the left, int64 ``[B, W]``, on the target's device.
+        prompts: the tokens of each prompt, without padding.
+        new_tokens: the most new tokens of a sequence.
+        outputs: which of "logits", "scores" and "logprobs" the output will have.
         sequences: one for each prompt.
         to_probs: maps logits to distributions.
         processors, criteria, config, model_inputs: see :class:`Prepared`.
@@ -210,6 +213,9 @@ class Request:
 
     given_ids: Tensor
     input_ids: Tensor
+    prompts: list[list[int]]
+    new_tokens: int
+    outputs: frozenset[str]
     sequences: list[Sequence]
     to_probs: ProbsFromLogits
     processors: LogitsProcessorList
@@ -250,7 +256,14 @@ class Request:
         # If processors read the tokens so far, the sequences of a batch are decoded one by one.
         to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
         pad_token, _ = _padding(vars(config))
-        return cls(given_ids, input_ids, sequences, to_probs, *prepared, how, pad_token)
+        named = ("logits", "scores") if config.return_dict_in_generate else ()
+        outputs = {name for name in named if getattr(config, f"output_{name}")}
+        if how.logprobs:
+            outputs.add("logprobs")
+        return cls(
+            given_ids, input_ids, list(tokens), sequences[0].ending.max_new_tokens, frozenset(outputs),
+            sequences, to_probs, *prepared, how, pad_token,
+        )  # fmt: skip
 
     @classmethod
     def from_transformers(
@@ -272,23 +285,6 @@ class Request:
         if mask is not None:
             padding = [row[hidden].tolist() for row, hidden in zip(input_ids, mask == 0, strict=True)]
         return cls.of(target, input_ids, input_ids, tokens, padding, prepared, how)
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        return [sequence.prompt for sequence in self.sequences]
-
-    @property
-    def new_tokens(self) -> int:
-        """Returns the most new tokens of a sequence."""
-        return self.sequences[0].ending.max_new_tokens
-
-    @property
-    def outputs(self) -> set[str]:
-        """Returns which of "logits", "scores" and "logprobs" the output will have."""
-        config, found = self.config, {"logprobs"} if self.how.logprobs else set[str]()
-        if config.return_dict_in_generate:
-            found |= {name for name in ("logits", "scores") if getattr(config, f"output_{name}")}
-        return found
 
     def sequence(self, prompt: list[int], new_tokens: int, number: int, seed: int | None) -> Sequence:
         """Returns a sequence of another prompt, with the stop criteria of the call."""

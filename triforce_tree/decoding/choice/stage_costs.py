@@ -60,17 +60,17 @@ class _Device(NamedTuple):
 _DEVICES = {"cpu": _Device(5e-5, 2e10, 0.05), "cuda": _Device(3e-5, 1.5e12, 0.003)}
 
 
-def allowance_of(prompt: int, new: int, device: torch.device) -> float:
+def allowance_of(prompt: int, new: float, device: torch.device) -> float:
     """Returns the passes of the target in whose time a request may measure unknown stage costs.
 
     Args:
-        prompt, new: the request's numbers of prompt tokens and of new tokens.
+        prompt, new: the request's numbers of prompt tokens and of new tokens; infinite if not known.
     """
     return _ALLOWED * (prompt / _PREFILLED[device.type] + new / _DECODED[device.type])
 
 
 def known_costs(
-    program: DecodingProgram, to_probs: ProbsFromLogits, allowance: float = math.inf
+    program: DecodingProgram, to_probs: ProbsFromLogits, prompt: int, new: float
 ) -> KnownCosts | None:
     """Returns the costs of a program's prepared stages with trees of each shape; None if all passes are
     alike.
@@ -81,14 +81,17 @@ def known_costs(
 
     Args:
         program: a ``DecodingProgram`` after ``prepare(to_probs)``.
-        allowance: the passes of the target in whose time stages may be measured. Where it is too short, costs
-            are guessed until a longer request comes.
+        prompt, new: tokens of the longest prompt, and the most that may follow. Costs are not measured for a
+            short request, but guessed until a longer one comes (:func:`allowance_of`).
     """
     if program.levels == 1 or program.config.rounds is not None:
         return None
     kept, refresh = program.selected.costs, program.config.retrieval.refresh
-    found, suffices = kept.get(refresh), allowance >= _LEAST_PASSES[program.device.type]
-    if found is None or (found.guessed and suffices):
+    found = kept.get(refresh)
+    if found is not None and not found.guessed:
+        return found
+    allowance = allowance_of(prompt, new, program.device)
+    if found is None or allowance >= _LEAST_PASSES[program.device.type]:
         first = stage_costs(program, to_probs, allowance, user_table())
         guess = first is None
         first = first or distributed.broadcast_object(guessed(program, program.max_seq_len - 1))
