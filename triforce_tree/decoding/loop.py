@@ -14,10 +14,8 @@ from torch import Tensor
 from triforce_tree.decoding.choice.chooser import PassChooser
 from triforce_tree.decoding.choice.stage_costs import known_costs
 from triforce_tree.decoding.out_of_memory import give_way
-from triforce_tree.decoding.prepared_stages import seeded
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.sequence import Sequence
-from triforce_tree.decoding.stage_set import drafted
 from triforce_tree.kv.cached_tokens import Reuse, common_prefix
 from triforce_tree.policy.costs import KnownCosts
 from triforce_tree.policy.pass_policy import PassPolicy
@@ -277,7 +275,7 @@ class DecodingLoop:
         """Makes a program for the batch, and its random draws."""
         texts = self._texts()
         program = self._programs.make(texts)
-        noise = seeded(program) if self._by_position else program.seeded
+        noise = program.use_seeds() if self._by_position else program.seeded
         program.prepare(self._to_probs)
         lowest = [program.drafter.name] if program.drafter is not None else []
         retrieval = ["retrieval"] if program.levels == 3 else []
@@ -502,7 +500,7 @@ class DecodingLoop:
         emitted = sum(len(new) for _, new in fresh)
         self._levels[-1].add(len(ran), proposed, count - len(ran), emitted, seconds["target"])
         if trees := kind.rounds * len(ran):
-            forwards, tokens = (len(ran) * number for number in drafted(self.program, *kind))
+            forwards, tokens = (len(ran) * number for number in self.program.drafted(*kind))
             self._levels[0].add(forwards, 0, 0, tokens, seconds["prepare"] + seconds["draft"])
             if kind.levels == 3:
                 verified = trees * self.program.shapes[kind.shape].depth

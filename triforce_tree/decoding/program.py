@@ -1,36 +1,214 @@
 """Runs the stages of decoding for one batch size, context length and configuration on fixed buffers."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from triforce_tree.config import HierarchyConfig
-from triforce_tree.decoding.buffers import Buffers
-from triforce_tree.decoding.prepared_stages import prepare_shape, prepared
-from triforce_tree.decoding.stage_set import stage_name
+from triforce_tree.decoding.full_cache import FullCache
+from triforce_tree.decoding.stage_progress import StageProgress
 from triforce_tree.decoding.stages import (
     ChainVerifyStage,
+    DraftStage,
     PlainStage,
     RetrievalVerifyStage,
     Stage,
     TreeVerifyStage,
 )
+from triforce_tree.drafters.base import Drafter, features_of, grown_shapes
 from triforce_tree.kv.cached_tokens import Reuse
+from triforce_tree.kv.offload.host_store import Offload
+from triforce_tree.kv.offload.weights.streamed_weights import check_level_one
+from triforce_tree.kv.pool.size import PoolSize
+from triforce_tree.kv.store import KVStore
+from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.step_model import StepModel, low_bit_model, step_model
+from triforce_tree.policy.costs import KnownCosts
+from triforce_tree.policy.pass_policy import Learnt
 from triforce_tree.policy.passes import PassKind
-from triforce_tree.runtime.executor import free_memory
+from triforce_tree.runtime import distributed
+from triforce_tree.runtime.executor import Cuts, executed_parts, free_memory
+from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.runtime.stats import Progress
 from triforce_tree.runtime.token_ids import id_tensor
+from triforce_tree.trees.device_shapes import DeviceTreeShape, pass_limits
+from triforce_tree.verify.noise import Noise, NoiseFactory
 from triforce_tree.verify.probs import DeviceProbs
+from triforce_tree.verify.row_bits import check_row_bits
 from triforce_tree.verify.sampling import ProbsFromLogits
+from triforce_tree.verify.seeded import Seeded
 from triforce_tree.verify.verifier import Verifier
 
 # Kinds of sampling whose stages are kept. On a GPU it takes seconds to capture those of another one.
 _MOST_PREPARED = 16
+# The seconds that a further shape takes, as a share of those of the first one. It needs no stages of its own
+# for the plain pass and for chains, and the layers are compiled already.
+_SHARE = 0.5
+# The most seconds that a first shape took in this process, by device. If its kernels had to be compiled, so
+# have those of a shape that no program has had yet.
+_longest: dict[torch.device, float] = {}
+# Devices, targets and nodes of the further shapes that this process has made.
+_made: set[tuple[torch.device, str, int]] = set()
 
 
-class DecodingProgram(Buffers):
-    """The buffers of one batch size, context length and configuration, with the stages that run on them."""
+@dataclass
+class PreparedStages:
+    """Holds the stages for one kind of sampling.
+
+    Attributes:
+        to_probs: maps logits to probabilities.
+        stages: the stages by name.
+        runs: functions by the name of a stage; their calls in order run it.
+        shapes: the numbers of the tree shapes that have stages.
+        seconds: the seconds that were spent on making the stages with the first shape.
+        costs: what the stages cost, by ``RetrievalConfig.refresh``.
+    """
+
+    to_probs: DeviceProbs
+    stages: dict[str, Stage]
+    runs: dict[str, list[Callable[[], None]]]
+    shapes: set[int]
+    seconds: float
+    costs: dict[int, KnownCosts] = field(default_factory=dict)
+
+
+def stage_name(name: str, shape: int) -> str:
+    """Returns the name of a stage with trees of one shape: ``draft``, or ``draft/1`` for shape 1."""
+    return f"{name}/{shape}" if shape else name
+
+
+class DecodingProgram:
+    """The buffers of one batch size, context length and configuration, with the stages that run on them.
+
+    It is made once and used for many requests.
+
+    Args:
+        target: the model of levels 1 and 2.
+        drafter: level 0; may be None for one level.
+        config: the settings; ``tree`` is the drafter's.
+        batch: the number of sequences.
+        max_seq_len: the most tokens of a sequence, new ones included.
+        levels: 1, 2 or 3.
+        offload: how the full cache is split between device and host; None keeps it on the device.
+        progress: called with the bytes of host memory as they are pinned.
+        store: KV slots on the device to use, with their present contents; by default new slots are allocated.
+        noise: makes the random numbers of every stage.
+        kept, pool: the cache of an earlier program, and a pool of KV slots, see :class:`FullCache`.
+        level_one: makes the model of level 1 in fewer bits; it has the arguments of ``low_bit_model``.
+
+    Attributes:
+        cache: the target's keys and values.
+        state: tokens, lengths and draft chains of the batch.
+        full: the target, as levels 2 and plain decoding run it.
+        retrieval_model: the target as level 1 runs it; only with three levels.
+        states, full_view, retrieval: see :class:`FullCache`.
+        store: the KV slots on the device, see :class:`KVBackend`.
+        shapes: the shapes of the drafter's trees, the configured one first. Stages of the others are made and
+            captured by :meth:`prepare_shape` when a pass first needs them.
+        max_draft_tokens: the most tokens that are proposed to level 2 on one path, without the tail.
+        runner_ups: whether level 2 also verifies one runner-up beside each token of the chain.
+        tail_tree: whether level 2 also verifies a tree of the first shape at the end of the chain.
+        capture_seconds: seconds spent on making and capturing stages, and on level 1's copy of the weights.
+        makes_slowly: whether making stages takes seconds, because kernels are compiled and graphs captured.
+        two_levels: whether a pass may use two levels instead of three; true if the user gave no number.
+        prepared: the stages of the last kinds of sampling by key, the one selected last at the end.
+        selected: the stages that are used now.
+        seeded: the noise of sequences with seeds of their own, see :meth:`use_seeds`.
+        learnt: what later requests start from, by kind of sampling (``choice/chooser.py``).
+
+    Raises:
+        ValueError: several levels without a drafter; a store that is too small, or cannot be paged by chunks;
+            streamed weights with a level 1 of 16 bits.
+        HostMemoryError: host memory is short.
+    """
+
+    selected: PreparedStages
+
+    def __init__(
+        self,
+        target: HFModel,
+        drafter: Drafter | None,
+        config: HierarchyConfig,
+        batch: int,
+        max_seq_len: int,
+        levels: int,
+        offload: Offload | None = None,
+        progress: Callable[[int], None] | None = None,
+        store: KVStore | None = None,
+        noise: NoiseFactory = Noise,
+        kept: FullCache | None = None,
+        pool: PoolSize | None = None,
+        level_one: Callable[[HFModel, int, bool, Sequence[int]], StepModel] = low_bit_model,
+    ) -> None:
+        self.target, self.config, self.levels = target, config, levels
+        self.batch, self.max_seq_len, self.device, self.noise = batch, max_seq_len, target.device, noise
+        if levels > 1 and drafter is None:
+            raise ValueError(f"levels={levels} needs a drafter; give one, or levels=1")
+        self.drafter = drafter if levels > 1 else None
+        self.seeded: Seeded | None = None
+        self.prepared: dict[Hashable, PreparedStages] = {}
+        self.learnt: dict[Hashable, Learnt] = {}
+        if target.streamed is not None and levels == 3:
+            check_level_one(config.weight_bits)
+        self.makes_slowly = compiled = self.device.type == "cuda"
+        extent = pass_limits(config, levels)
+        self.max_draft_tokens = extent.max_draft_tokens
+        self.runner_ups = levels == 3 and (compiled if config.runner_ups is None else config.runner_ups)
+        self.tail_tree = levels == 3 and config.tail_tree
+        size = batch, max_seq_len, levels
+        self.cache = FullCache(target, config, *size, offload, progress, store, kept, pool)
+        self.full_view, self.states, self.retrieval = self.cache.view, self.cache.states, self.cache.retrieval
+        self.store = self.cache.backend.store
+        self.two_levels = self._may_choose_levels(config)
+        features = self.drafter.features if self.drafter is not None else ()
+        self.shapes = grown_shapes(self.drafter) if self.drafter is not None else [DeviceTreeShape(())]
+        if self.cache.backend.fixed_passes:
+            del self.shapes[1:]
+        deepest = extent.max_draft_tokens + extent.depth + 2
+        self.state = SequenceState(
+            batch, max_seq_len + extent.scratch_slots, extent.chain, extent.extra,
+            target.vocab_size if levels == 3 else 0, self.device,
+            features_of(self.drafter, target, batch, deepest), extent.tail,
+        )  # fmt: skip
+        if self.states is not None:
+            self.state.recurrent = self.states.buffers
+        self.full = step_model(target, compiled, features, config.exact)
+        if self.drafter is not None:
+            self.drafter.bind(self.state)
+        if levels == 3:
+            bits = config.weight_bits
+            self.retrieval_model = self.full if bits == 16 else level_one(target, bits, compiled, features)
+        self.capture_seconds = 0.0
+
+    def _may_choose_levels(self, config: HierarchyConfig) -> bool:
+        return self.levels == 3 and not self.cache.backend.fixed_passes and config.chooses_levels
+
+    @contextmanager
+    def trial(self, length: int) -> Iterator[Callable[[bool], None]]:
+        """Is a context in which stages may run after made-up sequences of ``length`` tokens.
+
+        A stage may run up to three times in a row. Afterwards the KV slots of the full cache are as before,
+        and sequences must be prefilled or rewound.
+
+        Yields:
+            a function that sets the sequences back to ``length``, with draft chains of full length if its
+            argument is True, else with empty ones.
+        """
+
+        def begin(chains: bool) -> None:
+            self.state.length.fill_(length)
+            self.state.chain.fill_(self.state.max_draft_tokens if chains else 0)
+
+        with self.state.trial(length):
+            if self.drafter is not None:
+                self.drafter.start([[0] * (length + 1)] * self.batch)
+            with self.cache.trial(length):
+                yield begin
+
+    # Stages
 
     def prepare(self, to_probs: ProbsFromLogits) -> None:
         """Selects the stages for this kind of sampling, and makes and captures them if there are none.
@@ -46,23 +224,164 @@ class DecodingProgram(Buffers):
                 del self.prepared[next(iter(self.prepared))]
                 if self.device.type == "cuda":
                     free_memory()
-            found = prepared(self, DeviceProbs(to_probs, self.device, self.noise))
+            found = self._new_stages(DeviceProbs(to_probs, self.device, self.noise))
             self.capture_seconds += found.seconds
         self.selected = self.prepared[key] = found
         self.selected.to_probs.set(to_probs)
         if self.seeded is not None:
             self.seeded.clear()
 
+    def _new_stages(self, to_probs: DeviceProbs) -> PreparedStages:
+        """Returns the stages for one kind of sampling, with trees of the first shape.
+
+        On a GPU they are captured on made-up sequences of the greatest length. Sequences must be prefilled
+        afterwards.
+        """
+        start, device = time.perf_counter(), self.device
+        stages = self._stages_of(to_probs)
+        if self.config.exact:
+            self._check_exact(stages)
+        runs: dict[str, list[Callable[[], None]]] = {}
+        if device.type != "cuda":
+            runs = {name: executed_parts(stage.steps(), device) for name, stage in stages.items()}
+            return PreparedStages(to_probs, stages, runs, {0}, time.perf_counter() - start)
+        with self.trial(self.max_seq_len - 1) as begin:
+            progress = StageProgress(len(stages))
+            for name, stage in stages.items():
+                progress.next(name)
+                begin(False)
+                steps = stage.steps()
+                runs[name] = executed_parts(steps, device)
+                if self.cache.backend.transfers and name in ("target", "plain") and to_probs.capturable:
+                    # The first run compiles the kernels before decoding begins; a second one records pieces.
+                    for _ in range(2 if any(isinstance(step.capturable, Cuts) for step in steps) else 1):
+                        for part in runs[name]:
+                            part()
+        seconds = time.perf_counter() - start
+        _longest[device] = max(seconds, _longest.get(device, 0.0))
+        return PreparedStages(to_probs, stages, runs, {0}, seconds)
+
+    def _stages_of(self, to_probs: DeviceProbs) -> dict[str, Stage]:
+        """Returns the stages for one kind of sampling, by name, with trees of the first shape."""
+        state, vocabulary = self.state, self.target.vocab_size
+        stages: dict[str, Stage] = {}
+        if self.drafter is not None:
+            stages |= self._tree_stages(to_probs, 0)
+            if self.levels == 3:
+                tail = None
+                if self.tail_tree:
+                    tail = DraftStage(self.drafter, to_probs, state, vocabulary, probs=state.chain_probs)
+                stages["target"] = ChainVerifyStage(
+                    self.full,
+                    self.full_view,
+                    self.retrieval,
+                    to_probs,
+                    state,
+                    vocabulary,
+                    self.runner_ups,
+                    tail,
+                )
+        stages["plain"] = PlainStage(self.full, self.cache.token_view, to_probs, state, vocabulary)
+        return stages
+
+    def _tree_stages(self, to_probs: DeviceProbs, shape: int) -> dict[str, Stage]:
+        """Returns the stages that propose and verify trees of one shape."""
+        assert self.drafter is not None
+        state, vocabulary = self.state, self.target.vocab_size
+        draft = DraftStage(self.drafter, to_probs, state, vocabulary, shape)
+        stages: dict[str, Stage] = {"draft": draft}
+        nodes = draft.tree.nodes
+        view = self.retrieval
+        if view is not None and not self.shapes[shape].matched:
+            if shape:
+                view = view.resized(nodes, draft.tree.depths.tolist())
+            verifier = Verifier(self.retrieval_model, to_probs, state, nodes, vocabulary)
+            for name, choosing in (("retrieval_refresh", True), ("retrieval", False)):
+                stages[name] = RetrievalVerifyStage(draft, verifier, view, self.runner_ups, choosing)
+        if view is None or self.two_levels:
+            verifier = Verifier(self.full, to_probs, state, nodes, vocabulary)
+            stages["target_tree" if view is not None else "target"] = TreeVerifyStage(
+                draft, verifier, self.full_view
+            )
+        return {stage_name(name, shape): stage for name, stage in stages.items()}
+
+    def _check_exact(self, stages: dict[str, Stage]) -> None:
+        """Raises UnsupportedModelError if the logits of a token depend on how many tokens a forward has."""
+        verified = [
+            s.tree.nodes for s in stages.values() if isinstance(s, ChainVerifyStage | TreeVerifyStage)
+        ]
+        vocabulary = self.target.vocab_size
+        with self.trial(0):
+            for nodes in sorted({*verified} or {self.batch}):
+                name = self.target.name
+                check_row_bits(self.full, self.full_view, self.batch, nodes, vocabulary, name)
+
+    def use_seeds(self) -> Seeded:
+        """Returns the noise for sequences with their own seeds, which all stages that are made later use.
+
+        The existing stages are dropped. Sequences without a seed draw as before.
+        """
+        if self.seeded is None:
+            self.seeded = self.noise = Seeded(self.state, self.target.vocab_size)
+            self.prepared.clear()
+        return self.seeded
+
     def prepare_shape(self, number: int) -> None:
         """Makes and captures the stages for trees of one shape, unless they exist.
 
         It may be called between two passes, or inside :meth:`trial`. The state of the sequences is as before
-        afterwards, and KV slots after their ends are overwritten, as by any pass.
+        afterwards, also if memory runs out, and KV slots after their ends are overwritten, as by any pass. A
+        capture needs no made-up sequences, because everything that varies from pass to pass is in buffers on
+        the device.
 
         Raises:
             torch.OutOfMemoryError: device memory is short; the stages then do not exist.
         """
-        self.capture_seconds += prepare_shape(self, self.selected, number)
+        stages = self.selected
+        if number in stages.shapes:
+            return
+        start, state = time.perf_counter(), self.state
+        made = self._tree_stages(stages.to_probs, number)
+        progress = StageProgress(len(made))
+        runs: dict[str, list[Callable[[], None]]] = {}
+        saved, had_nan = state.save(), state.has_nan.clone()
+        try:
+            for name, stage in made.items():
+                progress.next(name)
+                # On a GPU this runs the stage, twice.
+                runs[name] = executed_parts(stage.steps(), self.device)
+                state.restore(saved)
+        finally:
+            state.restore(saved)
+            state.has_nan.copy_(had_nan)
+        stages.stages.update(made)
+        stages.runs.update(runs)
+        stages.shapes.add(number)
+        _made.add(self._kernels_of(number))
+        self.capture_seconds += time.perf_counter() - start
+
+    def held_back(self) -> dict[int, float]:
+        """Returns the shapes whose stages do not exist and take long to make, with the expected seconds of
+        each.
+
+        Shapes of matched tokens are never in the result, because they use the kernels of the first shape. All
+        ranks get the same result.
+        """
+        if not self.makes_slowly:
+            return {}
+        made = self.selected
+        grown = (number for number, shape in enumerate(self.shapes) if not shape.matched)
+        missing = [number for number in grown if number not in made.shapes]
+        cold = max(made.seconds, _longest.get(self.device, 0.0))
+        known = {number: self._kernels_of(number) in _made for number in missing}
+        seconds = {number: _SHARE * (made.seconds if known[number] else cold) for number in missing}
+        return distributed.broadcast_object(seconds)
+
+    def _kernels_of(self, number: int) -> tuple[torch.device, str, int]:
+        """Returns a key of the kernels that the stages of a shape need."""
+        return self.device, self.target.name, self.shapes[number].nodes
+
+    # Sequences
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], progress: Progress | None = None, reuse: Reuse = "none"
@@ -153,6 +472,8 @@ class DecodingProgram(Buffers):
             counts.zero_()
         self.cache.begin(prompts)
 
+    # Passes
+
     def transferred_bytes(self, tokens: int, plain: bool = False) -> int:
         """Returns the bytes of keys, values and weights that a pass of level 2 copies to the device.
 
@@ -215,3 +536,23 @@ class DecodingProgram(Buffers):
                 noise.draw_rows(generators)
         for part in self.selected.runs[name]:
             part()
+
+    @property
+    def chain_nodes(self) -> int:
+        """Returns the tokens per sequence in the target's forward over a chain of full length."""
+        return pass_limits(self.config, self.levels).chain_nodes(self.runner_ups)
+
+    def drafted(self, levels: int, rounds: int, shape: int) -> tuple[int, int]:
+        """Returns the forwards of the drafter in a pass, and the tokens that it proposes to each sequence.
+
+        Args:
+            levels, rounds, shape: the kind of the pass, see ``PassKind``.
+        """
+        assert self.drafter is not None
+        trees = [self.shapes[shape]] * rounds
+        if levels == 3 and self.tail_tree:
+            trees.append(self.shapes[0])
+        # A deterministic drafter proposes a whole tree in one forward, and matched tokens take no forward.
+        one = self.drafter.deterministic
+        forwards = sum(0 if tree.matched else 1 if one else len(tree.widths) for tree in trees)
+        return forwards, sum(tree.nodes - 1 for tree in trees)

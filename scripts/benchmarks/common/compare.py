@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from scripts.benchmarks.common.engine import Bench, Prompts, Run
-from triforce_tree.decoding.stage_set import chain_nodes
 
 # Tokens before a difference at which the noise between two kinds of forward is measured.
 _NOISE_TOKENS = 8
@@ -52,7 +51,7 @@ def _gap(bench: Bench, heads: Prompts, b: int, ours: int) -> dict[str, float]:
     """Returns how near sequence ``b`` was to the token ``ours`` after ``heads[b]``, by logits of plain
     forwards.
     """
-    width = chain_nodes(bench.program)
+    width = bench.program.chain_nodes
     with bench.shortened([p[: len(p) - width] for p in heads], width):
         many = last_logits(bench, heads, width)[b, -_NOISE_TOKENS:]
         shorter = [[p[: len(p) - n] for p in heads] for n in reversed(range(min(width, _NOISE_TOKENS)))]

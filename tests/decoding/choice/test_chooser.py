@@ -21,13 +21,13 @@ from tests.support.models.program_cases import (
     references,
     sequences_of,
 )
-from triforce_tree.decoding import prepared_stages
+from triforce_tree.decoding import program as programs
+from triforce_tree.decoding import stage_progress
 from triforce_tree.decoding.choice import chooser, stage_costs
 from triforce_tree.decoding.choice.chooser import PassChooser, temperature_class
 from triforce_tree.decoding.choice.cost_table import CostTable
 from triforce_tree.decoding.choice.stage_costs import settings_of
 from triforce_tree.decoding.loop import DecodingLoop
-from triforce_tree.decoding.prepared_stages import held_back
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.policy import costs
 from triforce_tree.policy.costs import PassCosts, StageCosts
@@ -317,9 +317,9 @@ def test_stages_of_matched_tokens_are_made_at_once() -> None:
     options = {"other_trees": ("chain:2", "lookup:4"), "rounds": None}
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, **options)
     program.prepare(GREEDY)
-    assert held_back(program) == {}
+    assert program.held_back() == {}
     program.makes_slowly = True
-    assert set(held_back(program)) == {1}
+    assert set(program.held_back()) == {1}
 
 
 def test_a_shape_that_no_program_has_had_takes_as_long_as_the_first_one_did(
@@ -327,23 +327,23 @@ def test_a_shape_that_no_program_has_had_takes_as_long_as_the_first_one_did(
 ) -> None:
     """Its kernels are compiled even where those of the first shape come from caches by now."""
     options = {"other_trees": ("chain:2", "chain:1"), "rounds": None}
-    monkeypatch.setattr(prepared_stages, "_longest", {})
-    monkeypatch.setattr(prepared_stages, "_made", set())
+    monkeypatch.setattr(programs, "_longest", {})
+    monkeypatch.setattr(programs, "_made", set())
     target, draft = model("llama-gqa"), draft_of("llama-gqa")
 
     def program(seconds: float) -> DecodingProgram:
         made = program_of(target, draft, 3, **options)
         made.prepare(GREEDY)
         made.makes_slowly = True
-        made.selected = replace(made.selected, seconds=seconds)
+        made.selected.seconds = seconds
         return made
 
     cold = program(12.0)
-    prepared_stages._longest[cold.device] = 12.0
-    assert held_back(cold) == {1: 6.0, 2: 6.0}
+    programs._longest[cold.device] = 12.0
+    assert cold.held_back() == {1: 6.0, 2: 6.0}
     cold.prepare_shape(2)
-    assert held_back(cold) == {1: 6.0}
-    assert held_back(program(1.0)) == {1: 6.0, 2: 0.5}
+    assert cold.held_back() == {1: 6.0}
+    assert program(1.0).held_back() == {1: 6.0, 2: 0.5}
 
 
 def test_long_preparations_say_how_far_they_are(
@@ -352,7 +352,7 @@ def test_long_preparations_say_how_far_they_are(
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, other_trees=("chain:2",), rounds=None)
     program.prepare(GREEDY)
     clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr(prepared_stages.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(stage_progress.time, "perf_counter", lambda: next(clock))
     with caplog.at_level(logging.WARNING):
         program.prepare_shape(1)
     lines = [record.getMessage() for record in caplog.records]

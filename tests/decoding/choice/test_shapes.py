@@ -23,7 +23,7 @@ from tests.support.models.program_cases import (
     program_of,
     references,
 )
-from triforce_tree.decoding import prepared_stages
+from triforce_tree.decoding import program as module
 from triforce_tree.decoding.choice import stage_costs
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
@@ -105,7 +105,7 @@ def test_stages_are_made_where_a_pass_first_takes_them() -> None:
 def test_a_capture_between_passes_leaves_no_trace(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU runs each stage twice before it is captured; the tokens are the same."""
     expected = [switched(shaped(levels), to_probs, 2)[0] for to_probs in (GREEDY, SAMPLED)]
-    plain = prepared_stages.executed_parts
+    plain = module.executed_parts
 
     def warmed(steps: object, device: torch.device) -> list[Callable[[], None]]:
         parts = plain(steps, device)
@@ -114,7 +114,7 @@ def test_a_capture_between_passes_leaves_no_trace(levels: int, monkeypatch: pyte
         return parts
 
     capturing: list[bool] = []
-    monkeypatch.setattr(prepared_stages, "executed_parts", warmed)
+    monkeypatch.setattr(module, "executed_parts", warmed)
     program = shaped(levels)
     for to_probs, tokens in zip((GREEDY, SAMPLED), expected, strict=True):
         capturing.clear()
@@ -125,14 +125,14 @@ def test_a_capture_between_passes_leaves_no_trace(levels: int, monkeypatch: pyte
 
 def test_stages_made_between_passes_are_not_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stages of two further shapes take an hour each."""
-    clock, make, hours = time.perf_counter, prepared_stages.tree_stages, [0]
+    clock, make, hours = time.perf_counter, DecodingProgram._tree_stages, [0]
 
     def slowly(*args: Any) -> dict[str, Stage]:
         hours[0] += 1
         return make(*args)
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600 * hours[0])
-    monkeypatch.setattr(prepared_stages, "tree_stages", slowly)
+    monkeypatch.setattr(DecodingProgram, "_tree_stages", slowly)
     program = shaped(2)
     _, loop = switched(program)
     assert hours == [2]
@@ -156,7 +156,7 @@ def test_memory_that_runs_out_in_a_capture_leaves_no_trace(
     levels: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last stage of a shape, which commits, has run twice before there is no memory to capture it."""
-    program, plain, made = shaped(levels), prepared_stages.executed_parts, [0]
+    program, plain, made = shaped(levels), module.executed_parts, [0]
     program.prepare(GREEDY)
 
     def short(steps: object, device: torch.device) -> list[Callable[[], None]]:
@@ -168,7 +168,7 @@ def test_memory_that_runs_out_in_a_capture_leaves_no_trace(
             raise torch.OutOfMemoryError("no memory")
         return parts
 
-    monkeypatch.setattr(prepared_stages, "executed_parts", short)
+    monkeypatch.setattr(module, "executed_parts", short)
     new, loop = switched(program)
     assert made[0] >= stages
     assert new == references()

@@ -25,7 +25,7 @@ from tests.support.models.program_cases import (
 )
 from tests.support.models.tiny_pair import TinyPair
 from triforce_tree import Engine
-from triforce_tree.decoding import prepared_stages
+from triforce_tree.decoding import stage_progress
 from triforce_tree.decoding.choice import cost_table
 from triforce_tree.decoding.choice import stage_costs as module
 from triforce_tree.decoding.choice.cost_table import CostTable, user_table
@@ -303,7 +303,7 @@ def test_engines_measure_once(
 def test_no_log_without_a_reason(
     measurements: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared_stages, "_PATIENCE", 60.0)
+    monkeypatch.setattr(stage_progress, "_PATIENCE", 60.0)
     caplog.set_level(logging.WARNING)
     program = program_of(model("llama-gqa"), draft_of("llama-gqa"), 3, 1, rounds=None)
     DecodingLoop.over(program, SAMPLED, 0)

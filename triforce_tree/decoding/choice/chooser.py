@@ -9,7 +9,6 @@ from transformers import TemperatureLogitsWarper
 
 from triforce_tree.decoding.choice.cost_table import user_table
 from triforce_tree.decoding.choice.stage_costs import by_shape, settings_of
-from triforce_tree.decoding.prepared_stages import held_back
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.with_lookup import WithLookup
 from triforce_tree.policy.costs import KnownCosts, PassCosts
@@ -63,7 +62,7 @@ class PassChooser:
         learnt, waiting = None, dict[int, float]()
         if self._learns:
             # The choice of a repeatable request must not depend on which stages are there already.
-            learnt, waiting = self._learnt(passes), held_back(program)
+            learnt, waiting = self._learnt(passes), program.held_back()
         self.policy = PassPolicy(passes, self._costs, program.config.rounds, learnt, waiting)
         self._lookup = program.drafter if isinstance(program.drafter, WithLookup) else None
         self._sent: _Timed | None = None

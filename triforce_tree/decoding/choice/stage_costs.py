@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from triforce_tree.decoding.choice.cost_table import CostTable, user_table
-from triforce_tree.decoding.prepared_stages import StageProgress
 from triforce_tree.decoding.program import DecodingProgram
-from triforce_tree.decoding.stage_set import chain_nodes, drafted
+from triforce_tree.decoding.stage_progress import StageProgress
 from triforce_tree.kernels.attention.backend import chosen
 from triforce_tree.kv.offload.bandwidth import bandwidths
 from triforce_tree.models.hf_model import HFModel
@@ -102,7 +101,7 @@ def known_costs(
 def by_shape(program: DecodingProgram, first: StageCosts) -> list[StageCosts | None]:
     """Returns the costs with trees of each shape, from those with trees of the first shape."""
     known, *others = program.shapes
-    chain, tail = chain_nodes(program), program.tail_tree
+    chain, tail = program.chain_nodes, program.tail_tree
     return [first, *(predicted(first, known, shape, chain, tail) for shape in others)]
 
 
@@ -163,11 +162,11 @@ def guessed(program: DecodingProgram, longest: int) -> StageCosts:
                 forward = _OWN_DRAFTER * seconds(1, 1)
             stages |= {
                 "prepare": forward,
-                "draft": max(COPIED * plain, forward * drafted(program, 2, 1, 0)[0]),
+                "draft": max(COPIED * plain, forward * program.drafted(2, 1, 0)[0]),
             }
         if three:
             budget = min(longest, program.config.retrieval.budget)
-            chain = seconds(chain_nodes(program), length)
+            chain = seconds(program.chain_nodes, length)
             # On a GPU a graph has the same work whatever it verifies.
             root = plain if program.device.type == "cpu" else chain
             retrieval = seconds(shape.nodes, budget, program.config.weight_bits)
