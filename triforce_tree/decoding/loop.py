@@ -398,13 +398,13 @@ class DecodingLoop:
 
     def _pass(self, observe: Observer | None) -> Fresh:
         """Makes one pass, and appends its tokens."""
-        program, clock = self.program, self._clock
+        program, clock, chooser = self.program, self._clock, self.chooser
         try:
             start = time.perf_counter() - program.capture_seconds  # no decoding
             running = [s if s is not None and s.finish_reason is None else None for s in self.sequences]
             texts = [s.tokens if s is not None else None for s in running]
             longest = max(len(s.tokens) for s in self.sequences if s is not None)
-            kind = self.chooser.choose(texts, longest, max(s.left for s in running if s is not None))
+            kind = chooser.choose(texts, longest, max(s.left for s in running if s is not None))
             clock.start()
             if kind != PLAIN:
                 kind = self._prepare_levels(kind, texts, self._after_plain)
@@ -424,11 +424,11 @@ class DecodingLoop:
             fresh = self._append(running, report, observe)
             seconds = clock.seconds()
             # The drafter catches up with the tokens of passes without its trees.
-            without = kind == PLAIN or self.chooser.matched(kind)
+            without = kind == PLAIN or chooser.matched(kind)
             resumed, self._after_plain = self._after_plain and not without, without
             self._count(kind, report, fresh, seconds)
             taken = time.perf_counter() - program.capture_seconds - start
-            self.chooser.observe(kind, report, taken, resumed)
+            chooser.observe(kind, report, taken, resumed)
         except BaseException:
             # An interrupted or failed pass may have left anything in the cache.
             program.cache.forget()
