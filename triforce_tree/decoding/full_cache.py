@@ -148,10 +148,10 @@ class FullCache:
             current: Reuse = reuse if self._computed_by == computed_by else "none"
             if index is None and current == "none":
                 self.backend.forget()
-            placed = self.backend.place(prompts, index, features)
+            moved = self.backend.place(prompts, index, features)
             if index is None:
-                for b, count in enumerate(placed):
-                    self.means.lost(b, count)
+                for b in moved:
+                    self.means.lost(b, 0)
                 if self._exchange is not None and reuse != "none":
                     found = self._reusable(prompts, current, 0, 0)
                     self._exchange.before(prompts, found, self._computed_by, computed_by, features)

@@ -170,9 +170,9 @@ class KVBackend:
             features: hidden states that a drafter reads.
 
         Returns:
-            how many tokens of each prompt are where they were: what was computed of their keys still holds.
+            the sequences that got other slots: what was computed of their keys does not hold any more.
         """
-        return [len(prompt) for prompt in prompts]
+        return []
 
     def prompt_cache(self, b: int, states: RecurrentStates | None, length: int) -> PromptCache:
         """Returns the cache that a prefill of sequence b continues after ``length`` tokens."""

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
 from zlib import crc32
 
 import pytest
@@ -30,6 +29,7 @@ from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.decoding.stages import DraftStage, Stage
 from triforce_tree.policy.costs import StageCosts
 from triforce_tree.policy.passes import PLAIN, PassKind, StageSeconds
+from triforce_tree.verify.probs import DeviceProbs
 from triforce_tree.verify.sampling import ProbsFromLogits
 
 OTHERS = ("chain:4", "best-first:5,4,3,2")
@@ -127,9 +127,9 @@ def test_stages_made_between_passes_are_not_decoding(monkeypatch: pytest.MonkeyP
     """The stages of two further shapes take an hour each."""
     clock, make, hours = time.perf_counter, DecodingProgram._tree_stages, [0]
 
-    def slowly(*args: Any) -> dict[str, Stage]:
-        hours[0] += 1
-        return make(*args)
+    def slowly(program: DecodingProgram, to_probs: DeviceProbs, shape: int) -> dict[str, Stage]:
+        hours[0] += bool(shape)
+        return make(program, to_probs, shape)
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600 * hours[0])
     monkeypatch.setattr(DecodingProgram, "_tree_stages", slowly)

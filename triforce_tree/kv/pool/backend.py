@@ -61,7 +61,7 @@ class PooledBackend(KVBackend):
         """See :class:`KVBackend`; sequences that are cached whole keep their slots."""
         if index is not None:
             self._place({index: prompts[0]}, features)
-            return [0]
+            return [index]
         cached = self.cached
         whole = [len(p) > 1 and cached.common(b, p, "all") == len(p) - 1 for b, p in enumerate(prompts)]
         # Their own slots were made for as many tokens to come.
@@ -72,7 +72,7 @@ class PooledBackend(KVBackend):
             # Sequences that stay may have more slots of their own than they need now.
             others = dict(enumerate(prompts))
             self._place(others, features)
-        return [0 if b in others else len(prompt) - 1 for b, prompt in enumerate(prompts)]
+        return list(others)
 
     def _place(self, prompts: Mapping[int, Sequence[int]], features: Features | None) -> None:
         self.pool.release(prompts)
