@@ -64,7 +64,8 @@ class ChunkMeans:
             return
         chunk = self._view.config.chunk
         first = [min(pair) // chunk for pair in pairs]
-        self._update(first, max(lengths) // chunk + 1 - min(first))
+        behind = [length // chunk + 1 - known // chunk for known, length in pairs if known < length]
+        self._update(first, max(behind))
         self._known = lengths
 
     def _update(self, first: Sequence[int], count: int) -> None:
