@@ -324,8 +324,9 @@ class Bench:
                     clock.synchronize()
                 clock.mark(name)
             if program.cache.backend.transfers:
-                counts = [row[0] for row in program.state.pass_results().tolist()]
-                program.cache.committed(counts, with_means=program.levels == 3)
+                report = program.state.pass_results().tolist()
+                tokens = [emitted[:count] for count, _, _, _, *emitted in report]
+                program.cache.committed(tokens, with_means=program.levels == 3)
             program.state.retrieval_emitted.zero_()
         synchronize(self.device)
         runs = Counter(one_pass)
