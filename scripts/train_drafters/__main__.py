@@ -11,8 +11,10 @@ of all ``--contexts``, and the drafter reads them through sinks and a window as 
 that acceptance does not fall with the length of the text.
 
 ``--out`` gets ``config.json`` and ``model.safetensors`` in the published layout, for
-``triforce_tree.load(TARGET, drafter=OUT)``, and ``training.jsonl``, a results file of losses, seconds and, at
-the end, of the drafter's agreement with the target on Python's help topics, which are held out.
+``triforce_tree.load(TARGET, drafter=OUT)``. For ``--kind mtp`` it gets a checkpoint of the target with the
+layer, which is in ``mtp.safetensors``, for ``load(OUT, drafter="mtp")``. ``training.jsonl`` is a results file
+of losses, seconds and, at the end, of the drafter's agreement with the target on Python's help topics, which
+are held out.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from scripts.train_drafters.block import BlockTraining
 from scripts.train_drafters.eagle import EagleNetwork
 from scripts.train_drafters.evaluate import by_context
 from scripts.train_drafters.folder import DrafterFolder
+from scripts.train_drafters.mtp import FILE, MtpTraining
 from scripts.train_drafters.segments import Cache, Segments
 from scripts.train_drafters.teacher import Teacher
 from scripts.train_pair.distill import compare
@@ -53,6 +56,7 @@ KINDS: dict[str, Callable[[Teacher, argparse.Namespace], nn.Module]] = {
     "eagle3": lambda teacher, args: EagleNetwork(
         teacher, args.depths, args.mlp, args.own_head, Cache(args.sinks, args.window)
     ),
+    "mtp": lambda teacher, args: MtpTraining(teacher, args.depths, Cache(args.sinks, args.window)),
     "dflash": lambda teacher, args: BlockTraining(teacher, args.depths, args.layers, args.mlp, args.window),
 }
 
@@ -215,9 +219,10 @@ def main(words: Sequence[str] | None = None) -> Record:
     longest, most = max([*args.contexts, *args.evaluate]), teacher.positions
     if longest > most:
         sys.exit(f"--contexts and --evaluate: {longest} is more than the target's {most} positions; lower it")
-    folder = DrafterFolder(args.out, settings_of(args))
     torch.manual_seed(args.seed)
     network: Any = KINDS[args.kind](teacher, args)
+    completed = isinstance(network, MtpTraining)
+    folder = DrafterFolder(args.out, settings_of(args), *([FILE] if completed else []))
     training = Training(args, folder, lambda line: print(line, file=sys.stderr, flush=True))
     # The texts after a break are others than those before it.
     seed = args.seed + 1000 * int(folder.spent)
@@ -231,7 +236,10 @@ def main(words: Sequence[str] | None = None) -> Record:
     steps = fit(training, args.kind, network, losses, total, Schedule(0.5, args.warm_up, 0.02), [0.0], until)
     # What is measured are the weights as they are saved.
     folder.restore(network)
-    ids = token_ids(load_tokenizer(source), pydoc_text()) if args.evaluate else []
+    tokenizer = load_tokenizer(source)
+    if completed:
+        network.complete(folder.path, tokenizer)
+    ids = token_ids(tokenizer, pydoc_text()) if args.evaluate else []
     result: Record = {
         "what": "result", "kind": args.kind, "steps": steps, "seconds": folder.spent,
         "parameters": parameters, "bytes": folder.weights.stat().st_size,

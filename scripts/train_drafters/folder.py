@@ -29,6 +29,7 @@ class DrafterFolder:
 
     Args:
         path: the folder; it is made.
+        file: the name of the file of weights.
         settings: of the training; a folder with others is refused.
 
     Raises:
@@ -36,9 +37,9 @@ class DrafterFolder:
         OSError: it cannot be written.
     """
 
-    def __init__(self, path: Path, settings: Record) -> None:
+    def __init__(self, path: Path, settings: Record, file: str = WEIGHTS[0]) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        self.path, self.weights = path, path / WEIGHTS[0]
+        self.path, self.weights = path, path / file
         self.records = Records(path / PROGRESS, settings, header(settings["seed"]))
 
     @property

@@ -91,10 +91,14 @@ class StreamingAttention:
         segments: of N segments with K pairs.
         rotary: turns queries and keys.
         keys, values: ``[N, H_kv, K, D]``, before rotation.
+        within_cache: whether the sinks are as far away as in the cache; otherwise as far as in the text.
     """
 
-    def __init__(self, segments: Segments, rotary: Rotary, keys: Tensor, values: Tensor) -> None:
+    def __init__(
+        self, segments: Segments, rotary: Rotary, keys: Tensor, values: Tensor, within_cache: bool = True
+    ) -> None:
         self._segments, self._rotary = segments, rotary
+        self._far = segments.far if within_cache else segments.positions
         sinks = segments.cache.sinks
         first = rotary(keys[:, :, :sinks], segments.kept[0, :sinks])
         near = rotary(keys[:, :, sinks:], segments.near)
@@ -114,7 +118,7 @@ class StreamingAttention:
         """Returns attention outputs ``[N, H, L, D]`` of the queries at a depth."""
         segments, dim = self._segments, queries.shape[-1]
         near = self._rotary(queries, segments.near[-segments.length :] + depth)
-        both = torch.cat([near, self._rotary(queries, segments.far + depth)], -1)
+        both = torch.cat([near, self._rotary(queries, self._far + depth)], -1)
         groups = queries.shape[1] // self._keys[0].shape[1]
         keys, values = (torch.cat(x, 2).repeat_interleave(groups, 1) for x in (self._keys, self._values))
         mask = torch.cat(self._masks, 2)[:, None]

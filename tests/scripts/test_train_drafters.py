@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from torch import Tensor
+from transformers import LlamaForCausalLM, modeling_layers
 
 import triforce_tree
 from tests.support.models.families import greedy, prompt_of, tiny
@@ -98,6 +99,40 @@ def test_the_trained_eagle_network_computes_what_the_drafter_does(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("at", [1, 30])
+def test_the_trained_mtp_layer_computes_what_the_drafter_does(script: Any, tmp_path: Path, at: int) -> None:
+    if not hasattr(modeling_layers, "MtpModel"):
+        pytest.skip("this release of transformers has no MTP layers")
+    from triforce_tree.drafters.heads.mtp import MtpNetwork
+    from triforce_tree.loading.mtp_checkpoint import mtp_tensors, read_mtp_layers
+
+    segments, mtp = script("train_drafters.segments"), script("train_drafters.mtp")
+    target = target_of()
+    teacher = script("train_drafters.teacher").Teacher(target)
+    network = mtp.MtpTraining(teacher, DEPTHS, segments.Cache(SINKS, WINDOW))
+    for parameter in network.parameters():
+        parameter.copy_((parameter + 0.2 * torch.randn_like(parameter)).half())
+    script("train_drafters.folder").DrafterFolder(tmp_path, {"seed": 0}, mtp.FILE).save(network, 1.0)
+    network.complete(tmp_path, None)
+    loaded = triforce_tree.load(tmp_path, levels=1).target
+    model = loaded.model
+    layer = MtpNetwork(read_mtp_layers(model, mtp_tensors(model.config)), loaded, "a test")
+    tokens = torch.randint(target.config.vocab_size, (2, 40))
+    hidden = teacher.states(tokens, network.features)
+    made = network(tokens, hidden, segments.Segments(network.cache, torch.tensor([1]), torch.tensor([at]), 2))
+    kept = [*range(at + 1)] if at < SINKS + WINDOW else [*range(SINKS), *range(at + 1 - WINDOW, at + 1)]
+    pairs, x = torch.tensor([kept]), hidden[LAYERS][1:, kept]
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return attend(q[:, :, -1:], k, v, torch.ones(1, 1, k.shape[2], dtype=torch.bool), scale)
+
+    for depth in range(DEPTHS):
+        fed, _ = layer.forward(0, tokens[1:, pairs[0] + 1], x, pairs + 1, attended, 1)
+        torch.testing.assert_close(made[depth][:, :1], fed, rtol=1e-4, atol=1e-4)
+        x, pairs = torch.cat([x, fed], 1), torch.cat([pairs, pairs[:, -1:] + 1], 1)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("at", [0, WINDOW, 30])
 def test_the_trained_blocks_are_those_of_the_reference(script: Any, tmp_path: Path, at: int) -> None:
     """Compares the last of several blocks of a segment, whose context is that of its window."""
@@ -125,10 +160,12 @@ def test_the_trained_blocks_are_those_of_the_reference(script: Any, tmp_path: Pa
 
 def accepted(folder: Path, target: LlamaForCausalLM, prompt: list[int], expected: list[int]) -> float:
     """Returns accepted tokens of a pass with the drafter in a folder, whose greedy text is checked."""
+    config = json.loads((folder / "config.json").read_text())
     advanced: dict[str, Any] = {"rounds": 1}
-    if "eagle_config" in json.loads((folder / "config.json").read_text()):
+    if "dflash_config" not in config:
         advanced |= {"sinks": SINKS, "window": WINDOW}
-    engine = triforce_tree.load(target, drafter=folder, levels=2, tree="chain:3", advanced=advanced)
+    given: Any = (target, folder) if "num_mtp_layers" not in config else (folder, "mtp")
+    engine = triforce_tree.load(given[0], drafter=given[1], levels=2, tree="chain:3", advanced=advanced)
     out = engine.generate(prompt, max_new_tokens=len(expected), do_sample=False)
     assert out.sequences[0, len(prompt) :].tolist() == expected
     length = out.levels[1].mean_accepted_length
@@ -136,8 +173,10 @@ def accepted(folder: Path, target: LlamaForCausalLM, prompt: list[int], expected
     return length
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
 def test_a_short_training_helps_and_goes_on(script: Any, tmp_path: Path, kind: str) -> None:
+    if kind == "mtp" and not hasattr(modeling_layers, "MtpModel"):
+        pytest.skip("this release of transformers has no MTP layers")
     target, main = foreseeable(), script("train_drafters.__main__").main
     written_by(target, tmp_path)
     words = words_of(tmp_path, "--kind", kind)

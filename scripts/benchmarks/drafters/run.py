@@ -48,6 +48,7 @@ from scripts.benchmarks.texts.rows import rows
 from scripts.inflate.drafter import inflate_drafter
 from scripts.inflate.pair import inflate
 from scripts.inflate.shapes import Shape
+from scripts.train_drafters.mtp import FILE as MTP
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
 from triforce_tree.drafters.registry import WEIGHTS
@@ -70,10 +71,10 @@ def drafter_rows(part: str, header: Record, samples: list[Record]) -> list[Recor
 
 def digest_of(folder: Path) -> str:
     """Returns a digest of a drafter's weights, by which results of different ones are kept apart."""
-    files = [folder / name for name in WEIGHTS if (folder / name).is_file()]
+    files = [folder / name for name in (MTP, *WEIGHTS) if (folder / name).is_file()]
     if not files:
         raise FileNotFoundError(
-            f"{str(folder)!r} has neither {' nor '.join(WEIGHTS)}; give a drafter's folder"
+            f"{str(folder)!r} has neither {' nor '.join((*WEIGHTS, MTP))}; give a drafter's folder"
         )
     return hashlib.sha256(files[0].read_bytes()).hexdigest()[:12]
 
@@ -123,6 +124,9 @@ class Models:
                 wide = replace(Shape.parse(self.draft_shape), vocabulary=vocabulary)
                 draft = inflate(draft, wide, seed=self.seed)
             return triforce_tree.load(self._model, draft, **arguments)
+        if (drafter / MTP).is_file():
+            # The layer is a part of the target's checkpoint.
+            return triforce_tree.load(self._small(str(drafter)), drafter="mtp", **arguments)
         if self.shape is None:
             return triforce_tree.load(self._model, drafter=drafter, **arguments)
         with TemporaryDirectory() as folder:
@@ -165,6 +169,9 @@ def main(words: Sequence[str] | None = None) -> int:
         draft = None if args.draft == "none" else args.draft
         models = Models(args.target, draft, wide, TINY_DRAFT if args.tiny else "llama-68m", device, args.seed)
         for way, (name, folder) in itertools.product(args.ways, folders.items()):
+            if wide and folder is not None and (folder / MTP).is_file():
+                limit.say(f"{name}: MTP layers are not widened, so that {shape} is left out")
+                continue
             options = {**WAYS[way], **dict(args.set)}
             plan = {
                 "shape": shape, "model": f"{title}, {wide} inflated" if wide else title, "options": options,
