@@ -84,7 +84,7 @@ class BlockTraining(nn.Module):
         cos, sin = network.angles(segments.kept)
 
         def seen(i: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            before, kept = network.layers[i].self_attn.keys_values(fused)
+            before, kept = network.context(i, fused)
             turned = rotated(before, cos, sin)
             return torch.cat([turned, keys.to(turned)], 2), torch.cat([kept, values.to(kept)], 2), mask
 

@@ -12,7 +12,7 @@ from tests.support.distributions.block_folders import block_folder
 from tests.support.distributions.head_folders import eagle_folder, medusa_folder
 from tests.support.models.families import VOCABULARY, prompt_of, tiny
 from triforce_tree.drafters.blocks.format import block_format, canonical
-from triforce_tree.drafters.blocks.reference import reference_hidden
+from triforce_tree.drafters.blocks.reference import Reference
 from triforce_tree.drafters.heads.attention import attend, rotated
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.files import HeadWeights
@@ -115,7 +115,7 @@ def test_a_widened_block_computes_the_small_ones_logits(script: Any, tmp_path: P
         hidden = target(ids, output_hidden_states=True, use_cache=False).hidden_states
         slots = torch.tensor([5, *[format.mask_token] * (format.block - 1)])
         states = [hidden[i + 1][0] for i in format.inputs]
-        made = reference_hidden(weights, format, target.get_input_embeddings()(slots), states)
+        made = Reference(weights, format).hidden(target.get_input_embeddings()(slots), states)
         found.append(target.lm_head(made))
     logits, wide = found
     assert float((wide[:, :VOCABULARY] - logits).norm() / logits.norm()) < 0.03
