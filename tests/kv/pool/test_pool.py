@@ -147,6 +147,19 @@ def test_another_pool_goes_on_with_it() -> None:
         other.check()
 
 
+def test_chunks_go_to_pages_of_another_size() -> None:
+    """Whole chunks are whole pages of both; a chunk that ends with a tail, and what follows it, are left out."""
+    old, new = PrefixPool(64, UNIT, PAGE, SCRATCH), PrefixPool(64, UNIT, UNIT, SCRATCH)
+    old.tails = [[1] * 6]
+    for b, prompt in enumerate(([1] * 12, [2] * 9)):
+        old.admit(b, prompt, 1)
+        old.written(b)
+    there, here, going_on = new.take(old, 3, alike=False)
+    assert going_on == []
+    assert len(there) * PAGE == len(here) * UNIT == 3 * UNIT
+    assert [len(new.matched(prompt)) for prompt in ([1] * 12, [2] * 9)] == [1, 2]
+
+
 def test_pages_are_consecutive_where_they_can_be() -> None:
     pages = FreePages(10)
     first, second = pages.take(3), pages.take(2, last=True)

@@ -241,8 +241,8 @@ class PrefixPool:
                 own. They then go on here, under the same numbers, if there are as many and they fit.
 
         Returns:
-            the pages there that are copied, those here to which they are copied, and the sequences that go
-            on.
+            the pages there that are copied; as many slots in pages here to which they are copied, in this
+            order; and the sequences that go on.
         """
         self.release(list(self._own))
         empty, going_on = self.own_size([0], 0), list(other._own)
@@ -254,15 +254,16 @@ class PrefixPool:
         made, source, target = {other._root: self._root}, list[int](), list[int]()
         # Chunks in use come first, so that the others are left out if pages are short.
         for in_use in (True, False):
-            for block in other.blocks() if (self.unit, self.page) == (other.unit, other.page) else ():
+            for block in other.blocks() if self.unit == other.unit else ():
                 needs_slots, size = not (in_use and going_on), len(block.tokens)
                 if bool(block.users) != in_use or not block.written or block.parent not in made:
                     continue
-                if needs_slots and left < size:
+                # The chunk before the end of a tail may not be whole pages of another size.
+                if (needs_slots and left < size) or size % self.page:
                     continue
                 left -= size if needs_slots else 0
                 parent = made[block.parent]
-                pages = self._pages.take(len(block.pages), after=target[-1] if target else -1)
+                pages = self._pages.take(size // self.page, after=target[-1] if target else -1)
                 own = Block(block.tokens, block.start, pages, parent, written=True, used=block.used)
                 own.users = set(block.users) if going_on else set()
                 parent.children[block.tokens] = made[block] = own

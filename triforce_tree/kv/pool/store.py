@@ -175,7 +175,7 @@ class PooledStore(PagedStore):
             new[:, chosen] = old
 
     def copy_pages(self, source: "PooledStore", there: Sequence[int], here: Sequence[int]) -> None:
-        """Copies pages of another store."""
+        """Copies pages of another store to as many slots, in this order; its pages may have another size."""
         chosen, others = self.slots_of(here), source.slots_of(there)
         for new, old in zip(self.stored, source.stored, strict=True):
             new[:, chosen] = old[:, others]
