@@ -148,7 +148,7 @@ def test_another_pool_goes_on_with_it() -> None:
 
 
 def test_chunks_go_to_pages_of_another_size() -> None:
-    """Whole chunks are whole pages of both; a chunk that ends with a tail, and what follows it, are left out."""
+    """Whole chunks are whole pages of both. One that ends with a tail, and what follows it, is left out."""
     old, new = PrefixPool(64, UNIT, PAGE, SCRATCH), PrefixPool(64, UNIT, UNIT, SCRATCH)
     old.tails = [[1] * 6]
     for b, prompt in enumerate(([1] * 12, [2] * 9)):
