@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import triforce_tree
 from tests.support.distributions.enumeration import NOISE, total_variation
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
-from tests.support.models.families import greedy, perturbed, prompt_of, tiny
+from tests.support.models.families import greedy, perturbed, prompt_of
 from tests.support.models.program_cases import (
     GREEDY,
     NEW,
@@ -68,13 +68,11 @@ class _Operators(TorchDispatchMode):
 
 
 @contextmanager
-def compared(
-    program: DecodingProgram, draft: PreTrainedModel, temperature: float = 0.8
-) -> Iterator[list[int]]:
-    """Compares the distributions of every proposed chain with the draft's own forward over the text.
+def compared(program: DecodingProgram, draft: PreTrainedModel) -> Iterator[list[int]]:
+    """Compares distributions of every proposed tree, sampled as by ``SAMPLED``, with the draft's own forward.
 
     Yields:
-        a list that has one element for each compared chain.
+        a list that has an element for each compared node: its depth.
     """
     drafter, seen = program.drafter, list[int]()
     propose = drafter.propose
@@ -84,11 +82,15 @@ def compared(
         propose(state, tree, sampler)
         for b in state.active.nonzero()[:, 0].tolist():
             text = state.tokens[b, : int(state.end[b]) + 1].tolist()
-            ids = torch.tensor([[*text, *tree.tokens[b, 1:].tolist()]])
-            logits = draft(ids, use_cache=False).logits[0, len(text) - 1 : -1]
-            expected = (logits / temperature).softmax(-1)
-            torch.testing.assert_close(tree.probs[b, : len(expected)], expected, atol=5e-4, rtol=1e-3)
-            seen.append(len(text))
+            tokens, parents = tree.tokens[b].tolist(), tree.parents[b].tolist()
+            for node in {parents[-1], parents[-2], 0}:
+                path, ancestor = list[int](), node
+                while ancestor > 0:
+                    path, ancestor = [tokens[ancestor], *path], parents[ancestor]
+                logits = draft(torch.tensor([text + path]), use_cache=False).logits[0, -1]
+                expected = (logits / 0.8).softmax(-1)
+                torch.testing.assert_close(tree.probs[b, node], expected, atol=5e-4, rtol=1e-3)
+                seen.append(len(path))
 
     drafter.propose = checked
     yield seen
@@ -96,16 +98,25 @@ def compared(
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_chains_follow_the_drafts_own_distribution(family: str) -> None:
+def test_trees_follow_the_drafts_own_distribution(family: str) -> None:
     """Under a target of the same family, which accepts all; and in rounds under one with attention alone."""
     draft = recurrent(family)
-    for target, levels in ((draft, 2), (model("llama-gqa"), 3)):
-        program = program_of(target, draft, levels, 3, **WHOLE)
-        with compared(program, draft) as chains:
+    for target, levels, tree in ((draft, 2, "static:0;1;1.0;0.0;0.0.0"), (model("llama-gqa"), 3, "chain:3")):
+        program = program_of(target, draft, levels, 3, **WHOLE | {"tree": tree})
+        with compared(program, draft) as depths:
             _, loop = decoded(program, PROMPTS, [16] * 3, SAMPLED)
-        assert len(chains) > 8
+        assert depths.count(2) > 8
         judged = loop.levels[-1]
         assert judged.accepted == judged.proposed if levels == 2 else 0 < judged.accepted < judged.proposed
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "jamba", "lfm2"])
+def test_best_first_trees_in_rounds(family: str) -> None:
+    draft = recurrent(family)
+    program = program_of(model("llama-gqa"), draft, 3, 2, **WHOLE | {"tree": "best-first:3,3,2"})
+    with compared(program, draft) as depths:
+        decoded(program, PROMPTS[:2], [16] * 2, SAMPLED)
+    assert depths.count(2) > 8
 
 
 @pytest.mark.parametrize("family, levels", [("qwen3.5", 2), ("jamba", 2), ("lfm2", 2), ("lfm2", 3)])
@@ -236,6 +247,8 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any], Sequence[int]]] = {
     "qwen3.5, same family": ("qwen3.5", 2, 2, {"tree": "chain:2"}, ()),
     "granite-4, same family": ("granite-4", 2, 2, {"tree": "chain:1"}, ()),
     "qwen3.5": ("", 2, 3, {"tree": "chain:2"}, ()),
+    "a tree": ("", 2, 2, {"tree": "static:0;1;1.0"}, ()),
+    "lfm2, a best-first tree": ("lfm2", 2, 2, {"tree": "best-first:2,1"}, ()),
     "between plain passes": ("", 2, 3, {"tree": "chain:1"}, (1, 0)),
     "rounds": ("", 3, 2, {"tree": "chain:1", "gamma": 2, "rounds": 2, "runner_ups": False}, ()),
 }
@@ -255,10 +268,11 @@ def test_the_distribution_of_generated_tokens(case: str) -> None:
     assert total_variation(made, target_distribution(target, sampled, prompt, tokens)) < 10 * NOISE
 
 
+@pytest.mark.parametrize("tree", ["chain:3", "best-first:3,2"])
 @pytest.mark.parametrize("family", ["qwen3.5", "granite-4", "jamba", "lfm2"])
-def test_drafting_never_waits_for_the_device(family: str) -> None:
+def test_drafting_never_waits_for_the_device(family: str, tree: str) -> None:
     """A CUDA graph can therefore capture it; it writes to the same buffers in each call."""
-    program = program_of(model("llama-gqa"), recurrent(family), 3, 2, **CHAIN)
+    program = program_of(model("llama-gqa"), recurrent(family), 3, 2, **CHAIN | {"tree": tree})
     program.prepare(GREEDY)
     program.prefill(PROMPTS[:2])
     generator = torch.Generator().manual_seed(0)
@@ -308,11 +322,6 @@ def test_three_levels_and_matched_tokens_by_the_engine() -> None:
     engine = triforce_tree.load(target, recurrent("lfm2"), levels=3, budget=budget, advanced=options)
     out = engine.generate(PROMPTS[0], max_new_tokens=12, do_sample=False)
     assert out.sequences[0, len(PROMPTS[0]) :].tolist() == reference(target, PROMPTS[0], 12)
-
-
-def test_trees_that_branch_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"static:0;1.*branches.*Lfm2.*every branch.*chain:5"):
-        triforce_tree.load(tiny("llama"), recurrent("lfm2"), tree="static:0;1")
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "granite-4", "jamba", "lfm2"])

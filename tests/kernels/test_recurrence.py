@@ -59,6 +59,51 @@ def test_the_kernel_agrees_with_the_definition(shape: tuple[int, ...], kind: str
             assert torch.equal(found, given["state"]) is (stored is None or not bool(stored.any()))
 
 
+@runs_kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_kernel_follows_paths(shape: tuple[int, ...], kind: str, delta: bool) -> None:
+    require_triton()
+    from triforce_tree.kernels.recurrent import recurrence_kernels
+
+    given = problem(shape, kind, delta)
+    paths = random_paths(*shape[:2], 4)
+    results = []
+    for compute in (linear_recurrence.definition, recurrence_kernels.linear_recurrence):
+        out = torch.full((*paths.shape[:2], *given["v"].shape[2:]), torch.nan, device=DEVICE)
+        state = given["state"].clone()
+        compute(**{**given, "state": state}, counts=None, out=out, paths=paths)
+        assert torch.equal(state, given["state"])
+        results.append(out)
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def random_paths(batch: int, rows: int, count: int) -> Tensor:
+    """Ascending rows of each path, at least one."""
+    paths = torch.full((batch, count, rows), -1)
+    for path in paths.flatten(0, 1):
+        chosen = torch.randperm(rows)[: torch.randint(1, rows + 1, ()).item()].sort().values
+        path[: len(chosen)] = chosen
+    return paths.to(DEVICE)
+
+
+def test_the_output_of_a_path_is_that_of_its_tokens_alone() -> None:
+    given = problem((2, 6, 2, 4, 8, 12), "head", delta=True)
+    paths = random_paths(2, 6, 5)
+    out = torch.empty(2, 5, 4, 8, device=DEVICE)
+    linear_recurrence(**given, counts=None, out=out, paths=paths)
+    names = ("q", "k", "v", "decay", "beta")
+    for b in range(2):
+        for path, read in zip(paths[b], out[b], strict=True):
+            tokens = path[path >= 0]
+            rows = {name: given[name][b : b + 1, tokens] for name in names}
+            alone = torch.empty_like(rows["v"])
+            state = given["state"][b : b + 1].clone()
+            linear_recurrence(**{**given, **rows, "state": state}, counts=None, out=alone)
+            torch.testing.assert_close(read, alone[0, -1], atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_at_once_are_rows_one_by_one_to_the_bit(kind: str) -> None:
     """A sequence that keeps k of them has the state after k, whatever the others keep."""

@@ -34,11 +34,13 @@ class DraftWindow(Protocol):
         dropped: int64 ``[B]``, the number of tokens between sinks and window that the slots of each sequence
             have no more. It is negative for a sequence shorter than ``refeed``, which counts as padded on the
             left.
+        drafted: the states of recurrent layers during a pass; None without such layers.
     """
 
     config: StreamingConfig
     store: KVStore
     dropped: Tensor
+    drafted: DraftedStates | None
 
     def take_over(self, earlier: "DraftWindow") -> None:
         """Takes over what an earlier window of the same draft has copies of."""
@@ -57,8 +59,8 @@ class DraftWindow(Protocol):
             resumed: whether tokens were committed without a tree since the last call.
         """
 
-    def begin_tree(self, state: SequenceState) -> DraftedStates | None:
-        """Makes the window ready for a tree, on the device. Returns the states of recurrent layers."""
+    def begin_tree(self, state: SequenceState) -> None:
+        """Makes the window ready for a tree, on the device."""
 
 
 class RecomputedWindow:
@@ -85,6 +87,7 @@ class RecomputedWindow:
         state: SequenceState,
     ) -> None:
         self.config, self._model, self._rope = config, model, draft.length_rope
+        self.drafted: DraftedStates | None = None
         self._refeed, self._scratch = refeed, scratch
         self.store = _store(draft, self.config, scratch, state)
         self.dropped = torch.zeros_like(state.length)
@@ -131,7 +134,7 @@ class RecomputedWindow:
         self._fed[b] = len(sequence)
 
     def begin_tree(self, state: SequenceState) -> None:
-        return None
+        """Has nothing to do: a tree overwrites the slots of the last one."""
 
     def _prefill(self, b: int, tokens: list[int], first: int = 0) -> None:
         """Writes the keys and values of ``tokens`` into the KV slots of sequence b from ``first`` on."""
@@ -184,7 +187,8 @@ class ContinuedWindow:
         # Trial runs read slots that no prompt has written.
         self.store.initialise([0] * batch)
         self.states = RecurrentStates(draft.states, batch, draft.device, draft.dtype)
-        self.drafted = DraftedStates(self.states, refeed, state.max_draft_tokens)
+        self._own = DraftedStates(self.states, refeed, state.max_draft_tokens)
+        self.drafted: DraftedStates | None = self._own
         self.dropped = torch.zeros_like(state.length)
         # The number of first tokens that the states hold, negative for a padded sequence.
         self._held = torch.zeros_like(state.length)
@@ -247,14 +251,13 @@ class ContinuedWindow:
         dropped += oldest - sinks
         self.dropped[b], self._dropped_on_host[b] = dropped, dropped
 
-    def begin_tree(self, state: SequenceState) -> DraftedStates:
+    def begin_tree(self, state: SequenceState) -> None:
         """Advances the states to the first of the tokens that the next forward processes."""
         # Without a provisional chain the states are those of a new pass.
-        committed = (state.length + 1 - self._refeed - self._held).clamp(0, self.drafted.room)
+        committed = (state.length + 1 - self._refeed - self._held).clamp(0, self._own.room)
         self._held += committed
         before = state.end + 1 - self._refeed - self._held
-        self.drafted.begin(committed, before.clamp(0, state.max_draft_tokens))
-        return self.drafted
+        self._own.begin(committed, before.clamp(0, state.max_draft_tokens))
 
     # What copies for later prompts consist of (``Continued``)
 

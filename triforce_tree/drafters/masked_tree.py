@@ -78,8 +78,10 @@ class MaskedTree:
         self._growth, self._refeed, self._mask = TreeGrowth(shape), refeed, mask
         self.depth, self.nodes = self._growth.depth, self._growth.nodes
 
-    def bind(self, store: KVStore) -> None:
-        """Allocates buffers and a view of the KV slots of the draft; see ``GrownTree.bind``."""
+    def bind(self, store: KVStore, states: DraftedStates | None) -> None:
+        """Allocates buffers and a view of the KV slots of the draft; see ``GrownTree.bind``. There are no
+        ``states``.
+        """
         refeed, batch, device = self._refeed, store.batch, store.device
         self._growth.bind(batch, device)
         width = refeed + self.depth - 1
@@ -97,18 +99,17 @@ class MaskedTree:
         self,
         model: Forwards,
         dropped: Tensor,
-        states: DraftedStates | None,
         state: SequenceState,
         tree: TokenTree,
         sampler: Sampler,
     ) -> None:
-        """Writes a tree for each sequence; see ``GrownTree.grow``. There are no ``states``."""
+        """Writes a tree for each sequence; see ``GrownTree.grow``."""
         step.begin_tree(
             self._newest, self._positions, tree.tokens, self._first_slots, self._lengths,
             state.tokens, state.end, dropped, self._offsets, self._first_offset,
         )  # fmt: skip
         self._ids[:, : self._refeed] = self._newest
-        logits = model(self._ids, self._positions, self._view, self.depth, states)
+        logits = model(self._ids, self._positions, self._view, self.depth)
         for depth, nodes in enumerate(self._growth.frontiers):
             shared = logits[:, depth : depth + 1].expand(-1, nodes.stop - nodes.start, -1)
             self._growth.place(depth, shared, state, tree, sampler)

@@ -13,11 +13,13 @@ from triforce_tree.drafters.draft_window import ContinuedWindow, DraftWindow, Re
 from triforce_tree.drafters.masked_tree import MaskedTree, mask_token
 from triforce_tree.drafters.token_map import Forwards, MappedModel, TokenMap
 from triforce_tree.kernels import step
+from triforce_tree.kernels.attention.plan import unpack_mask
 from triforce_tree.kv.marks import MOST_COPIES
 from triforce_tree.kv.recurrent_states import DraftedStates
 from triforce_tree.kv.store import KVStore
 from triforce_tree.kv.tree_attention_view import TreeAttentionView
 from triforce_tree.models.hf_model import HFModel
+from triforce_tree.models.running_forward import RecurrentPass
 from triforce_tree.models.step_model import step_model
 from triforce_tree.runtime.sequence_state import SequenceState
 from triforce_tree.trees.device_shapes import DeviceTreeShape, PassLimits, tree_shapes
@@ -33,8 +35,8 @@ class TreeDrafter(Drafter):
 
     The KV cache of the draft holds the first ``sinks`` tokens and the newest ones (``draft_window``). The
     first forward of each tree processes the newest tokens again, so accepted tokens, bonus tokens and
-    rollbacks need no forwards of their own. A draft with recurrent layers grows chains. One with mask tokens
-    grows a tree in one forward (``masked_tree``).
+    rollbacks need no forwards of their own. A draft with mask tokens grows a tree in one forward
+    (``masked_tree``).
 
     Args:
         draft: the draft model.
@@ -82,7 +84,8 @@ class TreeDrafter(Drafter):
             return {}
         size, streaming = self.draft.dtype.itemsize, self._config.streaming
         slots = (streaming.sinks + 2 * streaming.window) * sum(s.elements for s in self.draft.kv_shapes)
-        kept = (self.refeed_tokens + limits.chain) * shapes.token_bytes(size)
+        branching = sum(shape.tree_nodes for shape in tree_shapes(self._config) if max(shape.widths) > 1)
+        kept = (self.refeed_tokens + limits.chain + branching) * shapes.token_bytes(size)
         copies = MOST_COPIES * (shapes.bytes(size) + slots * size)
         return {"draft's recurrent states": batch * (2 * shapes.bytes(size) + kept + copies)}
 
@@ -95,15 +98,15 @@ class TreeDrafter(Drafter):
         else:
             self.window = ContinuedWindow(self.draft, self._tokens, self._config, *size)
         for grown in self.grown:
-            grown.bind(self.window.store)
+            grown.bind(self.window.store, self.window.drafted)
 
     def take_over(self, earlier: Drafter) -> None:
         if isinstance(earlier, TreeDrafter) and earlier.draft is self.draft:
             self.window.take_over(earlier.window)
 
     def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        states = self.window.begin_tree(state)
-        self.grown[tree.shape].grow(self.model, self.window.dropped, states, state, tree, sampler)
+        self.window.begin_tree(state)
+        self.grown[tree.shape].grow(self.model, self.window.dropped, state, tree, sampler)
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self.window.choose_rope(sequences)
@@ -139,13 +142,17 @@ class GrownTree:
         self.shape, self._refeed = shape, refeed
         self.depth, self.nodes = len(shape.widths), shape.tree_nodes
 
-    def bind(self, store: KVStore) -> None:
+    def bind(self, store: KVStore, states: DraftedStates | None) -> None:
         """Allocates buffers and views.
 
         Args:
             store: the KV slots of the draft. All shapes share it; forwards overwrite the slots after the
                 window.
+            states: of recurrent layers; then the positions of tokens are those in the sequence.
         """
+        self._states, self._branches = states, None
+        if states is not None and max(self.shape.widths) > 1:
+            self._branches = states.tree(self.nodes, self.depth)
         shape, refeed, batch, device = self.shape, self._refeed, store.batch, store.device
         starts = [0, *accumulate(shape.widths, initial=1)]
         self._frontiers = [slice(a, b) for a, b in pairwise(starts[:-1])]  # the nodes that get children
@@ -179,7 +186,6 @@ class GrownTree:
         self,
         model: Forwards,
         dropped: Tensor,
-        states: DraftedStates | None,
         state: SequenceState,
         tree: TokenTree,
         sampler: Sampler,
@@ -189,20 +195,18 @@ class GrownTree:
         Args:
             dropped: int64 ``[B]``, the number of tokens of each sequence that the draft's KV cache has
                 dropped.
-            states: of recurrent layers; then positions are those in the sequence, and all trees are chains.
         """
         end, before = state.end, self._refeed - 1
         step.begin_tree(
             self._ids[0], self._positions, tree.tokens, self._first_slots, self._lengths,
             state.tokens, end, dropped, self._offsets, self._first_offsets,
         )  # fmt: skip
-        if states is not None:
+        if self._states is not None:
             self._positions += dropped.clamp_min(0)[:, None]
         for d, nodes in enumerate(self._frontiers):
             columns = slice(before + nodes.start if d else 0, before + nodes.stop)
-            read = None if states is None else states.drafted if d else states.newest
-            width = nodes.stop - nodes.start
-            logits = model(self._ids[d], self._positions[:, columns], self._views[d], width, read)
+            width, states = nodes.stop - nodes.start, self._pass(tree, nodes)
+            logits = model(self._ids[d], self._positions[:, columns], self._views[d], width, states)
             probs = tree.probs[:, nodes]
             paths = partial(tree.paths, state, end, nodes)
             draws, by_rank = sampler.children(logits, probs, self.shape.siblings(d), nodes, paths)
@@ -211,3 +215,16 @@ class GrownTree:
                 tree.tokens, tree.parents, tree.mask_words, self._path_probs, self._ids[d + 1], mask,
                 draws, by_rank, probs, self._pairs[d], nodes.start, before,
             )  # fmt: skip
+
+    def _pass(self, tree: TokenTree, nodes: slice) -> RecurrentPass | None:
+        """Returns the states of recurrent layers for a forward of ``nodes``; None if there are none."""
+        if self._states is None:
+            return None
+        if not nodes.start:
+            return self._states.newest
+        if self._branches is None:
+            return self._states.drafted
+        # The root is in the states that the tree begins from.
+        ancestors = unpack_mask(tree.mask_words[:, nodes])[:, :, 1 : nodes.stop]
+        self._branches.begin(nodes.start - 1, ancestors)
+        return self._branches

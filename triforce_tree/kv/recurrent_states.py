@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from triforce_tree.kernels.attention.plan import AttentionParams
+from triforce_tree.kernels.attention.plan import AttentionParams, unpack_mask
 from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv.view import KVView
 from triforce_tree.models.running_forward import RecurrentPass, ScanInputs, StateShapes
@@ -45,7 +45,7 @@ class RecurrentStates:
         ]
         self.ones = torch.ones(batch, dtype=torch.int64, device=device)
         self.lengths: list[int | None] = [None] * batch
-        self.proposed: ProposedPass | None = None
+        self.proposed: ProposedPass | TreePass | None = None
 
     def like(self) -> "RecurrentStates":
         """Returns other states of the same shapes, of sequences without tokens."""
@@ -110,6 +110,9 @@ class PromptPass:
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
         return _appended(self._states.convolutions[number][self._own], new)
 
+    def windows(self, number: int, width: int) -> None:
+        return None
+
     def recur(self, number: int, inputs: ScanInputs) -> Tensor:
         counts = torch.full((1,), inputs.v.shape[1], dtype=torch.int64, device=inputs.v.device)
         return _scanned(self._states.recurrences[number][self._own], inputs, counts)
@@ -129,6 +132,9 @@ class TokenPass:
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
         return _appended(self._states.convolutions[number], new)
+
+    def windows(self, number: int, width: int) -> None:
+        return None
 
     def recur(self, number: int, inputs: ScanInputs) -> Tensor:
         return _scanned(self._states.recurrences[number], inputs, self._states.ones * inputs.v.shape[1])
@@ -150,6 +156,9 @@ class ProposedPass:
         self._inputs[number] = new.clone()
         return torch.cat([self._states.convolutions[number], new], 2)
 
+    def windows(self, number: int, width: int) -> None:
+        return None
+
     def recur(self, number: int, inputs: ScanInputs) -> Tensor:
         rates, beta = (None if t is None else t.clone() for t in (inputs.rates, inputs.beta))
         key = inputs.k.clone()
@@ -160,6 +169,92 @@ class ProposedPass:
     def commit(self, counts: Tensor) -> None:
         """Applies the first ``counts`` tokens, int64 ``[B]``, of the last pass; 0 changes nothing."""
         _advance(self._states, self._inputs, self._scans, counts)
+
+    def accept(self, path: Tensor) -> None:
+        """Applies the tokens of the last pass up to the end of ``path``, int64 ``[B, R]``, as in
+        :meth:`TreePass.accept`.
+        """
+        self.commit((path >= 0).sum(1))
+
+
+class TreePass:
+    """A ``RecurrentPass`` over nodes of a tree of each sequence, which begin from their parents' states.
+
+    States of nodes are not kept: the states after a node are computed from those at the tree's beginning,
+    along its path (``kernels.recurrent.linear_recurrence``). Several forwards may each bring some depths of
+    the tree.
+
+    Args:
+        states: at the beginning of the tree.
+        nodes: of the tree.
+        depth: most nodes of a path.
+    """
+
+    def __init__(self, states: RecurrentStates, nodes: int, depth: int) -> None:
+        self._states, self._nodes, self._depth = states, nodes, depth
+        self._inputs: dict[int, Tensor] = {}
+        self._scans: dict[int, ScanInputs] = {}
+        self._new = slice(0)
+        self._paths = self._counts = states.ones
+
+    def begin(self, first: int, ancestors: Tensor) -> None:
+        """Begins a forward.
+
+        Args:
+            first: nodes of earlier forwards.
+            ancestors: bool ``[B, T, N]``: which of the tree's first N >= first + T nodes are on the path of
+                each new node, itself included.
+        """
+        self._new = slice(first, first + ancestors.shape[1])
+        numbers = torch.arange(ancestors.shape[2], device=ancestors.device)
+        ordered = torch.where(ancestors, numbers, ancestors.shape[2]).sort(2).values[:, :, : self._depth]
+        self._counts = ancestors.sum(2)
+        self._paths = ordered.masked_fill(ordered == ancestors.shape[2], -1)
+
+    def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
+        self._states.proposed = self
+        if number not in self._inputs:
+            self._inputs[number] = new.new_zeros(*new.shape[:2], self._nodes)
+        self._inputs[number][:, :, self._new] = new
+        return torch.cat([self._states.convolutions[number], new], 2)
+
+    def windows(self, number: int, width: int) -> Tensor:
+        """Returns the newest ``width`` inputs at the end of each path, which the kept ones precede."""
+        inputs = torch.cat([self._states.convolutions[number], self._inputs[number]], 2)
+        kept = self._states.convolutions[number].shape[2]
+        places = self._counts[..., None] + (kept - width + torch.arange(width, device=inputs.device))
+        on_path = self._paths.gather(2, (places - kept).clamp(0, self._paths.shape[2] - 1))
+        places = torch.where(places < kept, places, kept + on_path)  # [B, T, width]
+        shape = places.shape[0], inputs.shape[1], *places.shape[1:]
+        return inputs.gather(2, places.flatten(1)[:, None].expand(*shape[:2], -1)).view(shape)
+
+    def recur(self, number: int, inputs: ScanInputs) -> Tensor:
+        if number not in self._scans:
+            self._scans[number] = inputs.kept(self._nodes)
+        own = self._scans[number]
+        for kept, new in zip(own.by_token, inputs.by_token, strict=True):
+            kept[:, self._new] = new
+        if own.rates is not None and inputs.rates is not None:
+            own.rates.copy_(inputs.rates)
+        out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+        state = self._states.recurrences[number]
+        linear_recurrence(state, own.q, own.k, own.v, own.decay, own.rates, own.beta, None, out, self._paths)
+        return out
+
+    def commit(self, counts: Tensor) -> None:
+        """Applies the first ``counts`` nodes, int64 ``[B]``, which must be on one path."""
+        numbers = torch.arange(self._nodes, device=counts.device).expand(len(counts), -1)
+        self.accept(torch.where(numbers < counts[:, None], numbers, -1))
+
+    def accept(self, path: Tensor) -> None:
+        """Applies the nodes of ``path``, int64 ``[B, R]``, to the states; -1 follows the last node."""
+        tokens = path.clamp_min(0)
+        inputs = {
+            number: own.gather(2, tokens[:, None].expand(-1, own.shape[1], -1))
+            for number, own in self._inputs.items()
+        }
+        scans = {number: own.taken(tokens) for number, own in self._scans.items()}
+        _advance(self._states, inputs, scans, (path >= 0).sum(1))
 
 
 class DraftedStates:
@@ -177,7 +272,8 @@ class DraftedStates:
     Attributes:
         room: most tokens of a sequence that were processed after the committed ones, without drafted ones.
         newest: a ``RecurrentPass`` over the newest tokens of each sequence, the first after :meth:`begin`.
-        drafted: a ``RecurrentPass`` over the drafted tokens that follow.
+        drafted: a ``RecurrentPass`` over drafted tokens that follow these and each other; :meth:`tree` makes
+            one for trees.
     """
 
     def __init__(self, states: RecurrentStates, newest: int, chain: int) -> None:
@@ -192,10 +288,16 @@ class DraftedStates:
     @property
     def buffers(self) -> list[Tensor]:
         """Returns all buffers beside those of the committed states."""
-        scans = [
-            t for scan in self._scans.values() for t in (scan.k, scan.v, scan.decay, scan.rates, scan.beta)
-        ]
-        return [*self._now.buffers, *self._inputs.values(), *(t for t in scans if t is not None)]
+        scans = [t for scan in self._scans.values() for t in (*scan.by_token, scan.rates) if t is not None]
+        return [*self._now.buffers, *self._inputs.values(), *scans]
+
+    def tree(self, nodes: int, depth: int) -> TreePass:
+        """Returns a pass over the nodes of a tree, without its root, which is the last of the newest tokens.
+
+        Args:
+            nodes, depth: as for :class:`TreePass`.
+        """
+        return TreePass(self._now, nodes, depth)
 
     def begin(self, committed: Tensor, before: Tensor) -> None:
         """Prepares a forward of the newest tokens.
@@ -217,14 +319,15 @@ class DraftedStates:
         self._write(self._inputs[number], new, 2)
         return self.drafted.convolve(number, new, columns)
 
+    def windows(self, number: int, width: int) -> None:
+        return None
+
     def recur(self, number: int, inputs: ScanInputs) -> Tensor:
         if number not in self._scans:
             self._scans[number] = inputs.kept(self.room)
         kept = self._scans[number]
-        for own, new in ((kept.k, inputs.k), (kept.v, inputs.v), (kept.decay, inputs.decay)):
+        for own, new in zip(kept.by_token, inputs.by_token, strict=True):
             self._write(own, new, 1)
-        if kept.beta is not None and inputs.beta is not None:
-            self._write(kept.beta, inputs.beta, 1)
         if kept.rates is not None and inputs.rates is not None:
             kept.rates.copy_(inputs.rates)
         return self.drafted.recur(number, inputs)
@@ -240,23 +343,28 @@ class DraftedStates:
 class RecurrentView:
     """A ``KVView`` of a hybrid model: another view for its attention layers, and the states of the others.
 
-    New tokens must be a chain: the state after a token is the one that the next token starts from.
-
     Args:
         view: for the layers with attention.
         states: of the recurrent layers.
         commits: each pass brings one token, which is committed at once (plain decoding).
+        depths: of the new tokens if they are a tree that branches; by default each follows the one before.
     """
 
-    def __init__(self, view: KVView, states: RecurrentStates, commits: bool) -> None:
+    def __init__(
+        self, view: KVView, states: RecurrentStates, commits: bool, depths: Sequence[int] | None = None
+    ) -> None:
         self._view = view
         self.capturable, self.resizable = view.capturable, view.resizable
-        self._proposed = None if commits else ProposedPass(states)
+        self._tree = None if depths is None else TreePass(states, len(depths), max(depths) + 1)
+        self._proposed = self._tree or (None if commits else ProposedPass(states))
         self.recurrent: RecurrentPass | None = self._proposed or TokenPass(states)
         self.indexed = view.indexed
 
     def begin(self, start: Tensor, mask_words: Tensor | None = None) -> None:
         self._view.begin(start, mask_words)
+        if self._tree is not None:
+            assert mask_words is not None, "a tree that branches has masks"
+            self._tree.begin(0, unpack_mask(mask_words)[:, :, : mask_words.shape[1]])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         return self._view(layer, q, k, v, params)
@@ -264,7 +372,7 @@ class RecurrentView:
     def move(self, index: Tensor) -> None:
         self._view.move(index)
         if self._proposed is not None:
-            self._proposed.commit((index >= 0).sum(1))
+            self._proposed.accept(index)
 
 
 def _advance(
@@ -307,6 +415,7 @@ def with_states(
     """Makes of a function that makes views one that makes them with the states (:class:`RecurrentView`)."""
 
     def made(queries: int, mask: Tensor | None, depths: Sequence[int] | None) -> RecurrentView:
-        return RecurrentView(view(queries, mask, depths), states, commits)
+        branches = depths is not None and [*depths] != [*range(queries)]
+        return RecurrentView(view(queries, mask, depths), states, commits, depths if branches else None)
 
     return made

@@ -86,6 +86,9 @@ class StateRecorder:
         self._convolutions.append((new.shape[1], columns))
         return torch.nn.functional.pad(new, (columns, 0))
 
+    def windows(self, number: int, width: int) -> None:
+        return None
+
     def recur(self, number: int, inputs: ScanInputs) -> Tensor:
         self._recurrences.append((*inputs.v.shape[2:], inputs.k.shape[3]))
         return torch.zeros_like(inputs.v)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from triforce_tree.kernels.attention.plan import AttentionParams
 
@@ -57,7 +58,7 @@ class StateShapes:
     def token_bytes(self, itemsize: int) -> int:
         """Returns the most bytes of what the layers read for one token, as it is kept until a commit."""
         channels = sum(channels for channels, _ in self.convolutions)
-        return channels * itemsize + 4 * sum(h * (2 * v + 2 * k + 1) for h, v, k in self.recurrences)
+        return channels * itemsize + 4 * sum(h * (v + 2 * k + max(v, k) + 1) for h, v, k in self.recurrences)
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,31 @@ class ScanInputs:
     rates: Tensor | None = None
     beta: Tensor | None = None
 
+    @property
+    def by_token(self) -> tuple[Tensor, ...]:
+        """Returns the tensors that have a part for each token."""
+        return self.q, self.k, self.v, self.decay, *(() if self.beta is None else (self.beta,))
+
     def kept(self, tokens: int) -> "ScanInputs":
-        """Returns buffers for as many tokens of these shapes, which advance a state and read no output.
+        """Returns buffers for as many tokens of these shapes."""
+        return self._each(lambda own: own.new_zeros(own.shape[0], tokens, *own.shape[2:]))
 
-        Queries are not kept: keys fill their place.
-        """
+    def taken(self, tokens: Tensor) -> "ScanInputs":
+        """Returns the inputs of these tokens, int64 ``[B, R]``."""
+        sequences = torch.arange(len(tokens), device=tokens.device)[:, None]
+        return self._each(lambda own: own[sequences, tokens])
 
-        def buffer(own: Tensor) -> Tensor:
-            return own.new_zeros(own.shape[0], tokens, *own.shape[2:])
-
-        key, beta = buffer(self.k), None if self.beta is None else buffer(self.beta)
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "ScanInputs":
+        q, k, v, decay, *beta = map(change, self.by_token)
         rates = None if self.rates is None else self.rates.clone()
-        return ScanInputs(key, key, buffer(self.v), buffer(self.decay), rates, beta)
+        return ScanInputs(q, k, v, decay, rates, beta[0] if beta else None)
 
 
 class RecurrentPass(Protocol):
-    """The states of one forward over T new tokens of each sequence; ``number`` counts calls from 0."""
+    """The states of one forward over T new tokens of each sequence; ``number`` counts calls from 0.
+
+    The tokens follow each other, or are nodes of a tree, each of which follows its parent.
+    """
 
     def convolve(self, number: int, new: Tensor, columns: int) -> Tensor:
         """Returns the inputs of a convolution, preceded by the inputs that it keeps: ``[B, channels, columns
@@ -94,6 +104,11 @@ class RecurrentPass(Protocol):
 
         Args:
             new: ``[B, channels, T]``.
+        """
+
+    def windows(self, number: int, width: int) -> Tensor | None:
+        """Returns what a convolution reads for each new token of a tree, ``[B, channels, T, width]``, after
+        :meth:`convolve`; None if the tokens follow each other.
         """
 
     def recur(self, number: int, inputs: ScanInputs) -> Tensor:
@@ -228,6 +243,36 @@ def convolve(new: Tensor, columns: int) -> Tensor:
     return operator(new, columns)
 
 
+def convolved(
+    own: Callable[..., Tensor], inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """Returns the outputs of the convolution whose inputs :func:`convolve` returned last.
+
+    Args:
+        own: transformers' function, for tokens that follow each other.
+        inputs: ``[B, channels, columns + T]``.
+        weight: ``[channels, columns + 1]``.
+
+    Returns:
+        ``[B, channels, n]``, of which the last T outputs are those of the new tokens.
+    """
+    if torch.compiler.is_compiling():
+        return cast(Tensor, torch.ops.triforce_tree.recurrent_convolved(inputs, weight, bias, activation))
+    windows = _states().windows(running.convolutions - 1, weight.shape[1])
+    if windows is None:
+        return own(inputs, weight, bias, activation=activation)
+    return _of_windows(windows, weight, bias, activation).to(inputs.dtype)
+
+
+def _of_windows(windows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """Returns a convolution's outputs ``[B, channels, T]``, in the weight's dtype."""
+    out = (windows.float() * weight.float()[:, None]).sum(3)
+    if bias is not None:
+        out = out + bias.float()[:, None]
+    out = out.to(weight.dtype)
+    return out if activation is None else ACT2FN[activation](out)
+
+
 def recur(inputs: ScanInputs) -> Tensor:
     """Returns ``RecurrentPass.recur`` for the forward's next recurrence."""
     operator = torch.ops.triforce_tree.recurrent_recur if torch.compiler.is_compiling() else _recur_now
@@ -268,6 +313,21 @@ def _convolve(new: Tensor, columns: int) -> Tensor:
 def _(new: Tensor, columns: int) -> Tensor:
     batch, channels, tokens = new.shape
     return new.new_empty(batch, channels, columns + tokens)
+
+
+@torch.library.custom_op("triforce_tree::recurrent_convolved", mutates_args=())
+def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    width = weight.shape[1]
+    windows = _states().windows(running.convolutions - 1, width)
+    if windows is None:
+        windows = inputs.unfold(2, width, 1)
+    return _of_windows(windows, weight, bias, activation).to(inputs.dtype)
+
+
+@_convolved.register_fake
+def _(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    batch, channels, columns = inputs.shape
+    return inputs.new_empty(batch, channels, columns + 1 - weight.shape[1])
 
 
 @torch.library.custom_op("triforce_tree::recurrent_recur", mutates_args=())

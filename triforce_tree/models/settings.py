@@ -86,35 +86,23 @@ def _why_not(target: HFModel) -> str | None:
 
 
 def within_limits(target: HFModel, draft: HFModel | None, config: HierarchyConfig) -> HierarchyConfig:
-    """Returns settings that models with recurrent layers can decode with: chains instead of trees.
+    """Returns settings that models with recurrent layers can decode with.
 
     Args:
-        draft: the draft model, which grows ``config.tree``; None for another drafter, which chooses its own.
-        config: the settings. With a draft model the default tree becomes a chain.
+        draft: the draft model; None for another drafter. Where it or the target has recurrent layers, the
+            default tree becomes a chain: trees of such models were not measured yet.
+        config: the settings.
 
     Raises:
-        ValueError: the settings have a tree that branches; or three levels with such a target.
+        ValueError: three levels with a target that has recurrent layers.
     """
     if target.states is not None and config.levels == 3:
         raise ValueError(
             f"levels=3 is not possible with {target.name}: level 1 would need recurrent states of its own, "
             "after tokens that level 2 has not verified; use levels=2 or levels='auto'"
         )
-    recurrent = [model for model in (target, draft) if model is not None and model.states is not None]
-    if not recurrent:
+    if draft is None or (target.states is None and draft.states is None):
         return config
-    name, shape = recurrent[0].name, device_tree_shape(parse_shape(config.tree))
-    if shape.widths and shape.chain and target.states is not None:
-        raise ValueError(
-            f"lookup={shape.chain} adds a branch to the draft's trees, and {name} would need a recurrent "
-            "state for every branch; leave lookup out"
-        )
-    config = replace(config, other_trees=())
-    if all(width == 1 for width in shape.widths):
-        return config
-    if draft is not None and config.tree == with_chain(HierarchyConfig().tree, shape.chain):
-        return replace(config, tree=with_chain(_CHAIN, shape.chain))
-    raise ValueError(
-        f"tree={config.tree!r} branches, and {name} would need a recurrent state for every branch; use a "
-        f"chain, like tree={_CHAIN!r}"
-    )
+    chain = device_tree_shape(parse_shape(config.tree)).chain
+    default = config.tree == with_chain(HierarchyConfig().tree, chain)
+    return replace(config, tree=with_chain(_CHAIN, chain)) if default else config

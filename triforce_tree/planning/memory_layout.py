@@ -9,7 +9,7 @@ from triforce_tree.kv.offload.host_store import Offload, piece_slots, round_up, 
 from triforce_tree.planning import drafter_memory, memory_map
 from triforce_tree.planning.memory_map import GIB, MIB, MOST_GAMMA, Machine, Sizes
 from triforce_tree.planning.pass_time import LEAST_GAMMA, HostKV, best_gamma, pass_tokens
-from triforce_tree.trees.device_shapes import pass_limits, unit_slots
+from triforce_tree.trees.device_shapes import pass_limits, tree_shapes, unit_slots
 
 LEAST_BUDGET = 1024
 """The smallest budget that is chosen."""
@@ -290,7 +290,11 @@ def _states_and_windows(
     sizes: Sizes, config: HierarchyConfig, levels: int, workload: Workload
 ) -> dict[str, int]:
     """Returns the memory uses of recurrent layers and of layers with a window, in bytes by name."""
-    states = {"recurrent states": sizes.states * workload.batch} if sizes.states else {}
+    states: dict[str, int] = {}
+    if sizes.states:
+        nodes = sum(shape.nodes for shape in tree_shapes(config)) if levels > 1 else 1
+        inputs = sizes.state_inputs * nodes * workload.batch
+        states = {"recurrent states": sizes.states * workload.batch, "inputs of recurrent layers": inputs}
     size = memory_map.rings(sizes, config, levels, workload.max_seq_len, workload.batch)
     return states | ({"layers with windows": size} if sizes.windowed else {})
 

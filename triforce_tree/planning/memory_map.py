@@ -51,7 +51,8 @@ class Sizes:
     bytes of the weights are in host memory, and are copied into ``slots`` bytes on the device; they include
     the experts, if there are any. ``kv_heads``, ``head_dim`` and ``value_dim`` (0 stands for ``head_dim``)
     are those of the full-attention layers. ``windowed`` has the layers with a window. ``states`` is the bytes
-    of one sequence's states in recurrent layers. ``chains`` says that trees must not branch, since the target
+    of one sequence's states in recurrent layers, and ``state_inputs`` what these layers read for one token.
+    ``chains`` says that trees must not branch, since the target
     or the draft has recurrent layers. ``kv_bits`` is the number of bits of the target's keys and
     values. ``drafter`` proposes the trees; with None only a draft model does.
     """
@@ -72,6 +73,7 @@ class Sizes:
     experts: ExpertSizes | None = None
     value_dim: int = 0
     states: int = 0
+    state_inputs: int = 0
     kv_bits: int = 16
     drafter: Drafter | None = None
     chains: bool = False
@@ -172,6 +174,7 @@ class Sizes:
             experts,
             heads.value_dim,
             0 if target.states is None else target.states.bytes(size),
+            0 if target.states is None else target.states.token_bytes(size),
             bits,
             drafter,
             any(model is not None and model.states is not None for model in (target, draft)),

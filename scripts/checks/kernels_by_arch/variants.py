@@ -286,9 +286,13 @@ def _states() -> Iterator[Variant]:
         if stored or reads:
             name = f"{kind}, {'stored' if stored else 'left'}{', read' if reads else ''}"
             yield Variant(name, partial(_recur, kind, kinds[kind], stored, reads))
+    for kind, shape in kinds.items():
+        yield Variant(f"{kind}, along paths", partial(_recur, kind, shape, False, True, paths=True))
 
 
-def _recur(kind: str, shape: tuple[int, int, int, int], stored: bool, reads: bool) -> None:
+def _recur(
+    kind: str, shape: tuple[int, int, int, int], stored: bool, reads: bool, paths: bool = False
+) -> None:
     groups, heads, values, keys = shape
     rates = torch.zeros(heads, values, keys) if kind == "Mamba" else None
     decays = {"Mamba": values, "Kimi delta": keys}.get(kind, 1)
@@ -296,5 +300,5 @@ def _recur(kind: str, shape: tuple[int, int, int, int], stored: bool, reads: boo
     recurrence_kernels.linear_recurrence(
         torch.zeros(1, heads, values, keys), read, read.clone(), v, torch.zeros(1, 5, heads, decays), rates,
         torch.zeros(1, 5, heads) if "delta" in kind else None, _ints(1) if stored else None,
-        torch.zeros_like(v) if reads else None,
+        torch.zeros_like(v) if reads else None, torch.zeros(1, 5, 3, dtype=torch.int64) if paths else None,
     )  # fmt: skip

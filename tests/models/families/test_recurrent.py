@@ -14,16 +14,17 @@ from tests.support.distributions.enumeration import NOISE, total_variation
 from tests.support.distributions.generation_distributions import Generations, stranger, target_distribution
 from tests.support.models.families import greedy, perturbed, prompt_of, small, tiny
 from tests.support.models.program_cases import GREEDY, SAMPLED, decoded, finished
-from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, recurrent
+from tests.support.models.recurrent_families import RECURRENT, Foreknowledge, ForeknownPath, recurrent
 from triforce_tree import UnsupportedModelError
 from triforce_tree.check import losslessness as check
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.decoding import forced_tokens
 from triforce_tree.decoding.loop import DecodingLoop
 from triforce_tree.decoding.program import DecodingProgram
+from triforce_tree.drafters.base import Drafter
 from triforce_tree.kernels.recurrent import linear_recurrence
 from triforce_tree.kv import recurrent_states
-from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, TokenPass
+from triforce_tree.kv.recurrent_states import ProposedPass, RecurrentStates, TokenPass, TreePass
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.running_forward import ScanInputs
 from triforce_tree.models.step_model import step_model
@@ -55,7 +56,7 @@ def mistakes(prompt: list[int], every: int) -> set[int]:
 def program(
     target: PreTrainedModel,
     levels: int,
-    drafter: Foreknowledge | None = None,
+    drafter: Drafter | None = None,
     batch: int = 1,
     chunk: int = 16,
 ) -> DecodingProgram:
@@ -76,6 +77,23 @@ def test_greedy_text_of_every_family(family: str) -> None:
     new, loop = decoded(program(target, 2, Foreknowledge(known, wrong, 4), 3), PROMPTS, [NEW] * 3)
     assert new == expected(family)
     assert NEW < loop.levels[-1].accepted < loop.levels[-1].proposed - NEW
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_greedy_text_by_trees(family: str) -> None:
+    """Each node begins from its parent's state; states after many passes are those of a prefill."""
+    target = model(family)
+    known = [p + e for p, e in zip(PROMPTS, expected(family), strict=True)]
+    used = program(target, 2, ForeknownPath(known), 3)
+    new, loop = decoded(used, PROMPTS, [NEW] * 3)
+    assert new == expected(family)
+    judged = loop.levels[-1]
+    assert 0.4 * judged.proposed < judged.accepted < judged.proposed
+    fresh = program(target, 1, batch=3)
+    fresh.prepare(GREEDY)
+    fresh.prefill([used.state.sequence(b) for b in range(3)])
+    for ours, theirs in zip(used.states.buffers, fresh.states.buffers, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
@@ -150,14 +168,22 @@ def test_forced_tokens(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family, levels, tokens",
-    [("qwen3.5", 1, 3), ("granite-4", 1, 3), ("jamba", 1, 3), ("qwen3.5", 2, 2), ("granite-4", 2, 2)],
+    "family, levels, tokens, tree",
+    [
+        ("qwen3.5", 1, 3, "chain:1"),
+        ("granite-4", 1, 3, "chain:1"),
+        ("jamba", 1, 3, "chain:1"),
+        ("qwen3.5", 2, 2, "chain:2"),
+        ("granite-4", 2, 2, "chain:2"),
+        ("qwen3.5", 2, 2, "static:0;1;1.0"),
+        ("lfm2", 2, 2, "best-first:2,1"),
+    ],
 )
-def test_the_distribution_of_generated_tokens(family: str, levels: int, tokens: int) -> None:
+def test_the_distribution_of_generated_tokens(family: str, levels: int, tokens: int, tree: str) -> None:
     """Every draw is enumerated, with a draft that is unrelated to the target."""
     target, prompt = recurrent(family, vocab_size=3, **DENSE.get(family, {})), prompt_of(21, 3)
     draft = stranger(3, 3) if levels == 2 else None
-    generations = Generations(target, draft, levels, prompt, tree="chain:2")
+    generations = Generations(target, draft, levels, prompt, tree=tree)
     sampled = ProbsFromLogits.at(1.0)
     made = generations.distribution(sampled, tokens)
     assert len(made) == 3**tokens
@@ -178,6 +204,17 @@ def test_by_the_engine_with_a_draft_model_and_with_prompt_lookup() -> None:
         assert not torch.equal(first, other)
 
 
+@pytest.mark.parametrize("options", [{"tree": "best-first:3,2,1"}, {"tree": "chain:3", "lookup": 4}], ids=str)
+def test_trees_by_the_engine(options: dict[str, Any]) -> None:
+    """Also a chain of matched tokens beside the draft's."""
+    target, tree = model("qwen3.5"), options.pop("tree")
+    engine = triforce_tree.load(target, tiny("llama"), tree=tree, advanced={"rounds": 1, **options})
+    out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
+    assert [row[len(row) - NEW :] for row in out.sequences.tolist()] == expected("qwen3.5")
+    engine = triforce_tree.load(target, tiny("llama"))
+    assert engine.config.tree == "chain:5"
+
+
 def test_the_users_model_is_unchanged() -> None:
     target = recurrent("granite-4")
     decoded(program(target, 1), PROMPTS[:1], [4], SAMPLED)
@@ -189,12 +226,6 @@ def test_what_is_not_possible_is_refused_with_the_reason() -> None:
     target = model("granite-4")
     with pytest.raises(ValueError, match=r"levels=3 is not possible with GraniteMoeHybrid.*use levels=2"):
         triforce_tree.load(target, levels=3)
-    with pytest.raises(
-        ValueError, match=r"static:0;1.*branches.*a recurrent state for every branch.*chain:5"
-    ):
-        triforce_tree.load(target, tiny("llama"), tree="static:0;1")
-    with pytest.raises(ValueError, match=r"lookup=4 adds a branch.*every branch; leave lookup out"):
-        triforce_tree.load(target, tiny("llama"), advanced={"lookup": 4})
 
 
 @pytest.mark.parametrize(
@@ -257,11 +288,14 @@ def test_a_pass_never_waits_for_the_device(family: str) -> None:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, _: Any) -> Tensor:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2).contiguous()
 
-    proposed, tokens = ProposedPass(states), torch.randint(64, (2, 5))
+    proposed, tokens, tree = ProposedPass(states), torch.randint(64, (2, 5)), TreePass(states, 5, 5)
     with plain_torch_modes(target.device), _Waits() as waits:
         step(tokens, torch.arange(5).expand(2, -1), attend, states=proposed)
         proposed.commit(torch.tensor([2, 5]))
         step(tokens[:, :1], torch.tensor([[2], [5]]), attend, states=TokenPass(states))
+        tree.begin(0, torch.ones(2, 5, 5, dtype=torch.bool).tril())
+        step(tokens, torch.arange(5).expand(2, -1), attend, states=tree)
+        tree.accept(torch.tensor([[0, 2, -1], [0, 1, 4]]))
     assert waits.found == []
 
 

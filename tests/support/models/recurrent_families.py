@@ -138,3 +138,32 @@ class Foreknowledge(Drafter):
         for b, (text, end) in enumerate(zip(self._texts, state.end.tolist(), strict=True)):
             coming = torch.tensor(text[end + 1 :][: self.length], dtype=torch.int64, device=state.device)
             tree.tokens[b, 1 : 1 + len(coming)] = coming
+
+
+class ForeknownPath(Drafter):
+    """Proposes trees with the known continuation of each sequence on one of their paths.
+
+    It is on another path for each position; all other nodes are wrong.
+
+    Args:
+        known: prompts and their continuations.
+    """
+
+    name = "foreknown path"
+    deterministic = True
+    tree = "static:0;1;0.0;1.0;1.1;0.0.0;1.0.0;1.1.0;1.1.1"
+    _PATHS = ((1, 3, 6), (2, 4, 7), (2, 5, 8), (2, 5, 9), (1, 3), (2, 5), (2,), ())
+
+    def __init__(self, known: Sequence[Sequence[int]]) -> None:
+        self.known = known
+
+    def propose(self, state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
+        tree.tokens[:, 0] = state.newest
+        for b, (text, end) in enumerate(zip(self.known, state.end.tolist(), strict=True)):
+            coming = [*text[end + 1 :], 0, 0, 0]
+            path = self._PATHS[end % len(self._PATHS)]
+            for node in range(1, tree.nodes):
+                depth = int(tree.depths[node])
+                # Siblings have different numbers, and so different tokens.
+                wrong = (coming[depth - 1] + node) % VOCABULARY
+                tree.tokens[b, node] = coming[depth - 1] if node in path else wrong

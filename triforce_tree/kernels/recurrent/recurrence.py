@@ -28,8 +28,9 @@ def linear_recurrence(
     beta: Tensor | None,
     counts: Tensor | None,
     out: Tensor | None,
+    paths: Tensor | None = None,
 ) -> None:
-    """Processes T tokens of each of B sequences one after another.
+    """Processes T tokens of each of B sequences one after another, or along the paths of a tree.
 
     All tensors are fp32 except ``counts``. The H heads share G heads of queries and keys; H is a multiple of
     G. Keys have K elements and values V.
@@ -45,7 +46,14 @@ def linear_recurrence(
         counts: int64 ``[B]``, number of tokens to process, at most T. None processes all tokens and does not
             write ``state``.
         out: ``[B, T, H, V]``, written for the processed tokens; None computes only the state.
+        paths: int64 ``[B, P, L]``, the tokens of P paths, in their order, each of which begins from the state
+            of its sequence; -1 follows the last token. Then ``out`` is ``[B, P, H, V]`` with the outputs of
+            the last tokens, ``counts`` is None, and ``state`` is not written.
     """
+    if paths is not None:
+        assert out is not None
+        _along(state, q, k, v, decay, rates, beta, out, paths)
+        return
     shared = state.shape[1] // k.shape[2]
     now = state
     for t in range(v.shape[1]):
@@ -67,3 +75,29 @@ def linear_recurrence(
         now = after
     if counts is not None:
         state.copy_(now)
+
+
+def _along(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rates: Tensor | None,
+    beta: Tensor | None,
+    out: Tensor,
+    paths: Tensor,
+) -> None:
+    """Writes the outputs of the last tokens of paths: each path becomes a sequence of its own."""
+    (batch, count, length), sequences = paths.shape, torch.arange(len(paths), device=paths.device)
+    tokens = paths.clamp_min(0).flatten(1)
+
+    def taken(own: Tensor) -> Tensor:
+        return own[sequences[:, None], tokens].view(batch * count, length, *own.shape[2:])
+
+    own_beta = None if beta is None else taken(beta)
+    read = torch.empty(batch * count, length, *out.shape[2:], dtype=out.dtype, device=out.device)
+    of_path = state.repeat_interleave(count, 0)
+    linear_recurrence(of_path, taken(q), taken(k), taken(v), taken(decay), rates, own_beta, None, read)
+    last = (paths >= 0).sum(2).clamp_min(1).flatten() - 1
+    out.copy_(read[torch.arange(batch * count, device=out.device), last].view_as(out))

@@ -2,8 +2,9 @@
 
 transformers writes all mixers to one pattern: projections; a causal convolution over the result of the
 cache's ``update_conv_state``; one function that scans the recurrence; projections. Our pass-through cache
-provides the convolution's input. In our copies the name of the scan function refers to a function of ours
-(``scans``). Linear layers, norms and gates run unchanged over all tokens of a pass at once.
+provides the convolution's input. In our copies the names of the scan function and, for decoding passes, of
+the convolution refer to functions of ours (``scans``). Linear layers, norms and gates run unchanged over all
+tokens of a pass at once.
 """
 
 import inspect
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from triforce_tree.models.recurrent.scans import SCANS
+from triforce_tree.models.recurrent.scans import SCANS, convolution_tokens
 
 _CONVOLUTION = "causal_conv1d_fn"
 # By these transformers' layers store states, lightning attention's by the last one.
@@ -76,6 +77,8 @@ def _with_scans(forward: FunctionType, in_chunks: bool) -> FunctionType:
     for name, (tokens, chunks) in SCANS.items():
         if name in names:
             names[name] = chunks(names[name]) if in_chunks else tokens
+    if not in_chunks:
+        names[_CONVOLUTION] = convolution_tokens(names[_CONVOLUTION])
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy

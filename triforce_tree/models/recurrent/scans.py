@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triforce_tree.models.running_forward import ScanInputs, recur, recur_by
+from triforce_tree.models.running_forward import ScanInputs, convolved, recur, recur_by
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
 _EPSILON = 1e-6
@@ -132,6 +132,18 @@ def _mamba_chunks(own: Callable[..., Any]) -> Scan:
     state.
     """
     return _mamba_tokens
+
+
+def convolution_tokens(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns a causal convolution over a decoding pass, in place of transformers' own.
+
+    It has no default arguments: a compiler guards those of the function that it replaces.
+    """
+
+    def convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None, **keywords: Any) -> Tensor:
+        return convolved(own, inputs, weight, bias, keywords.get("activation"))
+
+    return convolution
 
 
 def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
