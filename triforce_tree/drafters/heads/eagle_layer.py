@@ -12,6 +12,7 @@ from triforce_tree.drafters.heads.attention import Attended, attend, rotated
 from triforce_tree.drafters.heads.eagle_format import EagleFormat
 from triforce_tree.drafters.heads.eagle_reference import reference_logits
 from triforce_tree.drafters.heads.files import HeadWeights
+from triforce_tree.drafters.heads.vocabulary import DraftVocabulary
 from triforce_tree.drafters.token_map import ABSENT
 
 # Rotary embeddings whose frequencies do not depend on the length of the sequence.
@@ -125,8 +126,7 @@ class EagleLayer:
         self._vocabulary(weights, own, size, vocabulary, head, get)
         weights.refuse_unused(("t2d",))
         self.weight_bytes = sum(held.values())
-        for table in (self._columns, self._absent):
-            self.weight_bytes += 0 if table is None else table.nbytes
+        self.weight_bytes += 0 if self._drafted is None else self._drafted.nbytes
         rope = llama.rope_parameters["rope_type"]
         if rope not in _ROPES:
             raise ValueError(
@@ -158,9 +158,10 @@ class EagleLayer:
         normed = self.forward(0, tokens, fused, tokens, attended, pairs)[1]
         ours = self.logits(normed)[0, -1].float().cpu()
         plain = reference_logits(weights, self.format, embedded, [state[0] for state in states], head)
-        if self._columns is not None:
-            kept = ~self._absent.cpu()  # type: ignore[union-attr]
-            ours, plain = ours[kept], plain[self._columns.cpu()[kept]]
+        if self._drafted is not None:
+            plain = self._drafted.target_logits(plain.to(device)).cpu()
+            kept = plain > ABSENT
+            ours, plain = ours[kept], plain[kept]
         error = float((ours - plain).norm() / plain.norm())
         if not error <= _MOST_ERROR[self.fc.dtype]:
             raise RuntimeError(
@@ -180,8 +181,7 @@ class EagleLayer:
         self, weights: HeadWeights, own: int, size: int, vocabulary: int, shared: nn.Module, get: Any
     ) -> None:
         self._head: Any = shared
-        self._columns: Tensor | None = None
-        self._absent: Tensor | None = None
+        self._drafted: DraftVocabulary | None = None
         if "lm_head.weight" not in weights and own == size:
             return
         head = get("lm_head.weight", -1, own)
@@ -189,16 +189,7 @@ class EagleLayer:
         if "d2t" not in weights:
             get("lm_head.weight", vocabulary, own)
             return
-        # Draft token i has id i + d2t[i] in the target's vocabulary.
-        ids = weights.take("d2t", len(head)).long() + torch.arange(len(head))
-        if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-            raise ValueError(
-                f"d2t in {str(weights.folder)!r} does not map {len(head)} draft tokens to different ones of "
-                f"the target's {vocabulary}; give heads that were trained for this target"
-            )
-        columns = torch.full((vocabulary,), -1)
-        columns[ids] = torch.arange(len(ids))
-        self._columns, self._absent = columns.clamp_min(0).to(head.device), (columns < 0).to(head.device)
+        self._drafted = DraftVocabulary(weights, len(head), vocabulary, head.device)
 
     def angles(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the cosines and sines, fp32 ``[count, head_dim]``, of positions 0 to ``count - 1``."""
@@ -253,6 +244,4 @@ class EagleLayer:
     def logits(self, normed: Tensor) -> Tensor:
         """Returns logits ``[B, T, V]`` over the target's vocabulary."""
         logits: Tensor = self._head(normed)
-        if self._columns is None or self._absent is None:
-            return logits
-        return logits.index_select(2, self._columns).float().masked_fill_(self._absent, ABSENT)
+        return logits if self._drafted is None else self._drafted.target_logits(logits)
