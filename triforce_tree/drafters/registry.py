@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+MASK_EMBEDDING = "mask_embedding.pt"
+"""A file that some block drafters have beside their weights."""
 MUSE = "muse_glimmer_assistant"
 """The model type of transformers' own block drafter."""
 
@@ -60,7 +62,7 @@ FORMATS = (
         _TREES + _WINDOW,
     ),
 )  # fmt: skip
-FILES = (CONFIG, *MEDUSA, *WEIGHTS)
+FILES = (CONFIG, *MEDUSA, *WEIGHTS, "model-*.safetensors", MASK_EMBEDDING)
 """Files that are downloaded of a drafter on the hub."""
 
 

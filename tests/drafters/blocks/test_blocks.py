@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, LlamaConfig
 from transformers.cache_utils import DFlashCache
@@ -307,6 +307,26 @@ def test_options_and_defaults(tmp_path: Path) -> None:
     assert sliding.feature_window == (0, 9)
     deep = block_folder(tmp_path / "deep", TARGET, block=16)
     assert sum(BlockDrafter(deep)._growths[0].shape.widths) == 62
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    folder = block_folder(tmp_path, TARGET)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    half, index = len(weights) // 2, {}
+    for number, names in enumerate((list(weights)[:half], list(weights)[half:])):
+        index |= dict.fromkeys(names, f"model-{number}.safetensors")
+        save_file({name: weights[name] for name in names}, folder / f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    drafter = BlockDrafter(folder)
+    drafter.attach(HFModel(TARGET))
+    assert drafter.network.state_dict().keys() == weights.keys()
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot be read as weights"):
+        BlockDrafter(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read as weights"):
+        BlockDrafter(folder)
 
 
 def test_matrices_that_equal_the_targets_are_held_once(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from triforce_tree.drafters.registry import CONFIG, MUSE, settings
+from triforce_tree.drafters.registry import CONFIG, MASK_EMBEDDING, MUSE, settings
 
 # Fields that change nothing in the computation, or only repeat what other fields or the tensors say. The
 # confidence head says how many tokens are worth verifying, which decoding decides by measured acceptance.
@@ -146,9 +146,9 @@ class _Reader:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = str(folder), str(folder / CONFIG)
         self.config = settings(folder)
-        if (folder / "mask_embedding.pt").is_file():
+        if (folder / MASK_EMBEDDING).is_file():
             raise ValueError(
-                f"{self.folder!r} has a mask_embedding.pt, which replaces the embedding of the mask token; "
+                f"{self.folder!r} has a {MASK_EMBEDDING}, which replaces the embedding of the mask token; "
                 "this is not supported"
             )
         names = self.config.get("architectures") or []

@@ -10,7 +10,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from triforce_tree.runtime.files.json_files import read_json
+
 _MOST_NAMED = 8  # tensors in a message
+_UNREADABLE = (OSError, SafetensorError, RuntimeError, EOFError, ValueError, LookupError, TypeError)
 
 
 def weights_file(folder: Path, names: Sequence[str]) -> Path | None:
@@ -23,8 +26,8 @@ class HeadWeights:
 
     Args:
         folder: the folder of the heads, which messages name.
-        names: file names; the first that exists is read. Files other than .safetensors are read by
-            ``torch.load(weights_only=True)``.
+        names: file names; the first that exists is read. An index (.json) names files of safetensors in the
+            same folder. Other files are read by ``torch.load(weights_only=True)``.
         renamed: returns the name of a tensor in the form that the reader of the heads uses.
 
     Attributes:
@@ -92,9 +95,13 @@ def _tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             found: Any = load_file(path)
+        elif path.suffix == ".json":
+            found = {}
+            for name in sorted({*read_json(path)["weight_map"].values()}):
+                found |= load_file(folder / Path(name).name)
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (*_UNREADABLE, pickle.UnpicklingError) as error:
         why = " ".join(str(error).split())[:160]
         raise ValueError(f"{path} cannot be read as weights ({why}); copy or download it again") from error
     if not isinstance(found, Mapping) or not all(isinstance(t, Tensor) for t in found.values()):
