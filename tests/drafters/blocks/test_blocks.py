@@ -309,6 +309,22 @@ def test_options_and_defaults(tmp_path: Path) -> None:
     assert sum(BlockDrafter(deep)._growths[0].shape.widths) == 62
 
 
+@pytest.mark.parametrize("levels", [2, 3])
+def test_sessions_continue_fork_and_are_saved(levels: int, tmp_path: Path) -> None:
+    drafter = BlockDrafter(spark_folder(tmp_path / "drafter", TARGET, kind="rnn"), "chain:2", 2, 9)
+    engine = triforce_tree.load(
+        TARGET, drafter=drafter, levels=levels, **load_arguments({**WHOLE, "rounds": 1})
+    )
+    session = engine.session(PROMPTS[1])
+    text = [*PROMPTS[1], 5, 6]
+    text += session.generate([5, 6], max_new_tokens=NEW, do_sample=False).sequences[0, -NEW:].tolist()
+    assert text[-NEW:] == greedy(TARGET, text[:-NEW], NEW)
+    session.save(tmp_path / "session")
+    for continued in (session.fork(), engine.load_session(tmp_path / "session")):
+        out = continued.generate([9], max_new_tokens=NEW, do_sample=False)
+        assert out.sequences[0, -NEW:].tolist() == greedy(TARGET, [*text, 9], NEW)
+
+
 def test_weights_in_several_files(tmp_path: Path) -> None:
     folder = block_folder(tmp_path, TARGET)
     weights = load_file(folder / "model.safetensors")
