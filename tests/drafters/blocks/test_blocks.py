@@ -359,10 +359,11 @@ def test_targets_with_recurrent_layers_get_chains(tmp_path: Path) -> None:
     folder = block_folder(tmp_path, target, inputs=(0,), block=16)
     engine = triforce_tree.load(target, drafter=folder, levels=2)
     out = engine.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
-    assert engine._hierarchy.drafter().shapes == ("chain:7",)
+    assert engine._hierarchy.drafter().shapes == ("chain:7", "chain:15", "chain:4")
     assert out.sequences[0, -NEW:].tolist() == greedy(target, PROMPTS[0], NEW)
-    with pytest.raises(ValueError, match=r"branches, and .* would need a recurrent state for every branch"):
-        triforce_tree.load(target, drafter=folder, tree="best-first:2,2", levels=2)
+    branching = triforce_tree.load(target, drafter=folder, tree="best-first:3,2", levels=2)
+    again = branching.generate(PROMPTS[0], max_new_tokens=NEW, do_sample=False)
+    assert again.sequences.tolist() == out.sequences.tolist()
 
 
 def test_layers_of_drafters_that_name_none(tmp_path: Path) -> None:

@@ -27,8 +27,6 @@ from triforce_tree.verify.probs import Sampler
 
 # Nodes of the default tree by depth; 62 in all, so that a mask of one word suffices.
 _WIDTHS = (8, 8, 8, 7, 6, 5, 4, 3, 3, 2, 2, 2, 2, 1, 1)
-# Length of the default chain for targets with recurrent layers.
-_CHAIN = 7
 _SINKS, _WINDOW = 4, 2048
 
 
@@ -47,9 +45,9 @@ class BlockDrafter(Drafter):
     Args:
         folder: has ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin`` in a layout of
             ``blocks/format.py``.
-        tree: a shape or its name, at most as deep as the block. The default is a tree of up to 62 nodes, or
-            a chain for a target with recurrent layers; without ``tree`` and ``other_trees``, decoding also
-            chooses chains.
+        tree: a shape or its name, at most as deep as the block. Without ``tree`` and ``other_trees``,
+            decoding chooses among a tree of up to 62 nodes and two chains, or among three chains for a
+            target with recurrent layers.
         sinks: number of first positions in the cache; by default 4, or 0 if all layers have windows.
         window: number of newest positions in the cache; by default the layers' own windows, or 2048.
         other_trees: at most two further shapes; decoding chooses one for each pass.
@@ -133,8 +131,8 @@ class BlockDrafter(Drafter):
                 f"{target.vocab_size}; give a drafter that was trained for this target"
             )
         if target.states is not None and self._chosen_here:
-            # Recurrent layers would need a state for every branch of a tree.
-            self._use_shapes(f"chain:{min(_CHAIN, format.depth)}")
+            # Trees of such targets were not timed.
+            self._use_shapes(*dict.fromkeys(f"chain:{min(n, format.depth)}" for n in (7, format.depth, 4)))
         self.features = tuple(dict.fromkeys(format.inputs))
         network = self.network = BlockNetwork.load(
             format, size, target.vocab_size, self._weights, target.device, target.dtype
