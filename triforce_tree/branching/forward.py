@@ -22,7 +22,7 @@ class TreeForward:
     On a GPU a forward with one token per node is captured if the model allows it.
 
     Args:
-        model: the target's forwards; the target is ``active()`` in every call.
+        model: the target's forwards; every call is inside ``Engine.generation``.
         shapes: of the target's layers, with their windows.
         pages: keys and values.
         sizes: capacities.

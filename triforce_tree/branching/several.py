@@ -149,7 +149,7 @@ def _beams(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str, Any])
     for prompt in prompts:
         target.check_length(len(prompt), new_tokens)
     start = perf_counter()
-    with engine.generation(), target.active(), seeded(seed, target.device):
+    with engine.generation(), seeded(seed, target.device):
         if target.length_rope is not None:
             target.length_rope.choose_for_texts([len(prompt) for prompt in prompts])
         lengths = [*map(len, prompts), *[new_tokens] * beams * len(prompts)]

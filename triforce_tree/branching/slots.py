@@ -56,7 +56,7 @@ class NodeCache(PromptCache):
 class TreeSlots:
     """The keys and values of the nodes of a tree. Those of each token are stored once.
 
-    All methods that compute are called inside ``target.active()``.
+    All methods that compute are called inside ``engine.generation()``.
 
     Args:
         engine: its target computes.

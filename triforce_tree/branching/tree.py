@@ -97,7 +97,7 @@ class TextTree:
             )
         slots = len(tokens) + RESERVE if max_bytes is None else max_bytes // bytes_of_slot
         self.root, self.decode_seconds = Node(None, tokens), 0.0
-        with engine.generation(), target.active():
+        with engine.generation():
             self._slots = TreeSlots(engine, slots // page_slots(target))
             self.max_bytes = self._slots.pages.count * self._slots.pages.page_bytes
             self._choose_rope()
@@ -257,7 +257,7 @@ class TextTree:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        with self._engine.generation(), self._target.active():
+        with self._engine.generation():
             self._choose_rope()
             if self._target.function_key() != self._function:
                 raise ValueError(
