@@ -160,6 +160,9 @@ class Merged(Drafter):
         grown = self.drafter.buffer_bytes(batch, capacity, limits)
         return {**grown, **self.matcher.buffer_bytes(batch, capacity, limits)}
 
+    def take_over(self, earlier: Drafter) -> None:
+        self.drafter.take_over(earlier.drafter if isinstance(earlier, Merged) else earlier)
+
     def bind(self, state: SequenceState) -> None:
         self.drafter.bind(state)
         self.matcher.bind(state)

@@ -15,6 +15,7 @@ import torch
 from triforce_tree.drafters.base import Drafter, TokenTree, shapes_of
 from triforce_tree.kv.cached_tokens import common_prefix
 from triforce_tree.runtime.sequence_state import SequenceState
+from triforce_tree.trees.device_shapes import PassLimits
 from triforce_tree.trees.shapes import Lookup
 from triforce_tree.verify.probs import Sampler
 
@@ -61,6 +62,12 @@ class WithLookup(Drafter):
         self.drafter.bind(state)
         self._proposed = torch.full((state.batch, max(self.lengths)), -1, device=state.device)
         self._indices = [SuffixIndex(()) for _ in range(state.batch)]
+
+    def buffer_bytes(self, batch: int, capacity: int, limits: PassLimits) -> dict[str, int]:
+        return self.drafter.buffer_bytes(batch, capacity, limits)
+
+    def take_over(self, earlier: Drafter) -> None:
+        self.drafter.take_over(earlier.drafter if isinstance(earlier, WithLookup) else earlier)
 
     def start(self, sequences: Sequence[Sequence[int]]) -> None:
         self.drafter.start(sequences)

@@ -85,15 +85,13 @@ class Trial:
 
     @cached_property
     def recurrent(self) -> bool:
-        """Returns whether some layers keep recurrent state; then trees are chains, and the draft is of
-        another family.
-        """
+        """Returns whether some layers keep recurrent state; then there are at most two levels."""
         return bool(mixers(self.model))
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         """Returns a copy with noise on its weights; a Llama where the family cannot draft."""
-        if self.recurrent or indexers(self.model):
+        if indexers(self.model):
             return build(families()["LlamaForCausalLM"]).to(self.device)
         other = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(1)
@@ -102,10 +100,6 @@ class Trial:
                 noise = torch.randn(weight.shape, generator=generator).to(weight.device)
                 weight += _NOISE * weight.abs().mean() * noise
         return other
-
-    @property
-    def _tree(self) -> dict[str, Any]:
-        return {"tree": "chain:4", "runner_ups": False} if self.recurrent else TREE
 
     def expected(self, length: int) -> list[int]:
         """Returns the new tokens after the prompt of ``length`` tokens, by transformers alone."""
@@ -138,7 +132,7 @@ class Trial:
         streams = path.options.get("offload_weights", False)
         # Streamed weights are moved out of the model.
         target = copy.deepcopy(self.model) if streams else self.model
-        options = {**OPTIONS, **path.options, **(self._tree if path.drafts else {})}
+        options = {**OPTIONS, **path.options, **(TREE if path.drafts else {})}
         if self.recurrent and (path.gpu or len(path.options) > 1):
             options["levels"] = 2  # what else is refused of the path, beside three levels
         engine = triforce_tree.load(target, self.draft if path.drafts else None, **load_arguments(options))
