@@ -96,7 +96,8 @@ def mtp_drafter(target: "PreTrainedModel", options: Mapping[str, Any], named: bo
     import transformers
     from transformers import modeling_layers
 
-    if hasattr(modeling_layers, "MtpModel"):
+    # Earlier releases have a class of this name that reads no checkpoint.
+    if hasattr(getattr(modeling_layers, "MtpModel", None), "get_weight_conversions"):
         from triforce_tree.loading import mtp_checkpoint
 
         return mtp_checkpoint.mtp_drafter(target, options, named)
