@@ -6,41 +6,55 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import modeling_layers
 
 from scripts.benchmarks.common.results import content_at
 from scripts.benchmarks.sources.registry import Texts
 from tests.support.distributions.head_folders import eagle_folder
 from tests.support.models.families import prompt_of, tiny
 from triforce_tree import Engine, load
-from triforce_tree.loading.checkpoints import PAIR, load_model
+from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
 from triforce_tree.verify.sampling import ProbsFromLogits
+
+MTP = hasattr(getattr(modeling_layers, "MtpModel", None), "get_weight_conversions")
+
+
+def drafters(script: Any, folder: Path) -> list[str]:
+    """Writes a drafter of each kind for the embedded target as it is before training; returns their names."""
+    teacher = script("train_drafters.teacher").Teacher(load_model(PAIR / "target", "cpu", torch.float32))
+    cache, mtp = script("train_drafters.segments").Cache(), script("train_drafters.mtp")
+    networks = {
+        "eagle3": script("train_drafters.eagle").EagleNetwork(teacher, 2, 64, False, cache),
+        "dflash": script("train_drafters.block").BlockTraining(teacher, 6, 1, 64, 64),
+    }
+    if MTP:
+        networks["mtp"] = mtp.MtpTraining(teacher, 2, cache)
+    for name, network in networks.items():
+        files = [mtp.FILE] if name == "mtp" else []
+        script("train_drafters.folder").DrafterFolder(folder / name, {"seed": 0}, *files).save(network, 1.0)
+    if MTP:
+        networks["mtp"].complete(folder / "mtp", load_tokenizer(PAIR / "target"))
+    return [*networks]
 
 
 def test_the_smallest_cell_is_measured_for_every_drafter_and_way(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, teacher = script("benchmarks.drafters.run"), script("train_drafters.teacher")
-    network = script("train_drafters.eagle").EagleNetwork(
-        teacher.Teacher(load_model(PAIR / "target", "cpu", torch.float32)),
-        2,
-        64,
-        False,
-        script("train_drafters.segments").Cache(),
-    )
-    script("train_drafters.folder").DrafterFolder(tmp_path / "head", {"seed": 0}).save(network, 1.0)
+    run, trained = script("benchmarks.drafters.run"), drafters(script, tmp_path)
     monkeypatch.setattr(Texts, "read", lambda self, source: "What a statement does, and what not. " * 200)
     words = [
-        "--tiny", "--drafters", f"eagle3={tmp_path / 'head'}", "--kinds", "documentation",
-        "--contexts", "260", "--temperatures", "0", "--new-tokens", "8", "--plain-tokens", "2",
-        "--out", str(tmp_path),
+        "--tiny", "--drafters", *(f"{name}={tmp_path / name}" for name in trained), "--kinds",
+        "documentation", "--contexts", "260", "--temperatures", "0", "--new-tokens", "8",
+        "--plain-tokens", "2", "--out", str(tmp_path),
     ]  # fmt: skip
     assert run.main([*words, "--ways", "chain", "tree"]) == 0
     assert run.main([*words, "--shapes", "8b", "--ways", "default"]) == 0
     content = content_at(tmp_path / "drafters_cpu.jsonl")
     found = {(row["shape"], row["drafter"], row["way"]): row for row in content["rows"]}
     assert found.keys() == {
-        *(("pair", drafter, way) for drafter in ("draft", "eagle3") for way in ("chain", "tree")),
-        *(("8b", drafter, "default") for drafter in ("draft", "eagle3")),
+        *(("pair", drafter, way) for drafter in ("draft", *trained) for way in ("chain", "tree")),
+        # MTP layers are not widened.
+        *(("8b", drafter, "default") for drafter in ("draft", "eagle3", "dflash")),
     }
     assert found["pair", "eagle3", "chain"]["chosen"]["tree"] == "chain:5"
     assert all(row["tokens_per_pass"] >= 1 for row in content["rows"])
