@@ -27,7 +27,12 @@ from triforce_tree.loading.checkpoints import (
     unwrapped,
     with_text_ranks,
 )
-from triforce_tree.loading.drafter_choice import check_drafter_options, mtp_drafter, own_drafter
+from triforce_tree.loading.drafter_choice import (
+    check_drafter_options,
+    mtp_drafter,
+    own_drafter,
+    with_assistant,
+)
 from triforce_tree.loading.gguf_header import gguf_path, is_gguf
 from triforce_tree.loading.placement import on_one_device
 from triforce_tree.loading.reading import ModelFiles
@@ -109,6 +114,7 @@ def load(
     """
     given = flat_options(options)
     config = HierarchyConfig.from_options(**given)
+    drafter, draft = with_assistant(drafter, draft)
     own = own_drafter(drafter, draft, given)
     if target is None and gguf_file is not None:
         raise ValueError(f"gguf_file={gguf_file!r} needs a target: the folder or hub id that holds it")
@@ -199,6 +205,7 @@ def custom_generate(
     making = threading.Lock()
     given = flat_options(options)
     config = HierarchyConfig.from_options(**given)
+    drafter, draft = with_assistant(drafter, draft)
     own = own_drafter(drafter, draft, given)
     check_drafter_options(drafter, draft, given)
     source = None if draft is None else unwrapped(draft, "draft")

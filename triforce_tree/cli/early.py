@@ -23,7 +23,12 @@ from triforce_tree.cli.prompt import characters, prompt_of
 from triforce_tree.cli.texts import documents
 from triforce_tree.config import HierarchyConfig
 from triforce_tree.loading import gguf_header, model_folder
-from triforce_tree.loading.drafter_choice import check_drafter_options, names_trained, trained_folder
+from triforce_tree.loading.drafter_choice import (
+    check_drafter_options,
+    names_trained,
+    trained_folder,
+    with_assistant,
+)
 from triforce_tree.memory_size import bytes_of
 from triforce_tree.requests.option_values import checked
 from triforce_tree.runtime.files.text_files import read_text
@@ -137,6 +142,7 @@ def _engine(args: argparse.Namespace) -> None:
     config = HierarchyConfig.from_options(**options)
     _device(args.device)
     target = target_source(args)
+    args.drafter, args.draft = with_assistant(args.drafter, args.draft)
     draft = args.draft
     if args.target is None and draft is None and args.drafter in (None, "model"):
         draft = str(PAIR / "draft")

@@ -178,6 +178,14 @@ class DecodingProgram:
         self.full = step_model(target, compiled, features, config.exact)
         if self.drafter is not None:
             self.drafter.bind(self.state)
+            if self.drafter.reads_slots:
+                if not self.cache.backend.readable:
+                    raise ValueError(
+                        f"drafter {self.drafter.name!r} reads the target's keys and values, which must be on "
+                        "the device, in slots of each sequence's own; leave out offload, and do not start "
+                        "it by torchrun"
+                    )
+                self.drafter.read(self.store)
         if levels == 3:
             bits = config.weight_bits
             self.retrieval_model = self.full if bits == 16 else level_one(target, bits, compiled, features)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from triforce_tree.kernels.attention.plan import pack_mask
 from triforce_tree.kernels.step.accept import FIXED
+from triforce_tree.kv.store import KVStore
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.features import Features
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -178,6 +179,7 @@ class Drafter:
             included, whose hidden states the drafter reads. The default (0, 1) suffices for a drafter that
             reads those of the tokens that the last pass verified.
         weight_bytes: bytes on the device of the drafter's own weights; known after ``attach``.
+        reads_slots: whether the drafter attends to keys and values of the target, see :meth:`read`.
     """
 
     name = "drafter"
@@ -188,6 +190,7 @@ class Drafter:
     features: tuple[int, ...] = ()
     feature_window: tuple[int, int] = (0, 1)
     weight_bytes = 0
+    reads_slots = False
 
     def attach(self, target: HFModel) -> None:
         """Takes the weights of the target that drafting needs. ``features`` are read after it.
@@ -210,6 +213,13 @@ class Drafter:
         """Allocates buffers for ``state.batch`` sequences of at most ``state.capacity`` tokens.
 
         The engine calls it first, and again whenever it allocates new buffers.
+        """
+
+    def read(self, store: KVStore) -> None:
+        """Takes the KV slots of the target, if the drafter ``reads_slots``; called after ``bind``.
+
+        In ``propose`` all layers have the keys and values of positions 0 to ``state.end - 1``; those of a
+        chain are from the retrieval model.
         """
 
     def take_over(self, earlier: "Drafter") -> None:

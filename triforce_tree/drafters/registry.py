@@ -19,6 +19,8 @@ MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 MASK_EMBEDDING = "mask_embedding.pt"
 """A file that some block drafters have beside their weights."""
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""The model types of assistants that read the target's keys and values."""
 MUSE = "muse_glimmer_assistant"
 """The model type of transformers' own block drafter."""
 
@@ -56,6 +58,10 @@ FORMATS = (
     Format(
         "a block drafter (DFlash, DSpark)", _drafts_blocks, f"{_BLOCKS}.drafter:BlockDrafter",
         _TREES + _WINDOW,
+    ),
+    Format(
+        "a Gemma 4 assistant", lambda config, _: config.get("model_type") in ASSISTANTS,
+        "triforce_tree.drafters.gemma4:Gemma4Assistant", _TREES,
     ),
     Format(
         "an EAGLE-3 head", lambda _, files: not files.isdisjoint(WEIGHTS), f"{_HEADS}.eagle:Eagle3",

@@ -112,6 +112,7 @@ class KVBackend:
         fixed_passes: whether all passes are alike: trees of one shape, and one number of levels.
         transfers: whether passes copy keys and values to the device, whose seconds grow with the text.
         least_prompt: fewest tokens of a prompt.
+        readable: whether ``store`` holds every layer of each sequence, in slots of its own.
         pool_slots: KV slots of each head that all sequences share; 0 where each has slots of its own.
         closed: whether memory was given back, so that the backend cannot be used any more.
     """
@@ -119,7 +120,7 @@ class KVBackend:
     store: KVStore
     retrieval: RetrievalView | None = None
     replaces = True
-    reclaims = fixed_passes = transfers = closed = False
+    reclaims = fixed_passes = transfers = closed = readable = False
     pool_slots = 0
     least_prompt = 1
 

@@ -25,6 +25,8 @@ class DeviceBackend(KVBackend):
         ValueError: a store that is too small, of other bits, or cannot be paged by chunks.
     """
 
+    readable = True
+
     def __init__(self, spec: CacheSpec, store: KVStore | None, kept: KVStore | None) -> None:
         super().__init__(spec)
         config, bits, scratch = spec.config, spec.config.kv_bits, spec.scratch

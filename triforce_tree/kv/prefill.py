@@ -146,7 +146,7 @@ def prefill(
     with reads as hidden:
         for first in range(start, len(tokens), chunk):
             part = tokens[first : first + chunk]
-            model.forward(part, cache, last_only=True)
+            model.forward(part, cache, last_only=True, every_state=features is not None)
             if features is not None:
                 features.feed(cache.sequence, first, hidden)
             if progress:

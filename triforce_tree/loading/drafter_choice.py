@@ -8,8 +8,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from triforce_tree.drafters.registry import FILES, format_of, trained_drafter
-from triforce_tree.loading.model_folder import downloaded
+from triforce_tree.drafters.registry import ASSISTANTS, FILES, format_of, trained_drafter
+from triforce_tree.loading.gguf_header import is_gguf
+from triforce_tree.loading.model_folder import downloaded, settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,6 +108,20 @@ def mtp_drafter(target: "PreTrainedModel", options: Mapping[str, Any], named: bo
             f"{transformers.__version__} does not have; update transformers, or use drafter='lookup'"
         )
     return None
+
+
+def with_assistant(
+    drafter: "Drafter | str | Path | None", draft: "PreTrainedModel | str | Path | None"
+) -> "tuple[Drafter | str | Path | None, PreTrainedModel | str | Path | None]":
+    """Returns the drafter and the draft that were given; an assistant given as the draft is the drafter."""
+    if drafter in (None, "model") and isinstance(draft, str | Path) and not is_gguf(draft):
+        try:
+            kind = settings_of(draft)[1].get("model_type")
+        except (OSError, ValueError):  # refused later, as any draft
+            return drafter, draft
+        if kind in ASSISTANTS:
+            return Path(draft) if Path(draft).is_dir() else draft, None
+    return drafter, draft
 
 
 def check_drafter_options(

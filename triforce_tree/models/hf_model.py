@@ -88,7 +88,7 @@ class HFModel:
         self._copy: PreTrainedModel | None = None
         self._running: PreTrainedModel | None = None
         self._prefill_layers: PrefillLayers | None = None
-        self._scales_queries = False
+        self._scales_queries = self._shares_kv = False
         self.calls: dict[int, LayerCall] = {}
         self._attended: dict[int, nn.Module] = {}
         refuse_unsupported(model)
@@ -241,7 +241,12 @@ class HFModel:
 
     @torch.no_grad()
     def forward(
-        self, tokens: list[int], cache: KVCache, last_only: bool = False, whole: bool = True
+        self,
+        tokens: list[int],
+        cache: KVCache,
+        last_only: bool = False,
+        whole: bool = True,
+        every_state: bool = False,
     ) -> Tensor:
         """Returns the logits of T new tokens, and stores their keys and values in the cache.
 
@@ -249,6 +254,8 @@ class HFModel:
             tokens: T ids.
             last_only: compute only the last token's logits (prefill).
             whole: check that every layer with attention has attended; False if some layers are skipped.
+            every_state: compute the hidden states of all tokens in all layers. With ``last_only``, layers
+                that share the keys and values of others otherwise leave out all but the last token (Gemma 4).
 
         Returns:
             ``[T, V]`` or ``[1, V]`` in the model's dtype, the same on every rank.
@@ -260,12 +267,16 @@ class HFModel:
         ids = sent(torch.tensor([tokens], device="cpu"), self.device)
         positions = cache.positions(len(tokens)).to(self.device)[None]
         masks = {"attention_mask": mask_of_slots(self.device)} if self.indexed else {}
+        kept: int | Tensor = 1 if last_only else 0
+        if last_only and every_state and self._shares_kv:
+            # transformers leaves tokens out by a number alone.
+            kept = torch.tensor([len(tokens) - 1], device=self.device)
         with running_forward(cache.attend, states=cache.recurrent, indexed=cache.indexed) as forward:
             out = self.running(
                 input_ids=ids,
                 position_ids=positions,
                 use_cache=True,
-                logits_to_keep=1 if last_only else 0,
+                logits_to_keep=kept,
                 **{CACHE: PassThrough()},
                 **({"triforce_positions": positions} if self._scales_queries else {}),
                 **masks,
@@ -343,6 +354,8 @@ class HFModel:
             self.kv_layers[index] = shape
         if recorder.index_dims:
             self.kv_layers += [_index_shape(recorder.index_dims.get(layer)) for layer in range(self.layers)]
+        modules = [call.module for call in self.calls.values()]
+        self._shares_kv = any(getattr(module, "is_kv_shared_layer", False) for module in modules)
         self.has_softcap = any(call.how.softcap for call in self.calls.values())
         # Shape of the full-attention layers, if there are any: they take most memory and time.
         self.heads = min(self.kv_shapes, key=lambda shape: shape.window is not None).heads

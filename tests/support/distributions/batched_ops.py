@@ -52,9 +52,9 @@ def share_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def share_first(store: KVStore) -> None:
     """Copies the first sequence's KV slots to all others."""
-    [group] = store.groups
-    for slots in group.parts:
-        slots[:, 1:] = slots[:, :1]
+    for group in store.groups:
+        for slots in group.parts:
+            slots[:, 1:] = slots[:, :1]
 
 
 def append_kv(
