@@ -43,7 +43,9 @@ class Fixed:
         self.model: Any = None
         self.logits = logits
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Any, last: int = 0) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attend: Any, last: int = 0, states: Any = None
+    ) -> Tensor:
         self.tokens = tokens
         return self.logits
 
