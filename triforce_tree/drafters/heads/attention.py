@@ -27,7 +27,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tenso
         mask: bool ``[B, T, S]``, True where attention is allowed.
     """
     groups = q.shape[1] // k.shape[1]
-    grouped = q.unflatten(1, (-1, groups))  # [B, H_kv, G, T, D]
-    scores = torch.matmul(grouped, k[:, :, None].mT).float() * scale
+    # One product for all queries of a KV head; a broadcast one would copy the keys for each query head.
+    rows = q.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, H_kv, G T, D]
+    scores = torch.matmul(rows, k.mT).unflatten(2, (groups, -1)).float() * scale
     probs = scores.masked_fill(~mask[:, None, None], ABSENT).softmax(-1).to(v.dtype)
-    return torch.matmul(probs, v[:, :, None]).flatten(1, 2)
+    return torch.matmul(probs.flatten(2, 3), v).unflatten(2, (groups, -1)).flatten(1, 2)
