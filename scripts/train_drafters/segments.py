@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.llama.modeling_llama import rotate_half
 
-# Others cannot read a mask, or keep all scores.
-_ON_GPU = [SDPBackend.EFFICIENT_ATTENTION]
+# The first does not keep the scores; the second serves sizes that it refuses.
+_ON_GPU = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class StreamingAttention:
         how = {"attn_mask": mask, "scale": dim**-0.5}
         if not queries.is_cuda:
             return F.scaled_dot_product_attention(both, keys, values, **how)
-        with sdpa_kernel(_ON_GPU):
+        with sdpa_kernel(_ON_GPU, set_priority=True):
             return F.scaled_dot_product_attention(both, keys, _padded(values), **how)[..., :dim]
 
 
