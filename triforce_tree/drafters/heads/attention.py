@@ -31,4 +31,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tenso
     rows = q.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, H_kv, G T, D]
     scores = torch.matmul(rows, k.mT).unflatten(2, (groups, -1)).float() * scale
     probs = scores.masked_fill(~mask[:, None, None], ABSENT).softmax(-1).to(v.dtype)
-    return torch.matmul(probs.flatten(2, 3), v).unflatten(2, (groups, -1)).flatten(1, 2)
+    out: Tensor = torch.matmul(probs.flatten(2, 3), v).unflatten(2, (groups, -1)).flatten(1, 2)
+    return out
