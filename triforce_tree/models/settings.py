@@ -99,8 +99,8 @@ def within_limits(target: HFModel, draft: HFModel | None, config: HierarchyConfi
     if target.states is not None and config.levels == 3:
         raise ValueError(
             f"levels=3 is not possible with {target.name}: level 1 would need recurrent states of its own, "
-            "after tokens that level 2 has not verified, and would save only the keys and values that the few "
-            "layers with attention read; use levels=2 or levels='auto'"
+            "after tokens that level 2 has not verified, and save only what the few layers with attention "
+            "read of keys and values; use levels=2 or levels='auto'"
         )
     if draft is None or (target.states is None and draft.states is None):
         return config
