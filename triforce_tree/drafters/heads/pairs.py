@@ -224,6 +224,8 @@ class PairDrafter(Drafter):
         """
         state, network = self._state, self.network
         assert state.features is not None
+        # The pair in each slot of the cache, and whether it may be attended to, for this ``end``.
+        self._cached = self._ring.positions(end), self._ring.visible(end, state.features)
         states = {layer: state.features.read(layer, pairs) for layer in self.features}
         hidden = network.fuse([states[layer] for layer in network.inputs])
         tokens = state.tokens.gather(1, (pairs + 1).clamp(0, state.capacity - 1))
@@ -252,7 +254,7 @@ class PairDrafter(Drafter):
         if not outputs:
             return q[:, :, :0, : v.shape[3]]
         self._rotate_cache(layer, end)
-        mask = self._visible(layer, end, pairs[:, -outputs:])
+        mask = self._visible(layer, pairs[:, -outputs:])
         return self._attend(layer, end, 0, q[:, :, -outputs:], mask, scale)
 
     def _attend(self, layer: int, end: Tensor, depth: int, q: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -295,7 +297,7 @@ class PairDrafter(Drafter):
         for layer in range(first, min(network.layers, len(growth.frontiers))):
             source = layer if depth >= network.layers else layer - 1
             above = self._hidden[source].gather(1, parents)
-            mask = torch.cat([self._visible(layer, end, pairs), ancestors], 2)
+            mask = torch.cat([self._visible(layer, pairs), ancestors], 2)
             attended = partial(self._attend_to_tree, layer, end, depth, nodes, mask)
             hidden, read = network.forward(layer, tokens, above, pairs + 1, attended, tokens.shape[1])
             self._hidden[layer, :, nodes] = hidden
@@ -323,7 +325,7 @@ class PairDrafter(Drafter):
         cos, sin = (angles[position].expand(-1, x.shape[2], -1) for angles in self._angles)
         return rotated(x, cos, sin)
 
-    def _visible(self, layer: int, end: Tensor, queries: Tensor) -> Tensor:
+    def _visible(self, layer: int, queries: Tensor) -> Tensor:
         """Returns bool ``[B, T, slots + 1]``: whether each slot holds a pair that each of T pairs attends to.
 
         Args:
@@ -331,11 +333,10 @@ class PairDrafter(Drafter):
         """
         state = self._state
         assert state.features is not None
-        pairs, slot = self._ring.positions(end), torch.arange(self._nodes_at, device=end.device)
-        visible = self._ring.visible(end, state.features)
+        (pairs, visible), slot = self._cached, torch.arange(self._nodes_at, device=queries.device)
         # The first pairs of a later layer would need states that are not known.
         first = torch.where(slot < self.sinks, 0, state.features.first[:, None]) + layer
-        visible &= pairs >= first
+        visible = visible & (pairs >= first)
         distance = queries[:, :, None] - pairs[:, None]
         most = self.network.windows[layer]
         near = distance >= 0 if most is None else (distance >= 0) & (distance < most)
@@ -345,7 +346,7 @@ class PairDrafter(Drafter):
         """Rotates the cached keys of a layer by their positions within the cache."""
         if self.network.rotates:
             return
-        pairs, slot = self._ring.positions(end), torch.arange(self._nodes_at, device=end.device)
+        (pairs, _), slot = self._cached, torch.arange(self._nodes_at, device=end.device)
         positions = torch.where(slot < self.sinks, slot, pairs - self._ring.dropped(end)).clamp(
             0, self._positions - 1
         )
