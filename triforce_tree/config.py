@@ -271,6 +271,12 @@ class HierarchyConfig:
         """Returns the bits of level 1's weights; 16 while "auto" is undecided."""
         return self.retrieval_weight_bits if isinstance(self.retrieval_weight_bits, int) else 16
 
+    def levels_for(self, prompt: int, budget: int | None = None) -> int:
+        """Returns the levels for a prompt of so many tokens, with this budget or that of the settings."""
+        if isinstance(self.levels, int):
+            return self.levels
+        return 3 if prompt >= 2 * (budget or self.retrieval.budget) else 2
+
     def as_options(self) -> dict[str, Any]:
         """Returns all options in one flat dict, as :meth:`from_options` takes them."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}

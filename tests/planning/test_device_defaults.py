@@ -16,7 +16,6 @@ from triforce_tree.planning.device_defaults import (
     resolve,
     retrieval_size,
 )
-from triforce_tree.planning.memory_layout import levels_of
 
 
 def settings(
@@ -97,7 +96,7 @@ def test_the_budget_follows_the_context(prompt: int) -> None:
     retrieval = config.retrieval
     assert retrieval.budget <= max(1024, prompt // 4)
     assert prompt >= 98_304 or prompt / retrieval.chunk <= 6144, "not too many means to read in each round"
-    assert levels_of(config, prompt) == (3 if prompt >= 4096 else 2)
+    assert config.levels_for(prompt) == (3 if prompt >= 4096 else 2)
 
 
 def test_given_options_are_kept() -> None:

@@ -28,7 +28,7 @@ from triforce_tree.models.settings import check_settings, within_limits
 from triforce_tree.planning import memory_map, memory_plan
 from triforce_tree.planning.device_defaults import ModelFacts, resolve
 from triforce_tree.planning.machine import host_rate, measured
-from triforce_tree.planning.memory_layout import Workload, levels_of
+from triforce_tree.planning.memory_layout import Workload
 from triforce_tree.planning.memory_plan import MemoryPlan
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.executor import free_memory
@@ -240,7 +240,7 @@ class Hierarchy:
             or all(s.window is not None and s.window < longest for s in self.target.kv_shapes)
         ):
             return 2
-        return levels_of(config, prompt_tokens)
+        return config.levels_for(prompt_tokens)
 
     def rounded(self, max_seq_len: int) -> int:
         """Returns ``max_seq_len`` rounded up, so that the buffers serve longer sequences too, but at most to

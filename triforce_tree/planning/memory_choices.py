@@ -10,7 +10,6 @@ from triforce_tree.planning.memory_layout import (
     LEAST_BUDGET,
     MemoryPlan,
     Task,
-    levels_of,
     offloaded,
 )
 from triforce_tree.planning.memory_map import MIB
@@ -66,7 +65,7 @@ def _choices(task: Task) -> Iterator[tuple[Task, Offload]]:
         yield from _of_budget(task, budget, chunks)
     if coarsest not in chunks:
         yield from _of_budget(task, budgets[-1], [coarsest])
-    fixed = not _RETRIEVAL_OPTIONS.isdisjoint(given) or levels_of(config, prompt, budgets[-1]) < 3
+    fixed = not _RETRIEVAL_OPTIONS.isdisjoint(given) or config.levels_for(prompt, budgets[-1]) < 3
     if config.levels == "auto" and not fixed:
         # Two levels need neither a retrieval cache nor key means, but each tree needs a full-target pass.
         yield from _of_budget(task.with_options(levels=2), budgets[-1], chunks[:1])
@@ -83,7 +82,7 @@ def with_level_one(task: Task) -> Iterator[Task]:
         yield task
         return
     bits: tuple[int, ...] = (config.weight_bits,)
-    if levels_of(config, prompt) == 3:
+    if config.levels_for(prompt) == 3:
         bits = _level_one_bits(task)
     chunks: list[int | None] = [config.prefill_chunk]
     if "prefill_chunk" not in task.given:
@@ -103,7 +102,7 @@ def _level_one_bits(task: Task) -> tuple[int, ...]:
 
 def _of_budget(task: Task, budget: int, chunks: list[int]) -> Iterator[tuple[Task, Offload]]:
     bits: tuple[int, ...] = (task.config.weight_bits,)
-    if task.sizes.streamed and levels_of(task.config, task.workload.prompt, budget) == 3:
+    if task.sizes.streamed and task.config.levels_for(task.workload.prompt, budget) == 3:
         bits = _level_one_bits(task)
     for own, (split, prefill_chunk, count) in product(bits, _splits()):
         if "prefill_chunk" not in task.given:

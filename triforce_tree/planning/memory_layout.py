@@ -200,7 +200,7 @@ def offloaded(task: Task, split: Offload) -> MemoryPlan:
         split: its ``resident_bytes`` and shares of the CPU are chosen here.
     """
     sizes, machine, config, workload = task.sizes, task.machine, task.config, task.workload
-    levels = levels_of(config, workload.prompt)
+    levels = config.levels_for(workload.prompt)
     if "gamma" not in task.given and levels == 3:
         # Scratch slots and probs grow with gamma: memory is planned for the largest, and gamma chosen below.
         config = with_options(config, gamma=MOST_GAMMA)
@@ -305,7 +305,7 @@ def _on_host(host: Mapping[str, int], weight_bytes: int, machine: Machine) -> Ho
 
 def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload: Workload) -> MemoryPlan:
     """Returns the plan without offloading: everything but streamed weights stays on the device."""
-    levels = levels_of(config, workload.prompt)
+    levels = config.levels_for(workload.prompt)
     max_seq_len = workload.max_seq_len + pass_limits(config, levels).scratch_slots
     slots = workload.pool or max_seq_len * workload.batch
     layer_bytes = slots * sizes.row
@@ -341,13 +341,6 @@ def on_device(sizes: Sizes, machine: Machine, config: HierarchyConfig, workload:
     return MemoryPlan(
         config, levels, None, device, host, machine, seconds, workload, layer_bytes, copied, kept
     )
-
-
-def levels_of(config: HierarchyConfig, prompt: int, budget: int | None = None) -> int:
-    """Returns the number of levels for a prompt of so many tokens."""
-    if isinstance(config.levels, int):
-        return config.levels
-    return 3 if prompt >= 2 * (budget or config.retrieval.budget) else 2
 
 
 def with_options(config: HierarchyConfig, **options: Any) -> HierarchyConfig:
