@@ -245,7 +245,7 @@ def with_tree(tree: str) -> Oracle:
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "unknown": ({"drafter": "medusa"}, "drafter='medusa' is not known; use model, lookup or an object"),
+    "unknown": ({"drafter": "medusa"}, "drafter='medusa' is not known; use model, lookup, mtp or an object"),
     "missing": ({"drafter": Half()}, "Half is no drafter: it has no deterministic"),
     "a number": ({"drafter": 5}, "int is no drafter: make it a subclass of triforce_tree.Drafter"),
     "two drafters": ({"drafter": Oracle(), "draft": DRAFT}, "one was given; leave one out"),
