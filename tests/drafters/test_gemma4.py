@@ -13,6 +13,7 @@ import triforce_tree
 from tests.drafters.test_honesty import Proposal, dishonesty, trees
 from tests.support.distributions.enumeration import NOISE, total_variation
 from tests.support.distributions.generation_distributions import Generations, target_distribution
+from tests.support.distributions.head_folders import eagle_folder
 from tests.support.models.families import greedy, prompt_of, tiny
 from triforce_tree import Engine
 from triforce_tree.config import load_arguments
@@ -160,6 +161,23 @@ def test_siblings_are_drawn_from_the_reported_distribution(tree: str) -> None:
         return trees(made)
 
     assert dishonesty(list(made.outcomes(run))) < 2 * NOISE
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_drafters_read_all_states_of_layers_that_share_keys(tmp_path: Path, offload: bool) -> None:
+    """In a prefill transformers leaves out tokens from the first such layer on, which has index 2."""
+    folder, prompt = eagle_folder(tmp_path, TARGET, inputs=(2, 3)), PROMPTS[0]
+    options = {"tree": "chain:2", "levels": 2, "offload": offload, "window": 20, "sinks": 2}
+    engine = engine_of(folder, **options, prefill_chunk=16)
+    with engine.program([prompt], NEW, None) as program:
+        program.prefill([prompt])
+        features = program.state.features
+        assert features is not None
+        ours = [features.read(layer, torch.arange(45, 59)[None])[0] for layer in (1, 2)]
+    with torch.no_grad():
+        states = TARGET(torch.tensor([prompt[:-1]]), output_hidden_states=True).hidden_states
+    for own, layer in zip(ours, (1, 2), strict=True):
+        torch.testing.assert_close(own, states[layer + 1][0, 45:59], rtol=1e-3, atol=1e-3)
 
 
 def test_another_target_is_refused(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def prefill_by_layers(
         for start in starts:
             cache.length = start
             part = tokens[start : start + chunk]
-            model.forward(part, cache, last_only=True, whole=False)
+            model.forward(part, cache, last_only=True, whole=False, every_state=bool(features))
     free: list[Callable[[], None]] = []
     reported = done = 0
     numbers = after = 0, 0
