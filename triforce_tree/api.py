@@ -1,6 +1,7 @@
 """``load``, ``generate`` and the hook for transformers' own ``generate``."""
 
 import inspect
+import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from triforce_tree.config import ADVANCED, SHOWN, HierarchyConfig, Options, flat_options
-from triforce_tree.drafters.base import Drafter
+from triforce_tree.drafters.base import Drafter, UnusableDrafterError
 from triforce_tree.engine import Engine
 from triforce_tree.loading.checkpoints import (
     PAIR,
@@ -46,6 +47,7 @@ from triforce_tree.requests.streamers import Streamers
 from triforce_tree.runtime import distributed
 from triforce_tree.runtime.devices import device_of
 
+_LOG = logging.getLogger(__name__)
 Model = PreTrainedModel | str | Path
 Tokenizer = PreTrainedTokenizerBase | str | Path
 
@@ -150,10 +152,34 @@ def load(
         # Unusable arguments are refused before the target's weights are read.
         ModelFiles.find(draft, device_of(device), dtype)
     loaded, streamed = load_target(target, config, device, dtype, grid, pinned)
-    if drafter == "mtp" or not (packed or streamed or group or _names_drafter(drafter, draft, given, config)):
-        own = mtp_drafter(loaded, given, drafter == "mtp")
     small = None if draft is None else on_one_device(load_model(draft, loaded.device, dtype), loaded.device)
-    return Engine(loaded, own or small, tokenizer, config, given, streamed, own_tokenizer)
+
+    def engine(layers: Drafter | None = None) -> Engine:
+        return Engine(loaded, own or layers or small, tokenizer, config, given, streamed, own_tokenizer)
+
+    if drafter == "mtp" or not (packed or streamed or group or _names_drafter(drafter, draft, given, config)):
+        return _with_mtp(loaded, given, drafter == "mtp", engine)
+    return engine()
+
+
+def _with_mtp(
+    target: PreTrainedModel, given: Mapping[str, Any], named: bool, engine: Callable[[Drafter | None], Engine]
+) -> Engine:
+    """Returns an engine that drafts with the MTP layers in the target's checkpoint, if it has any.
+
+    Args:
+        named: whether the user asked for them. Otherwise layers that cannot be used are left out, and the
+            reason is logged.
+        engine: makes the engine.
+    """
+    layers = mtp_drafter(target, given, named)
+    try:
+        return engine(layers)
+    except UnusableDrafterError as error:
+        if named:
+            raise
+        _LOG.warning("%s; matches of earlier text draft instead", error)
+        return engine(None)
 
 
 def _names_drafter(drafter: object, draft: object, given: Mapping[str, Any], config: HierarchyConfig) -> bool:
@@ -227,21 +253,25 @@ def custom_generate(
                 small = None
                 if source is not None:
                     small = on_one_device(load_model(source, model.device, model.dtype), model.device)
-                layers = None
+
+                def engine(layers: Drafter | None = None) -> Engine:
+                    drafts = own or layers or small
+                    return Engine(model, drafts, own_tokenizer, config, given, draft_tokenizer=others)
+
                 if drafter == "mtp" or not _names_drafter(drafter, draft, given, config):
-                    layers = mtp_drafter(model, given, drafter == "mtp")
-                engines[id(model)] = Engine(
-                    model, own or layers or small, own_tokenizer, config, given, draft_tokenizer=others
-                )
-        engine = engines[id(model)]
+                    made = _with_mtp(model, given, drafter == "mtp", engine)
+                else:
+                    made = engine()
+                engines[id(model)] = made
+        used = engines[id(model)]
         processors, criteria, options = (
             kwargs.pop(name) for name in ("logits_processor", "stopping_criteria", "generation_config")
         )
         if strings and own_tokenizer is not None:
             criteria = StoppingCriteriaList([*criteria, StopStrings(own_tokenizer, strings)])
         prepared = Prepared(processors, criteria, options, kwargs)
-        request = Request.from_transformers(engine.target, input_ids, prepared, how)
-        out = engine.decode(request)
+        request = Request.from_transformers(used.target, input_ids, prepared, how)
+        out = used.decode(request)
         assert out is not None, "a single sequence is decoded"
         return out if options.return_dict_in_generate else out.sequences
 

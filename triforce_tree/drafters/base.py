@@ -33,6 +33,10 @@ from triforce_tree.verify.probs import Sampler
 _REWOUND = 64
 
 
+class UnusableDrafterError(ValueError):
+    """A drafter cannot be used with the target; without it, another one drafts."""
+
+
 @dataclass
 class TokenTree:
     """Buffers of one token tree for each of B sequences.

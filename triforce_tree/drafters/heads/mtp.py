@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
+from triforce_tree.drafters.base import UnusableDrafterError
 from triforce_tree.drafters.heads.attention import Attended, attend
 from triforce_tree.kernels.attention.plan import AttentionParams
 from triforce_tree.models.attention import keep_chunks
@@ -48,8 +49,8 @@ class MtpNetwork:
         model: the layers.
 
     Raises:
-        ValueError: the layers compute in a way that is not supported.
-        RuntimeError: the outputs differ from those of transformers' own forward.
+        UnusableDrafterError: the layers compute in a way that is not supported, or their outputs differ from
+            those of transformers' own forward.
     """
 
     rotates = True
@@ -138,12 +139,12 @@ class MtpNetwork:
             self._attention(layer, x, zero, note)
         sizes, params = zip(*seen, strict=True)
         if len(seen) != self.layers or len({*sizes}) > 1:
-            raise ValueError(
+            raise UnusableDrafterError(
                 f"the MTP layers of {self._source} have keys and values of different sizes "
                 f"{sorted({*sizes})}, which is not supported; use drafter='lookup'"
             )
         if any(p.softcap is not None or p.sinks is not None or p.chunked for p in params):
-            raise ValueError(
+            raise UnusableDrafterError(
                 f"the MTP layers of {self._source} attend with capped scores, sinks or chunks, which is not "
                 "supported; use drafter='lookup'"
             )
@@ -174,14 +175,14 @@ class MtpNetwork:
         """Compares the outputs of each layer for made-up inputs with transformers' own.
 
         Raises:
-            RuntimeError: they differ by more than rounding.
+            UnusableDrafterError: they differ by more than rounding.
         """
         tokens, hidden, positions = self._inputs(target)
         for layer, expected in enumerate(reference):
             hidden = self._causal(layer, tokens, hidden, positions)
             errors = (hidden - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
             if not float(errors.median()) <= _MOST_ERROR[self.dtype]:
-                raise RuntimeError(
+                raise UnusableDrafterError(
                     f"MTP layer {layer} of {self._source} computes outputs that differ from those of "
                     f"transformers' own forward by {float(errors.median()):.1%}; use drafter='lookup', and "
                     "please report this with the checkpoint's config.json"
