@@ -70,7 +70,7 @@ PAGES = {
         Section("Every text on an H200", "real_model", _SPEED_UP),
         Section("Every text on a CPU", "real_model_cpu", _SPEED_UP),
     )),
-    "drafters.md": Page("Trained drafters", "../drafters.md", (
+    "drafters.md": Page("Trained drafters", "../trained_drafters.md", (
         Section(
             "Tokens a pass by context", "drafters_context",
             "Every drafter has the same chain or tree, two levels and one round. Medians over texts; the "

@@ -81,7 +81,7 @@ BENCHMARKS = {
     ),
     "drafters": Benchmark(
         "benchmarks.drafters.run",
-        "trained drafters beside the small draft, by context and kind of text: docs/drafters.md",
+        "trained drafters beside the small draft, by context and kind of text: docs/trained_drafters.md",
         "drafters_{machine}.jsonl",
     ),
     "offload": Benchmark(

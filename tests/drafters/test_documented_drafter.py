@@ -1,11 +1,11 @@
-"""The example drafter in docs/drafters.md runs."""
+"""The example drafter in the documents runs."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "drafter.md"
 
 
 def test_the_documented_drafter_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,7 +20,7 @@ def test_the_documented_drafter_runs(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_drafter_of_the_package_is_named() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = (PAGE.parents[1] / "drafters.md").read_text(encoding="utf-8")
     for name in (
         "tree_model.py",
         "suffix_matching.py",
@@ -29,4 +29,4 @@ def test_every_drafter_of_the_package_is_named() -> None:
         "heads/eagle.py",
     ):
         assert name in text
-        assert (PAGE.parents[1] / "triforce_tree" / "drafters" / name).is_file()
+        assert (PAGE.parents[2] / "triforce_tree" / "drafters" / name).is_file()

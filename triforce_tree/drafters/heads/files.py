@@ -84,7 +84,7 @@ class HeadWeights:
             raise ValueError(
                 f"the heads in {str(self.folder)!r} have {len(unused)} tensors that belong to no supported "
                 f"layout ({shown}), and would compute something else without them; give heads in a layout "
-                "that docs/drafters.md lists"
+                "that docs/trained_drafters.md lists"
             )
 
 
