@@ -117,7 +117,7 @@ def measure(
             for values, q in zip(found, level_1, strict=True):
                 values += torch.minimum(q, target).sum(-1).tolist()
             root = program.state.length.clone()
-            forced_tokens.commit(program, stop - at)
+            forced_tokens.commit(program, tokens[at:stop])
             for policy, view in of_policies:
                 view.update_chunk_means(root // policy.chunk, (stop - at) // policy.chunk + 2)
             at = stop

@@ -118,6 +118,14 @@ GPU = (
         needs="smollm2/draft",
         tiny="--shapes own --contexts 256 --kinds documentation --temperatures 0 --new-tokens 8",
     ),
+    _bench(
+        "drafters",
+        f"drafters --drafters eagle3={OUT}/eagle3 dflash={OUT}/dflash --texts {TEXTS}",
+        9,
+        timed=True,
+        needs="eagle3",
+        tiny="--kinds documentation --contexts 260 --temperatures 0 --new-tokens 8 --ways chain",
+    ),
     _bench("prefill", "prefill --chunks 4096 16384", 4),
     _bench("workloads", "workloads", 8, tiny="--workloads deft/keyword --new 4"),
     _bench("shared-prefix", "shared_prefix", 4, tiny="--context 256 --questions 2 --new 8 --runs 1"),
@@ -203,6 +211,13 @@ CPU = (
     # Needs triton, and no GPU.
     _bench("kernels-by-arch", "kernels_by_arch --jobs 2", 40, tiny=None),
     Step("models", f"scripts.checks.models --jobs 2 --out {OUT}/models.jsonl", 600, tiny=None),
+    Step(
+        "models-indexers",
+        f"scripts.checks.models --jobs 2 --out {OUT}/models_indexers.jsonl --only axk2 deepseek_v32 deepseek_v4 "
+        "dots3_note glm5_next glm_moe_dsa hy_v4 mistral_large4",
+        20,
+        tiny=None,
+    ),
 )
 """Measured on a CPU, one after another; also where there is a GPU, which they do not see."""
 

@@ -63,8 +63,12 @@ def with_again(content: Record) -> tuple[Record, str]:
         return content, ""
     again = content_at(file)
     rows = {(row["class"], row["feature_set"], row["path"]): row for row in content["rows"]}
-    rows |= {(row["class"], row["feature_set"], row["path"]): row for row in again["rows"]}
-    note = cell(_AGAIN_NOTE, again | {"file": AGAIN_FILE, "count": len(again["rows"])})
+    known = {row["class"] for row in content["rows"]}
+    newer = [row for row in again["rows"] if row["class"] in known]
+    if not newer:
+        return content, ""
+    rows |= {(row["class"], row["feature_set"], row["path"]): row for row in newer}
+    note = cell(_AGAIN_NOTE, again | {"file": AGAIN_FILE, "count": len(newer)})
     return content | {"rows": [rows[key] for key in sorted(rows)]}, note
 
 

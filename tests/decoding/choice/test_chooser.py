@@ -300,7 +300,7 @@ def test_first_use_makes_the_stages_of_one_shape(monkeypatch: pytest.MonkeyPatch
     slow, fast = StageSeconds(1.0, draft=0.2, tree=3.0), StageSeconds(1.0, draft=0.02, tree=1.01)
     table = [StageCosts((1,), (own,)) for own in (slow, fast, fast)]
     monkeypatch.setattr(stage_costs, "by_shape", lambda *_: table)
-    monkeypatch.setattr(chooser, "held_back", lambda _: {1: 1e9, 2: 0.0})
+    monkeypatch.setattr(DecodingProgram, "held_back", lambda _: {1: 1e9, 2: 0.0})
     set_times(monkeypatch, draft=0.2, target=3.0)
     target = model("llama-gqa")
     program = program_of(target, draft_of("llama-gqa"), 2, other_trees=("chain:2", "chain:1"), rounds=None)
