@@ -213,8 +213,8 @@ CPU = (
     Step("models", f"scripts.checks.models --jobs 2 --out {OUT}/models.jsonl", 600, tiny=None),
     Step(
         "models-indexers",
-        f"scripts.checks.models --jobs 2 --out {OUT}/models_indexers.jsonl --only axk2 deepseek_v32 deepseek_v4 "
-        "dots3_note glm5_next glm_moe_dsa hy_v4 mistral_large4",
+        f"scripts.checks.models --jobs 2 --out {OUT}/models_indexers.jsonl --only axk2 deepseek_v32 "
+        "deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 mistral_large4",
         20,
         tiny=None,
     ),
