@@ -55,3 +55,10 @@ def test_heads_refuse_shapes_that_are_too_deep_or_too_many(tmp_path: Path) -> No
         trained_drafter(folder, {"other_trees": "chain:9"})
     with pytest.raises(ValueError, match="other_trees names 3 trees"):
         trained_drafter(folder, {"other_trees": "chain:1 chain:2 chain:3"})
+
+
+def test_an_eagle_head_proposes_a_chain_and_a_small_tree_too(tmp_path: Path) -> None:
+    folder = eagle_folder(tmp_path, model("llama-gqa"))
+    drafter = trained_drafter(folder, {})
+    assert drafter.shapes == (drafter.tree, "chain:3", "best-first:2,2,1")
+    assert trained_drafter(folder, {"tree": "chain:4"}).shapes == ("chain:4",)

@@ -11,6 +11,9 @@ from triforce_tree.drafters.registry import WEIGHTS
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.trees.shapes import Shape
 
+# For passes in which few tokens are accepted, or many tokens cost more to verify than few.
+_OTHER_TREES = ("chain:3", "best-first:2,2,1")
+
 
 class Eagle3(PairDrafter):
     """Drafts with one decoder layer over pairs of a target's hidden state and the token after it.
@@ -21,9 +24,10 @@ class Eagle3(PairDrafter):
     Args:
         folder: has ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin`` in a layout of
             ``heads/eagle_format.py``. If ``embed_tokens`` or ``lm_head`` is missing, the target's is used.
-        tree: a shape or its name; the default chooses its topology by the head's probabilities.
+        tree: a shape or its name; the default's topology follows the head's probabilities.
         sinks, window: numbers of pairs in the cache, which are attended to by positions counted within it.
-        other_trees: at most two further shapes; decoding chooses one for each pass.
+        other_trees: at most two further shapes; decoding chooses one for each pass. By default there are a
+            chain and a small tree if ``tree`` is not given either.
 
     Raises:
         OSError, ValueError: the folder has no such files, or a size is out of range.
@@ -32,12 +36,14 @@ class Eagle3(PairDrafter):
     def __init__(
         self,
         folder: str | Path,
-        tree: str | Shape = DEFAULT_TREE,
+        tree: str | Shape | None = None,
         sinks: int = SINKS,
         window: int = WINDOW,
-        other_trees: str | Sequence[str | Shape] = (),
+        other_trees: str | Sequence[str | Shape] | None = None,
     ) -> None:
-        super().__init__("eagle3", self._for_target, tree, sinks, window, other_trees)
+        if other_trees is None:
+            other_trees = _OTHER_TREES if tree is None else ()
+        super().__init__("eagle3", self._for_target, tree or DEFAULT_TREE, sinks, window, other_trees)
         self.folder = Path(folder)
         self.format = eagle_format(self.folder)
         self._weights = HeadWeights(self.folder, WEIGHTS, canonical)
