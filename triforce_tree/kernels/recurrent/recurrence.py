@@ -55,8 +55,10 @@ def linear_recurrence(
         _along(state, q, k, v, decay, rates, beta, out, paths)
         return
     shared = state.shape[1] // k.shape[2]
-    now = state
-    for t in range(v.shape[1]):
+    now, tokens = state, v.shape[1]
+    if counts is not None and counts.device.type == "cpu":
+        tokens = int(counts.max())
+    for t in range(tokens):
         query, key = (x[:, t].repeat_interleave(shared, 1)[:, :, None] for x in (q, k))  # [B, H, 1, K]
         row = decay[:, t]
         after = now * (row[:, :, None] if rates is None else row[..., None] * rates).exp()
