@@ -6,17 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import modeling_layers
 
 from scripts.benchmarks.common.results import content_at
 from scripts.benchmarks.sources.registry import Texts
-from tests.support.distributions.head_folders import eagle_folder
+from tests.support.distributions.head_folders import MTP, eagle_folder
 from tests.support.models.families import prompt_of, tiny
 from triforce_tree import Engine, load
 from triforce_tree.loading.checkpoints import PAIR, load_model, load_tokenizer
 from triforce_tree.verify.sampling import ProbsFromLogits
-
-MTP = hasattr(getattr(modeling_layers, "MtpModel", None), "get_weight_conversions")
 
 
 def drafters(script: Any, folder: Path) -> list[str]:

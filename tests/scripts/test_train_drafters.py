@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, modeling_layers
+from transformers import LlamaForCausalLM
 
 import triforce_tree
+from tests.support.distributions.head_folders import MTP
 from tests.support.models.families import greedy, prompt_of, tiny
 from triforce_tree.drafters.blocks.format import block_format
 from triforce_tree.drafters.blocks.format import canonical as block_names
@@ -22,7 +23,6 @@ from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.registry import WEIGHTS
 from triforce_tree.loading.checkpoints import PAIR, load_tokenizer
 
-MTP = hasattr(getattr(modeling_layers, "MtpModel", None), "get_weight_conversions")
 LAYERS, SINKS, WINDOW, DEPTHS = 3, 2, 9, 3
 
 

@@ -6,14 +6,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_layers
 
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.medusa import Medusa
 from triforce_tree.drafters.heads.pairs import PairDrafter
+
+MTP = hasattr(getattr(modeling_layers, "MtpModel", None), "get_weight_conversions")
+"""Whether transformers reads the MTP layers of checkpoints."""
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -159,8 +163,9 @@ def eagle(target: PreTrainedModel, tree: str, sinks: int = 1, window: int = 6, *
 
 
 def mtp(target: PreTrainedModel, tree: str, layers: int = 1, sinks: int = 1, window: int = 6) -> PairDrafter:
-    """Returns ``layers`` random MTP layers of a target's family."""
-    # Earlier releases of transformers have no MTP layers.
+    """Returns ``layers`` random MTP layers of a target's family. Skips the test without a class for them."""
+    if not MTP:
+        pytest.skip("this release of transformers reads no MTP layers")
     from triforce_tree.drafters.heads.mtp import MtpNetwork
     from triforce_tree.loading.mtp_checkpoint import empty_mtp_layers
 
