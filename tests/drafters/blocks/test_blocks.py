@@ -167,7 +167,7 @@ class Plain:
 
 
 class TransformersOwn(Plain):
-    """The same by transformers' class."""
+    """Computes the same distributions by transformers' class."""
 
     def __init__(self, folder: Path, sinks: int, window: int) -> None:
         super().__init__(folder, sinks, window)

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.blocks.format import block_format, canonical
 from triforce_tree.drafters.blocks.network import BlockNetwork, near
 from triforce_tree.drafters.blocks.reference import check_network
 from triforce_tree.drafters.heads.attention import rotated
 from triforce_tree.drafters.heads.files import HeadWeights
 from triforce_tree.drafters.heads.growth import TreeGrowth
-from triforce_tree.drafters.heads.ring import Ring
+from triforce_tree.drafters.heads.ring import Ring, RingDrafter
 from triforce_tree.drafters.heads.vocabulary import DraftVocabulary
 from triforce_tree.drafters.registry import WEIGHTS
 from triforce_tree.models.hf_model import HFModel
@@ -30,7 +30,7 @@ _WIDTHS = (8, 8, 8, 7, 6, 5, 4, 3, 3, 2, 2, 2, 2, 1, 1)
 _SINKS, _WINDOW = 4, 2048
 
 
-class BlockDrafter(Drafter):
+class BlockDrafter(RingDrafter):
     """Predicts the tokens after the newest one in a single forward over a block of mask tokens.
 
     The distribution at a slot does not depend on the tokens in between, so it is that of all nodes of a
@@ -204,19 +204,6 @@ class BlockDrafter(Drafter):
         self._keys, self._values = zeros(slots), zeros(slots)
         # Keys of the sinks before rotation, and one slot that is never read.
         self._raw_keys = zeros(self.sinks + 1)
-
-    def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        self._fill([len(tokens) - 1 for tokens in sequences])
-
-    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        # End 0 stores nothing for the other sequences.
-        ends = [0] * self._state.batch
-        ends[b] = len(sequences[b]) - 1
-        self._fill(ends)
-
-    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        if resumed:
-            self._fill([0 if tokens is None else len(tokens) - 1 for tokens in sequences])
 
     @torch.no_grad()
     def _fill(self, ends: list[int]) -> None:

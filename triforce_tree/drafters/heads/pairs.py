@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triforce_tree.drafters.base import Drafter, TokenTree
+from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.attention import Attended, attend, rotated
 from triforce_tree.drafters.heads.growth import TreeGrowth
-from triforce_tree.drafters.heads.ring import Ring
+from triforce_tree.drafters.heads.ring import Ring, RingDrafter
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.runtime.distributed import broadcast_tensor
 from triforce_tree.runtime.sequence_state import SequenceState
@@ -90,7 +90,7 @@ class PairNetwork(Protocol):
         """Returns logits ``[B, T, V]`` over the target's vocabulary."""
 
 
-class PairDrafter(Drafter):
+class PairDrafter(RingDrafter):
     """Drafts with a :class:`PairNetwork`.
 
     A node of the tree at depth d is computed in the layers from min(d, K - 1) on; the first of them predicts
@@ -184,19 +184,6 @@ class PairDrafter(Drafter):
             self._angles = network.angles(self._positions, device)
             self._raw_keys = zeros(network.kv_heads, self._nodes_at, network.key_size)
         self._bits = torch.arange(64, device=device)
-
-    def start(self, sequences: Sequence[Sequence[int]]) -> None:
-        self._fill([len(tokens) - 1 for tokens in sequences])
-
-    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
-        # End 0 stores nothing for the other sequences.
-        ends = [0] * self._state.batch
-        ends[b] = len(sequences[b]) - 1
-        self._fill(ends)
-
-    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
-        if resumed:
-            self._fill([0 if tokens is None else len(tokens) - 1 for tokens in sequences])
 
     @torch.no_grad()
     def _fill(self, ends: list[int]) -> None:

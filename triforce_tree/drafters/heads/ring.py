@@ -1,9 +1,13 @@
 """The slots of a cache that holds the first and the newest positions of each sequence."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from triforce_tree.drafters.base import Drafter
 from triforce_tree.runtime.features import Features
+from triforce_tree.runtime.sequence_state import SequenceState
 
 
 class Ring:
@@ -52,3 +56,26 @@ class Ring:
             (positions < end) & ((positions < known) | (positions >= first)),
             (positions >= self.sinks + self.dropped(end)) & (positions >= first) & (slot < self.slots),
         )
+
+
+class RingDrafter(Drafter):
+    """A drafter that computes what its cache holds of committed tokens from hidden states of the target."""
+
+    _state: SequenceState
+
+    def start(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._fill([len(tokens) - 1 for tokens in sequences])
+
+    def start_one(self, b: int, sequences: Sequence[Sequence[int]]) -> None:
+        # End 0 stores nothing for the other sequences.
+        ends = [0] * self._state.batch
+        ends[b] = len(sequences[b]) - 1
+        self._fill(ends)
+
+    def prepare(self, sequences: Sequence[Sequence[int] | None], resumed: bool) -> None:
+        if resumed:
+            self._fill([0 if tokens is None else len(tokens) - 1 for tokens in sequences])
+
+    def _fill(self, ends: list[int]) -> None:
+        """Computes what the cache holds of each sequence b before its token ``ends[b]``; nothing for 0."""
+        raise NotImplementedError
