@@ -13,16 +13,14 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import triforce_tree
+from tests.support.distributions.drafted_nodes import compare_nodes
 from tests.support.distributions.head_folders import eagle_folder
 from tests.support.models.families import greedy, prompt_of, tiny
 from triforce_tree.config import load_arguments
-from triforce_tree.drafters.base import TokenTree
 from triforce_tree.drafters.heads.eagle import Eagle3
 from triforce_tree.drafters.heads.eagle_layer import EagleLayer
 from triforce_tree.policy.pass_policy import PassPolicy
 from triforce_tree.policy.passes import PLAIN, PassKind
-from triforce_tree.runtime.sequence_state import SequenceState
-from triforce_tree.verify.probs import Sampler
 
 LAYERS = 3
 TARGET = tiny("llama-gqa", num_hidden_layers=LAYERS)
@@ -145,25 +143,7 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
     folder = eagle_folder(tmp_path, TARGET, **how)  # type: ignore[arg-type]
     plain = Plain(folder, how.get("inputs", (1, 2, 2)))  # type: ignore[attr-defined]
     drafter = Eagle3(folder, tree_name, sinks, window)
-    trees, propose = 0, drafter.propose
-
-    def checked(state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        nonlocal trees
-        propose(state, tree, sampler)
-        trees += 1
-        count = tree.probs.shape[1]
-        for b in range(state.batch):
-            tokens = state.sequence(b)
-            for node in {0, trees % count, count - 1}:
-                path: list[int] = []
-                ancestor = node
-                while ancestor > 0:
-                    path.insert(0, int(tree.tokens[b, ancestor]))
-                    ancestor = int(tree.parents[b, ancestor])
-                expected = plain.logits(tokens, path, sinks, window).softmax(-1)
-                torch.testing.assert_close(tree.probs[b, node], expected, rtol=2e-3, atol=1e-4)
-
-    drafter.propose = checked  # type: ignore[method-assign]
+    trees = compare_nodes(drafter, lambda tokens, path: plain.logits(tokens, path, sinks, window))
     tail = levels == 3
     engine = triforce_tree.load(
         TARGET, drafter=drafter, levels=levels, **load_arguments({**WHOLE, "rounds": 2, "tail_tree": tail})
@@ -171,7 +151,7 @@ def test_children_follow_the_head(name: str, tmp_path: Path) -> None:
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert [row[-NEW:] for row in out.sequences.tolist()] == EXPECTED
     assert out.levels[0].name == "eagle3"
-    assert trees > 4
+    assert len(trees) > 4
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import modeling_layers
 
 import triforce_tree
+from tests.support.distributions.drafted_nodes import compare_nodes
 from tests.support.distributions.head_folders import MTP
 from tests.support.models.families import greedy, prompt_of
 from tests.support.models.mtp_checkpoints import (
@@ -137,30 +138,12 @@ def test_children_follow_the_layers(name: str, tmp_path: Path) -> None:
     drafter = drafter_of(engine)
     assert isinstance(drafter, PairDrafter)
     assert (drafter.name, drafter.network.layers, drafter.window) == ("mtp", layers, window)
-    trees, propose = 0, drafter.propose
-
-    def checked(state: SequenceState, tree: TokenTree, sampler: Sampler) -> None:
-        nonlocal trees
-        propose(state, tree, sampler)
-        trees += 1
-        count = tree.probs.shape[1]
-        for b in range(state.batch):
-            tokens = state.sequence(b)
-            for node in {0, trees % count, count - 1}:
-                path: list[int] = []
-                ancestor = node
-                while ancestor > 0:
-                    path.insert(0, int(tree.tokens[b, ancestor]))
-                    ancestor = int(tree.parents[b, ancestor])
-                expected = plain.logits(tokens, path, sinks, window).softmax(-1)
-                torch.testing.assert_close(tree.probs[b, node], expected, rtol=2e-3, atol=1e-4)
-
-    drafter.propose = checked  # type: ignore[method-assign]
+    trees = compare_nodes(drafter, lambda tokens, path: plain.logits(tokens, path, sinks, window))
     out = engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)
     expected = [greedy(target, prompt, NEW) for prompt in PROMPTS]
     assert [row[-NEW:] for row in out.sequences.tolist()] == expected
     assert out.levels[0].name == "mtp"
-    assert trees > 2
+    assert len(trees) > 2
 
 
 def drafter_of(engine: triforce_tree.Engine) -> Drafter:
