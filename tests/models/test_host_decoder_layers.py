@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -68,6 +69,8 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams)
         (LlamaConfig, {"attention_bias": True, "mlp_bias": True}, 2),
         (Qwen2Config, {}, 2),
         (Qwen3Config, {}, 0),  # norms of queries and keys
+        # half of each head is rotated, so that the layers' own forwards run
+        (Glm4MoeConfig, {"first_k_dense_replace": 2}, 2),
         (CohereConfig, {}, 0),  # attention and MLP side by side
     ],
 )

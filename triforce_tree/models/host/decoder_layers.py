@@ -142,13 +142,14 @@ def _forward(
 ) -> Any:
     """Computes the layer in two calls for few rows, and by its own forward for more."""
     x, made = hidden_states, None
-    if not args and position_embeddings is not None:
+    dim = layer.self_attn.head_dim
+    # Families that rotate a part of each head have narrower cosines and sines.
+    if not args and position_embeddings is not None and position_embeddings[0].shape[-1] == dim:
         norms = [Norm(norm.weight, eps) for norm, eps in zip(parts.norms, parts.eps, strict=True)]  # type: ignore[arg-type]
         q, k, v = (by.matrix() for by in parts.projections)
         made = project(x, norms[0], (q, k, v), *position_embeddings)
     if made is None:
         return type(layer).forward(layer, x, *args, position_embeddings=position_embeddings, **keywords)
-    dim = position_embeddings[0].shape[-1]  # type: ignore[index]
     heads = [t.view(*t.shape[:2], -1, dim).transpose(1, 2) for t in made]
     attended = running.attention(heads[0], heads[1], heads[2], params).flatten(2)
     gate, up, down = (by.matrix() for by in parts.mlp)
