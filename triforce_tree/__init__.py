@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from triforce_tree import grammar
     from triforce_tree.api import custom_generate, generate, load
     from triforce_tree.branching.pages import TreeFullError
     from triforce_tree.branching.tree import TextTree
@@ -19,6 +20,8 @@ else:
 
     def __getattr__(name: str) -> Any:
         # Lazily: torch and transformers take seconds to import, and ``--help`` needs neither.
+        if name == "grammar":
+            return import_module("triforce_tree.grammar")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(_HOMES[name]), name)
@@ -41,6 +44,7 @@ __all__ = [
     "UnsupportedModelError",
     "custom_generate",
     "generate",
+    "grammar",
     "load",
 ]
 

@@ -29,6 +29,8 @@ from triforce_tree.decoding.plain_passes import PlainPasses
 from triforce_tree.decoding.program import DecodingProgram
 from triforce_tree.drafters.base import Drafter
 from triforce_tree.drafters.token_map import TokenMap
+from triforce_tree.grammar.matching import Grammars
+from triforce_tree.grammar.values import Grammar
 from triforce_tree.kv.cached_tokens import Reuse
 from triforce_tree.kv.offload.weights.streamed_weights import StreamedWeights
 from triforce_tree.loading.drafter_choice import check_drafter_options
@@ -99,6 +101,7 @@ class Engine:
         if isinstance(level_0, HFModel):
             tokens = token_map(level_2.vocab_size, level_0.vocab_size, tokenizer, draft_tokenizer)
         self._hierarchy = Hierarchy(level_2, level_0, self._config, tokens)
+        self._grammars = Grammars(tokenizer, level_2.vocab_size)
 
     def generate(
         self,
@@ -113,6 +116,7 @@ class Engine:
         stop_strings: str | list[str] | None = None,
         streamer: BaseStreamer | Sequence[BaseStreamer] | None = None,
         seed: int | Sequence[int | None] | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         logprobs: bool = False,
         progress: Progress | None = None,
         pinned: Callable[[int], None] | None = None,
@@ -143,6 +147,10 @@ class Engine:
                 has the seed of each sequence, or None: its text then depends on its seed, prompt and options
                 alone, and not on the drafter or on what is decoded beside it, but fewer drafted tokens are
                 accepted (``verify/seeded.py``).
+            grammar: what the new text of every prompt must be (``triforce_tree.grammar``: ``JSONSchema``,
+                ``JSONObject``, ``Regex``, ``EBNF``, ``Choice``), or a list with one or None for each prompt.
+                Tokens that the grammar does not allow get probability 0; the end of the text is allowed
+                where the grammar may end. Needs xgrammar.
             logprobs: return the log-probability of each new token, see :class:`GenerateOutput`.
             progress: called with the number of prompt tokens that were kept, then with the number of tokens
                 of each prefilled chunk.
@@ -164,8 +172,9 @@ class Engine:
         beams, texts = texts_asked(given)
         if beams > 1 or texts > 1:
             own: dict[str, Any] = {
-                "inputs": inputs, "streamer": streamer, "seed": seed, "logprobs": logprobs,
-                "progress": progress, "pinned": pinned, "max_batch": max_batch, "joining": joining,
+                "inputs": inputs, "streamer": streamer, "seed": seed, "grammar": grammar,
+                "logprobs": logprobs, "progress": progress, "pinned": pinned, "max_batch": max_batch,
+                "joining": joining,
             }  # fmt: skip
             return several_texts(self, beams, texts, {**given, **own})
         target = self._hierarchy.target
@@ -175,6 +184,7 @@ class Engine:
         how = RunOptions(
             Streamers(streamer, count), progress, *seeds_of(seed, count), pinned,
             bool(checked("logprobs", logprobs)), checked("max_batch", max_batch), joining,
+            self._grammars.of_each(grammar, count),
         )  # fmt: skip
         out = self.decode(arguments.prepared(target, how))
         if out is not None:

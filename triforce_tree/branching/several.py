@@ -43,6 +43,8 @@ def several_texts(engine: LoadedEngine, beams: int, count: int, kwargs: dict[str
         raise ValueError(f"a streamer takes one text as it is made, not those of {asked}; leave out one")
     if count > beams:
         raise ValueError(f"num_return_sequences={count} exceeds num_beams={beams}; ask for as many beams")
+    if kwargs.get("grammar") is not None:
+        raise ValueError(f"grammar is not supported with num_beams={beams}; leave out one")
     return _beams(engine, beams, count, kwargs)
 
 
@@ -64,6 +66,8 @@ def _samples(engine: LoadedEngine, count: int, kwargs: dict[str, Any]) -> Genera
             f"num_return_sequences={count} of greedy decoding are {count} equal texts; "
             "set do_sample=True with a temperature above 0, or num_beams"
         )
+    if isinstance(grammar := options.get("grammar"), list | tuple):
+        options["grammar"] = [each for each in grammar for _ in range(count)]
     seed = options.pop("seed", None)
     if seed is not None and not isinstance(seed, Sequence):
         chosen = checked("seed", seed)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 
+from triforce_tree.grammar.matching import Matcher
 from triforce_tree.runtime.stats import LevelStats
 
 Stop = Callable[[list[int]], bool]
@@ -47,6 +48,7 @@ class Sequence:
         ending: the stop criteria.
         number: the number of the sequence in its call, from 0. Its random numbers depend on it.
         seed: the sequence's own seed, see ``verify/seeded.py``; None if it has none.
+        matcher: the state of the grammar of its new tokens so far; None without a grammar.
         tokens: the prompt and the new tokens so far.
         finish_reason: why it has ended; None while it runs.
         index: its batch index, which determines its KV slots; None before it has one.
@@ -60,6 +62,7 @@ class Sequence:
     ending: Ending
     number: int = 0
     seed: int | None = None
+    matcher: Matcher | None = field(default=None, repr=False)
     tokens: list[int] = field(init=False, repr=False)
     finish_reason: str | None = None
     index: int | None = None
@@ -89,9 +92,14 @@ class Sequence:
             self.finish_reason = self.ending.reason(self.tokens, len(self.tokens) - len(self.prompt))
             if self.finish_reason is not None:
                 break
-        return self.tokens[before:]
+        added = self.tokens[before:]
+        if self.matcher is not None:
+            self.matcher.accept(added)
+        return added
 
     def take_back(self, tokens: int) -> None:
         """Removes the last ``tokens`` tokens that :meth:`append` added."""
         del self.tokens[len(self.tokens) - tokens :]
         self.finish_reason = None
+        if self.matcher is not None:
+            self.matcher.take_back(tokens)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     InfNanRemoveLogitsProcessor,
+    LogitsProcessorList,
     MaxLengthCriteria,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -22,6 +23,7 @@ from triforce_tree.decoding.plain_passes import PlainPasses
 from triforce_tree.decoding.sequence import Sequence
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.models.recurrent.pass_through import CACHE
+from triforce_tree.requests.grammar_processor import GrammarProcessor
 from triforce_tree.requests.output import GenerateOutput, output_of
 from triforce_tree.requests.own_forward import OwnForward, seeded, with_own_forward
 from triforce_tree.requests.request import Request
@@ -44,6 +46,11 @@ def decode_in_step(
         on_host: whether logits, scores and log-probabilities are kept and returned in host memory.
     """
     how, sequences = request.how, request.sequences
+    processors, matchers = request.processors, [sequence.matcher for sequence in sequences]
+    if any(matcher is not None for matcher in matchers):
+        processors = LogitsProcessorList(
+            [GrammarProcessor(matchers, request.input_ids.shape[1]), *processors]
+        )
     forward = _Forward(passes, any(type(p) is InfNanRemoveLogitsProcessor for p in request.processors))
     followed = _Followed(request, forward, on_host)
     loop: Any = with_own_forward(target.model)
@@ -52,7 +59,7 @@ def decode_in_step(
     try:
         with seeded(_seed(request), target.device):
             loop._sample(
-                request.input_ids, logits_processor=request.processors, stopping_criteria=followed,
+                request.input_ids, logits_processor=processors, stopping_criteria=followed,
                 generation_config=request.config, **{**request.model_inputs, CACHE: forward},
             )  # fmt: skip
         forward.append(followed.tokens)

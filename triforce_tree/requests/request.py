@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from triforce_tree.decoding.sequence import Sequence
+from triforce_tree.grammar.matching import MakeMatcher
 from triforce_tree.models.hf_model import HFModel
 from triforce_tree.requests.endings import StopStrings, ending_of
 from triforce_tree.requests.inputs import Inputs, Prompts, check_tokens, prompts_of, real_tokens, text_alone
@@ -48,6 +49,7 @@ class RunOptions:
     logprobs: bool = False
     max_batch: int | None = None
     joining: Joining | None = None
+    matchers: Sequences[MakeMatcher | None] | None = None
 
     def alone(self, number: int) -> "RunOptions":
         """Returns the options for decoding one of the sequences alone. Its seed is such that its draws stay
@@ -55,7 +57,9 @@ class RunOptions:
         """
         seed = self.seed if self.seed is None else sequence_seed(self.seed, number)
         seeds = self.seeds and self.seeds[number : number + 1]
-        return replace(self, streamers=self.streamers.alone(number), seed=seed, seeds=seeds, joining=None)
+        matchers = self.matchers and self.matchers[number : number + 1]
+        streamers = self.streamers.alone(number)
+        return replace(self, streamers=streamers, seed=seed, seeds=seeds, matchers=matchers, joining=None)
 
 
 def seeds_of(seed: Any, count: int) -> tuple[int | None, list[int | None] | None]:
@@ -252,7 +256,9 @@ class Request:
         sequences = []
         for number, (prompt, own) in enumerate(zip(tokens, padding, strict=True)):
             ending = ending_of(config, criteria, input_ids.shape[1], input_ids.device, own)
-            sequences.append(Sequence(prompt, ending, number, seeds[number]))
+            make = how.matchers[number] if how.matchers is not None else None
+            matcher = None if make is None else make(ending.stop_tokens)
+            sequences.append(Sequence(prompt, ending, number, seeds[number], matcher))
         # If processors read the tokens so far, the sequences of a batch are decoded one by one.
         to_probs = ProbsFromLogits(processors, greedy=not config.do_sample, padding=padding[0])
         pad_token, _ = _padding(vars(config))

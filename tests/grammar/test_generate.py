@@ -1,0 +1,85 @@
+"""``generate`` with grammars on the embedded pair."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import xgrammar
+
+import triforce_tree
+from triforce_tree import Engine
+from triforce_tree.grammar import EBNF, Choice, JSONObject, JSONSchema, Regex
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+}
+PROMPT = "The following JSON object describes the first author of this module:\n"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return triforce_tree.load()
+
+
+def test_the_text_is_that_of_plain_decoding_under_the_same_masks(engine: Engine) -> None:
+    vocabulary = engine.target.vocab_size
+    info = xgrammar.TokenizerInfo.from_huggingface(engine.tokenizer, vocab_size=vocabulary)
+    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))
+    ids = engine.tokenizer(PROMPT, return_tensors="pt")
+    expected = engine.target.model.generate(
+        **ids, max_new_tokens=60, logits_processor=[xgrammar.contrib.hf.LogitsProcessor(compiled)]
+    )
+    out = engine.generate(PROMPT, max_new_tokens=60, temperature=0, grammar=JSONSchema(SCHEMA))
+    assert out.sequences.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_batch_of_different_grammars(engine: Engine, temperature: float) -> None:
+    grammars = [
+        JSONSchema(SCHEMA), None, Choice(["Paris", "Rome \"é\\"]), Regex("[ab]{3,5}[.]"),
+        EBNF('root ::= "(" root ")" | "x"'), JSONObject(),
+    ]  # fmt: skip
+    prompts = [PROMPT, "The module", "The capital is ", "ab", "((", PROMPT]
+    out = engine.generate(prompts, max_new_tokens=60, temperature=temperature, grammar=grammars, seed=5)
+    person, free, city, letters, nested, anything = out.text
+    if out.finish_reason[0] == "eos":
+        jsonschema.validate(json.loads(person), SCHEMA)
+    assert out.finish_reason[2:4] == ["eos"] * 2
+    assert city in ("Paris", 'Rome "é\\')
+    assert re.fullmatch(r"[ab]{3,5}\.", letters)
+    if out.finish_reason[4] == "eos":
+        assert nested == "(" * (len(nested) // 2) + "x" + ")" * (len(nested) // 2)
+    if out.finish_reason[5] == "eos":
+        assert isinstance(json.loads(anything), dict)
+    alone = engine.generate(prompts[1], max_new_tokens=60, temperature=0)
+    assert temperature or free == alone.text
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"grammar": "a+"}, "grammar='a\\+' must be one of triforce_tree.grammar's JSONSchema"),
+        ({"grammar": [Regex("a"), None]}, "grammar has 2 entries for 1 sequences"),
+        ({"grammar": Regex("a(")}, "cannot be compiled: .*parenthesis is not closed"),
+        ({"grammar": EBNF("root ::= x")}, '"x" is not defined'),
+        (
+            {"grammar": JSONSchema({"type": "object", "minProperties": 1})},
+            "cannot be compiled: minProperties",
+        ),
+        ({"grammar": Regex("a"), "num_beams": 2}, "grammar is not supported with num_beams=2"),
+        ({"grammar": Regex("a"), "eos_token_id": []}, "grammar needs a token that ends the text"),
+    ],
+)
+def test_wrong_grammars(engine: Engine, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.generate("The", max_new_tokens=3, **options)
+
+
+def test_a_grammar_needs_a_tokenizer(engine: Engine) -> None:
+    without = Engine(engine.target.model)
+    with pytest.raises(ValueError, match="grammar needs a tokenizer"):
+        without.generate([1, 2, 3], max_new_tokens=3, grammar=Regex("a"))

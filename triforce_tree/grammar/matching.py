@@ -1,0 +1,191 @@
+"""Follows grammars token by token, through xgrammar."""
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from triforce_tree.grammar.values import EBNF, Choice, Grammar, JSONObject, JSONSchema, Regex, check_grammar
+from triforce_tree.option_checks import shortened
+
+# Bytes of compiled grammars that are kept for later requests with the same grammar.
+_KEPT_BYTES = 256 * 2**20
+_PLACE = re.compile(r"^\[[^]]*\] \S+:\d+: ")
+
+
+def words_of(vocabulary: int) -> int:
+    """Returns how many words of 32 bits hold one bit for each token."""
+    return -(-vocabulary // 32)
+
+
+class Matcher:
+    """The state of a grammar after some new tokens of a text.
+
+    Args:
+        matcher: an ``xgrammar.GrammarMatcher``.
+        filler: an ``xgrammar.BatchGrammarMatcher``.
+    """
+
+    def __init__(self, matcher: Any, filler: Any) -> None:
+        self._matcher, self._filler = matcher, filler
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advances by new tokens.
+
+        Raises:
+            ValueError: the grammar does not allow one of them, which happens only where no token of the
+                vocabulary continues the text.
+        """
+        for token in tokens:
+            if not self._matcher.accept_token(token):
+                raise ValueError(
+                    "the grammar allows no token of the vocabulary after the new text so far; give a grammar "
+                    "whose characters the tokenizer has"
+                )
+
+    def take_back(self, tokens: int) -> None:
+        """Returns to the state before the last ``tokens`` tokens."""
+        if tokens:
+            self._matcher.rollback(tokens)
+
+    def after(self, token: int) -> "Matcher | None":
+        """Returns the state after one more token, or None if the grammar does not allow it."""
+        if self.ended:
+            return None
+        copied = self._matcher.fork()
+        return Matcher(copied, self._filler) if copied.accept_token(token) else None
+
+    def copy(self) -> "Matcher":
+        return Matcher(self._matcher.fork(), self._filler)
+
+    @property
+    def ended(self) -> bool:
+        """Returns whether the last token was one that ends the text."""
+        return bool(self._matcher.is_terminated())
+
+    def forced_text(self) -> str:
+        """Returns the text that must follow; it may be empty."""
+        return "" if self.ended else str(self._matcher.find_jump_forward_string())
+
+    @staticmethod
+    def fill(matchers: Sequence["Matcher"], words: Tensor, rows: Sequence[int]) -> None:
+        """Writes which tokens may follow each of these states, none of which has ended.
+
+        Args:
+            words: int32 ``[R, ceil(V / 32)]`` in host memory, an output: bit j of word l says that token
+                32 l + j may follow. Bits of the last word that belong to no token are arbitrary.
+            rows: the row of ``words`` for each state.
+        """
+        if matchers:
+            filler = matchers[0]._filler
+            filler.batch_fill_next_token_bitmask([each._matcher for each in matchers], words, list(rows))
+
+
+MakeMatcher = Callable[[Collection[int]], Matcher]
+"""Returns the state of a grammar before the first new token, from the tokens that end a text."""
+
+
+class Grammars:
+    """Compiles grammars for the vocabulary of a tokenizer, and keeps them for later requests.
+
+    Args:
+        tokenizer: the target's tokenizer; None if there is none, and then no grammar can be compiled.
+        vocabulary: V of the target's logits.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._compiler: Any = None
+        self._filler: Any = None
+
+    def of_each(self, grammar: Any, count: int) -> list[MakeMatcher | None] | None:
+        """Returns a maker of matchers for each of ``count`` prompts, or None if no prompt has a grammar.
+
+        Args:
+            grammar: one grammar for all prompts, or a list with a grammar or None for each; None for none.
+
+        Raises:
+            ValueError: the value is something else, or the list has another length.
+        """
+        each = grammar if isinstance(grammar, list | tuple) else [grammar] * count
+        if len(each) != count:
+            raise ValueError(
+                f"grammar has {len(each)} entries for {count} sequences; give one for each, or one for all"
+            )
+        makers: list[MakeMatcher | None] = [
+            None if one is None else partial(self.matcher, check_grammar(one)) for one in each
+        ]
+        return None if makers.count(None) == count else makers
+
+    def matcher(self, grammar: Grammar, end_tokens: Collection[int]) -> Matcher:
+        """Returns the state of a grammar before the first new token.
+
+        Args:
+            end_tokens: the tokens that end a text. They are allowed only where the grammar may end.
+
+        Raises:
+            ImportError: xgrammar is not installed.
+            ValueError: there is no tokenizer or no token that ends a text, or the grammar cannot be compiled.
+        """
+        if not end_tokens:
+            raise ValueError("grammar needs a token that ends the text; give eos_token_id")
+        xgrammar = _xgrammar()
+        if self._compiler is None:
+            self._compiler = self._new_compiler(xgrammar)
+            self._filler = xgrammar.BatchGrammarMatcher()
+        try:
+            compiled = self._compiled(grammar)
+        except RuntimeError as error:
+            raise ValueError(
+                f"grammar={shortened(grammar)} cannot be compiled: {_PLACE.sub('', str(error)).strip()}"
+            ) from error
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(end_tokens))
+        return Matcher(matcher, self._filler)
+
+    def _compiled(self, grammar: Grammar) -> Any:
+        compiler = self._compiler
+        match grammar:
+            case JSONSchema(schema):
+                return compiler.compile_json_schema(schema)
+            case JSONObject():
+                return compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
+            case Regex(pattern):
+                return compiler.compile_regex(pattern)
+            case EBNF(text):
+                return compiler.compile_grammar(text)
+            case Choice(options):
+                texts = (json.dumps(option, ensure_ascii=False) for option in options)
+                return compiler.compile_grammar(f"root ::= {' | '.join(texts)}")
+
+    def _new_compiler(self, xgrammar: Any) -> Any:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise ValueError("grammar needs a tokenizer: load(..., tokenizer=...)")
+        read = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=self._vocabulary, stop_token_ids=[0]
+        )
+        # Special tokens add nothing to the text, so that no grammar may take their names for text.
+        names = [""] * self._vocabulary
+        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        for name, id in tokenizer.get_vocab().items():
+            if id < self._vocabulary and id not in special:
+                names[id] = name
+        info = xgrammar.TokenizerInfo(
+            names, read.vocab_type, vocab_size=self._vocabulary, stop_token_ids=[0],
+            add_prefix_space=read.add_prefix_space,
+        )  # fmt: skip
+        return xgrammar.GrammarCompiler(info, cache_limit_bytes=_KEPT_BYTES)
+
+
+def _xgrammar() -> Any:
+    try:
+        return import_module("xgrammar")
+    except ImportError as error:
+        raise ImportError(
+            "grammar needs the package xgrammar; install it by pip install 'triforce-tree[grammar]'"
+        ) from error
